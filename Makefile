@@ -1,0 +1,27 @@
+# `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
+# `make test`: the whole suite.   `make setup`: the environment both use.
+PYTHON ?= python3
+BIN := .venv/bin
+
+# Threads that wait by spinning slow a small machine several times over.
+export OMP_WAIT_POLICY ?= passive
+export TOKENIZERS_PARALLELISM ?= false
+export HF_HUB_DISABLE_TELEMETRY ?= 1
+
+.PHONY: setup demo test lint
+setup: .venv/.ready
+.venv/.ready: pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: setup
+	$(BIN)/python -m examples.demo
+
+test: setup lint
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/pyright

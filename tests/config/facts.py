@@ -1,0 +1,44 @@
+"""Two made-up methods for the tests of recipes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, Field
+
+from valence.config.schema import Section
+from valence.errors import UserError
+
+
+class KtoLoss(Section):
+    beta: Annotated[float, Field(gt=0)] = 0.1
+    """Sharpness."""
+    desirable_weight: Annotated[float, Field(ge=0)] = 1.0
+    scope: Literal["step", "group"] = "step"
+    window: tuple[int, int] = (1, 2)
+
+
+class NoSettings(Section):
+    pass
+
+
+@dataclass(frozen=True)
+class Facts:
+    name: str
+    kind: str
+    needs_reference: bool
+    settings: type[BaseModel]
+
+
+METHODS = {
+    "kto": Facts("kto", "judgement", True, KtoLoss),
+    "dpo": Facts("dpo", "preference", True, KtoLoss),
+    "sft": Facts("sft", "demonstration", False, NoSettings),
+}
+
+
+def method_of(name: str) -> Facts:
+    if name not in METHODS:
+        raise UserError(f"there is no method {name!r}", where="elsewhere", fix="methods: kto, dpo, sft")
+    return METHODS[name]

@@ -1,0 +1,44 @@
+"""The settings in words."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.config.facts import KtoLoss
+from valence.config.describe import SettingRow, settings_table
+from valence.config.schema import Recipe
+
+ROWS = {row.name: row for row in settings_table()}
+
+
+@pytest.mark.parametrize(
+    ("name", "takes", "default"),
+    [
+        ("method", "text", "required"),
+        ("model.lora", "a section (rank, alpha, dropout, targets) or null", "null"),
+        ("model.lora.rank", "a whole number above 0", "16"),
+        ("model.lora.dropout", "a number of at least 0 and below 1", "0.0"),
+        ("model.lora.targets", 'a list (each text) or "all-linear"', '"all-linear"'),
+        ("data.train.N.keys", "names with a value each", "{}"),
+        ("data.eval", "a list (each a section (path, split, format, keys, weight, limit))", "[]"),
+        ("train.learning_rate", "a number above 0", "1e-05"),
+        ("train.schedule", "one of linear, cosine, constant", '"linear"'),
+        ("train.betas", "a list of 2 (each a number of at least 0 and below 1)", "[0.9, 0.999]"),
+        ("train.drop_last", "true or false", "false"),
+        ("data.threshold", "a number or null", "null"),
+    ],
+)
+def test_rows(name: str, takes: str, default: str):
+    assert (ROWS[name].type, ROWS[name].default) == (takes, default)
+
+
+def test_every_setting_has_a_meaning_on_one_line():
+    assert [row.name for row in ROWS.values() if not row.meaning or "\n" in row.meaning] == []
+
+
+def test_every_section_is_there():
+    assert {name.split(".")[0] for name in ROWS} == set(Recipe.model_fields)
+
+
+def test_the_settings_of_a_loss():
+    assert settings_table(KtoLoss, "loss.")[0] == SettingRow("loss.beta", "a number above 0", "0.1", "Sharpness.")

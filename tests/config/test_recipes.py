@@ -1,0 +1,26 @@
+"""The recipes that the repository ships: each loads, with the real table of methods and with the data beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from valence.config.load import load_recipe
+from valence.training.methods import METHODS, method_of
+
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_a_shipped_recipe_loads_anywhere(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    loaded = load_recipe(path, method_of=method_of)
+    assert loaded.recipe.run.dir == f"runs/{path.stem}"
+    Path("config.yaml").write_text(loaded.to_yaml())
+    assert load_recipe("config.yaml", method_of=method_of).recipe == loaded.recipe
+
+
+def test_every_method_has_a_recipe():
+    used = {load_recipe(path, method_of=method_of, training=False).recipe.method for path in RECIPES}
+    assert used == set(METHODS)

@@ -1,0 +1,152 @@
+"""What must hold for every row of the table of losses."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.units import objective, policy_and_reference, units
+from valence.data.sampler import canonical_order
+from valence.losses import LOSSES
+from valence.losses.average import weighted_sum
+from valence.losses.views import VIEWS
+from valence.report.metrics import Meter
+from valence.training.methods import METHODS
+from valence.training.step import Objective, Outcome
+from valence.types import Encoded, Mean
+
+ROWS = sorted(LOSSES)
+NEVER_ALONE = 10_000
+
+
+def in_order(rows: list[Encoded]) -> list[Encoded]:
+    return [rows[i] for i in canonical_order(rows, 0, 0)]
+
+
+def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[str, float], Tensor]:
+    """The outcome of a step's rows, its pooled numbers, and the gradient of all weights as one vector."""
+    objective.policy.zero_grad()
+    outcome = objective.run(in_order(rows), backward=True)
+    meter = Meter()
+    for name, parts in outcome.metrics.items():
+        for part in parts:
+            meter.add({name: part})
+    meter.add({"loss": Mean(outcome.loss, torch.ones(()))})
+    flat = torch.cat([p.grad.flatten() for p in objective.policy.parameters() if p.grad is not None])
+    return outcome, meter.reduce(objective.group), flat
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str) -> None:
+    policy, reference = policy_and_reference()
+    rows = units(METHODS[name].kind)
+    whole, numbers, grad = gradient(objective(name, policy, reference, budget=NEVER_ALONE), rows)
+    assert whole.micro_batches == 1
+    assert grad.norm() > 1e-6
+    seen = set()
+    for budget, seed in ((1, 0), (24, 1), (33, 2), (60, 3), (NEVER_ALONE, 4)):
+        shuffled = random.Random(seed).sample(rows, len(rows))
+        cut, cut_numbers, cut_grad = gradient(objective(name, policy, reference, budget=budget), shuffled)
+        seen.add(cut.micro_batches)
+        assert cut_numbers.keys() == numbers.keys()
+        for key, value in numbers.items():
+            assert cut_numbers[key] == pytest.approx(value, rel=1e-10, abs=1e-12), key
+        torch.testing.assert_close(cut_grad, grad, rtol=1e-10, atol=1e-12)
+    assert {1, len(rows)} <= seen
+    assert len(seen) >= 3
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
+    policy, _ = policy_and_reference()
+    _, same = policy_and_reference()
+    same.engine.load_state_dict(policy.state_dict())  # type: ignore[attr-defined]
+    _, numbers, grad = gradient(objective(name, policy, same), units(METHODS[name].kind))
+    assert torch.isfinite(grad).all()
+    assert all(abs(value) < 1e6 for value in numbers.values())
+    for key in ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "kl/raw"):
+        assert numbers.get(key, 0.0) == pytest.approx(0.0, abs=1e-12)
+    assert numbers.get("rewards/auc", 0.5) == 0.5
+    assert numbers.get("rewards/accuracies", 0.5) == 0.5
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
+    """At r = 0, by the gradient of the loss with respect to every token's log-probability."""
+    policy, reference = policy_and_reference()
+    made = objective(name, policy, reference)
+    rows = [row for row in units(METHODS[name].kind) if row.weight > 0]
+    (batch,) = made.batches(rows)
+    logp = policy(batch).logp.detach().requires_grad_()
+    ref = logp.detach() if made.method.needs_reference else None
+    view = VIEWS[made.method.loss.view](batch, logp, ref)
+    if made.method.mismatches:
+        view["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
+    weighted_sum(made.method.loss(view, made.settings), view["weight"]).backward()
+    assert logp.grad is not None
+    assert (logp.grad[~batch.mask] == 0).all()
+    sides = {
+        "chosen": batch.label if batch.label is not None else batch.side == 0,
+        "rejected": ~batch.label if batch.label is not None else batch.side == 1,
+    }
+    for side, direction in made.method.loss.direction.items():
+        tokens = batch.mask & sides[side][batch.seq]
+        assert tokens.any()
+        assert (torch.sign(-logp.grad[tokens]) == direction).all(), side
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_weight_multiplies_and_never_divides(name: str) -> None:
+    """sum(w * loss) / count: doubling all weights doubles loss and gradient."""
+    from dataclasses import replace
+
+    policy, reference = policy_and_reference()
+    rows = units(METHODS[name].kind)
+    once, _, grad = gradient(objective(name, policy, reference), rows)
+    twice, _, doubled = gradient(objective(name, policy, reference), [replace(r, weight=2 * r.weight) for r in rows])
+    assert float(twice.loss) == pytest.approx(2 * float(once.loss), rel=1e-12)
+    torch.testing.assert_close(doubled, 2 * grad, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].statistic])
+def test_measuring_sequences_get_no_gradient(name: str) -> None:
+    """The gradient is that of the loss with its statistic held fixed."""
+    policy, reference = policy_and_reference()
+    made = objective(name, policy, reference)
+    rows = in_order(units(METHODS[name].kind))
+    _, _, grad = gradient(made, rows)
+    extra, groups = made.mismatched(rows, ())
+    z0, raw = made.reference_point(extra, groups, lambda _: None)
+    assert raw.abs().max() > 1e-3  # else this would hold by accident
+    (batch,) = made.batches(rows)
+    policy.zero_grad()
+    view = VIEWS[made.method.loss.view](batch, policy(batch).logp, reference(batch))
+    view["z0"] = torch.full((batch.sequences,), float(z0), dtype=torch.float64)
+    (weighted_sum(made.method.loss(view, made.settings), view["weight"]) / len(rows)).backward()
+    fixed = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    torch.testing.assert_close(grad, fixed, rtol=1e-10, atol=1e-12)
+
+
+def test_an_absent_class_is_left_out_and_never_zero() -> None:
+    from dataclasses import replace
+
+    policy, reference = policy_and_reference()
+    rows = [replace(row, label=True) for row in units("judgement")]
+    _, numbers, grad = gradient(objective("kto", policy, reference), rows)
+    assert "rewards/chosen" in numbers
+    assert not {"rewards/rejected", "rewards/margins", "rewards/auc", "logps/rejected"} & numbers.keys()
+    assert torch.isfinite(grad).all()
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_token_of_the_prompt_is_context_only(name: str) -> None:
+    """Summed log-probabilities are over completions: a longer prompt leaves the counts as they are."""
+    policy, reference = policy_and_reference()
+    made = objective(name, policy, reference)
+    rows = in_order(units(METHODS[name].kind))
+    outcome = made.run(rows, backward=False, rows=True)
+    measured = {(r.unit, r.side): r.tokens for r in outcome.rows}
+    assert measured == {(i, side): len(a.ids) for i, row in enumerate(rows) for side, a in enumerate(row.answers)}

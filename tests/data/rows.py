@@ -1,0 +1,46 @@
+"""What the tests of reading data share: a source as a recipe would give it, and files to point it at."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from valence.data.load import Loaded, load
+
+
+@dataclass(frozen=True)
+class Source:
+    path: str
+    split: str | None = None
+    format: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict)
+    weight: float = 1.0
+    limit: int | None = None
+
+
+def write(path: Path, *rows: Any) -> str:
+    """A jsonl file of these rows."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def load_rows(
+    folder: Path,
+    kind: Any,
+    *rows: Any,
+    convert: str | None = None,
+    threshold: float | None = None,
+    on_bad_row: Any = "stop",
+    **source: Any,
+) -> Loaded:
+    """What these rows, in one jsonl file, are loaded as."""
+    path = write(folder / "rows.jsonl", *rows)
+    return load([Source(path, **source)], kind, convert=convert, threshold=threshold, on_bad_row=on_bad_row)
+
+
+JUDGED = {"prompt": "Say hi.", "completion": "Hi!", "label": True}
+USER = {"role": "user", "content": "Say hi."}
+ASSISTANT = {"role": "assistant", "content": "Hi!"}

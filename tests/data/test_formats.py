@@ -1,0 +1,338 @@
+"""Every format: that it is recognised, and what it is read as."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valence.data import values
+from valence.data.detect import detect
+from valence.data.formats import FORMATS, read_example
+from valence.errors import UserError
+from valence.types import Chat, Demonstration, Example, Ids, Judgement, Origin, Preference, Prompt, Ranking
+
+HERE = Origin("rows.jsonl", 1)
+
+
+def turn(role: str, content: str, **more: Any) -> dict[str, Any]:
+    return {"role": role, "content": content, **more}
+
+
+def said(role: str, value: str) -> dict[str, str]:
+    return {"from": role, "value": value}
+
+
+def chat(*turns: dict[str, Any], tools: tuple[dict, ...] = ()) -> Chat:
+    return Chat(turns, tools)
+
+
+ASK, HI, BYE = turn("user", "Say hi."), turn("assistant", "Hi!"), turn("assistant", "Bye!")
+SYSTEM = turn("system", "Be brief.")
+TOOL = {"type": "function", "function": {"name": "clock"}}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+
+
+def judged(prompt: Any, completion: Any, label: bool | None = True, **more: Any) -> Judgement:
+    return Judgement(prompt=prompt, completion=completion, label=label, origin=HERE, **more)
+
+
+def pair(prompt: Any, chosen: Any, rejected: Any, **more: Any) -> Preference:
+    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, origin=HERE, **more)
+
+
+def demo(prompt: Any, completion: Any, **more: Any) -> Demonstration:
+    return Demonstration(prompt=prompt, completion=completion, origin=HERE, **more)
+
+
+ALPACA = chat(turn("user", "Add.\n1 + 1"))
+CASES: list[tuple[str, dict[str, Any], Example]] = [
+    # judgement
+    ("judgement", {"prompt": "1+1=", "completion": "2", "label": True}, judged("1+1=", "2")),
+    (
+        "judgement",
+        {"prompt": "1+1=", "completion": "3", "label": 0, "weight": 0.5, "score": -1},
+        judged("1+1=", "3", False, weight=0.5, score=-1.0),
+    ),
+    ("judgement", {"prompt": [SYSTEM, ASK], "completion": [HI], "label": "good"}, judged(chat(SYSTEM, ASK), chat(HI))),
+    ("judgement", {"prompt": [ASK], "completion": HI, "label": True}, judged(chat(ASK), chat(HI))),
+    ("judgement", {"prompt": [ASK], "completion": "Hi!", "label": True}, judged(chat(ASK), chat(HI))),
+    ("judgement", {"prompt": "Say hi.", "completion": [HI], "label": True}, judged(chat(ASK), chat(HI))),
+    ("judgement", {"prompt": [ASK], "completion": [ASK, HI], "label": True}, judged(chat(ASK), chat(HI))),
+    (
+        "judgement",
+        {"prompt": [ASK], "completion": [CALL, turn("tool", "12:00"), HI], "label": True, "tools": [TOOL]},
+        judged(chat(ASK, tools=(TOOL,)), chat(CALL, turn("tool", "12:00"), HI)),
+    ),
+    (
+        "judgement",
+        {"prompt": [ASK, CALL, turn("tool", "12:00", name=None)], "completion": [HI], "label": True},
+        judged(chat(ASK, CALL, turn("tool", "12:00")), chat(HI)),
+    ),
+    ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7}, judged("1+1=", "2", None, score=0.7)),
+    ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7, "label": None}, judged("1+1=", "2", None, score=0.7)),
+    ("judged_messages", {"messages": [SYSTEM, ASK, HI], "label": False, "id": 7}, judged(chat(SYSTEM, ASK), chat(HI), False)),
+    # pairs
+    ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}, pair("1+1=", "2", "3", margin=0.5)),
+    ("preference", {"prompt": [ASK], "chosen": [HI], "rejected": [BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
+    ("preference", {"prompt": "Say hi.", "chosen": [ASK, HI], "rejected": [ASK, BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
+    (
+        "preference",
+        {"chosen": [SYSTEM, ASK, HI, ASK, HI], "rejected": [SYSTEM, ASK, HI, ASK, BYE]},
+        pair(chat(SYSTEM, ASK, HI, ASK), chat(HI), chat(BYE)),
+    ),
+    (
+        "preference",
+        {"chosen": [ASK, CALL, turn("tool", "1"), HI], "rejected": [ASK, CALL, turn("tool", "1"), BYE]},
+        pair(chat(ASK, CALL, turn("tool", "1")), chat(HI), chat(BYE)),
+    ),
+    (
+        "preference",
+        {"chosen": "\n\nHuman: Say hi.\n\nAssistant: Hi!", "rejected": "\n\nHuman: Say hi.\n\nAssistant: Bye!"},
+        pair("\n\nHuman: Say hi.\n\nAssistant:", " Hi!", " Bye!"),
+    ),
+    # imitation, prompts, rankings
+    ("demonstration", {"prompt": "1+1=", "completion": "2", "weight": "3"}, demo("1+1=", "2", weight=3.0)),
+    ("messages", {"messages": [ASK, HI, ASK, BYE], "tools": [TOOL]}, demo(chat(ASK, HI, ASK, tools=(TOOL,)), chat(BYE))),
+    ("prompt", {"prompt": [ASK], "answer": 2}, Prompt(prompt=chat(ASK), info={"answer": 2}, origin=HERE)),
+    (
+        "ranking",
+        {"prompt": "1+1=", "completions": ["2", "3", "4"], "scores": [1, 0.5, 0]},
+        Ranking(prompt="1+1=", completions=("2", "3", "4"), scores=(1.0, 0.5, 0.0), origin=HERE),
+    ),
+    (
+        "ranking",
+        {"prompt": [ASK], "completions": [[HI], BYE], "ranks": [2, 1]},
+        Ranking(prompt=chat(ASK), completions=(chat(HI), chat(BYE)), scores=(-2.0, -1.0), origin=HERE),
+    ),
+    # token ids
+    ("judgement_ids", {"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, judged(Ids((1, 2)), Ids((3,)))),
+    ("demonstration_ids", {"prompt_ids": [1, 2], "completion_ids": [3]}, demo(Ids((1, 2)), Ids((3,)))),
+    ("preference_ids", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, pair(Ids((1,)), Ids((2,)), Ids((3,)))),
+    # HALOs
+    (
+        "binary_feedback",
+        {"prompt_id": 0, "prompt": [ASK], "output": [HI], "label": 1, "reward": 2.5, "type": "binary_feedback"},
+        judged(chat(ASK), chat(HI), score=2.5),
+    ),
+    (
+        "scalar_feedback",
+        {"prompt": [ASK], "output": [HI], "reward": 2.5, "type": "scalar_feedback", "sample_id": 1},
+        judged(chat(ASK), chat(HI), None, score=2.5),
+    ),
+    (
+        "pairwise_feedback",
+        {
+            "prompt": [ASK],
+            "output_A": [HI],
+            "output_B": [BYE],
+            "label": 1,
+            "reward_A": 2,
+            "reward_B": 1,
+            "reward_difference": 1,
+            "type": "pairwise_feedback",
+        },
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
+    (
+        "pairwise_feedback",
+        {
+            "prompt": [ASK],
+            "output_A": [HI],
+            "output_B": [BYE],
+            "label": 0,
+            "reward_A": 1,
+            "reward_B": 2,
+            "type": "pairwise_feedback",
+        },
+        pair(chat(ASK), chat(BYE), chat(HI)),
+    ),
+    # others
+    ("nemo_aligner", {"prompt": "1+1=", "response": "3", "preference": "rejected"}, judged("1+1=", "3", False)),
+    (
+        "colossalchat",
+        {
+            "prompt": [{"from": "user", "content": "Say hi."}],
+            "completion": {"from": "assistant", "content": "Hi!"},
+            "label": True,
+        },
+        judged(chat(ASK), chat(HI)),
+    ),
+    (
+        "colossalchat",
+        {
+            "prompt": [{"from": "human", "content": "Say hi."}],
+            "completion": {"from": "assistant", "content": "Hi!"},
+            "label": False,
+        },
+        judged(chat(ASK), chat(HI), False),
+    ),
+    ("openrlhf", {"input": "1+1=", "output": "2", "label": 1}, judged("1+1=", "2")),
+    ("openrlhf_preference", {"input": [ASK], "chosen": [HI], "rejected": [BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
+    (
+        "sharegpt",
+        {"conversations": [said("human", "Say hi."), said("gpt", "Hi!")], "system": "Be brief.", "tools": '[{"name": "clock"}]'},
+        demo(chat(SYSTEM, ASK, tools=({"name": "clock"},)), chat(HI)),
+    ),
+    (
+        "sharegpt",
+        {"conversations": [said("system", "Be brief."), said("human", "Say hi."), said("gpt", "Hi!")], "system": "", "tools": ""},
+        demo(chat(SYSTEM, ASK), chat(HI)),
+    ),
+    (
+        "sharegpt_kto",
+        {"conversations": [said("human", "Say hi."), said("gpt", "Bye!")], "kto_tag": False},
+        judged(chat(ASK), chat(BYE), False),
+    ),
+    (
+        "sharegpt_preference",
+        {"conversations": [said("human", "Say hi.")], "chosen": said("gpt", "Hi!"), "rejected": said("gpt", "Bye!")},
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
+    ("alpaca", {"instruction": "Add.", "input": "1 + 1", "output": "2"}, demo(ALPACA, chat(turn("assistant", "2")))),
+    (
+        "alpaca",
+        {"instruction": "Say hi.", "input": "", "output": "Hi!", "system": "Be brief.", "history": [["Say hi.", "Bye!"]]},
+        demo(chat(SYSTEM, ASK, BYE, ASK), chat(HI)),
+    ),
+    ("alpaca_kto", {"instruction": "Say hi.", "output": "Hi!", "kto_tag": "true"}, judged(chat(ASK), chat(HI))),
+    (
+        "alpaca_preference",
+        {"instruction": "Say hi.", "input": None, "chosen": "Hi!", "rejected": "Bye!"},
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "row", "example"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+def test_a_row_is_recognised_and_read(name: str, row: dict, example: Example):
+    assert detect([row]) == name
+    assert read_example(name, row, HERE) == example
+
+
+def test_every_format_has_a_case_and_gives_the_kind_that_the_table_says():
+    assert {name for name, _, _ in CASES} == FORMATS.keys()
+    kinds = {
+        Judgement: "judgement",
+        Preference: "preference",
+        Demonstration: "demonstration",
+        Prompt: "prompt",
+        Ranking: "ranking",
+    }
+    for name, _, example in CASES:
+        assert FORMATS[name].gives == kinds[type(example)]
+
+
+def test_reading_leaves_the_row_as_it_was():
+    for name, row, _ in CASES:
+        before = repr(row)
+        read_example(name, row, HERE)
+        assert repr(row) == before
+
+
+# Detection
+
+
+def test_most_of_the_first_rows_decide():
+    rows = [{"prompt": "a", "completion": "b"}, *[{"prompt": "a", "completion": "b", "label": True}] * 2, {"x": 1}]
+    assert detect(rows) == "judgement"
+
+
+def test_rows_that_fit_several_formats_are_not_guessed():
+    with pytest.raises(UserError, match="several formats: preference, messages\n.*set format: preference or messages"):
+        detect([{"prompt": "a", "chosen": [ASK, HI], "rejected": [ASK, BYE], "messages": [ASK, HI]}])
+    with pytest.raises(UserError, match="several formats: openrlhf, alpaca"):
+        detect([{"instruction": "a", "input": "b", "output": "c", "label": True}])
+
+
+def test_unknown_columns_are_listed_with_the_nearest_formats():
+    with pytest.raises(UserError, match="'answer', 'prompt', 'score', 'verdict'\n.*keys: {completion:") as error:
+        detect([{"prompt": "a", "answer": "b", "verdict": True, "completion": None, "label": None, "score": 1}])
+    assert "scored, which also needs completion" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "a", "response": "b"}, {"prompt": "a", "output": "b"}, {"prompt": "a", "label": True}]
+)
+def test_an_answer_beside_a_prompt_is_never_taken_for_a_prompt_alone(row: dict):
+    with pytest.raises(UserError, match="no format fits"):
+        detect([row])
+    assert read_example("prompt", row, HERE).origin == HERE
+
+
+# Keys
+
+
+def test_keys_name_the_columns_of_the_file():
+    row = {"question": "1+1=", "answer": "2", "ok": 1}
+    keys = {"input": "question", "output": "answer", "label": "ok"}
+    assert detect([row], keys) == "openrlhf"
+    assert read_example("openrlhf", row, HERE, keys) == judged("1+1=", "2")
+    keys = {"prompt": "question", "completion": "answer", "label": "ok"}
+    assert read_example(detect([row], keys), row, HERE, keys) == judged("1+1=", "2")
+
+
+def test_a_named_column_goes_before_one_of_the_usual_name():
+    row = {"prompt": "wrong", "text": "1+1=", "completion": "2", "label": True}
+    assert read_example("judgement", row, HERE, {"prompt": "text"}) == judged("1+1=", "2")
+
+
+def test_messages_of_a_fault_use_the_names_of_the_file():
+    with pytest.raises(UserError, match="answer is empty"):
+        read_example("judgement", {"prompt": "a", "answer": " ", "label": True}, HERE, {"completion": "answer"})
+
+
+def test_keys_of_columns_that_the_format_does_not_have_are_errors():
+    with pytest.raises(UserError, match="no column 'promt'\n.*prompt, completion, label"):
+        read_example("judgement", {"x": "a", "completion": "b", "label": True}, HERE, {"promt": "x"})
+
+
+# Labels and numbers
+
+
+@pytest.mark.parametrize(
+    "up", [True, 1, "1", "true", "TRUE", " True ", "chosen", "good", "Desirable", "👍", "thumbs_up", "up", "+1"]
+)
+def test_labels_that_mean_up(up: object):
+    assert values.label(up, "label") is True
+
+
+@pytest.mark.parametrize(
+    "down", [False, 0, "0", "false", "False", "rejected", "bad", "undesirable", "👎", "thumbs_down", "DOWN", "-1"]
+)
+def test_labels_that_mean_down(down: object):
+    assert values.label(down, "label") is False
+
+
+@pytest.mark.parametrize("wrong", ["yes", "", "positive", 2, -1, 0.7, 1.0, float("nan"), None, [], {}, [True], "0.7", "none"])
+def test_everything_else_is_no_label(wrong: object):
+    with pytest.raises(UserError, match="label is"):
+        values.label(wrong, "label")
+
+
+def test_a_graded_label_is_sent_to_the_score_column():
+    with pytest.raises(UserError, match=r"label is the number 0.7.*\n.*score"):
+        values.label(0.7, "label")
+
+
+@given(st.one_of(st.text(), st.integers(), st.floats(), st.none(), st.lists(st.booleans())))
+def test_a_label_is_one_of_the_words_or_an_error(value: object):
+    try:
+        result = values.label(value, "label")
+    except UserError:
+        return
+    word = str(value).strip().casefold()
+    assert word in (values.UP if result else values.DOWN)
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_finite_numbers_are_kept(value: float):
+    assert values.number(value, "score") == values.number(repr(value), "score") == value
+
+
+@pytest.mark.parametrize("wrong", [True, None, "", "high", "nan", "inf", float("nan"), float("-inf"), [1], 10**400])
+def test_what_is_not_a_finite_number_is_an_error(wrong: object):
+    with pytest.raises(UserError, match="score is .* must be a finite number"):
+        values.number(wrong, "score")

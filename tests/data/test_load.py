@@ -1,0 +1,321 @@
+"""From files to Examples of one kind: weights, conversions, and an account of every row."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.rows import JUDGED, Source, load_rows, write
+from valence.data.convert import CONVERSIONS
+from valence.data.load import Loaded, load
+from valence.errors import UserError
+from valence.types import Demonstration, Judgement, Origin, Preference, Prompt, Ranking
+
+HERE = Origin("rows.jsonl", 1)
+
+
+def up(completion: str, prompt: str = "p", **more) -> dict:
+    return {"prompt": prompt, "completion": completion, "label": True, **more}
+
+
+def down(completion: str, prompt: str = "p", **more) -> dict:
+    return {**up(completion, prompt, **more), "label": False}
+
+
+def scored(completion: str, score: float, prompt: str = "p", **more) -> dict:
+    return {"prompt": prompt, "completion": completion, "score": score, **more}
+
+
+def ranked(*scores: float, prompt: str = "p") -> dict:
+    return {"prompt": prompt, "completions": [f"answer {n}" for n in range(len(scores))], "scores": list(scores)}
+
+
+def judgements(loaded: Loaded) -> list[tuple]:
+    return [(e.completion, e.label) for e in loaded.examples if isinstance(e, Judgement)]
+
+
+def pairs(loaded: Loaded) -> list[tuple]:
+    return [(e.prompt, e.chosen, e.rejected) for e in loaded.examples if isinstance(e, Preference)]
+
+
+# Files
+
+
+def test_two_files_that_share_a_prompt_are_both_kept(tmp_path: Path):
+    paths = [write(tmp_path / name, up(f"from {name}"), {**down("again"), "prompt_id": 1}) for name in ("a.jsonl", "b.jsonl")]
+    loaded = load([Source(path) for path in paths], "judgement")
+    assert judgements(loaded) == [("from a.jsonl", True), ("again", False), ("from b.jsonl", True), ("again", False)]
+    assert loaded.sources == (paths[0], paths[0], paths[1], paths[1])
+    assert loaded.formats == dict.fromkeys(paths, "judgement")
+
+
+def test_the_weight_of_a_file_multiplies_the_weights_of_its_rows(tmp_path: Path):
+    loaded = load_rows(tmp_path, "judgement", up("a"), up("b", weight=0.5), up("c", weight=0), weight=3.0)
+    assert [e.weight for e in loaded.examples] == [3.0, 1.5, 0.0]
+
+
+def test_limits_count_rows_per_file_and_over_all(tmp_path: Path):
+    paths = [write(tmp_path / f"{n}.jsonl", *[up(f"{n}{i}") for i in range(4)]) for n in range(3)]
+    sources = [Source(paths[0], limit=2), Source(paths[1]), Source(paths[2])]
+    assert [f.rows for f in load(sources, "judgement").files] == [2, 4, 4]
+    loaded = load(sources, "judgement", limit=3)
+    assert [f.rows for f in loaded.files] == [2, 1, 0]
+    assert [c for c, _ in judgements(loaded)] == ["00", "01", "10"]
+
+
+def test_a_file_listed_twice_is_refused(tmp_path: Path):
+    path = write(tmp_path / "a.jsonl", JUDGED)
+    with pytest.raises(UserError, match="a.jsonl: this file is listed twice\n.*weight: 2"):
+        load([Source(path), Source(path, weight=2.0)], "judgement")
+
+
+def test_columns_that_are_not_read_are_counted(tmp_path: Path):
+    loaded = load_rows(tmp_path, "judgement", up("a", id=1, note=None), up("b", id=2, note="x", prompt_id=3))
+    assert loaded.ignored_columns == {"id": 2, "note": 1, "prompt_id": 1}
+    assert loaded.files[0].ignored_columns == loaded.ignored_columns
+
+
+def test_a_usual_column_that_another_one_stands_in_for_is_counted_as_ignored(tmp_path: Path):
+    loaded = load_rows(tmp_path, "judgement", up("a", text="q"), keys={"prompt": "text"})
+    assert loaded.ignored_columns == {"prompt": 1}
+    assert loaded.examples[0].prompt == "q"
+
+
+def test_the_columns_beside_a_prompt_travel_with_it_and_are_not_ignored(tmp_path: Path):
+    loaded = load_rows(tmp_path, "prompt", {"prompt": "1+1=", "answer": 2})
+    assert loaded.ignored_columns == {}
+    assert loaded.examples == (Prompt(prompt="1+1=", info={"answer": 2}, origin=loaded.examples[0].origin),)
+
+
+def test_a_named_format_reads_what_it_needs_of_another(tmp_path: Path):
+    loaded = load_rows(tmp_path, "prompt", up("a"), format="prompt")
+    assert isinstance(loaded.examples[0], Prompt)
+    assert loaded.examples[0].info == {"completion": "a", "label": True}
+
+
+def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
+    for keys in ({"weight": "importance"}, {"completion": "reply"}):
+        with pytest.raises(UserError, match="rows.jsonl: keys: no row has a column '(importance|reply)'\n.*columns: .*prompt"):
+            load_rows(tmp_path, "judgement", {"prompt": "p", "answer": "a", "label": True, "completion": "c"}, keys=keys)
+
+
+# Bad rows
+
+
+def test_bad_rows_stop_the_reading_at_the_first(tmp_path: Path):
+    with pytest.raises(UserError, match=r"rows.jsonl:2: label is 'yes'.*\n.*on_bad_row: skip"):
+        load_rows(tmp_path, "judgement", up("a"), {**up("b"), "label": "yes"}, {**up("c"), "label": None})
+
+
+def test_skipped_bad_rows_are_counted_and_listed(tmp_path: Path):
+    loaded = load_rows(tmp_path, "judgement", {}, {**up("a"), "label": "yes"}, up("b"), up(" "), on_bad_row="skip")
+    assert [str(bad.origin).rpartition(":")[2] for bad in loaded.bad] == ["1", "2", "4"]
+    assert [bad.reason.split(",")[0] for bad in loaded.bad] == [
+        "the row has no prompt and no completion and no label",
+        "label is 'yes'",
+        "completion is empty",
+    ]
+    assert all(bad.fix for bad in loaded.bad)
+    file = loaded.files[0]
+    assert (file.rows, file.bad, file.used, file.examples) == (4, 3, 1, 1)
+
+
+def test_the_format_is_found_behind_many_unreadable_rows(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("not json\n" * 50 + '{"prompt": "p", "completion": "a", "label": true}\n')
+    loaded = load([Source(str(path))], "judgement", on_bad_row="skip")
+    assert (len(loaded.examples), len(loaded.bad)) == (1, 50)
+
+
+# Kinds
+
+
+def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tmp_path: Path):
+    cases = [
+        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "judgement", "pairs.*\n.*data.convert: pairs_to_judgements"),
+        (up("a"), "preference", "judged.*\n.*data.convert: judgements_to_pairs"),
+        (up("a"), "demonstration", "judged.*imitate\n.*data.convert: chosen_to_demonstrations"),
+        (scored("a", 1.0), "judgement", "score and no label.*\n.*scores_to_judgements and data.threshold"),
+        (ranked(1, 2), "preference", "several scored.*\n.*data.convert: scores_to_pairs"),
+        (up("a"), "prompt", "judged.*prompts alone\n.*format: prompt"),
+        ({"prompt": "p", "reply": "a"}, "judgement", "prompts alone.*\n.*keys on this file.*reply"),
+        ({"prompt": "p", "completion": "a"}, "judgement", "to imitate.*\n.*choose a method for such rows"),
+    ]
+    for row, kind, message in cases:
+        with pytest.raises(UserError, match=f"rows.jsonl:1: .*{message}"):
+            load_rows(tmp_path, kind, row)
+
+
+def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):
+    with pytest.raises(UserError, match=r"data.convert: pairs_to_judgements makes answers judged"):
+        load_rows(tmp_path, "preference", JUDGED, convert="pairs_to_judgements")
+    with pytest.raises(UserError, match=r"no conversion 'pairs'"):
+        load_rows(tmp_path, "preference", JUDGED, convert="pairs")
+
+
+def test_a_threshold_is_given_exactly_where_it_is_read(tmp_path: Path):
+    with pytest.raises(UserError, match=r"data.threshold: scores_to_judgements needs a threshold"):
+        load_rows(tmp_path, "judgement", scored("a", 1), convert="scores_to_judgements")
+    for convert, threshold in ((None, 1.0), ("pairs_to_judgements", 1.0), ("scores_to_judgements", float("nan"))):
+        with pytest.raises(UserError, match=r"data.threshold: .* has no effect here"):
+            load_rows(tmp_path, "judgement", JUDGED, convert=convert, threshold=threshold)
+
+
+# Conversions
+
+
+def test_pairs_to_judgements_keeps_both_sides_next_to_each_other(tmp_path: Path):
+    rows = [{"prompt": "p", "chosen": f"good {n}", "rejected": f"bad {n}", "weight": n} for n in range(1, 3)]
+    loaded = load_rows(tmp_path, "judgement", *rows, convert="pairs_to_judgements")
+    assert judgements(loaded) == [("good 1", True), ("bad 1", False), ("good 2", True), ("bad 2", False)]
+    assert [e.weight for e in loaded.examples] == [1, 1, 2, 2]
+    assert [e.origin.line for e in loaded.examples] == [1, 1, 2, 2]
+    assert (loaded.files[0].rows, loaded.files[0].used, loaded.files[0].examples) == (2, 2, 4)
+
+
+def test_rows_that_need_no_conversion_stay_as_they_are(tmp_path: Path):
+    files = [
+        write(tmp_path / "judged.jsonl", up("a"), down("b")),
+        write(tmp_path / "paired.jsonl", {"prompt": "p", "chosen": "c", "rejected": "d"}),
+    ]
+    loaded = load([Source(f) for f in files], "judgement", convert="pairs_to_judgements")
+    assert judgements(loaded) == [("a", True), ("b", False), ("c", True), ("d", False)]
+
+
+def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_path: Path):
+    rows = [up("u1"), up("u2", weight=0.5), down("d1"), up("u3"), up("lonely", "q"), down("sad", "r")]
+    loaded = load_rows(tmp_path, "preference", *rows, convert="judgements_to_pairs")
+    assert pairs(loaded) == [("p", "u1", "d1"), ("p", "u2", "d1"), ("p", "u3", "d1")]
+    assert [e.weight for e in loaded.examples] == [1.0, 0.5, 1.0]
+    assert loaded.files[0].unused == {
+        "its prompt has no other answer judged down": 1,
+        "its prompt has no other answer judged up": 1,
+    }
+    assert (loaded.files[0].used, loaded.files[0].examples) == (4, 3)
+
+
+def test_judgements_to_pairs_never_pairs_an_answer_with_itself(tmp_path: Path):
+    loaded = load_rows(tmp_path, "preference", up("same"), down("same"), up("a"), down("b"), convert="judgements_to_pairs")
+    assert pairs(loaded) == [("p", "a", "b")]
+    assert loaded.files[0].unused == {"the same answer is judged both ways": 2}
+
+
+def test_judgements_to_pairs_joins_the_files_of_a_prompt(tmp_path: Path):
+    files = [write(tmp_path / "up.jsonl", up("u")), write(tmp_path / "down.jsonl", down("d"))]
+    assert pairs(load([Source(f) for f in files], "preference", convert="judgements_to_pairs")) == [("p", "u", "d")]
+
+
+def test_scores_to_judgements_takes_the_threshold_as_up(tmp_path: Path):
+    loaded = load_rows(tmp_path, "judgement", scored("a", 0.4), scored("b", 0.5), convert="scores_to_judgements", threshold=0.5)
+    assert [(e.label, e.score) for e in loaded.examples if isinstance(e, Judgement)] == [(False, 0.4), (True, 0.5)]
+    loaded = load_rows(
+        tmp_path,
+        "judgement",
+        {"prompt": "p", "completions": ["a", "b", "c"], "ranks": [1, 3, 2]},
+        convert="scores_to_judgements",
+        threshold=-2,
+    )
+    assert judgements(loaded) == [("a", True), ("b", False), ("c", True)]
+
+
+def test_scores_never_replace_labels_that_are_there(tmp_path: Path):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: the row has a label already.*\n.*format: scored"):
+        load_rows(tmp_path, "judgement", up("a", score=0.1), convert="scores_to_judgements", threshold=0.5)
+    loaded = load_rows(tmp_path, "judgement", up("a", score=0.1), format="scored", convert="scores_to_judgements", threshold=0.5)
+    assert judgements(loaded) == [("a", False)]
+    assert loaded.ignored_columns == {"label": 1}
+
+
+def test_scores_to_pairs_takes_the_best_against_the_worst(tmp_path: Path):
+    rows = [
+        scored("mid", 2),
+        scored("best", 3),
+        scored("worst", 1),
+        scored("tie 1", 1, "q"),
+        scored("tie 2", 1, "q"),
+        scored("alone", 1, "r"),
+    ]
+    loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs")
+    assert pairs(loaded) == [("p", "best", "worst")]
+    assert loaded.files[0].unused == {
+        "its score is between the best and the worst of its prompt": 1,
+        "all answers of its prompt have the same score": 2,
+        "its prompt has no other scored answer": 1,
+    }
+
+
+def test_scores_to_pairs_of_rankings_and_its_smallest_difference(tmp_path: Path):
+    rows = [ranked(1, 3, 2), ranked(1, 1), ranked(1.5, 1)]
+    loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs", threshold=1.0)
+    assert pairs(loaded) == [("p", "answer 1", "answer 0")]
+    assert loaded.files[0].unused == {
+        "all answers of its prompt have the same score": 1,
+        "the scores of its prompt differ by less than the threshold": 1,
+    }
+
+
+def test_a_margin_is_never_made_of_scores(tmp_path: Path):
+    loaded = load_rows(tmp_path, "preference", ranked(1, 9), convert="scores_to_pairs")
+    assert [e.margin for e in loaded.examples if isinstance(e, Preference)] == [0.0]
+
+
+def test_chosen_to_demonstrations(tmp_path: Path):
+    files = [
+        write(tmp_path / "paired.jsonl", {"prompt": "p", "chosen": "a", "rejected": "b"}),
+        write(tmp_path / "judged.jsonl", up("c"), down("d")),
+        write(tmp_path / "ranked.jsonl", ranked(1, 2)),
+    ]
+    loaded = load([Source(f) for f in files], "demonstration", convert="chosen_to_demonstrations")
+    assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == ["a", "c", "answer 1"]
+    assert loaded.files[1].unused == {"judged down": 1}
+
+
+def test_a_conversion_that_leaves_nothing_says_why(tmp_path: Path):
+    with pytest.raises(UserError, match="rows.jsonl:1: of 2 rows none can be used: 2 x its prompt has no other answer"):
+        load_rows(tmp_path, "preference", up("a"), up("b"), convert="judgements_to_pairs")
+
+
+texts = st.sampled_from(["a", "b", "c", "d"])
+some_judgements = st.lists(st.builds(Judgement, prompt=texts, completion=texts, label=st.booleans(), origin=st.just(HERE)))
+some_scored = st.lists(
+    st.one_of(
+        st.builds(Judgement, prompt=texts, completion=texts, score=st.integers(0, 3).map(float), origin=st.just(HERE)),
+        st.builds(
+            lambda prompt, scores: Ranking(
+                prompt=prompt, completions=tuple("abcd"[: len(scores)]), scores=tuple(scores), origin=HERE
+            ),
+            texts,
+            st.lists(st.integers(0, 3).map(float), min_size=2, max_size=4),
+        ),
+    )
+)
+
+
+@given(some_judgements)
+def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
+    made, unused = CONVERSIONS["judgements_to_pairs"].run(examples, None)
+    given_ = {(e.prompt, e.completion, e.label) for e in examples}
+    for e in made:
+        assert isinstance(e, Preference)
+        assert {(e.prompt, e.chosen, True), (e.prompt, e.rejected, False)} <= given_
+        assert e.chosen != e.rejected
+    left = [id(e) for e, _ in unused]
+    assert len(left) == len(set(left))
+    used = {
+        (e.prompt, side, label)
+        for e in made
+        if isinstance(e, Preference)
+        for side, label in ((e.chosen, True), (e.rejected, False))
+    }
+    assert all((e.prompt, e.completion, e.label) in used for e in examples if id(e) not in left)
+
+
+@given(some_scored, st.none() | st.floats(0, 3))
+def test_scores_to_pairs_accounts_for_every_row(examples: list[Judgement | Ranking], threshold: float | None):
+    made, unused = CONVERSIONS["scores_to_pairs"].run(examples, threshold)
+    assert all(isinstance(e, Preference) and e.chosen != e.rejected for e in made)
+    in_pairs = sum(2 for e in made) - sum(isinstance(e, Ranking) for e in examples if all(e is not u for u, _ in unused))
+    assert len(examples) == len(unused) + in_pairs

@@ -1,0 +1,122 @@
+"""The engine against the oracle: one sequence at a time, unpadded, through the model's own forward, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.models import ARCHITECTURES, tiny
+from valence.engine import head
+from valence.engine.logprobs import Engine, plain_batch
+from valence.engine.models import build_policy
+
+LENGTHS = (11, 2, 7, 16)
+
+
+def sequences(vocabulary: int = 97) -> list[Tensor]:
+    made = torch.Generator().manual_seed(1)
+    return [torch.randint(3, vocabulary, (n,), generator=made) for n in LENGTHS]
+
+
+def oracle(model: nn.Module, tokens: Tensor) -> Tensor:
+    """log p of every token but the first, from nothing but the model's logits: [n-1]."""
+    logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double()
+    return (logits - torch.logsumexp(logits, -1, keepdim=True))[torch.arange(len(tokens) - 1), tokens[1:]]
+
+
+def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    value.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
+def test_packed_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
+    moe = name == "qwen3_moe"  # its grouped products refuse float64
+    dtype = torch.float32 if moe else torch.float64
+    rough = moe or name == "gemma2"  # whose eager attention takes its softmax in float32
+    model = tiny(name, dtype=dtype)
+    lora = None
+    if how == "lora":
+        lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+    engine = build_policy(model, dtype=dtype, lora=lora, checkpointing=how == "checkpointed")
+    if how == "lora":
+        for key, p in engine.named_parameters():
+            if "lora_B" in key:
+                torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
+    rows = sequences()
+    out = engine(plain_batch(rows)).logp
+    with engine.stock():
+        wanted = [oracle(engine.model, row) for row in rows]
+    assert engine.packs
+    flat = torch.cat([torch.cat([w.new_zeros(1), w]) for w in wanted])
+    tolerance = 2e-5 if rough else 1e-12
+    torch.testing.assert_close(out.double(), flat, rtol=tolerance, atol=tolerance * 10)
+    slopes = torch.randn(len(flat), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    ours = gradients(engine.model, (out * slopes).sum())
+    with engine.stock():
+        theirs = gradients(engine.model, (flat * slopes).sum())
+    assert ours.keys() == theirs.keys()
+    assert ours
+    for key in ours:
+        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+
+
+def test_a_token_of_another_sequence_changes_nothing() -> None:
+    engine = Engine(tiny())
+    rows = sequences()
+    before = engine(plain_batch(rows)).logp
+    rows[0] = rows[0].flip(0)
+    after = engine(plain_batch(rows)).logp
+    assert not torch.equal(before[: LENGTHS[0]], after[: LENGTHS[0]])
+    assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
+
+
+def test_entropy_is_that_of_the_distribution() -> None:
+    engine = Engine(tiny())
+    rows = sequences()
+    found = engine(plain_batch(rows), entropy=True).entropy
+    assert found is not None
+    with engine.stock():
+        p = torch.softmax(engine.causal(input_ids=rows[0][None]).logits[0, :-1], -1)
+    torch.testing.assert_close(found[1 : LENGTHS[0]], torch.distributions.Categorical(p).entropy(), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mamba"])
+def test_an_architecture_that_cannot_pack_runs_one_by_one_and_says_so(kind: str) -> None:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    small = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "n_layer": 2, "n_head": 4, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **small))
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim >= 2:
+                p.mul_(5)
+    with pytest.warns(UserWarning, match="each sequence runs by itself"):
+        engine = build_policy(model, dtype=torch.float32)
+    rows = sequences()
+    out = engine(plain_batch(rows)).logp
+    for row, start in zip(rows, (0, 11, 13, 20), strict=True):
+        torch.testing.assert_close(out[start + 1 : start + len(row)].double(), oracle(model, row), rtol=1e-4, atol=1e-4)
+
+
+def test_a_marked_first_token_is_an_error() -> None:
+    from dataclasses import replace
+
+    batch = plain_batch(sequences())
+    with pytest.raises(ValueError, match="first token"):
+        Engine(tiny())(replace(batch, mask=torch.ones_like(batch.mask)))
+
+
+def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
+    """Masters stay float32; log-probabilities come out in float32 and near those of the float32 model."""
+    exact = Engine(tiny(dtype=torch.float32))(plain_batch(sequences())).logp
+    engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
+    out = engine(plain_batch(sequences())).logp
+    assert {p.dtype for p in engine.parameters()} == {torch.float32}
+    assert out.dtype == torch.float32
+    assert 0 < (out - exact).abs().max() < 0.3

@@ -1,0 +1,53 @@
+"""Tiny random models of real architectures, built on the spot."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {}),
+    "qwen3": ("qwen3", {}),
+    "mistral": ("mistral", {"sliding_window": None}),
+    "mistral-window": ("mistral", {"sliding_window": 4}),
+    "gemma2": ("gemma2", {"sliding_window": 4, "query_pre_attn_scalar": 8, "attn_logit_softcapping": 2.0,
+                          "final_logit_softcapping": 1.5}),
+    "gemma3": ("gemma3_text", {"sliding_window": 4, "query_pre_attn_scalar": 8}),
+    "phi3": ("phi3", {}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt2": ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}),
+    "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
+    "cohere": ("cohere", {"logit_scale": 0.25}),
+    "granite": ("granite", {"logits_scaling": 3.0}),
+}  # fmt: skip
+
+
+def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> nn.Module:
+    """A random model of this architecture with two layers. Weights are large enough for a leak between sequences to show."""
+    kind, settings = ARCHITECTURES[name]
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | settings | changes)))
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim >= 2:
+                weights.mul_(5)
+    return model.to(dtype).eval()

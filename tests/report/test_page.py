@@ -1,0 +1,304 @@
+"""The run page: built from whatever a run has left, self-contained, and safe with any text in the data."""
+
+import builtins
+import json
+import math
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from valence.errors import UserError
+from valence.report.page import POINTS, figures, flatten, read_run, rewards_by_class, write_page
+
+HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] \x1b[2J \x00 \ud800 é 日本"
+
+CONFIG = """\
+method: kto
+model: {name: org/tiny-chat, dtype: float32, lora: {rank: 16, alpha: null}}
+data: {train: [{path: feedback.jsonl}], eval: [{path: held_out.jsonl}], max_length: 1024}
+loss: {beta: 0.1}
+train: {batch_size: 8, learning_rate: 2.0e-05, seed: 0}
+"""
+CHANGED = [
+    {"setting": "train.batch_size", "value": 8, "origin": "recipe.yaml:7"},
+    {"setting": "train.learning_rate", "value": 2.34567e-5, "origin": "command line"},
+]
+AUDIT = {
+    "train": {
+        "kind": "judgement",
+        "units": 200,
+        "classes": {"up": 104, "down": 96},
+        "files": [
+            {"path": "feedback.jsonl", "format": "judgement", "rows": 203, "classes": {"up": 104, "down": 96}, "too_long": 3}
+        ],
+        "unused": [
+            {
+                "kind": "too_long",
+                "reason": "longer than max_length",
+                "fix": "raise data.max_length",
+                "count": 3,
+                "rows": ["feedback.jsonl:7", HOSTILE],
+            }
+        ],
+        "prompt_length": {"min": 4, "median": 31.0, "p95": 80, "max": 112},
+        "answer_length": {"min": 2, "median": 96.5, "p95": 250, "max": 1300},
+        "findings": {
+            "contradictions": {"count": 2, "rows": ["feedback.jsonl:12 against feedback.jsonl:9"]},
+            "length_bias": {"count": 1, "rows": []},
+        },
+        "ignored_columns": {"judged_by": 203},
+        "weights": None,
+    },
+    "eval": {"kind": "judgement", "units": 60, "classes": {"up": 30, "down": 30}, "unused": [], "findings": {}},
+}
+
+
+def evaluation(step, scale):
+    rows = [
+        {
+            "id": f"{i:04x}",
+            "origin": f"held_out.jsonl:{i + 1}",
+            "label": i % 2 == 0,
+            "reward": scale * (math.sin(i * 1.7) + (1 if i % 2 == 0 else -1)),
+            "logp": -50.0 - i,
+            "prompt": HOSTILE,
+            "completion": HOSTILE,
+        }
+        for i in range(60)
+    ]
+    metrics = {"loss": 0.5 - 0.1 * scale, "rewards/margins": 2 * scale, "auc": 0.5 + 0.3 * scale}
+    return {"step": step, "metrics": metrics, "rows": rows}
+
+
+def metrics_lines(steps):
+    for step in range(1, steps + 1):
+        grow = step / steps
+        yield {
+            "step": step,
+            "loss": 0.5 - 0.1 * grow + 0.03 * math.sin(step * 2.1),
+            "rewards/chosen": 0.6 * grow,
+            "rewards/rejected": -0.5 * grow,
+            "rewards/margins": 1.1 * grow,
+            "kl": max(0.0, 0.4 * grow - 0.05),
+            "kl/raw": 0.4 * grow - 0.05,
+            "grad_norm": 1.2 + 0.4 * math.cos(step),
+            "lr": 2e-5 * (1 - grow),
+            "tokens/s": 480 + 40 * math.sin(step * 0.7),
+            "tokens": 900 + step,
+            "tokens_seen": 900 * step,
+            "micro_batches": 2,
+            "padding": 0.1 + 0.01 * math.sin(step),
+        }
+        if step % 20 == 0:
+            yield {"step": step, "eval/loss": 0.5 - 0.08 * grow, "eval/rewards/margins": 0.9 * grow, "eval/auc": 0.5 + 0.3 * grow}
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A finished run with hostile text wherever data may come through."""
+    folder = tmp_path / "first"
+    (folder / "eval").mkdir(parents=True)
+    (folder / "config.yaml").write_text(CONFIG)
+    (folder / "audit.json").write_text(json.dumps(AUDIT))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(m) + "\n" for m in metrics_lines(60)))
+    for step, scale in ((0, 0.0), (20, 0.2), (60, 0.5), (100, 0.6)):
+        (folder / "eval" / f"step-{step}.json").write_text(json.dumps(evaluation(step, scale)))
+    samples = [{"prompt": HOSTILE, "before": "I I I I I", "after": "A short answer."}]
+    (folder / "samples.json").write_text(json.dumps(samples))
+    run = {
+        "command": "valence train recipe.yaml train.batch_size=8",
+        "valence": "0.1.0",
+        "torch": "2.13",
+        "python": "3.11.2",
+        "transformers": "5.23",
+        "seconds": 192.0,
+        "status": "done",
+        "changed": CHANGED,
+    }
+    (folder / "run.json").write_text(json.dumps(run))
+    return folder
+
+
+class Page(HTMLParser):
+    """Text and tags of a page, as a browser would see them."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.source = path.read_text(encoding="utf-8")
+        self.tags, self.attributes, self.text, self._inside = [], [], "", ""
+        self.feed(self.source)
+
+    def handle_starttag(self, tag, attrs):
+        self._inside = tag
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+
+    def handle_endtag(self, tag):
+        self._inside = ""
+
+    def handle_data(self, data):
+        if self._inside not in ("script", "style"):
+            self.text += data
+
+
+def test_a_finished_run_is_told_in_full(run_dir):
+    path = write_page(run_dir)
+    page = Page(path)
+    assert path == run_dir / "report.html"
+    assert path.stat().st_size < 8e6
+    assert "kto trained a LoRA adapter of rank 16 of org/tiny-chat" in page.text
+    assert "60 optimizer steps in 3m12s" in page.text
+    assert "train: 3 rows were not used: longer than max_length; such as feedback.jsonl:7, " in page.text
+    assert "train: contradictions (2); such as feedback.jsonl:12 against feedback.jsonl:9" in page.text
+    assert "train: length bias" in page.text
+    assert "prompt lengthmin4median31p9580max112" in page.text
+    assert "judged_by203" in page.text
+    assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
+    assert "At step 0 the reward of every row is 0" in page.text
+    assert "A short answer." in page.text
+    assert "valence train recipe.yaml train.batch_size=8" in page.text
+    assert "batch_size: 8, learning_rate: 2.0e-05" in page.text
+    assert list(run_dir.glob("*.tmp")) == []
+
+
+def test_changed_settings_are_told_exactly_with_their_place(run_dir):
+    text = Page(write_page(run_dir)).text
+    assert "train.batch_size8recipe.yaml:7train.learning_rate2.34567e-05command line" in text
+
+
+def test_hostile_text_stays_text(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps({"step": step, HOSTILE: step}) + "\n" for step in (59, 60))
+    (run_dir / "run.json").write_text(json.dumps({"command": HOSTILE, "status": HOSTILE, "notes": [HOSTILE]}))
+    page = Page(write_page(run_dir))
+    assert page.tags.count("script") == 3
+    assert "img" not in page.tags
+    assert not [a for a in page.attributes if a[1].startswith("on")]
+    shown = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] ␛[2J ␀ \ufffd é 日本"
+    assert page.text.count(shown) >= 5
+    charts = page.source.split('id="charts">')[1].split("</script>")[0]
+    assert "<" not in charts
+    assert any(trace["name"].startswith("&lt;/pre&gt;") for c in json.loads(charts).values() for trace in c["data"])
+
+
+def test_the_page_asks_nothing_of_the_network(run_dir):
+    page = Page(write_page(run_dir))
+    assert not {"link", "iframe", "img", "object"} & set(page.tags)
+    assert not [a for a in page.attributes if a[1] == "src"]
+    assert [v for _, name, v in page.attributes if name == "href" and not v.startswith("#")] == []
+    assert "default-src 'none'" in page.source
+    assert page.source.count("plotly.js v") == 1
+
+
+def test_an_empty_folder_gives_a_page(tmp_path):
+    page = Page(write_page(tmp_path))
+    assert "unfinished" in page.text
+    assert "holds no recipe" in page.text
+    assert "No metrics were logged" in page.text
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "audit.json", "metrics.jsonl", "samples.json", "run.json", "eval/step-20.json"])
+@pytest.mark.parametrize("damage", [b'{"rows": [1, ', b"[1]", b"\xff\xfe\x00", b"- [", b""])
+def test_a_damaged_file_leaves_a_gap_that_is_told(run_dir, name, damage):
+    (run_dir / name).write_bytes(damage)
+    text = Page(write_page(run_dir)).text
+    assert name.removeprefix("eval/") in text or (name == "metrics.jsonl" and not damage)
+
+
+def test_a_torn_last_line_of_metrics_is_told_and_the_rest_is_used(run_dir):
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 61, "lo')
+    run = read_run(run_dir)
+    assert run.metrics[-1]["step"] == 60
+    assert run.problems == (
+        "metrics.jsonl:64 is not a whole record and was left out (the last line: the run was stopped while writing it)",
+    )
+
+
+def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
+    lines = ['{"step": 2, "loss": 2.0}', '{"step": 1, "loss": 9.0}', '{"step": 1, "loss": 1.0}', '{"step": 1, "eval/loss": 3.0}']
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    assert read_run(tmp_path).metrics == ({"step": 1, "loss": 1.0, "eval/loss": 3.0}, {"step": 2, "loss": 2.0})
+
+
+def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path):
+    losses = ("0.5", '"nan"', "NaN", "0.4")
+    lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
+    (tmp_path / "metrics.jsonl").write_text("".join(lines))
+    assert figures(read_run(tmp_path))["Loss"]["data"][0]["y"] == (0.5, 0.4)
+    assert "loss was not finite at 2 step(s), first at step 2" in Page(write_page(tmp_path)).text
+
+
+def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
+    made = figures(read_run(run_dir))
+    assert [t["name"] for t in made["Implicit rewards"]["data"]] == ["chosen", "rejected", "margins", "margins, held out"]
+    assert made["Implicit rewards"]["data"][3]["x"] == (20, 40, 60)
+    assert "padding" in made
+    assert "auc" in made
+    assert not {"micro_batches", "tokens", "tokens_seen", "step"} & set(made)
+
+
+def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
+    for step in (20, 60, 100):
+        (run_dir / "eval" / f"step-{step}.json").unlink()
+    (run_dir / "eval" / "step-20.json").write_text('{"step": 20, "rows": [], "metrics": {"auc": 0.75}}')
+    (run_dir / "eval" / "step-0.json").unlink()
+    (run_dir / "eval" / "test.json").write_text('{"step": 60, "rows": [], "metrics": {"auc": 0.5}}')
+    text = Page(write_page(run_dir)).text
+    assert re.search(r"metricstep 20\s*auc0\.75", text)
+    assert "Test rows, after trainingmetricstep 60auc0.5" in text
+
+
+def test_a_long_run_is_drawn_as_means_of_neighbouring_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS)))
+    trace = figures(read_run(tmp_path))["Loss"]["data"][0]
+    assert len(trace["x"]) == POINTS
+    assert set(trace["y"]) == {0.5}
+    assert trace["x"][0] == 2
+
+
+def test_rewards_are_told_apart_by_class_and_by_side():
+    rows = [{"label": False, "reward": -1.0}, {"label": True, "reward": 1.0}, {"label": True, "reward": "nan"}]
+    assert rewards_by_class({"rows": rows}) == {"thumbs up": [1.0], "thumbs down": [-1.0]}
+    pairs = [{"label": None, "reward_chosen": 2.0, "reward_rejected": -2.0}]
+    assert rewards_by_class({"rows": pairs}) == {"chosen": [2.0], "rejected": [-2.0]}
+    assert rewards_by_class({"rows": []}) == {}
+
+
+def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch):
+    real = builtins.__import__
+
+    def without(name, *args, **kwargs):
+        if name.startswith("plotly"):
+            raise ImportError(name)
+        return real(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    path = write_page(run_dir)
+    assert "pip install 'valence[report]'" in Page(path).text
+    assert "A short answer." in Page(path).text
+    assert path.stat().st_size < 2e5
+
+
+def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
+    first = write_page(run_dir).read_text(encoding="utf-8")
+    monkeypatch.setattr("valence.report.page.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    with pytest.raises(OSError, match="disk"):
+        write_page(run_dir)
+    assert (run_dir / "report.html").read_text(encoding="utf-8") == first
+
+
+def test_a_folder_that_is_not_there_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="no such run folder"):
+        write_page(tmp_path / "absent")
+
+
+def test_a_long_list_in_the_audit_is_cut_and_said(tmp_path):
+    (tmp_path / "audit.json").write_text(json.dumps({"train": {"dropped": [{"line": i} for i in range(60)]}}))
+    page = Page(write_page(tmp_path))
+    assert "474849and 10 more in audit.json" in page.text
+
+
+def test_flatten_gives_dotted_names():
+    assert flatten({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}

@@ -1,0 +1,98 @@
+"""Logs: strict JSON, whole lines, and sinks that fail without stopping a run."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from valence.errors import UserError
+from valence.report.sinks import FanOut, JsonlSink
+
+
+class Memory:
+    def __init__(self, fail_at=None):
+        self.records, self.calls, self.closed, self.fail_at = [], 0, False, fail_at
+
+    def log(self, record):
+        self.calls += 1
+        if self.calls == self.fail_at:
+            raise ConnectionError("server gone")
+        self.records.append(dict(record))
+
+    def close(self):
+        self.closed = True
+
+
+def refuse_constants(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def test_each_line_is_a_strict_json_object_and_is_on_disk_at_once(tmp_path):
+    sink = JsonlSink(tmp_path / "new" / "metrics.jsonl")
+    sink.log({"step": 1, "loss": 0.5, "note": "a\nb\ud800<é>"})
+    sink.log({"step": 2, "loss": math.nan, "kl": math.inf, "kl/raw": -math.inf, "grad_norm": np.float64(1.5)})
+    lines = (tmp_path / "new" / "metrics.jsonl").read_bytes().decode("utf-8").split("\n")
+    first, second = (json.loads(line, parse_constant=refuse_constants) for line in lines[:2])
+    assert lines[2:] == [""]
+    assert first == {"step": 1, "loss": 0.5, "note": "a\nb\ud800<é>"}
+    assert second == {"step": 2, "loss": "nan", "kl": "inf", "kl/raw": "-inf", "grad_norm": 1.5}
+    assert math.isnan(float(second["loss"]))
+    assert float(second["kl/raw"]) == -math.inf
+    sink.close()
+
+
+def test_a_second_sink_appends_after_whole_lines(tmp_path, recwarn):
+    for step in (1, 2):
+        sink = JsonlSink(tmp_path / "m.jsonl")
+        sink.log({"step": step})
+        sink.close()
+    assert (tmp_path / "m.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
+    assert not recwarn
+
+
+@pytest.mark.parametrize(("before", "kept"), [('{"step": 1}\n{"st', '{"step": 1}\n'), ('{"st', "")])
+def test_a_torn_last_line_is_cut_off_and_said(tmp_path, before, kept):
+    path = tmp_path / "m.jsonl"
+    path.write_text(before)
+    with pytest.warns(UserWarning, match="unfinished last line of 4 bytes"):
+        sink = JsonlSink(path)
+    sink.log({"step": 2})
+    sink.close()
+    assert path.read_text() == kept + '{"step": 2}\n'
+
+
+def test_a_value_that_is_no_number_and_no_text_is_refused_without_a_torn_line(tmp_path):
+    sink = JsonlSink(tmp_path / "m.jsonl")
+    with pytest.raises(TypeError):
+        sink.log({"loss": object()})
+    sink.close()
+    assert (tmp_path / "m.jsonl").read_text() == ""
+
+
+def test_a_log_that_cannot_be_opened_is_a_user_error(tmp_path):
+    (tmp_path / "m.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"m\.jsonl: cannot write the log") as error:
+        JsonlSink(tmp_path / "m.jsonl")
+    assert "run.dir" in error.value.fix
+
+
+def test_an_optional_sink_that_fails_is_named_once_and_left_alone():
+    said = []
+    required, good, bad = Memory(), Memory(), Memory(fail_at=2)
+    sinks = FanOut([required], [bad, good], warn=said.append)
+    for step in range(4):
+        sinks.log({"step": step})
+    sinks.close()
+    assert [r["step"] for r in required.records] == [r["step"] for r in good.records] == [0, 1, 2, 3]
+    assert bad.calls == 2
+    assert len(said) == 1
+    assert "Memory" in said[0]
+    assert "server gone" in said[0]
+    assert required.closed
+    assert good.closed
+
+
+def test_a_required_sink_that_fails_stops_the_run():
+    with pytest.raises(ConnectionError):
+        FanOut([Memory(fail_at=1)]).log({"step": 0})

@@ -1,0 +1,248 @@
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import Gemma2Config, GPT2Config, LlamaConfig
+
+from valence.errors import UserError
+from valence.rollout import HFGenerator, Sampling
+from valence.rollout.hf import draw
+from valence.types import Ids, Origin, Prompt
+
+VOCABULARY, END = 61, 3
+PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (5, 6, 9, 20)]
+FREE = Sampling(temperature=0.9, max_new_tokens=12, seed=4)
+GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
+
+
+class Words:
+    """A tokenizer that writes token 7 as "7" and leaves the end token out."""
+
+    eos_token_id = END
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " ".join(str(i) for i in ids if i != END)
+
+
+def tiny(kind: str = "llama") -> Any:
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    small: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
+    heads: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    configs = {
+        "llama": lambda: LlamaConfig(**small, **heads, intermediate_size=48),
+        "gemma2": lambda: Gemma2Config(**small, **heads, intermediate_size=48, head_dim=8, sliding_window=4),
+        "gpt2": lambda: GPT2Config(**small, n_layer=2, n_embd=32, n_head=4, n_positions=64),
+    }
+    model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
+    with torch.no_grad():
+        for p in model.parameters():
+            # A fresh model's tiny weights predict nearly the same everywhere, and the tests would see nothing.
+            if p.dim() == 2:
+                p.mul_(8)
+    return model
+
+
+@pytest.fixture(params=["llama", "gemma2", "gpt2"])
+def model(request: pytest.FixtureRequest) -> Any:
+    return tiny(request.param)
+
+
+def generator(model: Any, **settings: Any) -> HFGenerator:
+    return HFGenerator(model, Words(), **settings)  # type: ignore[arg-type]
+
+
+def oracle(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> list[float]:
+    """Log-probabilities of ``tokens`` from one forward over the whole row, without cache and padding."""
+    model.eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+
+
+def test_logps_are_those_of_one_forward_over_the_whole_row(model: Any) -> None:
+    for prompt, answers in zip(PROMPTS, generator(model).generate(PROMPTS, 3, FREE), strict=True):
+        for answer in answers:
+            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
+
+
+def test_greedy_answers_do_not_depend_on_the_batch(model: Any) -> None:
+    alone = [generator(model).generate([p], 1, GREEDY)[0][0] for p in PROMPTS]
+    together = [answers[0] for answers in generator(model).generate(PROMPTS, 1, GREEDY)]
+    assert [a.tokens for a in together] == [a.tokens for a in alone]
+    assert len({a.tokens for a in together}) > 1
+    for a, b in zip(together, alone, strict=True):
+        assert a.logps == pytest.approx(b.logps, abs=2e-4)
+
+
+def test_greedy_takes_the_most_likely_token(model: Any) -> None:
+    answer = generator(model).generate([PROMPTS[0]], 1, GREEDY)[0][0]
+    model.eval()
+    with torch.no_grad():
+        logits = model(torch.tensor([PROMPTS[0] + answer.tokens])).logits[0, len(PROMPTS[0]) - 1 : -1]
+    assert tuple(logits.argmax(-1).tolist()) == answer.tokens
+    assert answer.logps == pytest.approx(oracle(model, PROMPTS[0], answer.tokens, 1.0), abs=2e-4)
+
+
+def test_sampled_answers_do_not_depend_on_the_batch_size() -> None:
+    model = tiny()
+    wide = generator(model, batch_size=64).generate(PROMPTS, 3, FREE)
+    narrow = generator(model, batch_size=1).generate(PROMPTS, 3, FREE)
+    assert [[a.tokens for a in row] for row in wide] == [[a.tokens for a in row] for row in narrow]
+
+
+def test_the_padding_token_has_no_influence() -> None:
+    model = tiny()
+    first, second = (generator(model, end_ids=[pad, END]).generate(PROMPTS, 1, GREEDY) for pad in (0, 2))
+    ends = {0, 2}
+    assert not any(ends & set(a.tokens) for row in (*first, *second) for a in row), "needs answers without them"
+    assert first == second
+
+
+def test_seeds_reproduce_and_differ() -> None:
+    sample = generator(tiny())
+    assert sample.generate(PROMPTS, 2, FREE) == sample.generate(PROMPTS, 2, FREE)
+    other = Sampling(temperature=0.9, max_new_tokens=12, seed=5)
+    assert sample.generate(PROMPTS, 2, FREE) != sample.generate(PROMPTS, 2, other)
+    torch.manual_seed(1)
+    before = torch.rand(1)
+    torch.manual_seed(1)
+    sample.generate(PROMPTS, 1, FREE)
+    assert torch.equal(torch.rand(1), before), "sampling must leave the global random state alone"
+
+
+def test_an_answer_ends_with_its_first_end_token() -> None:
+    model = tiny()
+    ends = set(range(20, 32))
+    answers = [a for row in generator(model, end_ids=ends).generate(PROMPTS, 8, FREE) for a in row]
+    stopped = [a for a in answers if a.stop == "eos"]
+    assert stopped
+    assert len(stopped) < len(answers)
+    for answer in stopped:
+        assert answer.tokens[-1] in ends
+        assert not ends & set(answer.tokens[:-1])
+    for answer in set(answers) - set(stopped):
+        assert not ends & set(answer.tokens)
+        assert len(answer.tokens) == FREE.max_new_tokens
+    assert all(len(a.tokens) == len(a.logps) for a in answers)
+
+
+def test_rows_that_go_on_are_untouched_when_others_end() -> None:
+    model = tiny()
+    ends = set(range(20, 32))
+    for prompt, answers in zip(PROMPTS, generator(model, end_ids=ends).generate(PROMPTS, 8, FREE), strict=True):
+        for answer in answers:
+            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
+
+
+def test_end_tokens_come_from_tokenizer_and_generation_config() -> None:
+    model = tiny()
+    assert model.generation_config is not None
+    model.generation_config.eos_token_id = [END, 17]
+    assert generator(model).end_ids == [END, 17]
+    model.generation_config.eos_token_id = None
+    assert generator(model).end_ids == [END]
+
+
+def test_text_and_ids() -> None:
+    (answer,) = generator(tiny(), end_ids=[END]).generate([(5, 6)], 1, GREEDY)[0]
+    assert answer.text == " ".join(str(t) for t in answer.tokens if t != END)
+    assert answer.prompt_id == Prompt(prompt=Ids((5, 6)), origin=Origin("x", 1)).id
+
+
+def test_adapter_on_and_off() -> None:
+    def tokens(model: Any) -> list[tuple[int, ...]]:
+        return [row[0].tokens for row in generator(model).generate(PROMPTS, 1, GREEDY)]
+
+    plain = tokens(tiny())
+    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))  # type: ignore[arg-type]
+    assert tokens(model) != plain
+    with model.disable_adapter():
+        assert tokens(model) == plain
+
+
+def test_modes_are_restored_and_dropout_is_off() -> None:
+    model = tiny("gpt2")
+    model.train()
+    model.transformer.h[0].eval()
+    modes = [m.training for m in model.modules()]
+    sample = generator(model)
+    assert sample.generate(PROMPTS, 1, GREEDY) == sample.generate(PROMPTS, 1, GREEDY)
+    assert [m.training for m in model.modules()] == modes
+
+
+def test_modes_are_restored_after_an_error() -> None:
+    model = tiny()
+    model.train()
+    with torch.no_grad():
+        model.get_input_embeddings().weight[PROMPTS[0][0]] = math.nan
+    with pytest.raises(FloatingPointError):
+        generator(model).generate(PROMPTS, 1, FREE)
+    assert all(m.training for m in model.modules())
+
+
+def test_new_weights_carry_a_version() -> None:
+    model, other = tiny(), tiny()
+    with torch.no_grad():
+        other.get_input_embeddings().weight.mul_(-1)
+    sample = generator(model)
+    sample.load_weights(3, dict(other.named_parameters()))
+    mine, theirs = sample.generate(PROMPTS, 1, GREEDY), generator(other).generate(PROMPTS, 1, GREEDY)
+    assert [r[0].tokens for r in mine] == [r[0].tokens for r in theirs]
+    assert {r[0].version for r in mine} == {3}
+    with pytest.raises(KeyError, match=r"no\.such"):
+        sample.load_weights(4, {"no.such": torch.zeros(1)})
+    assert sample.version == 3
+
+
+def test_bad_requests_are_named() -> None:
+    sample = generator(tiny())
+    with pytest.raises(UserError, match="prompt 1"):
+        sample.generate([(4,), ()], 1, GREEDY)
+    with pytest.raises(UserError, match="at least 1"):
+        sample.generate(PROMPTS, 0, GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", -1.0), ("temperature", math.nan), ("max_new_tokens", 0), ("top_p", 0.0), ("top_p", 1.1)],
+)
+def test_sampling_out_of_range_is_named(name: str, value: float) -> None:
+    with pytest.raises(UserError, match=name):
+        Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_no_prompts_no_answers() -> None:
+    assert generator(tiny()).generate([], 2, FREE) == []
+
+
+def test_draws_follow_the_distribution() -> None:
+    logits = torch.tensor([0.0, 2.0, -1.0, 1.0])
+    n = 20_000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    token, logp = draw(logits.expand(n, 4), uniform, Sampling(temperature=0.5))
+    p = (logits / 0.5).softmax(0)
+    share = torch.bincount(token, minlength=4) / n
+    assert torch.all((share - p).abs() < 4 * (p * (1 - p) / n).sqrt())
+    assert torch.allclose(logp, p.log()[token])
+
+
+def test_top_p_keeps_the_smallest_sufficient_set_and_renormalises() -> None:
+    p = torch.tensor([[0.1, 0.5, 0.05, 0.35]])
+    uniform = torch.tensor([0.0, 0.3, 0.6, 0.9999999])
+    token, logp = draw(p.log().expand(4, 4), uniform, Sampling(top_p=0.8))
+    assert token.tolist() == [1, 1, 3, 3]
+    assert logp.exp().tolist() == pytest.approx([0.5 / 0.85, 0.5 / 0.85, 0.35 / 0.85, 0.35 / 0.85])
+
+
+def test_a_token_without_probability_is_never_drawn() -> None:
+    logits = torch.tensor([[-math.inf, 0.0, -math.inf]]).expand(3, 3)
+    token, logp = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), Sampling())
+    assert token.tolist() == [1, 1, 1]
+    assert logp.tolist() == [0, 0, 0]

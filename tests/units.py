@@ -1,0 +1,66 @@
+"""Encoded units made by hand: no tokenizer, no files."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from tests.models import tiny
+from valence.dist.single import Single
+from valence.engine.logprobs import Engine
+from valence.engine.models import build_policy, build_reference
+from valence.engine.reference import Reference
+from valence.training.methods import METHODS
+from valence.training.step import Objective
+from valence.types import Answer, Encoded, Kind, Origin
+
+
+def answer(ids: tuple[int, ...]) -> Answer:
+    return Answer(ids, (True,) * len(ids))
+
+
+def unit(
+    name: str, kind: Kind, prompt: tuple[int, ...], *answers: tuple[int, ...], label: bool | None = None, weight: float = 1.0,
+    margin: float = 0.0,
+) -> Encoded:  # fmt: skip
+    return Encoded(
+        id=name, origin=Origin("made.jsonl", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
+        answers=tuple(answer(a) for a in answers), label=label, weight=weight, margin=margin,
+    )  # fmt: skip
+
+
+def units(kind: Kind, count: int = 9, seed: int = 0) -> list[Encoded]:
+    """Units of uneven lengths, classes and weights."""
+    draw = random.Random(seed)
+
+    def ids(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, 97) for _ in range(draw.randint(low, high)))
+
+    sides = 2 if kind == "preference" else 1
+    return [
+        unit(
+            f"row{i}", kind, ids(1, 9), *(ids(1, 12) for _ in range(sides)),
+            label=(i % 3 != 0) if kind == "judgement" else None,
+            weight=[1.0, 0.5, 2.0, 0.0][i % 4],
+            margin=0.25 * (i % 2) if kind == "preference" else 0.0,
+        )
+        for i in range(count)
+    ]  # fmt: skip
+
+
+def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[Engine, Reference]:
+    """Two different random models in float64, so that policy and reference disagree."""
+    policy = build_policy(tiny(architecture, **changes), dtype=torch.float64)
+    reference = build_reference(policy, fresh_adapter=False, model=tiny(architecture, seed=5, **changes), name="another")
+    return policy, reference
+
+
+def objective(
+    name: str, policy: Engine, reference: Reference | None, *, budget: int = 10_000, max_length: int = 64, **settings: Any
+) -> Objective:
+    method = METHODS[name]
+    return Objective(
+        method, method.resolve(settings), policy, reference if method.needs_reference else None, Single(), budget, max_length
+    )

@@ -1,0 +1,25 @@
+"""Valence aligns language models with feedback: thumbs up and down, pairs, scores, demonstrations."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from valence.api import logprobs, train
+    from valence.errors import UserError
+    from valence.losses import LOSSES
+
+__all__ = ["LOSSES", "UserError", "__version__", "logprobs", "train"]
+
+_HOMES = {"train": "valence.api", "logprobs": "valence.api", "UserError": "valence.errors", "LOSSES": "valence.losses"}
+
+
+def __getattr__(name: str) -> Any:
+    # Loaded on first use: `valence --help` should not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module 'valence' has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

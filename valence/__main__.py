@@ -1,0 +1,5 @@
+"""`python -m valence`: the command line."""
+
+from valence.cli import main
+
+main()

@@ -1,0 +1,1 @@
+"""Saved state, and models written for others to load."""

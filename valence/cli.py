@@ -1,0 +1,239 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from valence.errors import UserError
+
+app = typer.Typer(
+    help="Align language models with feedback. Start with a recipe: `valence check RECIPE`, then `valence train RECIPE`.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+console = Console()
+
+RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.seed=1")]
+
+STOPPED = 130  # the shell's number for a program ended by Ctrl-C; documented in the README
+MISTAKE = 2
+
+
+def main() -> None:
+    """Runs a command. Exit status: 0 done, 2 the user's mistake, 130 stopped by a signal (resumable state saved), 1 a defect."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(MISTAKE)
+    except KeyboardInterrupt:
+        sys.exit(STOPPED)
+
+
+@app.command()
+def train(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+) -> None:
+    """Train: audit the data, run the recipe, write model, log and report into its run folder."""
+    from valence.api import train as run_recipe
+    from valence.training.loop import Interrupted
+
+    try:
+        run = run_recipe(recipe, overrides=overrides or [], fresh=fresh, quiet=quiet, console=console, command=_command())
+    except Interrupted as stopped:
+        console.print(f"{stopped}; its state is in the run's checkpoints", style="yellow", markup=False)
+        sys.exit(STOPPED)
+    if not quiet and run.folder:
+        for name, what in (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
+            console.print(f"{what:>7}  {run.folder.path / name}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
+    """Everything short of training: the settings and where each came from, the data, steps, predicted memory."""
+    from valence.api import show_audit
+    from valence.config.load import load_recipe
+    from valence.training.methods import method_of
+    from valence.training.plan import describe_plan
+    from valence.training.setup import class_weight_warning, prepare
+
+    source = load_recipe(recipe, overrides or [], method_of=method_of)
+    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    for name, setting in source.settings.items():
+        style = "dim" if setting.is_default else ""
+        table.add_row(name, json.dumps(setting.value, default=str), setting.origin, style=style)
+    console.print(table)
+    prepared = prepare(source)
+    show_audit(prepared, console)
+    for line in (class_weight_warning(prepared), *describe_plan(prepared)):
+        if line:
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def evaluate(
+    target: Annotated[Path, typer.Argument(help="A run's folder, or a recipe (measures the policy as it starts).")],
+    overrides: Overrides = None,
+    data: Annotated[list[str] | None, typer.Option("--data", help="Files of rows. Default: the recipe's data.eval.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")] = None,
+) -> None:
+    """Measure a run, or the policy a recipe starts from, on held-out rows."""
+    run = _run_of(target, [*(overrides or []), *_data_as(data, "eval")])
+    found = run.evaluate()
+    table = Table("metric", "value", box=None, pad_edge=False)
+    for name, value in found.metrics.items():
+        table.add_row(name, f"{value:.6g}")
+    console.print(table)
+    if out:
+        from valence.training.folder import finite
+
+        report = {"step": run.step, "metrics": found.metrics, "rows": [finite(row) for row in found.rows]}
+        _write(out, json.dumps(report, indent=1, ensure_ascii=False))
+
+
+@app.command()
+def sample(
+    target: Annotated[Path, typer.Argument(help="A run's folder, or a recipe (samples from the policy as it starts).")],
+    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A question; may be given several times.")] = None,
+    data: Annotated[list[str] | None, typer.Option("--data", help="Files of prompts.")] = None,
+    number: Annotated[int, typer.Option("-n", min=1, help="Answers per prompt.")] = 1,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.7,
+    seed: Annotated[int, typer.Option(help="Fixes the draws.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write prompts and answers to this file, one JSON object a line.")
+    ] = None,
+) -> None:
+    """Answer prompts with a run's model."""
+    from valence.data.load import load
+    from valence.rollout.protocol import Sampling
+    from valence.training.evaluate import as_text
+    from valence.training.finish import sample as answer
+    from valence.types import Chat, Content
+
+    run = _run_of(target, ["data.eval=[]"])
+    asked: list[Content] = [Chat(({"role": "user", "content": text},)) for text in prompt or []]
+    if data:
+        from valence.config.schema import Source
+
+        asked += [example.prompt for example in load([Source(path=path) for path in data], "prompt").examples]
+    if not asked:
+        raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
+    how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    lines: list[str] = []
+    for content, answers in zip(asked, answer(run, asked, how, number), strict=True):
+        text = as_text(content, run.prepared.tokenizer)
+        shown: Any = [dict(m) for m in content.messages] if isinstance(content, Chat) else text
+        for completion in answers:
+            lines.append(
+                json.dumps({"prompt": shown, "completion": completion.text, "stop": completion.stop}, ensure_ascii=False)
+            )
+            if not out:
+                console.print(f"> {text}", style="bold", markup=False, soft_wrap=True)
+                console.print(f"{completion.text}\n", markup=False, highlight=False, soft_wrap=True)
+    if out:
+        _write(out, "\n".join(lines) + "\n")
+
+
+@app.command()
+def inspect(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    row: Annotated[int, typer.Option("--row", min=1, help="Which row, counted from 1 over the list's files.")] = 1,
+    stage: Annotated[Literal["row", "example", "tokens", "all"], typer.Option(help="How far along its way.")] = "all",
+    which: Annotated[Literal["train", "eval", "test"], typer.Option("--list", help="Which of the recipe's lists.")] = "train",
+) -> None:
+    """Show a row as it is read, as an example, and as tokens with the trained ones coloured."""
+    from valence.training.look import look
+
+    for part in look(recipe, overrides or [], which=which, number=row, stage=stage):
+        console.print(part)
+
+
+@app.command()
+def losses(name: Annotated[str | None, typer.Argument(help="One loss, with its settings.")] = None) -> None:
+    """List the losses, or explain one."""
+    from valence.config.describe import settings_table
+    from valence.training.methods import METHODS, method_of
+
+    if name is None:
+        table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
+        for method in METHODS.values():
+            first = (method.loss.fn.__doc__ or "").split("\n")[0]
+            table.add_row(method.name, f"{method.kind}s", "yes" if method.needs_reference else "no", first)
+        console.print(table)
+        return
+    method = method_of(name)
+    console.print((method.loss.fn.__doc__ or "").strip(), markup=False, highlight=False)
+    table = Table("setting", "type", "default", "meaning", box=None, pad_edge=False)
+    for line in settings_table(method.settings, "loss."):
+        table.add_row(line.name, line.type, line.default, line.meaning)
+    console.print(table)
+
+
+@app.command()
+def export(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
+    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")] = False,
+) -> None:
+    """Write a run's newest weights as a folder that transformers loads and vLLM serves."""
+    from valence.training.finish import write_model
+
+    if to.exists():
+        raise UserError("this exists already", where=str(to), fix="name a folder that does not exist")
+    run = _run_of(run_dir, [])
+    if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
+        raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
+    write_model(run, to, "adapter" if adapter else "merged")
+    console.print(str(to), markup=False, soft_wrap=True)
+
+
+def _run_of(target: Path, overrides: list[str]) -> Any:
+    """The run of a folder with its newest weights, or that of a recipe before its first step."""
+    from valence.config.load import load_recipe
+    from valence.training.loop import Run
+    from valence.training.methods import method_of
+    from valence.training.restore import restore
+    from valence.training.setup import build_models, prepare
+
+    overrides = ["data.train=[]", "data.test=[]", *overrides]
+    if target.is_dir():
+        return restore(target, overrides=overrides, console=console)
+    prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
+    return Run(prepared, *build_models(prepared), console=console)
+
+
+def _data_as(data: list[str] | None, name: str) -> list[str]:
+    return [f"data.{name}={json.dumps([{'path': path} for path in data])}"] if data else []
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write ({error.strerror})", where=str(path), fix="name a file in a folder that exists") from error
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["valence", *sys.argv[1:]])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Recipes: the settings a run is made of, and how they are read. Imports no torch."""

@@ -1,0 +1,158 @@
+"""The settings in words: what each one takes, its default and its meaning, for messages and tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+from pydantic import BaseModel
+
+from valence.config.schema import Recipe
+
+Key = tuple[str | int, ...]
+Node = Mapping[str, Any]
+_ANYTHING: Node = {}
+
+_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
+
+
+@dataclass(frozen=True, slots=True)
+class SettingRow:
+    """One line of a table of settings: dotted name, what it takes, default as YAML, meaning."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def settings_table(model: type[BaseModel] = Recipe, prefix: str = "") -> list[SettingRow]:
+    """A row for every setting of a recipe, or of a loss (``prefix="loss."``). ``N`` stands for an index in a list."""
+    return list(_rows(schema_of(model), prefix))
+
+
+@lru_cache(maxsize=64)
+def schema_of(model: type[BaseModel]) -> Node:
+    """The model's JSON schema, with every reference replaced by what it refers to."""
+    schema = model.model_json_schema()
+    return _inline(schema, schema.get("$defs", {}))
+
+
+def at(node: Node, path: Key) -> Node:
+    """The part of a schema that describes the value at ``path``; empty where it allows anything or nothing."""
+    for part in path:
+        inside = (_child(variant, part) for variant in _variants(node))
+        node = next((child for child in inside if child is not None), _ANYTHING)
+    return node
+
+
+def names_of(node: Node) -> list[str]:
+    """Names of the settings in a section."""
+    return [name for variant in _variants(node) for name in variant.get("properties", {})]
+
+
+def takes(node: Node) -> str:
+    """What a setting takes, in words: ``a whole number above 0 or null``."""
+    return " or ".join(_takes(variant) for variant in _variants(node))
+
+
+def takes_null(node: Node) -> bool:
+    return any(variant.get("type", "null") == "null" for variant in _variants(node))
+
+
+def choices_of(node: Node) -> list[str]:
+    """The words a setting may be, when it takes one of a few."""
+    return [word for v in _variants(node) for word in v.get("enum", [v["const"]] if "const" in v else [])]
+
+
+def types_of(node: Node) -> set[str]:
+    """JSON types that a setting takes."""
+    return {variant["type"] for variant in _variants(node) if "type" in variant}
+
+
+def meaning(node: Node) -> str:
+    """The setting's docstring on one line."""
+    return " ".join(node.get("description", "").split())
+
+
+def dotted(path: Key) -> str:
+    return ".".join(map(str, path))
+
+
+def as_yaml(value: object) -> str:
+    """A value on one line as a recipe would hold it, shortened when long."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _inline(node: Any, defs: Node) -> Any:
+    if isinstance(node, list):
+        return [_inline(item, defs) for item in cast(list[Any], node)]
+    if not isinstance(node, dict):
+        return node
+    fields = cast(dict[str, Any], node)
+    plain = {name: _inline(value, defs) for name, value in fields.items() if name not in ("$ref", "$defs")}
+    if "$ref" in fields:
+        return {**_inline(defs[fields["$ref"].rsplit("/", 1)[1]], defs), **plain}
+    return plain
+
+
+def _variants(node: Node) -> list[Node]:
+    return node.get("anyOf", [node])
+
+
+def _child(node: Node, part: str | int) -> Node | None:
+    if isinstance(part, int):
+        first = node.get("prefixItems", [])
+        return first[part] if part < len(first) else node.get("items")
+    extra = node.get("additionalProperties")
+    return node.get("properties", {}).get(part, extra if isinstance(extra, dict) else None)
+
+
+def _takes(node: Node) -> str:
+    if "enum" in node:
+        return "one of " + ", ".join(map(str, node["enum"]))
+    if "const" in node:
+        return f'"{node["const"]}"'
+    match node.get("type"):
+        case "integer" | "number" as kind:
+            words = ["a whole number" if kind == "integer" else "a number", " and ".join(_bounds(node))]
+            return " ".join(filter(None, words))
+        case "array" if "prefixItems" in node:
+            return f"a list of {len(node['prefixItems'])} (each {takes(node['prefixItems'][0])})"
+        case "array":
+            return f"a list (each {takes(node.get('items', {}))})"
+        case "object" if "properties" in node:
+            return "a section (" + ", ".join(node["properties"]) + ")"
+        case "object":
+            return "names with a value each"
+        case kind:
+            return {"string": "text", "boolean": "true or false", "null": "null"}.get(str(kind), "any value")
+
+
+def _bounds(node: Node) -> Iterator[str]:
+    return (f"{words} {node[name]:g}" for name, words in _BOUNDS.items() if name in node)
+
+
+def _rows(section: Node, prefix: str) -> Iterator[SettingRow]:
+    for name, node in section.get("properties", {}).items():
+        inner = next((v for v in _variants(node) if "properties" in v), None)
+        item = node.get("items", {})
+        if inner is None or len(_variants(node)) > 1:
+            yield SettingRow(prefix + name, takes(node), _default(section, name), meaning(node))
+        if inner is not None:
+            yield from _rows(inner, f"{prefix}{name}.")
+        elif "properties" in item:
+            yield from _rows(item, f"{prefix}{name}.N.")
+
+
+def _default(section: Node, name: str) -> str:
+    if name in section.get("required", ()):
+        return "required"
+    node = section["properties"][name]
+    if "default" not in node:  # a default that is made anew each time: an empty list or mapping
+        return "[]" if node.get("type") == "array" else "{}"
+    return as_yaml(node["default"])

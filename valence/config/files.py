@@ -1,0 +1,76 @@
+"""The files that a recipe is, and the files that it names. Every failure is a UserError with the nearest name."""
+
+from __future__ import annotations
+
+import os
+import re
+from difflib import get_close_matches
+from pathlib import Path
+
+from valence.errors import UserError
+
+_DATA_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz)?", re.IGNORECASE)
+_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+
+def read_recipe_text(path: Path) -> str:
+    """The text of a recipe. Raises UserError unless it is a readable file in UTF-8 without a byte order mark."""
+    if path.is_dir():
+        inside = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
+        raise UserError(
+            "this is a folder, not a recipe",
+            where=str(path),
+            fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a .yaml file",
+        )
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise UserError("there is no such recipe", where=str(path), fix=nearest_file(path)) from None
+    except OSError as error:
+        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix="check the file's permissions") from None
+    if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
+        raise UserError("the file starts with a byte order mark", where=f"{path}:1", fix="save it as UTF-8 without BOM")
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise UserError(
+            f"byte {data[error.start]:#04x} is not UTF-8", where=f"{path}:{line}", fix="save the file as UTF-8"
+        ) from None
+
+
+def locate_data(path: str, folder: Path | None) -> str:
+    """Where a recipe's data is. A relative path is looked up in the current directory, then in the recipe's ``folder``.
+
+    A hub id stays as it is. Raises UserError for a file that is in neither place.
+    """
+    given = Path(path).expanduser()
+    places = [given] if given.is_absolute() or folder is None else [given, folder / given]
+    for place in places:
+        if place.exists():
+            return str(place)
+    if is_hub_id(path):
+        return path
+    hints = list(dict.fromkeys(nearest_file(place) for place in places))
+    raise UserError(f"there is no file {path}", fix="; ".join(hints))
+
+
+def is_hub_id(path: str) -> bool:
+    """Whether a data path means a data set on the hub: ``owner/name``, where ``owner`` is no folder here."""
+    looks_like_one = _HUB_ID.fullmatch(path) is not None and _DATA_FILE.fullmatch(path) is None
+    return looks_like_one and not Path(path).parent.exists()
+
+
+def nearest_file(path: Path) -> str:
+    """What to do about a missing file: the nearest name in its folder, or the nearest folder that exists."""
+    folder = path.parent
+    if not folder.is_dir():
+        return f"the folder {folder} does not exist"
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return f"the folder {folder} cannot be read"
+    near = get_close_matches(path.name, names, n=1, cutoff=0.5)
+    if near:
+        return f"did you mean {folder / near[0]}?"
+    return f"the folder {folder.resolve()} has no file with a name like it"

@@ -1,0 +1,235 @@
+"""From a recipe file, its overrides and a method's facts to a checked recipe in which every setting has an origin."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from valence.config import messages
+from valence.config.describe import Key, at, dotted, schema_of
+from valence.config.files import is_hub_id, locate_data, read_recipe_text
+from valence.config.parse import Given, from_mapping, from_yaml, override, to_yaml
+from valence.config.rules import CONTRADICTIONS, NO_EFFECT, Case, MethodFacts
+from valence.config.schema import Recipe, Section, Source
+from valence.errors import UserError
+
+M = TypeVar("M", bound=BaseModel)
+LISTS = ("train", "eval", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A setting as it holds in this run. ``origin``: default, ``recipe.yaml:12`` or command line."""
+
+    value: object
+    origin: str
+    is_default: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedRecipe:
+    """A checked recipe. ``recipe.loss`` holds every setting of the loss; ``settings`` has them all by dotted name."""
+
+    recipe: Recipe
+    settings: Mapping[str, Setting]
+
+    def to_yaml(self) -> str:
+        """Every setting written out, and data paths as they were found. Loads as the same recipe."""
+        return to_yaml(self.recipe.model_dump(mode="json"))
+
+
+def load_recipe(
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    method_of: Callable[[str], MethodFacts],
+    training: bool = True,
+    in_memory: Collection[str] = (),
+) -> LoadedRecipe:
+    """Read and check a recipe: a YAML file or a mapping, changed by ``key=value`` overrides.
+
+    A relative data path is looked up in the current directory and then in the recipe's folder. ``data.train`` may be a
+    path or a list of paths instead of a list of sections. Names, types and ranges are checked first, then what the
+    settings have to do with each other; each check reports all it finds at once.
+
+    method_of: facts about a method; raises UserError for an unknown name.
+    training: without it, ``data.train`` may be empty and data files may be missing.
+    in_memory: those of train, eval and test whose rows are given as objects, whatever the recipe says.
+    Raises UserError with the place of each mistake and its remedy.
+    """
+    if isinstance(source, Mapping):
+        given, folder = from_mapping(source), None
+    else:
+        given, folder = from_yaml(read_recipe_text(Path(source)), str(source)), Path(source).parent
+    given = _short_forms(given)
+    for assignment in overrides:
+        given = _short_forms(override(given, assignment))
+    recipe, facts = _checked_shape(given, method_of)
+    problems: list[UserError] = []
+    for name in LISTS:
+        needed = training and name not in in_memory
+        recipe = _with_files_found(recipe, name, given, folder, problems if needed else [])
+    settings = _settings(recipe, facts, given)
+    rows = {*in_memory, *(name for name in LISTS if getattr(recipe.data, name))}
+    problems += _senseless(Case(recipe, facts, rows), given, settings)
+    if training and "train" not in rows:
+        problems.append(
+            UserError(
+                "there is nothing to train on",
+                where=given.where(("data", "train")),
+                fix="name a file of rows: `train: feedback.jsonl`",
+            )
+        )
+    if problems:
+        raise messages.all_of(problems, given.place(()))
+    return LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()})
+
+
+def _short_forms(given: Given) -> Given:
+    """Sections and lists of files that hold nothing become empty ones; a path among the data becomes a Source."""
+    root = schema_of(Recipe)
+    values: dict[str, Any] = {
+        name: {} if value is None and at(root, (name,)).get("type") == "object" else value for name, value in given.values.items()
+    }
+    data = values.get("data")
+    if isinstance(data, dict):
+        section = cast(dict[str, Any], data)
+        values["data"] = {name: _sources(value) if name in LISTS else value for name, value in section.items()}
+    return Given(values, given.places)
+
+
+def _sources(value: object) -> object:
+    if value is None:
+        return []
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list):
+        return value
+    return [{"path": item} if isinstance(item, str) else item for item in cast(list[object], items)]
+
+
+def _checked_shape(given: Given, method_of: Callable[[str], MethodFacts]) -> tuple[Recipe, MethodFacts]:
+    """Names, types and ranges of every setting. Raises one UserError about all that are wrong."""
+    problems: list[UserError] = []
+    recipe = _validate(Recipe, given, (), problems)
+    facts = _facts(given, method_of, problems)
+    loss: BaseModel | None = None
+    if facts is not None and isinstance(given.values.get("loss", {}), dict):
+        loss = _validate(facts.settings, given, ("loss",), problems)
+    if recipe is None or facts is None or loss is None:
+        raise messages.all_of(problems, given.place(()))
+    return recipe.model_copy(update={"loss": loss.model_dump()}), facts
+
+
+def _facts(given: Given, method_of: Callable[[str], MethodFacts], problems: list[UserError]) -> MethodFacts | None:
+    name = given.values.get("method")
+    if not isinstance(name, str) or not name:
+        return None
+    try:
+        return method_of(name)
+    except UserError as error:
+        problems.append(UserError(error.what, where=given.where(("method",)), fix=error.fix))
+        return None
+
+
+def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]) -> M | None:
+    """The values at ``path`` as a model, or None after adding what is wrong with them to ``problems``."""
+    values = given.values
+    for part in path:
+        values = values.get(part, {})
+    try:
+        # As JSON, so that strict types still take a list for a tuple and a whole number for a float.
+        return model.model_validate_json(json.dumps(values), strict=True)
+    except ValidationError as error:
+        found = {_path_of(e, values): e for e in error.errors(include_url=False)}
+        outer = {p[:n] for p in found for n in range(len(p))}
+        problems.extend(messages.of_setting(model, inner, path, e, given) for inner, e in found.items() if inner not in outer)
+        return None
+
+
+def _path_of(error: ErrorDetails, values: Any) -> Key:
+    """Where in ``values`` an error is: its location without the names of the alternatives that were tried."""
+    path: Key = ()
+    for part in error["loc"]:
+        inside = isinstance(values, dict) and part in values
+        inside = inside or (isinstance(values, list) and isinstance(part, int) and part < len(cast(list[Any], values)))
+        if inside:
+            values = cast(Any, values)[part]
+        elif error["type"] != "missing" or part != error["loc"][-1] or isinstance(part, int):
+            continue
+        path = (*path, part)
+    return path
+
+
+def _with_files_found(recipe: Recipe, name: str, given: Given, folder: Path | None, problems: list[UserError]) -> Recipe:
+    """The recipe with the data paths of one list as they were found; missing files are added to ``problems``."""
+
+    def found(source: Source, path: Key) -> Source:
+        try:
+            return source.model_copy(update={"path": locate_data(source.path, folder)})
+        except UserError as error:
+            problems.append(UserError(error.what, where=given.where((*path, "path")), fix=error.fix))
+            return source
+
+    sources = [found(source, ("data", name, index)) for index, source in enumerate(getattr(recipe.data, name))]
+    return recipe.model_copy(update={"data": recipe.data.model_copy(update={name: sources})})
+
+
+def _senseless(case: Case, given: Given, settings: Mapping[Key, Setting]) -> Iterator[UserError]:
+    """Settings that have no effect in this run, or contradict others."""
+    data = case.recipe.data
+    words = {"method": case.method.name, "kind": case.method.kind, "convert": data.convert}
+    for rule in (rule for rule in NO_EFFECT if rule.broken(case)):
+        for path, setting in settings.items():
+            if fnmatchcase(dotted(path), rule.setting) and not setting.is_default:
+                yield messages.no_effect(given, path, rule.why.format(**words), rule.fix)
+    for name in LISTS:
+        for index, source in enumerate[Source](getattr(data, name)):
+            if source.split is not None and not is_hub_id(source.path):
+                yield messages.no_effect(
+                    given, ("data", name, index, "split"), "a file has no splits", "name a data set of the hub"
+                )
+    for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
+        path = tuple(rule.setting.split("."))
+        yield UserError(rule.why.format(**words), where=given.where(path), fix=rule.fix)
+
+
+def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:
+    """Every setting with its origin, in the order of the schema."""
+    settings = {path: _setting(path, value, default, given) for path, value, default in _leaves(recipe, ()) if path != ("loss",)}
+    for name, field in facts.settings.model_fields.items():
+        default = field.get_default(call_default_factory=True, validated_data={})
+        settings["loss", name] = _setting(("loss", name), recipe.loss[name], default, given)
+    return settings
+
+
+def _setting(path: Key, value: object, default: object, given: Given) -> Setting:
+    origin = given.place(path) if _is_given(given.values, path) else "default"
+    return Setting(value, origin, value == default)
+
+
+def _is_given(values: Any, path: Key) -> bool:
+    for part in path:
+        if isinstance(part, str) and part not in values:
+            return False
+        values = values[part]
+    return True
+
+
+def _leaves(section: Section, path: Key) -> Iterator[tuple[Key, object, object]]:
+    """Path, value and default of every setting in a section and the sections inside it."""
+    for name, field in type(section).model_fields.items():
+        value, here = getattr(section, name), (*path, name)
+        if isinstance(value, Section):
+            yield from _leaves(value, here)
+        elif isinstance(value, list) and value and isinstance(value[0], Section):
+            for index, item in enumerate(cast(list[Section], value)):
+                yield from _leaves(item, (*here, index))
+        else:
+            yield here, value, field.get_default(call_default_factory=True, validated_data={})

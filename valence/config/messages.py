@@ -1,0 +1,110 @@
+"""What is wrong with a setting, in words: the place, the value, what is allowed instead, and the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from valence.config.describe import (
+    Key,
+    Node,
+    as_yaml,
+    at,
+    choices_of,
+    dotted,
+    meaning,
+    names_of,
+    schema_of,
+    settings_table,
+    takes,
+    takes_null,
+    types_of,
+)
+from valence.config.parse import Given
+from valence.errors import UserError
+
+
+def all_of(problems: Sequence[UserError], name: str) -> UserError:
+    """One error that lists every problem of the recipe ``name``."""
+    if len(problems) == 1:
+        return problems[0]
+    lines = [f"  {line}" for problem in problems for line in str(problem).splitlines()]
+    return UserError("\n".join([f"{len(problems)} settings are wrong", *lines]), where=name)
+
+
+def no_effect(given: Given, path: Key, why: str, fix: str) -> UserError:
+    return UserError(f"has no effect: {why}", where=given.where(path), fix=f"remove it, or {fix}")
+
+
+def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, given: Given) -> UserError:
+    """The message for one validation error at ``path`` of ``model``, which is the recipe's section ``prefix``."""
+    full = (*prefix, *path)
+    node = at(schema_of(model), path)
+    where = given.where(full)
+    if error["type"] == "extra_forbidden":
+        names = names_of(at(schema_of(model), path[:-1]))
+        return UserError("there is no such setting", where=where, fix=_nearest(full, names))
+    if error["type"] == "missing" and isinstance(error["loc"][-1], str):
+        return UserError("is missing", where=where, fix=f"add {path[-1]}: {meaning(node) or takes(node)}")
+    value = _value_at(given.values, full)
+    if error["type"] == "value_error":
+        return UserError(
+            f"{as_yaml(value)} is {error['msg'].removeprefix('Value error, ')}", where=where, fix=_remedy(value, node)
+        )
+    return UserError(f"{as_yaml(value)} is not {takes(node)}", where=where, fix=_remedy(value, node))
+
+
+def _nearest(path: Key, names: Sequence[str]) -> str:
+    """Which setting was meant, and which ones the section has."""
+    name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
+    elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
+    near = elsewhere or [dotted((*path[:-1], n)) for n in get_close_matches(name, names, n=1)]
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    return f"{hint}{section} has {', '.join(names) or 'no settings'}"
+
+
+def _remedy(value: object, node: Node) -> str:
+    """How to write what was probably meant; otherwise what the setting means."""
+    types = types_of(node)
+    if isinstance(value, str):
+        return _remedy_for_text(value, node, types)
+    if isinstance(value, float) and "integer" in types and value.is_integer():
+        return f"write {int(value)}"
+    if isinstance(value, bool | int | float) and types == {"string"} and not choices_of(node):
+        return f'put it in quotes: "{as_yaml(value)}"'
+    return _explain(node)
+
+
+def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
+    near = get_close_matches(value, choices_of(node), n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    if value.lower() in ("none", "nil") and takes_null(node):
+        return "write null"
+    if "boolean" in types and value.lower() in ("yes", "on", "no", "off"):
+        return "write true" if value.lower() in ("yes", "on") else "write false"
+    if types & {"number", "integer"} and _is_number(value):
+        return f"write {value} without quotes"
+    return _explain(node)
+
+
+def _explain(node: Node) -> str:
+    return f"it means: {meaning(node)}" if meaning(node) else f"give {takes(node)}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _value_at(values: Any, path: Key) -> Any:
+    for part in path:
+        values = values[part]
+    return values

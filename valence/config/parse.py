@@ -1,0 +1,279 @@
+"""YAML text, mappings and ``key=value`` words, as plain values that remember where each one was written."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from io import StringIO
+from typing import Any, cast
+
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+from ruamel.yaml.reader import ReaderError
+from ruamel.yaml.representer import SafeRepresenter
+
+from valence.config.describe import Key, as_yaml, dotted
+from valence.errors import UserError
+
+Node = Any
+"""A node of ruamel.yaml, which declares no types for them: ``id`` is scalar, sequence or mapping."""
+
+COMMAND_LINE = "command line"
+_SCALARS = ("null", "bool", "int", "float", "str", "timestamp")
+_DEEPEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What a user wrote: JSON-like values, and the place (``recipe.yaml:12``) of every key and list item."""
+
+    values: Any
+    places: Mapping[Key, str]
+
+    def place(self, path: Key) -> str:
+        """Where the value at ``path`` was written, or else the nearest section around it."""
+        while path not in self.places:
+            path = path[:-1]
+        return self.places[path]
+
+    def where(self, path: Key) -> str:
+        """The place with the setting's dotted name, for a message."""
+        return f"{self.place(path)} ({dotted(path)})"
+
+
+def from_yaml(text: str, name: str) -> Given:
+    """A YAML 1.2 document. Raises UserError with the line for bad syntax, duplicate or odd keys, and tags."""
+    reader = _Reader(name)
+    try:
+        node = reader.compose(text)
+    except (YAMLError, RecursionError) as error:
+        line = _line_of(error, text)
+        raise UserError(
+            f"not valid YAML: {_problem(error)}", where=f"{name}:{line}", fix=_syntax_fix(error, text.splitlines()[line - 1])
+        ) from None
+    if node is None:
+        raise UserError("the recipe is empty", where=name, fix="it needs at least method, model and data")
+    values = reader.value(node, ())
+    if not isinstance(values, dict):
+        kind = "a list" if isinstance(values, list) else "a single value"
+        raise UserError(
+            f"the recipe is {kind}, not a mapping of sections",
+            where=f"{name}:1",
+            fix="write `method: ...`, `model: ...` and `data: ...` at the left edge",
+        )
+    return Given(cast(Any, values), {(): name, **reader.places})
+
+
+def from_mapping(mapping: Mapping[str, Any], name: str = "recipe") -> Given:
+    """A recipe built in Python. Raises UserError for a value that YAML could not hold."""
+    return Given(_plain(mapping, (), name), {(): name})
+
+
+def override(given: Given, assignment: str) -> Given:
+    """``given`` with one ``dotted.name=YAML value`` of the command line put in.
+
+    Absent sections and the next item of a list are created; a later word for the same setting wins.
+    """
+    name, equals, text = assignment.partition("=")
+    parts = name.strip().split(".")
+    if not equals or not text.strip() or not all(parts):
+        raise UserError(
+            f"cannot read {assignment!r}", where=COMMAND_LINE, fix="write setting=value, such as train.seed=1 (null for nothing)"
+        )
+    path = _resolve(given.values, parts)
+    reader = _Reader(COMMAND_LINE, lines=False)
+    try:
+        node = reader.compose(text)
+    except (YAMLError, RecursionError) as error:
+        raise UserError(
+            f"cannot read {assignment!r}: {_problem(error)}", where=COMMAND_LINE, fix=_syntax_fix(error, text)
+        ) from None
+    value = None if node is None else reader.value(node, path)
+    places = {k: v for k, v in given.places.items() if k[: len(path)] != path}
+    for length in range(1, len(path) + 1):
+        places.setdefault(path[:length], COMMAND_LINE)
+    return Given(_put(given.values, path, value), {**places, **reader.places})
+
+
+def to_yaml(values: Mapping[str, object]) -> str:
+    """Plain values as a YAML document that reads back as the same."""
+    yaml: Any = YAML(typ="safe", pure=True)
+    yaml.Representer = _Representer
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False
+    out = StringIO()
+    yaml.dump(dict(values), out)
+    return out.getvalue()
+
+
+class _Representer(SafeRepresenter):
+    """Quotes text with unprintable characters, some of which would come back as line ends."""
+
+    def represent_str(self, data: str) -> Any:
+        style = None if data.isprintable() else '"'
+        return cast(Any, self).represent_scalar("tag:yaml.org,2002:str", data, style=style)
+
+
+cast(Any, _Representer).add_representer(str, _Representer.represent_str)
+
+
+class _Reader:
+    """Makes plain values of YAML nodes and notes the place of every key and item."""
+
+    def __init__(self, name: str, *, lines: bool = True) -> None:
+        self.name, self.lines = name, lines
+        self.places: dict[Key, str] = {}
+        self._yaml = YAML(typ="safe", pure=True)
+
+    def compose(self, text: str) -> Node | None:
+        return cast(Any, self._yaml).compose(text)
+
+    def value(self, node: Node, path: Key) -> object:
+        if len(path) > _DEEPEST:
+            raise UserError(
+                "nested too deeply, or contains itself", where=self._place(node), fix="a recipe has five levels at most"
+            )
+        if node.id == "mapping":
+            return self._mapping(node, path)
+        if node.id == "sequence":
+            for index, item in enumerate(node.value):
+                self.places[(*path, index)] = self._place(item)
+            return [self.value(item, (*path, index)) for index, item in enumerate(node.value)]
+        return self._scalar(node, path)
+
+    def _mapping(self, node: Node, path: Key) -> dict[str, object]:
+        values: dict[str, object] = {}
+        for key, item in node.value:
+            if key.id != "scalar":
+                raise UserError("a name is a list or a mapping", where=self._place(key), fix="a setting's name is one word")
+            name = _text(str(key.value), self._place(key))
+            inner = (*path, name)
+            if name in values:
+                raise UserError(
+                    f"{dotted(inner)} is given twice, first at {self.places[inner]}",
+                    where=self._place(key),
+                    fix="remove one of the two",
+                )
+            self.places[inner] = self._place(key)
+            values[name] = self.value(item, inner)
+        return values
+
+    def _scalar(self, node: Node, path: Key) -> object:
+        where = f"{self._place(node)} ({dotted(path)})"
+        tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
+        if tag not in _SCALARS:
+            raise UserError(f"the tag {tag} means nothing in a recipe", where=where, fix="remove it, or put the text in quotes")
+        if tag in ("str", "timestamp"):
+            return _text(str(node.value), where)
+        try:
+            return cast(Any, self._yaml).constructor.construct_object(node)
+        except (ValueError, KeyError):
+            raise UserError(f"{node.value!r} is no {tag}", where=where, fix=f"remove the tag !!{tag}") from None
+
+    def _place(self, node: Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
+
+
+def _line_of(error: Any, text: str) -> int:
+    """1-based line of a syntax error: that of an unclosed bracket or quote when the text ended inside one."""
+    if isinstance(error, ReaderError):
+        return text.count("\n", 0, cast(Any, error).position) + 1
+    mark, opened = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
+    if opened is not None and re.search("stream end|end of stream", _problem(error)):
+        mark = opened
+    return 1 if mark is None else min(mark.line + 1, len(text.splitlines()))
+
+
+def _problem(error: Any) -> str:
+    if isinstance(error, RecursionError):
+        return "nested too deeply"
+    if isinstance(error, ReaderError):
+        return f"the character {chr(cast(Any, error).character)!r} is not allowed"
+    return ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+
+
+def _syntax_fix(error: Exception, line: str) -> str:
+    problem = _problem(error)
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "indent with spaces, never with tabs"
+    if isinstance(error, ReaderError):
+        return "remove it"
+    if "another document" in problem:
+        return "keep one recipe per file: remove the line ---"
+    if "mapping values are not allowed" in problem:
+        return 'write one `name: value` per line, indented like its neighbours; put text that holds ": " in quotes'
+    if "undefined alias" in problem or "cannot start any token" in problem:
+        return "put text that starts with a special character (* & @ % ` !) in quotes"
+    return "close every bracket and quote, and indent the lines of a section alike"
+
+
+def _text(text: str, where: str) -> str:
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise UserError("half of a surrogate pair is no character", where=where, fix="write the whole character")
+    return text
+
+
+def _plain(value: object, path: Key, name: str) -> object:
+    where = f"{name} ({dotted(path)})"
+    if len(path) > _DEEPEST:
+        raise UserError("nested too deeply, or contains itself", where=name, fix="a recipe has five levels at most")
+    if isinstance(value, Mapping):
+        items = cast(Mapping[object, object], value)
+        for key in items:
+            if not isinstance(key, str):
+                raise UserError(f"the name {key!r} is not text", where=where, fix="a setting's name is a str")
+        return {_text(str(key), where): _plain(item, (*path, str(key)), name) for key, item in items.items()}
+    if isinstance(value, str):
+        return _text(value, where)
+    if isinstance(value, list | tuple):
+        return [_plain(item, (*path, index), name) for index, item in enumerate(cast(Sequence[object], value))]
+    if isinstance(value, os.PathLike):
+        return str(cast(os.PathLike[str], value))
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    raise UserError(
+        f"a {type(value).__name__} cannot be a setting",
+        where=where,
+        fix="use numbers, text, True or False, None, lists and dicts",
+    )
+
+
+def _resolve(values: Any, parts: Sequence[str]) -> Key:
+    """The path that dotted ``parts`` name: a number is an index where a list is, or where nothing is yet."""
+    path: Key = ()
+    for part in parts:
+        if isinstance(values, list) or (values is None and part.isdecimal()):
+            items = cast(list[Any], values or [])
+            if not part.isdecimal() or int(part) > len(items):
+                raise UserError(
+                    f"{dotted(path)} is a list of {len(items)} and has no {part}",
+                    where=f"{COMMAND_LINE} ({dotted((*path, part))})",
+                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item)",
+                )
+            path = (*path, int(part))
+            values = items[int(part)] if int(part) < len(items) else None
+        elif values is None or isinstance(values, dict):
+            path = (*path, part)
+            values = cast(dict[str, Any], values or {}).get(part)
+        else:
+            raise UserError(
+                f"{dotted(path)} is {as_yaml(values)}, which has nothing inside",
+                where=f"{COMMAND_LINE} ({dotted((*path, part))})",
+                fix=f"set {dotted(path)} itself",
+            )
+    return path
+
+
+def _put(values: Any, path: Key, value: object) -> object:
+    """A copy of ``values`` with ``value`` at ``path``."""
+    if not path:
+        return value
+    part, rest = path[0], path[1:]
+    if isinstance(part, int):
+        items = cast(list[object], values or [])
+        inner = items[part] if part < len(items) else None
+        return [*items[:part], _put(inner, rest, value), *items[part + 1 :]]
+    section = cast(dict[str, object], values or {})
+    return {**section, part: _put(section.get(part), rest, value)}

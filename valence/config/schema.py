@@ -1,0 +1,203 @@
+"""Every setting of a recipe, with its type, default and meaning. Imports no torch.
+
+The ``loss`` section is not here: its settings are the keyword-only parameters of the loss that the method names,
+and are handed to the loader (see ``load.py``).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+
+def _fraction_or_steps(value: float) -> float:
+    if value >= 1 and value != int(value):
+        raise ValueError("neither a fraction below 1 nor a whole number of steps")
+    return value
+
+
+Dtype = Literal["float32", "bfloat16", "float64"]
+Text = Annotated[str, Field(min_length=1)]
+BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
+WholeFromOne = AfterValidator(_fraction_or_steps)
+
+
+class Section(BaseModel):
+    """A mapping in the recipe. Unknown names are errors; values are not coerced between types, and are finite."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+
+
+class Lora(Section):
+    rank: PositiveInt = 16
+    """Rank of the update."""
+    alpha: PositiveFloat | None = None
+    """Scale of the update, which is multiplied by alpha/rank. Default: twice the rank."""
+    dropout: BelowOne = 0.0
+    """Dropout on the adapter's input. Above 0 the result depends on how a step is cut into micro-batches."""
+    targets: list[Text] | Literal["all-linear"] = "all-linear"
+    """Names of the linear layers that get an adapter."""
+
+
+class Model(Section):
+    name: Text
+    """A folder or a hub id."""
+    dtype: Dtype = "float32"
+    """Type of the computation. Trained weights are float32 masters in any case."""
+    lora: Lora | None = None
+    """Train a low-rank adapter instead of all weights."""
+    adapter: Text | None = None
+    """Folder of an adapter to continue training."""
+    tokenizer: Text | None = None
+    """Folder or hub id of the tokenizer. Default: the model's own."""
+    gguf_file: Text | None = None
+    """Name of a GGUF file inside the model folder to read the weights from."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model."""
+
+
+class Reference(Section):
+    model: Text | None = None
+    """A folder or hub id. Default: the policy as it starts."""
+    cache: Text = "auto"
+    """Where reference log-probs are kept: auto, off, or a folder."""
+
+
+class Source(Section):
+    path: Text
+    """A .jsonl, .json, .csv or .parquet file (also .gz), or a hub data set id."""
+    split: Text | None = None
+    """Split of a hub data set."""
+    format: Text | None = None
+    """Name of the row format. Default: detected from the first rows."""
+    keys: dict[Text, Text] = Field(default_factory=dict[str, str])
+    """Names of columns, as {the format's name: the file's name}."""
+    weight: PositiveFloat = 1.0
+    """Multiplies the weight of every row of this file."""
+    limit: PositiveInt | None = None
+    """Use only the first so many rows."""
+
+
+class Data(Section):
+    train: list[Source] = Field(default_factory=list[Source])
+    """Files to train on."""
+    eval: list[Source] = Field(default_factory=list[Source])
+    """Files to evaluate on during training."""
+    test: list[Source] = Field(default_factory=list[Source])
+    """Files to evaluate on once, after training."""
+    max_length: Annotated[int, Field(ge=8)] = 1024
+    """Longest prompt with its completion, in tokens."""
+    long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
+    """What happens to longer rows: left out; the end of the answer cut off (no end-of-turn added); or the start of the
+    prompt cut off (oldest turns first, never the last user turn)."""
+    limit: PositiveInt | None = None
+    """Use only the first so many rows of each list."""
+    train_on: Literal["completion", "assistant"] = "completion"
+    """Tokens a demonstration trains on: the last answer, or every assistant turn."""
+    as_chat: bool = False
+    """Wrap rows whose prompt is plain text as one user turn in the chat template."""
+    convert: (
+        Literal[
+            "pairs_to_judgements", "judgements_to_pairs", "scores_to_judgements", "scores_to_pairs", "chosen_to_demonstrations"
+        ]
+        | None
+    ) = None
+    """Turn the rows into what the method needs, when they are something else."""
+    threshold: float | None = None
+    """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs: smallest difference
+    that makes a pair."""
+    on_bad_row: Literal["stop", "skip"] = "stop"
+    """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
+    stratify: bool = False
+    """Give every step the same share of thumbs up and down as the whole data set."""
+
+
+class Train(Section):
+    batch_size: PositiveInt = 16
+    """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes."""
+    micro_batch_tokens: PositiveInt = 4096
+    """Tokens that run through the model at once. Never changes the result, only memory and speed."""
+    epochs: PositiveFloat = 1.0
+    """Passes over the training data."""
+    max_steps: PositiveInt | None = None
+    """Stop after so many optimizer steps."""
+    learning_rate: PositiveFloat = 1.0e-5
+    """Peak learning rate."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """How the learning rate falls to 0 after the warm-up (constant: it does not)."""
+    warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
+    """Optimizer steps over which the learning rate rises from 0: below 1 a fraction of all steps, else a number."""
+    weight_decay: NonNegativeFloat = 0.0
+    """AdamW's decoupled weight decay."""
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
+    """AdamW's decay rates of the first and second moment."""
+    clip_norm: PositiveFloat | None = 1.0
+    """Largest norm of the gradient over all weights; null: no clipping."""
+    drop_last: bool = False
+    """Leave out the last step of an epoch when it has fewer than batch_size examples."""
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
+    """Fixes the order of the examples and every random draw."""
+    checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
+    max_skipped: PositiveInt = 5
+    """Stop after so many steps in a row whose loss or gradient was not finite."""
+
+
+class Eval(Section):
+    every: Annotated[PositiveFloat, WholeFromOne] = 50.0
+    """Evaluate every so many optimizer steps; below 1, every such fraction of an epoch."""
+    at_start: bool = True
+    """Also evaluate before the first step."""
+    max_examples: PositiveInt | None = None
+    """Evaluate on only the first so many examples."""
+
+
+class Samples(Section):
+    prompts: NonNegativeInt = 0
+    """Answer so many evaluation prompts before and after training, for the report."""
+    max_new_tokens: PositiveInt = 128
+    """Longest answer, in tokens."""
+    temperature: NonNegativeFloat = 0.7
+    """Sampling temperature; 0 takes the most likely token."""
+
+
+class RunSection(Section):
+    dir: Text = "runs/latest"
+    """Folder of the run."""
+    log_every: PositiveInt = 1
+    """Write a line of metrics every so many optimizer steps."""
+    samples: Samples = Samples()
+    """Answers sampled before and after training."""
+    export: Literal["auto", "merged", "adapter"] = "auto"
+    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto: merged."""
+
+
+class Recipe(Section):
+    """A whole run."""
+
+    method: Text
+    """Name of a method or of a loss."""
+    model: Model
+    """The policy."""
+    reference: Reference = Reference()
+    """What the policy is compared with."""
+    data: Data = Data()
+    """Rows to learn from and to measure on."""
+    loss: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Settings of the loss; see `valence losses NAME`."""
+    train: Train = Train()
+    """The optimizer and its steps."""
+    eval: Eval = Eval()
+    """Evaluation during training."""
+    run: RunSection = RunSection()
+    """Output."""

@@ -1,0 +1,98 @@
+"""Which format rows have: told by their columns, and by how their chat turns are written."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from valence.data.formats import FORMATS, Format
+from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect
+from valence.errors import UserError
+
+COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
+CONTENT = frozenset(name for f in FORMATS.values() for name in f.required)
+
+
+def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
+    """The name of the format that most of these rows have. Raises UserError when none or several fit."""
+    for ours in keys or ():
+        if ours not in COLUMNS:
+            raise UserError(
+                f"keys: no format has a column {ours!r}",
+                fix=f"write keys as {{the format's name: the file's name}}, with {', '.join(sorted(COLUMNS))}",
+            )
+    shapes = [_shape(row, keys or {}) for row in rows]
+    votes: Counter[tuple[str, ...]] = Counter(found for found in (candidates(*shape) for shape in shapes) if found)
+    if not votes:
+        found = sorted({name for row in rows for name, value in row.items() if value is not None})
+        raise _unknown(found, frozenset(name for names, _ in shapes for name in names))
+    [(fitting, _)] = votes.most_common(1)
+    if len(fitting) == 1:
+        return fitting[0]
+    raise UserError(
+        f"the rows fit several formats: {', '.join(fitting)}",
+        fix=f"set format: {' or '.join(fitting)}; the columns that it does not read are left aside",
+    )
+
+
+def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
+    near = sorted(
+        (len(f.required - names) - len(f.required & names), len(f.required - names), name)
+        for name, f in FORMATS.items()
+        if f.required & names
+    )[:3]
+    lacks = "; ".join(
+        f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
+        if count
+        else f"{name}, if you name it (but other columns or the form of the chat turns speak against it)"
+        for _, count, name in near
+    )
+    return UserError(
+        f"no format fits the columns {', '.join(map(repr, found)) or '(none)'}",
+        fix=(
+            "name the columns that hold the parts, as in keys: {completion: answer, label: verdict}"
+            + (f". Nearest formats: {lacks}" if lacks else "")
+        ),
+    )
+
+
+def _shape(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[frozenset[str], Dialect | None]:
+    """The columns that a row has, by the format's names, and how its chat turns are written (None: it has none)."""
+    taken, given = set(keys.values()), {ours for ours, theirs in keys.items() if row.get(theirs) is not None}
+    names = frozenset(given | {n for n, v in row.items() if v is not None and n not in taken and n not in keys})
+    for name in CONTENT & names:
+        part = row.get(keys.get(name, name))
+        turn = part[0] if isinstance(part, list) and part else part
+        if isinstance(turn, dict):
+            for dialect in (OPENAI, SHAREGPT, COLOSSAL):
+                if dialect.role in turn and dialect.content in turn:
+                    return names, dialect
+    return names, None
+
+
+def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
+    """The format that this row has when it is not ``name``."""
+    fitting = candidates(*_shape(value, keys))
+    return None if not fitting or name in fitting else fitting[0]
+
+
+@lru_cache(maxsize=1024)
+def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...]:
+    """The formats that fit, less those of which another fitting one reads more."""
+    fits = {
+        name: f
+        for name, f in FORMATS.items()
+        if f.required <= names and _speaks(f, dialect) and (f.read is not prompt or names & CONTENT == f.required)
+    }
+
+    def covered(name: str) -> bool:
+        mine = fits[name]
+        return any(mine.required <= {*f.columns} and not f.required <= {*mine.columns} for f in fits.values())
+
+    return tuple(name for name in fits if not covered(name))
+
+
+def _speaks(f: Format, dialect: Dialect | None) -> bool:
+    return f.dialect is dialect if dialect else f.dialect is not COLOSSAL

@@ -1,0 +1,414 @@
+"""Examples to tokens: what sampling would feed the model, then the answer, with a mask that ends at the end-of-turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Literal
+
+from transformers import PreTrainedTokenizerBase
+
+from valence.data.template import ChatTemplate, Piece
+from valence.data.vocab import Marked, RowError, Vocab, any_of
+from valence.errors import UserError
+from valence.types import (
+    Answer,
+    Chat,
+    Content,
+    Demonstration,
+    Encoded,
+    Example,
+    Ids,
+    Judgement,
+    Kind,
+    Origin,
+    Preference,
+    Prompt,
+    Ranking,
+)
+
+LongRows = Literal["drop", "cut_completion", "cut_prompt"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unusable:
+    """An example that became no unit of training.
+
+    ``dropped``: it is too long, which the recipe allows for; otherwise the row is bad. ``kind``: a short stable name to
+    count by (``too_long``, ``not_a_prefix``, ``empty_answer``, ...).
+    """
+
+    origin: Origin
+    kind: str
+    reason: str
+    fix: str | None = None
+    dropped: bool = False
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Tokens of an example's prompt and of each answer, before ``long_rows`` did anything."""
+
+    prompt: int
+    answers: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence: the prompt with its longest answer."""
+        return self.prompt + max(self.answers, default=0)
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedSet:
+    """All units in the order of their examples, and what happened on the way.
+
+    ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for every example that
+    could be tokenised, so also for those that were then dropped or cut.
+    """
+
+    units: tuple[Encoded, ...]
+    unusable: tuple[Unusable, ...]
+    notes: Mapping[str, tuple[Origin, ...]]
+    lengths: tuple[Length, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """A prompt and its answers as tokens. ``head``: tokens at the start of the prompt that no cut may take (BOS)."""
+
+    prompt: tuple[int, ...]
+    prompt_mask: tuple[bool, ...]
+    answers: tuple[Answer, ...]
+    head: int = 0
+
+    @property
+    def length(self) -> Length:
+        return Length(len(self.prompt), tuple(len(a.ids) for a in self.answers))
+
+
+@dataclass(slots=True)
+class _Row:
+    """What is found out about one example while it is encoded."""
+
+    notes: set[str] = field(default_factory=set[str])
+    length: Length | None = None
+
+
+class Encoder:
+    """Turns examples into tokens with a tokenizer and its chat template.
+
+    max_length: longest prompt with its answer, in tokens. long_rows, train_on, as_chat: as in a recipe's data section.
+
+    Notes that it makes on rows:
+    ``boundary_merges``       tokenising prompt and answer at once would have merged text across the boundary
+    ``special_tokens_in_text`` the row's own text holds the name of a special token, which becomes that token
+    ``bos_in_text``           a text prompt starts with BOS already; none was added
+    ``double_bos``            the prompt starts with two BOS tokens
+    ``empty_prompt``          an empty text prompt: BOS, or else EOS, stands in for it
+    ``end_of_turn_added``     the template prints no end-of-turn token; the tokenizer's was appended
+    ``tools_ignored``         the row has tools, and the template does not print tools
+    ``cut_prompt``, ``cut_completion``  the row was too long and lost its oldest turns / the end of an answer
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        long_rows: LongRows = "drop",
+        train_on: Literal["completion", "assistant"] = "completion",
+        as_chat: bool = False,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.max_length = max_length
+        self.long_rows: LongRows = long_rows
+        self.train_on = train_on
+        self.as_chat = as_chat
+        self.template = ChatTemplate(tokenizer)
+        self.vocab = Vocab(tokenizer)
+
+    @cached_property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens at which generation stops: the template's end-of-turn, and end-of-sequence."""
+        turn = self.template.turn_end.token
+        return tuple(dict.fromkeys((*(() if turn is None else (turn,)), *self.vocab.ends)))
+
+    def encode_prompt(self, prompt: Content) -> tuple[int, ...]:
+        """The tokens that a prompt is sampled from, and the same ones that training sees. Raises UserError."""
+        try:
+            return self._tokens(self._form(prompt), (), False, _Row()).prompt
+        except RowError as error:
+            raise UserError(error.reason, fix=error.fix) from error
+
+    def encode(self, example: Example, source: str = "") -> Encoded | Unusable:
+        """One example as tokens, or why it cannot be used."""
+        return self._encode(example, source, _Row())
+
+    def encode_all(self, examples: Sequence[Example], sources: Sequence[str] | None = None) -> EncodedSet:
+        """All examples as tokens. ``sources``: the file that each example came from."""
+        units: list[Encoded] = []
+        unusable: list[Unusable] = []
+        notes: dict[str, list[Origin]] = {}
+        lengths: list[Length] = []
+        for example, source in zip(examples, sources or [""] * len(examples), strict=True):
+            row = _Row()
+            result = self._encode(example, source, row)
+            if isinstance(result, Encoded):
+                units.append(result)
+            else:
+                unusable.append(result)
+            for note in sorted(row.notes):
+                notes.setdefault(note, []).append(example.origin)
+            if row.length is not None:
+                lengths.append(row.length)
+        by_name = {name: tuple(notes[name]) for name in sorted(notes)}
+        return EncodedSet(tuple(units), tuple(unusable), by_name, tuple(lengths))
+
+    def _encode(self, example: Example, source: str, row: _Row) -> Encoded | Unusable:
+        kind, completions, label, scores, margin = _parts(example)
+        trained_prompt = kind == "demonstration" and self.train_on == "assistant"
+        try:
+            prompt = self._form(example.prompt, completions)
+            tokens = self._tokens(prompt, completions, trained_prompt, row)
+            row.length = tokens.length
+            fitted = self._fit(tokens, prompt, completions, trained_prompt, row)
+        except RowError as error:
+            return Unusable(origin=example.origin, kind=error.kind, reason=error.reason, fix=error.fix, source=source)
+        if fitted is None:
+            return self._too_long(tokens.length, example.origin, source)
+        return Encoded(
+            id=example.id,
+            origin=example.origin,
+            kind=kind,
+            prompt_ids=fitted.prompt,
+            prompt_mask=fitted.prompt_mask,
+            answers=fitted.answers,
+            label=label,
+            scores=scores,
+            margin=margin,
+            weight=example.weight,
+            source=source,
+        )
+
+    # --- a prompt and its answers as tokens
+
+    def _form(self, prompt: Content, completions: Sequence[Content] = ()) -> Content:
+        """The prompt as it is encoded: text becomes a user turn when asked for, or when a chat answers it."""
+        as_turn = isinstance(prompt, str) and (self.as_chat or any(isinstance(c, Chat) for c in completions))
+        return _turns(prompt, "user") if as_turn else prompt
+
+    def _tokens(self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row) -> _Tokens:
+        """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
+        if isinstance(prompt, Chat):
+            tokens = self._chat_tokens(prompt, completions, trained_prompt, row)
+        elif isinstance(prompt, Ids):
+            tokens = self._ids_tokens(prompt, completions)
+        else:
+            tokens = self._text_tokens(prompt, completions, row)
+        if self.vocab.bos is not None and tokens.prompt[:2] == (self.vocab.bos, self.vocab.bos):
+            row.notes.add("double_bos")
+        return tokens
+
+    def _chat_tokens(self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Row) -> _Tokens:
+        text = self.template.prompt(prompt)
+        self._note_special(prompt, row)
+        if prompt.tools and "tools" not in self.template.source(prompt.tools):
+            row.notes.add("tools_ignored")
+        plain = self.vocab.ids(text)
+        ids, mask = plain, (False,) * len(plain)
+        if trained_prompt:
+            ids, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
+        answers: list[Answer] = []
+        for completion in completions:
+            chat = _turns(completion, "assistant")
+            _check_turns(chat)
+            self._note_special(chat, row)
+            pieces = self.template.answer_pieces(prompt, text, chat)
+            answers.append(self._ended(self._join(pieces, text, plain, row), row))
+        return _Tokens(ids, mask, tuple(answers))
+
+    def _ended(self, marked: Marked, row: _Row) -> Answer:
+        """An answer with the end-of-turn token that the template printed, or else with one appended."""
+        ids, mask = marked
+        if self._stops.issuperset(ids):
+            raise _empty_answer()
+        if ids[-1] in self._stops:
+            return Answer(ids, mask)
+        row.notes.add("end_of_turn_added")
+        end = self.template.turn_end.token
+        return Answer((*ids, self.vocab.eos if end is None else end), (*mask, True))
+
+    def _text_tokens(self, prompt: str, completions: Sequence[Content], row: _Row) -> _Tokens:
+        self._note_special(prompt, row)
+        plain, prefix = self.vocab.ids(prompt), self.vocab.prefix
+        head = len(prefix)
+        if prefix and plain[:head] == prefix:
+            row.notes.add("bos_in_text")
+            ids = plain
+        elif plain or prefix:
+            ids = prefix + plain
+        else:
+            row.notes.add("empty_prompt")
+            ids, head = self.vocab.stand_in, 1
+        answers = (self._text_answer(c, prompt, plain, row) for c in completions)
+        return _Tokens(ids, (False,) * len(ids), tuple(answers), head)
+
+    def _text_answer(self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row) -> Answer:
+        if not isinstance(completion, str):
+            raise _mixed("text", completion)
+        if not completion.strip():
+            raise _empty_answer()
+        self._note_special(completion, row)
+        ids, mask = self._join([(completion, True)], prompt, plain, row)
+        if not ids:
+            raise _empty_answer()
+        if ids[-1] != self.vocab.eos:
+            ids, mask = (*ids, self.vocab.eos), (*mask, True)
+        return Answer(ids, mask)
+
+    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content]) -> _Tokens:
+        ids = self.vocab.checked(prompt.ids)
+        if not ids:
+            raise RowError("empty_prompt", "the prompt has no tokens", "start it with the model's BOS token at least")
+        answers: list[Answer] = []
+        for completion in completions:
+            if not isinstance(completion, Ids):
+                raise _mixed("token ids", completion)
+            if not completion.ids:
+                raise _empty_answer()
+            answer = self.vocab.checked(completion.ids)
+            answers.append(Answer(answer, (True,) * len(answer), complete=answer[-1] in self.end_ids))
+        return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
+
+    @cached_property
+    def _special(self) -> re.Pattern[str]:
+        return any_of(set(self.vocab.special))
+
+    @cached_property
+    def _stops(self) -> frozenset[int]:
+        """Tokens that can end a turn: the end-of-turn token, or another special one that some turns end with."""
+        return frozenset({*self.end_ids, *self.vocab.special.values()})
+
+    def _note_special(self, content: str | Chat, row: _Row) -> None:
+        texts = [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
+        if any(isinstance(t, str) and self._special.search(t) for t in texts):
+            row.notes.add("special_tokens_in_text")
+
+    def _join(self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Row) -> Marked:
+        marked, merged = self.vocab.join(pieces, before, context)
+        if merged:
+            row.notes.add("boundary_merges")
+        return marked
+
+    # --- rows longer than max_length
+
+    def _fit(
+        self, tokens: _Tokens, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row
+    ) -> _Tokens | None:
+        """The same within max_length, or None."""
+        if tokens.length.longest <= self.max_length:
+            return tokens
+        fitted: _Tokens | None = None
+        if self.long_rows == "cut_completion":
+            fitted = _cut_answers(tokens, self.max_length - len(tokens.prompt))
+        elif self.long_rows == "cut_prompt":
+            if isinstance(prompt, Chat):
+                shorter = (self._tokens(p, completions, trained_prompt, row) for p in _shorter(prompt))
+                fitted = next((t for t in shorter if t.length.longest <= self.max_length), None)
+            else:
+                fitted = _cut_prompt(tokens, self.max_length)
+        if fitted is not None:
+            row.notes.add(self.long_rows)
+        return fitted
+
+    def _too_long(self, length: Length, origin: Origin, source: str) -> Unusable:
+        what = {
+            "drop": f"{length.longest} tokens",
+            "cut_completion": f"the prompt alone has {length.prompt} tokens",
+            "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut as far as it may be",
+        }[self.long_rows]
+        return Unusable(
+            origin=origin,
+            kind="too_long",
+            reason=f"{what}; data.max_length is {self.max_length}",
+            fix="raise data.max_length, or shorten the row",
+            dropped=True,
+            source=source,
+        )
+
+
+def _parts(example: Example) -> tuple[Kind, tuple[Content, ...], bool | None, tuple[float, ...], float]:
+    """Kind, completions, label, scores, margin."""
+    match example:
+        case Judgement():
+            scores = () if example.score is None else (example.score,)
+            return "judgement", (example.completion,), example.label, scores, 0.0
+        case Preference():
+            return "preference", (example.chosen, example.rejected), None, (), example.margin
+        case Demonstration():
+            return "demonstration", (example.completion,), None, (), 0.0
+        case Ranking():
+            return "ranking", example.completions, None, example.scores, 0.0
+        case Prompt():
+            return "prompt", (), None, (), 0.0
+
+
+def _turns(content: Content, role: str) -> Chat:
+    """Text as one turn; a chat as it is."""
+    if isinstance(content, Ids):
+        raise _mixed("chat messages", content)
+    return content if isinstance(content, Chat) else Chat(({"role": role, "content": content},))
+
+
+def _check_turns(completion: Chat) -> None:
+    """Raises RowError unless the completion starts and ends with an assistant turn, and none of these is empty."""
+    messages = completion.messages
+    if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
+        raise RowError(
+            "not_an_answer",
+            "the completion does not start and end with an assistant turn",
+            "put the turns before the answer into the prompt, and leave out those after it",
+        )
+    for message in messages:
+        content = message.get("content")
+        blank = not content.strip() if isinstance(content, str) else not content
+        if message["role"] == "assistant" and blank and not message.get("tool_calls"):
+            raise _empty_answer()
+
+
+def _empty_answer() -> RowError:
+    return RowError("empty_answer", "the answer is empty", "leave this row out, or write the answer")
+
+
+def _mixed(wanted: str, found: Content) -> RowError:
+    name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(found)]
+    return RowError("mixed_content", f"the row mixes {wanted} with {name}", "give prompt and completion in the same form")
+
+
+def _cut_answers(tokens: _Tokens, room: int) -> _Tokens | None:
+    """The answers cut on the right to at most ``room`` tokens; None when nothing would be left."""
+    if room < 1:
+        return None
+    answers = (a if len(a.ids) <= room else Answer(a.ids[:room], a.mask[:room], complete=False) for a in tokens.answers)
+    return replace(tokens, answers=tuple(answers))
+
+
+def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:
+    """The prompt cut on the left, behind its head; None when none of its own tokens would be left."""
+    room = max_length - max(tokens.length.answers, default=0) - tokens.head
+    if room < 1:
+        return None
+    ids = tokens.prompt[: tokens.head] + tokens.prompt[tokens.head :][-room:]
+    return replace(tokens, prompt=ids, prompt_mask=(False,) * len(ids))
+
+
+def _shorter(prompt: Chat) -> Iterator[Chat]:
+    """The prompt without its oldest turns, longest first. A leading system turn stays, the rest starts with a user turn
+    (most templates insist), and the last user turn stays with all that follows it."""
+    system = int(bool(prompt.messages) and prompt.messages[0]["role"] == "system")
+    users = [i for i, m in enumerate(prompt.messages) if m["role"] == "user" and i > system]
+    for start in users:
+        yield replace(prompt, messages=(*prompt.messages[:system], *prompt.messages[start:]))

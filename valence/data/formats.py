@@ -1,0 +1,360 @@
+"""Row -> Example: one function per format, and the table of them all.
+
+A format reads *parts* (prompt, completion, label, ...) from columns. A new format is a line in ``FORMATS``,
+with a function of its own if none here reads its shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from valence.data import values
+from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect
+from valence.errors import UserError
+from valence.types import (
+    Chat,
+    Content,
+    Demonstration,
+    Example,
+    Judgement,
+    Kind,
+    Message,
+    Origin,
+    Preference,
+    Prompt,
+    Ranking,
+)
+
+T = TypeVar("T")
+D = TypeVar("D")
+
+
+@dataclass(frozen=True, slots=True)
+class Columns:
+    """One row, read by part: ``columns`` says which of the file's columns holds each part of the format."""
+
+    value: Mapping[str, Any]
+    columns: Mapping[str, str]
+    dialect: Dialect
+    origin: Origin
+
+    def name(self, part: str) -> str:
+        return self.columns[part]
+
+    def get(self, part: str) -> Any:
+        """The part, or None when this format or this row does not have it."""
+        return self.value.get(self.columns[part]) if part in self.columns else None
+
+    def parse(self, part: str, how: Callable[[object, str], T], default: D) -> T | D:
+        value = self.get(part)
+        return default if value is None else how(value, self.name(part))
+
+    @property
+    def common(self) -> dict[str, Any]:
+        """What every Example has."""
+        return {"weight": self.parse("weight", values.weight, 1.0), "origin": self.origin}
+
+    @property
+    def tools(self) -> tuple[Mapping[str, Any], ...]:
+        return self.parse("tools", values.tools, ())
+
+
+# Prompts and their answers
+
+
+def exchange(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
+    """The prompt, and the answers in these parts."""
+    answers = {row.name(part): values.answer(row.get(part), row.name(part), row.dialect) for part in parts}
+    return values.exchange(asked(row), answers, row.tools)
+
+
+def asked(row: Columns) -> str | tuple[Message, ...]:
+    """The prompt: a text, or turns with the system column in front, or an instruction with its input."""
+    if "instruction" in row.columns:
+        return instruction(row)
+    return values.prompt(_with_system(row, row.get("prompt")), row.name("prompt"), row.dialect)
+
+
+def instruction(row: Columns) -> tuple[Message, ...]:
+    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on a line of its own, its input."""
+    rounds = row.get("history") or []
+    if not isinstance(rounds, list) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in rounds):
+        raise UserError(
+            f"{row.name('history')} is {values.shown(rounds)}, and must be a list of rounds",
+            fix='write [["instruction", "answer"], ...]',
+        )
+    name, more = row.name("instruction"), row.get("input")
+    question = values.text(row.get("instruction"), name) + (f"\n{values.text(more, row.name('input'))}" if more else "")
+    said = [turn for asked, answered in rounds for turn in (("user", asked), ("assistant", answered))]
+    turns = [{"role": role, "content": content} for role, content in (*said, ("user", question))]
+    return values.check_prompt(values.turns(_with_system(row, turns), name, OPENAI), name)
+
+
+def implicit(row: Columns) -> tuple[Content, tuple[Content, ...]]:
+    """The prompt that chosen and rejected begin with, and what follows it in each."""
+    sides = {row.name(part): row.get(part) for part in ("chosen", "rejected")}
+    shared = values.shared_prompt(row.get("chosen"), row.get("rejected"), row.dialect)
+    answers = {
+        name: side.removeprefix(shared) if isinstance(shared, str) else values.answer(side, name, row.dialect)
+        for name, side in sides.items()
+    }
+    return values.exchange(shared, answers, row.tools)
+
+
+def _with_system(row: Columns, turns: Any) -> Any:
+    """Chat turns, not parsed yet, with the text of the system column in front."""
+    system = row.get("system")
+    if not system or not isinstance(turns, list):
+        return turns
+    if turns and isinstance(turns[0], dict) and turns[0].get(row.dialect.role) == "system":
+        raise UserError("the row has a system turn and a system column", fix="keep one of the two")
+    return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
+
+
+def conversation(row: Columns) -> tuple[Chat, Chat]:
+    """A conversation as its prompt and the assistant's last turn."""
+    name = row.name("messages")
+    turns = values.turns(_with_system(row, row.get("messages")), name, row.dialect)
+    if turns[-1]["role"] != "assistant":
+        raise UserError(
+            f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
+            fix="end the conversation with an assistant turn, or set format: prompt to use it as a prompt",
+        )
+    prompt = values.check_prompt(turns[:-1], name)
+    return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
+
+
+# Formats
+
+
+def judgement(row: Columns) -> Judgement:
+    prompt, (completion,) = exchange(row, "completion")
+    return _judgement(row, prompt, completion)
+
+
+def judged_messages(row: Columns) -> Judgement:
+    return _judgement(row, *conversation(row))
+
+
+def judged_ids(row: Columns) -> Judgement:
+    return _judgement(row, *_ids(row, "prompt", "completion"))
+
+
+def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
+    return Judgement(
+        prompt=prompt,
+        completion=completion,
+        label=row.parse("label", values.label, None),
+        score=row.parse("score", values.number, None),
+        **row.common,
+    )
+
+
+def preference(row: Columns) -> Preference:
+    """Two answers to a prompt, or two whole conversations that begin with it."""
+    if row.get("prompt") is None and "instruction" not in row.columns:
+        prompt, (chosen, rejected) = implicit(row)
+    else:
+        prompt, (chosen, rejected) = exchange(row, "chosen", "rejected")
+    return _preference(row, prompt, chosen, rejected)
+
+
+def preferred_ids(row: Columns) -> Preference:
+    return _preference(row, *_ids(row, "prompt", "chosen", "rejected"))
+
+
+def pairwise_feedback(row: Columns) -> Preference:
+    """Label 1: output_A is the better one; 0: output_B."""
+    prompt, (a, b) = exchange(row, "output_A", "output_B")
+    rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
+    if None not in rewards and rewards[0] == rewards[1]:
+        raise UserError("both outputs have the same reward, so neither is preferred", fix="leave out tied rows")
+    return _preference(row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a)))
+
+
+def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
+    if chosen == rejected:
+        raise UserError("the chosen and the rejected answer are the same", fix="leave out pairs without a difference")
+    return Preference(
+        prompt=prompt, chosen=chosen, rejected=rejected, margin=row.parse("margin", values.number, 0.0), **row.common
+    )
+
+
+def demonstration(row: Columns) -> Demonstration:
+    prompt, (completion,) = exchange(row, "completion")
+    return Demonstration(prompt=prompt, completion=completion, **row.common)
+
+
+def messages(row: Columns) -> Demonstration:
+    prompt, completion = conversation(row)
+    return Demonstration(prompt=prompt, completion=completion, **row.common)
+
+
+def demonstrated_ids(row: Columns) -> Demonstration:
+    prompt, completion = _ids(row, "prompt", "completion")
+    return Demonstration(prompt=prompt, completion=completion, **row.common)
+
+
+def _ids(row: Columns, *parts: str) -> Iterable[Content]:
+    return (values.ids(row.get(part), row.name(part)) for part in parts)
+
+
+def ranking(row: Columns) -> Ranking:
+    """k answers with k scores, or k ranks from 1 (the best): a rank r becomes the score -r."""
+    given, name = row.get("completions"), row.name("completions")
+    if not isinstance(given, list) or len(given) < 2:
+        raise UserError(
+            f"{name} is {values.shown(given)}, and must be a list of two or more answers",
+            fix="give all answers of a prompt in one row, as a list",
+        )
+    answers = {f"answer {n} of {name}": values.answer(each, name, row.dialect) for n, each in enumerate(given, 1)}
+    prompt, completions = values.exchange(asked(row), answers, row.tools)
+    return Ranking(prompt=prompt, completions=completions, scores=_scores(row, len(given)), **row.common)
+
+
+def _scores(row: Columns, count: int) -> tuple[float, ...]:
+    part = next((p for p in ("scores", "ranks") if row.get(p) is not None), "scores")
+    given = row.get(part)
+    if not isinstance(given, list) or len(given) != count:
+        raise UserError(
+            f"{row.name(part)} is {values.shown(given)}, and must be a list of {count} numbers",
+            fix="give every answer a score, or a rank from 1 (the best), in the same order",
+        )
+    if part == "scores":
+        return tuple(values.number(score, part) for score in given)
+    ranks = tuple(values.number(rank, part) for rank in given)
+    if row.get("scores") is not None or any(rank < 1 or rank != int(rank) for rank in ranks):
+        raise UserError(
+            f"{row.name(part)} is {values.shown(given)}, and must hold whole numbers from 1", fix="give ranks from 1 (the best)"
+        )
+    return tuple(-rank for rank in ranks)
+
+
+def prompt(row: Columns) -> Prompt:
+    """A prompt to answer; every other column travels with it."""
+    asking = asked(row)
+    if isinstance(asking, str) and row.tools:
+        raise UserError("the row has tools, and its prompt is text", fix="write the prompt as a list of chat turns")
+    info = {name: value for name, value in row.value.items() if name not in row.columns.values()}
+    return Prompt(prompt=asking if isinstance(asking, str) else Chat(asking, row.tools), info=info, **row.common)
+
+
+# The table
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """``need`` and ``may``: the columns a row must and may have (and ``weight``, always).
+    ``parts``: the part that a column holds, where it has another name."""
+
+    read: Callable[[Columns], Example]
+    gives: Kind
+    need: str
+    may: str = ""
+    parts: Mapping[str, str] = field(default_factory=dict[str, str])
+    dialect: Dialect = OPENAI
+
+    @property
+    def required(self) -> frozenset[str]:
+        return frozenset(self.need.split())
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        return (*self.need.split(), *self.may.split(), "weight")
+
+
+FORMATS: dict[str, Format] = {
+    "judgement": Format(judgement, "judgement", "prompt completion label", "score tools"),
+    "scored": Format(judgement, "judgement", "prompt completion score", "tools"),
+    "judged_messages": Format(judged_messages, "judgement", "messages label", "score tools"),
+    "preference": Format(preference, "preference", "chosen rejected", "prompt margin tools"),
+    "demonstration": Format(demonstration, "demonstration", "prompt completion", "tools"),
+    "messages": Format(messages, "demonstration", "messages", "tools"),
+    "ranking": Format(ranking, "ranking", "prompt completions", "scores ranks tools"),
+    "prompt": Format(prompt, "prompt", "prompt", "tools"),
+    # Token ids, taken as they are
+    "judgement_ids": Format(
+        judged_ids,
+        "judgement",
+        "prompt_ids completion_ids label",
+        "score",
+        {"prompt_ids": "prompt", "completion_ids": "completion"},
+    ),
+    "preference_ids": Format(
+        preferred_ids,
+        "preference",
+        "prompt_ids chosen_ids rejected_ids",
+        "margin",
+        {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"},
+    ),
+    "demonstration_ids": Format(
+        demonstrated_ids,
+        "demonstration",
+        "prompt_ids completion_ids",
+        "",
+        {"prompt_ids": "prompt", "completion_ids": "completion"},
+    ),
+    # HALOs: what its labelling script writes
+    "binary_feedback": Format(
+        judgement, "judgement", "prompt output label", "reward type", {"output": "completion", "reward": "score"}
+    ),
+    "scalar_feedback": Format(
+        judgement, "judgement", "prompt output reward", "type", {"output": "completion", "reward": "score"}
+    ),
+    "pairwise_feedback": Format(pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"),
+    # Other libraries
+    "nemo_aligner": Format(
+        judgement, "judgement", "prompt response preference", "", {"response": "completion", "preference": "label"}
+    ),
+    "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
+    "openrlhf": Format(judgement, "judgement", "input output label", "", {"input": "prompt", "output": "completion"}),
+    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin", {"input": "prompt"}),
+    # LLaMA-Factory
+    "sharegpt": Format(messages, "demonstration", "conversations", "system tools", {"conversations": "messages"}, SHAREGPT),
+    "sharegpt_kto": Format(
+        judged_messages,
+        "judgement",
+        "conversations kto_tag",
+        "system tools",
+        {"conversations": "messages", "kto_tag": "label"},
+        SHAREGPT,
+    ),
+    "sharegpt_preference": Format(
+        preference, "preference", "conversations chosen rejected", "system tools", {"conversations": "prompt"}, SHAREGPT
+    ),
+    "alpaca": Format(demonstration, "demonstration", "instruction output", "input system history", {"output": "completion"}),
+    "alpaca_kto": Format(
+        judgement, "judgement", "instruction output kto_tag", "input system history", {"output": "completion", "kto_tag": "label"}
+    ),
+    "alpaca_preference": Format(preference, "preference", "instruction chosen rejected", "input system history"),
+}
+
+
+# One row
+
+
+def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
+    """The file's column that holds each part. Raises UserError when ``keys`` names what the format does not have."""
+    f = FORMATS[name]
+    for ours in keys:
+        if ours not in f.columns:
+            raise UserError(f"keys: the format {name} has no column {ours!r}", fix=f"use its names: {', '.join(f.columns)}")
+    return {f.parts.get(column, column): keys.get(column, column) for column in f.columns}
+
+
+def read_example(name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None) -> Example:
+    """The Example that a row of this format holds. Raises UserError, without the place, when it holds none."""
+    f, columns = FORMATS[name], columns_read(name, keys or {})
+    row = Columns(value, columns, f.dialect, origin)
+    missing = [columns[part] for part in (f.parts.get(c, c) for c in f.need.split()) if row.get(part) is None]
+    if missing:
+        raise UserError(
+            f"the row has no {' and no '.join(missing)}, which the format {name} needs",
+            fix="add what is missing, or put rows of another format in a file of their own",
+        )
+    kind = value.get("type")
+    if "type" in f.columns and kind is not None and kind != name:
+        raise UserError(f"the row's type is {values.shown(kind)}, not {name}", fix="put each type in a file of its own")
+    return f.read(row)

@@ -1,0 +1,343 @@
+"""From the files of a recipe to Examples of one kind, with an account of every row."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import Any, Literal, Protocol
+
+from valence.data.convert import CONVERSIONS, Conversion
+from valence.data.detect import detect, is_another_format
+from valence.data.formats import FORMATS, columns_read, read_example
+from valence.data.sources import BadRow, Row, read_rows
+from valence.errors import UserError
+from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt, Ranking
+
+DETECT_ROWS = 20
+"""Rows at the start of a file that its format is detected from."""
+
+OnBadRow = Literal["stop", "skip"]
+Rows = Iterable[Mapping[str, Any]]
+"""Rows that a program holds: dictionaries in any format that a file may have."""
+
+
+class Source(Protocol):
+    """A file to read, as a recipe describes it."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def split(self) -> str | None: ...
+    @property
+    def format(self) -> str | None: ...
+    @property
+    def keys(self) -> Mapping[str, str]: ...
+    @property
+    def weight(self) -> float: ...
+    @property
+    def limit(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InMemory:
+    """Rows that a program holds, in place of a file. Their origin is ``path`` and their number."""
+
+    rows: Rows
+    path: str = "rows in memory"
+    split: str | None = None
+    format: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    weight: float = 1.0
+    limit: int | None = None
+
+    def read(self, limit: int | None) -> Iterator[Row | BadRow]:
+        for number, value in enumerate(islice(self.rows, limit), 1):
+            origin = Origin(self.path, number)
+            if isinstance(value, Mapping):
+                yield Row(dict(value), origin)
+            else:
+                yield BadRow(origin, f"the row is a {type(value).__name__}, not a mapping", "give rows as dictionaries")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class File:
+    """What became of one file's rows: each was used, or bad, or left unused by a conversion.
+
+    path: the file, or ``owner/name[split]``. format: None when no row could be read. rows: how many were read.
+    examples: how many Examples have their origin here. unused: reason -> rows.
+    ignored_columns: column that the format does not read -> rows that have it.
+    """
+
+    path: str
+    format: str | None
+    rows: int
+    bad: int
+    examples: int = 0
+    unused: Mapping[str, int] = field(default_factory=dict[str, int])
+    ignored_columns: Mapping[str, int] = field(default_factory=dict[str, int])
+
+    @property
+    def used(self) -> int:
+        return self.rows - self.bad - sum(self.unused.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """Examples of one kind in the order of the files, and the account of them."""
+
+    examples: tuple[Example, ...]
+    files: tuple[File, ...]
+    bad: tuple[BadRow, ...]
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """The file of each Example."""
+        return tuple(e.origin.path for e in self.examples)
+
+    @property
+    def formats(self) -> dict[str, str | None]:
+        return {f.path: f.format for f in self.files}
+
+    @property
+    def ignored_columns(self) -> dict[str, int]:
+        """Column that no format read -> rows that have it, over all files."""
+        return dict(sum((Counter(f.ignored_columns) for f in self.files), Counter[str]()))
+
+
+def load(
+    sources: Sequence[Source],
+    kind: Kind,
+    *,
+    convert: str | None = None,
+    threshold: float | None = None,
+    limit: int | None = None,
+    on_bad_row: OnBadRow = "stop",
+) -> Loaded:
+    """The Examples of these files, all of the kind asked for. A file's weight multiplies the weight of its rows.
+
+    ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into ``kind``, and puts
+    them after those that are of that kind already. Raises UserError at the first row that cannot be used, unless
+    ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
+    """
+    conversion = _conversion(convert, threshold, kind)
+    read: list[tuple[File, list[Example], list[BadRow]]] = []
+    for source in sources:
+        left = None if limit is None else limit - sum(file.rows for file, _, _ in read)
+        read.append(_read(source, left, on_bad_row))
+    files = [file for file, _, _ in read]
+    twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
+    if twice:
+        raise UserError("this file is listed twice", where=twice[0], fix="list it once, with weight: 2 if it is to count twice")
+    examples, unused = _of_kind([e for _, made, _ in read for e in made], kind, conversion, threshold)
+    bad = tuple(row for _, _, rows in read for row in rows)
+    if not examples:
+        raise _nothing_left(files, bad, unused)
+    made = Counter(e.origin.path for e in examples)
+    return Loaded(
+        examples=examples,
+        bad=bad,
+        files=tuple(
+            replace(f, examples=made[f.path], unused=dict(Counter(why for e, why in unused if e.origin.path == f.path)))
+            for f in files
+        ),
+    )
+
+
+# One file
+
+
+def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[File, list[Example], list[BadRow]]:
+    limit = min((n for n in (source.limit, limit) if n is not None), default=None)
+    rows_read = source.read(limit) if isinstance(source, InMemory) else read_rows(source.path, split=source.split, limit=limit)
+    head, rest = _head(rows_read, on_bad_row)
+    name = _format(source, [row.value for row in head if isinstance(row, Row)])
+    known = set(columns_read(name, source.keys).values()) if name else set[str]()
+    examples: list[Example] = []
+    bad: list[BadRow] = []
+    seen: Counter[str] = Counter()
+    path, rows = str(source.path), 0
+    for row in chain(head, rest):
+        path, rows = row.origin.path, rows + 1
+        if isinstance(row, Row) and name:
+            seen.update(column for column, value in row.value.items() if value is not None)
+            row = _example(row, name, source)
+        if isinstance(row, BadRow):
+            if on_bad_row == "stop":
+                raise UserError(
+                    row.reason,
+                    where=str(row.origin),
+                    fix=f"{row.fix}; or set data.on_bad_row: skip, which counts and lists such rows",
+                )
+            bad.append(row)
+        elif not isinstance(row, Row):
+            examples.append(row)
+    absent = [theirs for theirs in source.keys.values() if theirs not in seen]
+    if absent and examples and limit is None:
+        raise _no_such_column(path, absent[0], seen)
+    carried = name is not None and FORMATS[name].gives == "prompt"  # a Prompt carries its other columns along
+    ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
+    return File(path=path, format=name, rows=rows, bad=len(bad), ignored_columns=ignored), examples, bad
+
+
+def _head(rows: Iterator[Row | BadRow], on_bad_row: OnBadRow) -> tuple[list[Row | BadRow], Iterator[Row | BadRow]]:
+    """The first rows, of which at least one is readable if any is, and the others."""
+    head: list[Row | BadRow] = []
+    readable = 0
+    for row in rows:
+        head.append(row)
+        readable += isinstance(row, Row)
+        if readable == DETECT_ROWS or (isinstance(row, BadRow) and on_bad_row == "stop"):
+            break
+    return head, rows
+
+
+def _format(source: Source, head: Sequence[Mapping[str, object]]) -> str | None:
+    if source.format is not None and source.format not in FORMATS:
+        near = difflib.get_close_matches(source.format, FORMATS, n=1)
+        raise UserError(
+            f"there is no format {source.format!r}",
+            where=source.path,
+            fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(FORMATS)}",
+        )
+    if not head:
+        return source.format
+    try:
+        name = source.format or detect(head, source.keys)
+        columns_read(name, source.keys)
+    except UserError as error:
+        found = {column for value in head for column in value}
+        for theirs in source.keys.values():
+            if theirs not in found:
+                raise _no_such_column(source.path, theirs, found) from error
+        raise UserError(error.what, where=source.path, fix=error.fix) from error
+    return name
+
+
+def _no_such_column(path: str, column: str, found: Iterable[str]) -> UserError:
+    return UserError(
+        f"keys: no row has a column {column!r}", where=path, fix=f"name one of its columns: {', '.join(sorted(found))}"
+    )
+
+
+def _example(row: Row, name: str, source: Source) -> Example | BadRow:
+    other = None if source.format else is_another_format(name, row.value, source.keys)
+    try:
+        example = read_example(name, row.value, row.origin, source.keys)
+    except UserError as error:
+        hint = f" (the row looks like the format {other})" if other else ""
+        return BadRow(row.origin, error.what + hint, error.fix or "mend the row or leave it out")
+    if other is not None:
+        return BadRow(
+            row.origin,
+            f"the row has the format {other}, and the file's first rows have {name}",
+            "put rows of another format in a file of their own, or set format",
+        )
+    return replace(example, weight=example.weight * source.weight)
+
+
+# The kind that is needed
+
+KINDS: dict[type[Example], Kind] = {
+    Judgement: "judgement",
+    Preference: "preference",
+    Demonstration: "demonstration",
+    Ranking: "ranking",
+    Prompt: "prompt",
+}
+WORDS: dict[Kind, str] = {
+    "judgement": "answers judged up or down",
+    "preference": "pairs of a chosen and a rejected answer",
+    "demonstration": "answers to imitate",
+    "ranking": "several scored answers to each prompt",
+    "prompt": "prompts alone",
+}
+
+
+def _conversion(name: str | None, threshold: float | None, kind: Kind) -> Conversion | None:
+    conversion = CONVERSIONS.get(name) if name is not None else None
+    if name is not None and conversion is None:
+        raise UserError(f"there is no conversion {name!r}", where="data.convert", fix=f"use one of {', '.join(CONVERSIONS)}")
+    if conversion is not None and conversion.gives != kind:
+        raise UserError(
+            f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
+            where="data.convert",
+            fix="remove it, or choose another conversion or method",
+        )
+    use = conversion.threshold if conversion else "none"
+    if threshold is None and use == "needed":
+        raise UserError(
+            f"{name} needs a threshold", where="data.threshold", fix="set it to the score from which an answer is good"
+        )
+    if threshold is not None and (use == "none" or not math.isfinite(threshold)):
+        raise UserError(
+            f"{threshold} has no effect here",
+            where="data.threshold",
+            fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
+        )
+    return conversion
+
+
+def _of_kind(
+    examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
+) -> tuple[tuple[Example, ...], list[tuple[Example, str]]]:
+    ready = [e for e in examples if _is(e, kind)]
+    other = [e for e in examples if not _is(e, kind)]
+    for e in other:
+        if conversion is None or not conversion.takes(e):
+            raise _wrong_kind(e, kind)
+    if conversion is None:
+        return tuple(ready), []
+    for e in ready:
+        if conversion.takes(e):
+            raise UserError(
+                "the row has a label already, and the conversion would make it from the score",
+                where=str(e.origin),
+                fix="remove data.convert, or set format: scored to read the score alone",
+            )
+    made, unused = conversion.run(other, threshold)
+    return (*ready, *made), unused
+
+
+def _is(e: Example, kind: Kind) -> bool:
+    return KINDS[type(e)] == kind and not _is_only_scored(e)
+
+
+def _is_only_scored(e: Example) -> bool:
+    return isinstance(e, Judgement) and e.label is None
+
+
+def _wrong_kind(e: Example, kind: Kind) -> UserError:
+    found = "answers with a score and no label" if _is_only_scored(e) else WORDS[KINDS[type(e)]]
+    ways = [
+        f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
+        for name, c in CONVERSIONS.items()
+        if c.gives == kind and c.takes(e)
+    ]
+    if kind == "prompt":
+        ways.append("format: prompt on this file, to read only its prompts")
+    if isinstance(e, Prompt) and e.info:
+        ways.append(f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the answers")
+    return UserError(
+        f"the rows are {found}, and the method needs {WORDS[kind]}",
+        where=str(e.origin),
+        fix=(
+            f"set {', or '.join(ways)}; or choose a method for such rows"
+            if ways
+            else "choose a method for such rows, or other data: no conversion makes the one of the other"
+        ),
+    )
+
+
+def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, str]]) -> UserError:
+    reasons = Counter([*(row.reason for row in bad), *(why for _, why in unused)])
+    why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
+    where = str(bad[0].origin if bad else unused[0][0].origin) if bad or unused else ", ".join(f.path for f in files)
+    return UserError(
+        f"of {sum(f.rows for f in files)} rows none can be used{f': {why}' if why else ''}",
+        where=where or "data",
+        fix=bad[0].fix if bad else "check that these are the rows the method needs",
+    )

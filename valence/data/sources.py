@@ -1,0 +1,389 @@
+"""Rows from files and hub data sets, each with the place it came from. What a row means is decided in formats.py.
+
+A problem of one row is yielded as a ``BadRow``; a problem of the whole file is raised as a ``UserError``.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import gzip
+import io
+import json
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from valence.data.hub import hub_rows
+from valence.data.strict_json import StrictDecoder
+from valence.errors import UserError
+from valence.types import Origin
+
+BOM = b"\xef\xbb\xbf"
+HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
+JSON_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One object of a file: its columns by name."""
+
+    value: dict[str, Any]
+    origin: Origin
+
+
+@dataclass(frozen=True, slots=True)
+class BadRow:
+    """A row that cannot be used: where it is, what is wrong with it, and what would mend it."""
+
+    origin: Origin
+    reason: str
+    fix: str
+
+
+def read_rows(path: str | Path, *, split: str | None = None, limit: int | None = None) -> Iterator[Row | BadRow]:
+    """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the first so many.
+
+    An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub).
+    Raises UserError when the file as a whole cannot be read or has no rows.
+    """
+    return islice(_rows(str(path), split), limit)
+
+
+def _rows(path: str, split: str | None) -> Iterator[Row | BadRow]:
+    file = Path(os.path.expanduser(path))
+    if _is_hub_id(path, file):
+        rows = (Row(value, origin) for origin, value in hub_rows(path, split))
+    elif split is not None:
+        raise UserError(
+            f"split: {split} is set for a file, and only hub data sets have splits",
+            where=path,
+            fix="remove split, and keep the rows of each split in a file of its own",
+        )
+    else:
+        rows = _file(path, file)
+    empty = True
+    for row in rows:
+        empty = False
+        yield row
+    if empty:
+        raise UserError("the file has no rows", where=path, fix="name a file that holds at least one row")
+
+
+def _is_hub_id(path: str, file: Path) -> bool:
+    """Does it look like ``owner/name``, and not like a file that is missing from a folder that is there?"""
+    return bool(HUB_ID.fullmatch(path)) and _suffix(file) not in READERS and not file.parent.exists()
+
+
+# Files
+
+
+def _file(path: str, file: Path) -> Iterator[Row | BadRow]:
+    try:
+        _check_is_file(path, file)
+        with file.open("rb") as raw:
+            stream = _unpacked(raw)
+            yield from _reader(path, file, stream)(path, stream)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"the gzip file is damaged or cut short ({error})", where=path, fix="copy or compress the file again"
+        ) from error
+    except PermissionError as error:
+        raise UserError("no permission to read this file", where=path, fix=f"allow it: chmod +r {path}") from error
+    except OSError as error:
+        raise UserError(
+            f"the file cannot be read ({error.strerror or error})", where=path, fix="check the path and the disk"
+        ) from error
+
+
+def _check_is_file(path: str, file: Path) -> None:
+    if file.is_file():
+        return
+    if file.is_dir():
+        inside = sorted(f.name for f in file.iterdir() if _suffix(f) in READERS)
+        raise UserError(
+            "this is a folder, and a file is needed",
+            where=path,
+            fix=f"name a file in it, such as {inside[0]}" if inside else "name a data file",
+        )
+    if file.exists():
+        raise UserError("this is neither a file nor a folder", where=path, fix="name a regular file")
+    if not file.parent.is_dir():
+        raise UserError(
+            f"there is no such file, nor a folder {file.parent}",
+            where=path,
+            fix="check the path; a relative one starts at the folder that the command runs in",
+        )
+    names = sorted(f.name for f in file.parent.iterdir())
+    near = difflib.get_close_matches(file.name, names, n=3, cutoff=0.5)
+    found = [name for name in names if _suffix(Path(name)) in READERS][:5]
+    raise UserError(
+        "there is no such file",
+        where=path,
+        fix=(
+            f"did you mean {' or '.join(near)}?"
+            if near
+            else f"the folder {file.parent} has {', '.join(found) or 'no data files'}; check the path"
+        ),
+    )
+
+
+def _suffix(file: Path) -> str:
+    return Path(file.name.lower().removesuffix(".gz")).suffix
+
+
+def _unpacked(raw: io.BufferedReader) -> io.BufferedReader:
+    """The content, whatever the file's name says about compression."""
+    packed = raw.peek(2)[:2] == b"\x1f\x8b"
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw  # pyright: ignore[reportArgumentType]
+
+
+def _reader(path: str, file: Path, stream: io.BufferedReader) -> Callable[[str, BinaryIO], Iterator[Row | BadRow]]:
+    """The function that reads this content: chosen by suffix, unless the content is plainly something else."""
+    head = stream.peek(4096)[:4096]
+    if head.startswith(b"PAR1"):
+        return _parquet
+    suffix = _suffix(file)
+    if suffix not in READERS:
+        raise UserError(
+            f"files ending in {suffix or 'nothing'} are not read",
+            where=path,
+            fix=f"use one of {', '.join(READERS)} (each may also end in .gz)",
+        )
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        raise UserError("the file is UTF-16 or UTF-32, not UTF-8", where=path, fix=f"convert it: {_iconv('UTF-16')}")
+    if b"\0" in head and suffix != ".parquet":
+        raise UserError(
+            "the file is binary, not text", where=path, fix="unpack or export it to jsonl, csv or parquet (text must be UTF-8)"
+        )
+    if suffix in (".jsonl", ".ndjson") and head.removeprefix(BOM).lstrip().startswith(b"["):
+        return _json
+    return READERS[suffix]
+
+
+def _iconv(encoding: str) -> str:
+    return f"iconv -f {encoding} -t UTF-8 OLD > NEW"
+
+
+# JSON
+
+
+JSON_FAULT_FIX = "write each name once in an object, null for a missing number, and whole characters"
+
+
+def _row(value: object, fault: str | None, origin: Origin) -> Row | BadRow:
+    if fault is not None:
+        return BadRow(origin, fault, JSON_FAULT_FIX)
+    if not isinstance(value, dict):
+        return BadRow(origin, f"the row is a JSON {type(value).__name__}, not an object", 'write rows as {"column": value, ...}')
+    return Row(value, origin)
+
+
+def _jsonl(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+    decoder = StrictDecoder()
+    for number, line in enumerate(stream, 1):
+        line = line.removeprefix(BOM).strip()
+        if line:
+            yield _jsonl_row(decoder, line, Origin(path, number))
+
+
+def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | BadRow:
+    try:
+        text = line.decode()
+        value, end = decoder.value_at(text, 0)
+        if end < len(text):
+            raise json.JSONDecodeError("Extra data", text, end)
+    except UnicodeDecodeError as error:
+        return BadRow(
+            origin,
+            f"the line is not UTF-8 text (byte {line[error.start]:#04x})",
+            f"if the file is Latin-1, convert it: {_iconv('LATIN1')}",
+        )
+    except json.JSONDecodeError as error:
+        return BadRow(
+            origin,
+            f"the line is not valid JSON: {error.msg}, at column {error.colno}",
+            "write one whole JSON object per line, with names and text in double quotes",
+        )
+    except ValueError as error:
+        return BadRow(origin, f"the line cannot be read as JSON: {error}", "write shorter numbers and flatter objects")
+    return _row(value, decoder.fault, origin)
+
+
+def _json(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+    data = stream.read().removeprefix(BOM)
+    text = _text(path, data, 1)
+    start = _skip(text, 0)
+    try:
+        if text[start : start + 1] == "[":
+            yield from _array(path, text, start + 1)
+        elif _is_jsonl(text):
+            yield from _jsonl(path, io.BytesIO(data))
+        elif text[start:]:
+            yield from _document(path, text, start)
+    except json.JSONDecodeError as error:
+        raise UserError(
+            f"the file is not valid JSON: {error.msg}, at column {error.colno}",
+            where=f"{path}:{error.lineno}",
+            fix=f"mend that place; python -m json.tool {path} checks a whole file",
+        ) from error
+    except ValueError as error:
+        raise UserError(
+            f"the file cannot be read as JSON: {error}", where=path, fix="write shorter numbers and flatter objects"
+        ) from error
+
+
+def _text(path: str, data: bytes, line: int) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        where = line + data.count(b"\n", 0, error.start)
+        raise UserError(
+            f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
+            where=f"{path}:{where}",
+            fix=f"if it is Latin-1, convert it: {_iconv('LATIN1')}",
+        ) from error
+
+
+def _is_jsonl(text: str) -> bool:
+    """Are there several lines, the first of which is a whole object?"""
+    first, _, rest = text.strip().partition("\n")
+    if not rest:
+        return False
+    try:
+        return isinstance(json.loads(first), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _array(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
+    decoder, line, counted = StrictDecoder(), 1, 0
+    position, closed = _skip(text, start), False
+    if text[position : position + 1] == "]":
+        position, closed = position + 1, True
+    while not closed:
+        line, counted = line + text.count("\n", counted, position), position
+        value, end = decoder.value_at(text, position)
+        yield _row(value, decoder.fault, Origin(path, line))
+        position = _skip(text, end)
+        mark = text[position : position + 1]
+        if mark not in (",", "]"):
+            raise json.JSONDecodeError("Expecting ',' or ']'" if mark else "The array is not closed", text, position)
+        position, closed = _skip(text, position + 1), mark == "]"
+    if text[position:].strip():
+        raise json.JSONDecodeError("Extra data after the array", text, position)
+
+
+def _skip(text: str, position: int) -> int:
+    return JSON_SPACE.match(text, position).end()  # pyright: ignore[reportOptionalMemberAccess]
+
+
+def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
+    """One object: a wrapper around one list of rows, or itself the only row."""
+    decoder = StrictDecoder()
+    value, end = decoder.value_at(text, start)
+    if text[end:].strip():
+        raise json.JSONDecodeError("Extra data: neither one array nor one object per line", text, _skip(text, end))
+    lists = [] if not isinstance(value, dict) else [name for name, part in value.items() if _is_list_of_rows(part)]
+    if len(lists) > 1:
+        raise UserError(
+            f"the file holds several lists of rows: {', '.join(lists)}", where=path, fix="keep each list in a file of its own"
+        )
+    if not lists:
+        yield _row(value, decoder.fault, Origin(path, 1))
+        return
+    for number, row in enumerate(value[lists[0]], 1):
+        yield _row(row, decoder.fault, Origin(path, number))
+
+
+def _is_list_of_rows(part: object) -> bool:
+    """A list of objects that are not chat turns."""
+    return (
+        isinstance(part, list) and bool(part) and all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in part)
+    )
+
+
+# Tables
+
+
+def _csv(path: str, stream: BinaryIO, delimiter: str) -> Iterator[Row | BadRow]:
+    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is less than a long conversation
+    lines = (_text(path, line.removeprefix(BOM), number) for number, line in enumerate(stream, 1))
+    records = csv.reader(lines, delimiter=delimiter, strict=True)
+    header: list[str] = []
+    start = 1
+    try:
+        for cells in records:
+            blank = len(cells) < 2 and not "".join(cells).strip()
+            if not header and not blank:
+                header = _header(path, start, cells)
+            elif len(cells) == len(header) and not blank:
+                yield Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, Origin(path, start))
+            elif not blank:
+                yield BadRow(
+                    Origin(path, start),
+                    f"the record has {len(cells)} fields, and the header has {len(header)}",
+                    f"put fields that hold {delimiter!r} in double quotes",
+                )
+            start = records.line_num + 1
+    except csv.Error as error:
+        raise UserError(
+            f"the record cannot be read: {error}",
+            where=f"{path}:{start}",
+            fix='put the field in double quotes, and write " inside it as ""',
+        ) from error
+
+
+def _header(path: str, line: int, cells: list[str]) -> list[str]:
+    header = [cell.strip() for cell in cells]
+    twice = sorted({name for name in header if header.count(name) > 1})
+    if twice:
+        raise UserError(
+            f"the header names a column twice: {', '.join(twice)}",
+            where=f"{path}:{line}",
+            fix="give every column a name of its own",
+        )
+    if len(header) == 1 and re.search("[;\t]", header[0]):
+        raise UserError(
+            "the fields are not separated by what the file's suffix says",
+            where=f"{path}:{line}",
+            fix="save .csv with commas and .tsv with tabs",
+        )
+    return header
+
+
+def _parquet(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    number = 0
+    try:
+        table = pq.ParquetFile(stream)
+        if len(set(table.schema_arrow.names)) < len(table.schema_arrow.names):
+            raise UserError("two columns have the same name", where=path, fix="give every column a name of its own")
+        for batch in table.iter_batches():
+            for value in batch.to_pylist():
+                number += 1
+                yield Row(value, Origin(path, number))
+    except (pa.ArrowException, UnicodeDecodeError) as error:
+        raise UserError(
+            f"the parquet file cannot be read after row {number} ({str(error).splitlines()[0]})",
+            where=path,
+            fix="write the file again, or check that it is parquet",
+        ) from error
+
+
+READERS: dict[str, Callable[[str, BinaryIO], Iterator[Row | BadRow]]] = {
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".json": _json,
+    ".csv": partial(_csv, delimiter=","),
+    ".tsv": partial(_csv, delimiter="\t"),
+    ".parquet": _parquet,
+}

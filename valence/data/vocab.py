@@ -1,0 +1,135 @@
+"""A tokenizer as encoding needs it: plain text to ids, with nothing added, merged or split unseen."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from valence.errors import UserError
+
+Marked = tuple[tuple[int, ...], tuple[bool, ...]]
+"""Token ids, and for each whether it is in the mask."""
+
+
+class RowError(Exception):
+    """This row cannot be encoded. ``kind``: a short stable name to count by; ``reason``, ``fix``: one sentence each."""
+
+    def __init__(self, kind: str, reason: str, fix: str | None = None) -> None:
+        super().__init__(reason)
+        self.kind, self.reason, self.fix = kind, reason, fix
+
+
+class Vocab:
+    """Reads text with a tokenizer whose own special tokens are left off unless asked for."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        # The base class declares less than every tokenizer has.
+        self._tokenizer: Any = tokenizer
+        self.bos: int | None = self._tokenizer.bos_token_id
+        self._eos: int | None = self._tokenizer.eos_token_id
+        self.ends: tuple[int, ...] = () if self._eos is None else (self._eos,)
+
+    @property
+    def eos(self) -> int:
+        """The end-of-sequence token. Raises UserError when there is none."""
+        if self._eos is None:
+            raise UserError(
+                "the tokenizer has no end-of-sequence token to end an answer with",
+                fix="set model.tokenizer to one that has it",
+            )
+        return self._eos
+
+    @cached_property
+    def special(self) -> dict[str, int]:
+        """Names that become one special token wherever they stand in a text."""
+        return {name: self._id(name) for name in sorted(self._special_names())}
+
+    @cached_property
+    def unsplit(self) -> re.Pattern[str]:
+        """Matches what is never split into smaller tokens: special and added tokens, but for runs of white space."""
+        return any_of(self._special_names() | set(self._tokenizer.get_added_vocab()))
+
+    @cached_property
+    def prefix(self) -> tuple[int, ...]:
+        """What the tokenizer puts before plain text by itself: BOS, or nothing."""
+        plain, whole = self.ids("a"), tuple(self._tokenizer("a")["input_ids"])
+        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
+        return whole[: next(starts, 0)]
+
+    @cached_property
+    def stand_in(self) -> tuple[int, ...]:
+        """What an empty prompt becomes, since the first token of an answer needs something to be predicted from."""
+        for token in (self.bos, self._eos):
+            if token is not None:
+                return (token,)
+        raise RowError(
+            "empty_prompt",
+            "the prompt is empty and the tokenizer has no BOS token to start from",
+            "give the row a prompt, or set data.as_chat: true",
+        )
+
+    def token(self, name: str) -> int:
+        """The id of one token."""
+        return self._id(name)
+
+    def ids(self, text: str) -> tuple[int, ...]:
+        """The text as it stands, nothing added. Raises RowError for text that is not Unicode."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise RowError(
+                "not_unicode",
+                f"the text is not valid Unicode (a lone surrogate, character {error.start + 1})",
+                "write the character as itself, in UTF-8, or as both halves of its surrogate pair",
+            ) from error
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def checked(self, ids: tuple[int, ...]) -> tuple[int, ...]:
+        """The same ids. Raises RowError for one that is not in the vocabulary."""
+        size = len(self._tokenizer)
+        for i in ids:
+            if not 0 <= i < size:
+                raise RowError(
+                    "id_out_of_range",
+                    f"token id {i} is not in the vocabulary of {size} tokens",
+                    "tokenise the rows with the tokenizer of this model",
+                )
+        return ids
+
+    def join(self, pieces: Sequence[tuple[str, bool]], before: str, context: tuple[int, ...]) -> tuple[Marked, bool]:
+        """Ids and mask of pieces of text that follow ``before`` (whose ids are ``context``); and if any would have merged.
+
+        No token crosses from one piece into the next. Each is tokenised together with the piece in front of it all the
+        same, because some tokenizers write a word differently where a text starts.
+        """
+        ids: list[int] = []
+        mask: list[bool] = []
+        merged = False
+        for i, (text, marked) in enumerate(pieces):
+            joint = self.ids(before + text)
+            if joint[: len(context)] == context:
+                new = joint[len(context) :]
+            else:
+                new, merged = self.ids(text), True
+            ids += new
+            mask += [marked] * len(new)
+            if i + 1 < len(pieces):
+                before, context = text, self.ids(text)
+        return (tuple(ids), tuple(mask)), merged
+
+    def _id(self, name: str) -> int:
+        return int(self._tokenizer.convert_tokens_to_ids(name))
+
+    def _special_names(self) -> set[str]:
+        added = {str(t) for t in self._tokenizer.added_tokens_decoder.values() if t.special}
+        return added | set(self._tokenizer.all_special_tokens)
+
+
+def any_of(names: set[str]) -> re.Pattern[str]:
+    """Matches any of the names, longer ones first; those of white space alone are left out."""
+    longest_first = sorted((n for n in names if n.strip()), key=lambda n: (-len(n), n))
+    return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")

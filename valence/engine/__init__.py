@@ -1,0 +1,1 @@
+"""The one door to log-probabilities: models in, log p(token) out."""

@@ -1,0 +1,85 @@
+"""From hidden states to log-probabilities: the linear head and its log-softmax, a chunk of rows at a time, in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from torch.utils.checkpoint import checkpoint
+
+CHUNK = 512  # rows of [rows, V] logits that exist at once: 100 MB at a 49k vocabulary
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2) or a scale (Cohere, Granite).
+
+    ``half``: the operands of the product are bfloat16; it is accumulated in, and returned as, float32 all the same.
+    """
+
+    layer: nn.Module
+    softcap: float | None = None
+    scale: float = 1.0
+    half: bool = False
+
+    @classmethod
+    def of(cls, model: nn.Module, *, half: bool) -> Head:
+        """The head of an unmodified Hugging Face causal model."""
+        config = model.config.get_text_config()
+        scale = getattr(config, "logit_scale", None) or 1.0
+        scale /= getattr(config, "logits_scaling", None) or 1.0
+        return cls(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), scale, half)
+
+    def logits(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """hidden[N, h] -> logits[N, V], float32 (float64 for a float64 model)."""
+        if weight is None:  # an adapter on the head: only the layer itself knows its product
+            logits = self.layer(hidden)
+            logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+        else:
+            with _bfloat16_operands(self.half and hidden.device.type == "cpu"):
+                logits = linear(hidden.to(weight.dtype), weight, bias)
+        if self.scale != 1.0:
+            logits = logits * self.scale
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+    def __call__(self, hidden: Tensor, target: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N] (nats), and the entropy [N].
+
+        No more than CHUNK rows of logits exist at once; the backward pass computes them again.
+        """
+        weight = bias = None
+        if type(self.layer) is nn.Linear:
+            wide = torch.promote_types(torch.float32, self.layer.weight.dtype)
+            weight, bias = self.layer.weight.to(wide), None if self.layer.bias is None else self.layer.bias.to(wide)
+        parts: list[tuple[Tensor, Tensor]] = []
+        for start in range(0, hidden.shape[0], CHUNK):
+            rows = hidden[start : start + CHUNK], target[start : start + CHUNK], weight, bias, entropy
+            grad = torch.is_grad_enabled() and hidden.requires_grad
+            parts.append(checkpoint(self._chunk, *rows, use_reentrant=False) if grad else self._chunk(*rows))
+        logp, spread = (torch.cat(column) for column in zip(*parts, strict=True))
+        return logp, spread if entropy else None
+
+    def _chunk(
+        self, hidden: Tensor, target: Tensor, weight: Tensor | None, bias: Tensor | None, entropy: bool
+    ) -> tuple[Tensor, Tensor]:
+        # Autocast would turn the product back into bfloat16.
+        with torch.autocast(hidden.device.type, enabled=False):
+            logps = torch.log_softmax(self.logits(hidden, weight, bias), -1)
+        logp = logps.gather(1, target[:, None]).squeeze(1)
+        return logp, -(logps.exp() * logps).sum(-1) if entropy else logp.new_empty(0)
+
+
+@contextmanager
+def _bfloat16_operands(wanted: bool) -> Iterator[None]:
+    """Lets a float32 product round its operands to bfloat16 (exact when they were bfloat16 already), accumulating in float32."""
+    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "bf16" if wanted else before
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

@@ -1,0 +1,19 @@
+"""The one error that means: the user's recipe, data or request is at fault, and here is what to do."""
+
+from __future__ import annotations
+
+
+class UserError(Exception):
+    """A mistake in a recipe, in data, or in a request. The command line prints it and exits with status 2.
+
+    what: one sentence saying what is wrong.
+    where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
+    fix: one sentence saying what would mend it.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
+        self.what, self.where, self.fix = what, where, fix
+        lines = [f"{where}: {what}" if where else what]
+        if fix:
+            lines.append(f"  to fix it: {fix}")
+        super().__init__("\n".join(lines))

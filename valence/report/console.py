@@ -1,0 +1,262 @@
+"""What a run says on the terminal: progress of long phases, tables, and how numbers are written for people."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column, Table
+from rich.text import Text
+
+SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl"}
+"""Metrics that stand beside the bar, with the words for them."""
+
+WINDOW = 50
+"""Updates over which rate and time left are measured."""
+
+
+def visible(text: str) -> str:
+    """The text with control characters (except newline and tab) as their pictures and lone surrogates replaced,
+    so that data can neither steer a terminal nor make a file that is not UTF-8."""
+    return "".join(_picture(c) for c in text)
+
+
+def _picture(char: str) -> str:
+    code = ord(char)
+    if code < 32 and char not in "\n\t":
+        return chr(0x2400 + code)
+    return "\N{REPLACEMENT CHARACTER}" if 127 <= code < 160 or 0xD800 <= code < 0xE000 else char
+
+
+def number(value: float | int) -> str:
+    """A number at about four digits: ``1,234``, ``0.6931``, ``1.23e-05``."""
+    if isinstance(value, int):
+        return f"{value:,}"
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:g}"
+    if size < 1e-3 or size >= 1e7:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if size >= 1000 else f"{value:.4g}"
+
+
+def text(value: object) -> str:
+    """Any value for people: numbers as ``number`` does, a dash for what is absent or empty, a list or mapping with
+    commas, deeper ones as JSON."""
+    if value is None or value in ({}, [], ()):
+        return "\N{EN DASH}"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (int, float)):
+        return number(value)
+    if isinstance(value, (list, tuple)) and not any(map(_is_container, value)):
+        return ", ".join(text(item) for item in value)
+    if isinstance(value, Mapping) and not any(map(_is_container, value.values())):
+        return ", ".join(f"{text(key)} {text(item)}" for key, item in value.items())
+    return visible(exact(value))
+
+
+def _is_container(value: object) -> bool:
+    return isinstance(value, (Mapping, list, tuple))
+
+
+def exact(value: object) -> str:
+    """A value as it would stand in a recipe, not rounded."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``0.4s``, ``12s``, ``3m12s``, ``2h03m`` or ``1d02h``."""
+    if seconds < 9.95:
+        return f"{seconds:.1f}s"
+    whole = round(seconds)
+    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+        if whole >= size:
+            return f"{whole // size}{unit}{whole % size // smaller:02d}{small_unit}"
+    return f"{whole}s"
+
+
+def rate(per_second: float, unit: str = "tok") -> str:
+    """A rate as ``1,234 tok/s``."""
+    return f"{per_second:,.0f} {unit}/s" if per_second >= 100 else f"{per_second:.3g} {unit}/s"
+
+
+class Progress:
+    """Progress of one phase, as a context manager: a bar on a terminal; elsewhere plain lines, at most one every
+    ``every`` seconds and always the first and the last; nothing when ``quiet``.
+
+    ``start``: how much was done before (a resumed run). Rate and time left are measured over the latest updates,
+    leaving out what passed before the first one, which pays for warming up.
+    """
+
+    def __init__(
+        self,
+        console: Console,
+        phase: str,
+        total: int,
+        *,
+        start: int = 0,
+        quiet: bool = False,
+        every: float = 5.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console, self._phase, self._total, self._quiet = console, visible(phase), total, quiet
+        self._every, self._clock = every, clock
+        self._away = 0.0
+        self._done, self._metrics = start, {}
+        self._points: deque[tuple[float, int, int | None]] = deque(maxlen=WINDOW)
+        self._printed_at: float | None = None
+        self._printed_done: int | None = None
+        self._bar: Bar | None = None
+
+    def __enter__(self) -> Progress:
+        self._first = (self._now(), self._done, 0)
+        if not self._quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._bar = _bar(self._console)
+            self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done, status="")
+            self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._bar:
+            self._bar.update(self._task, status=self._status(ended=True))
+            self._bar.stop()
+        elif not self._quiet:
+            self._print(ended=True)
+
+    def update(self, done: int, *, tokens: int | None = None, metrics: Mapping[str, object] | None = None) -> None:
+        """``done``: of the total so far; ``tokens``: run through in this phase so far; ``metrics``: the latest."""
+        self._done, self._metrics = done, metrics or self._metrics
+        if self._points and self._points[-1][1] == done:
+            self._points.pop()  # the same amount said again, with more to say about it
+        self._points.append((self._now(), done, tokens))
+        if self._bar:
+            self._bar.update(self._task, completed=done, status=self._status())
+        elif not self._quiet and (self._printed_at is None or self._now() - self._printed_at >= self._every):
+            self._print()
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Take the bar away while another phase runs inside this one; its time does not count for the rate."""
+        began = self._clock()
+        if self._bar:
+            self._bar.stop()
+        try:
+            yield
+        finally:
+            self._away += self._clock() - began
+            if self._bar:
+                self._bar.start()
+
+    def _now(self) -> float:
+        return self._clock() - self._away
+
+    def _print(self, ended: bool = False) -> None:
+        status = self._status(ended)
+        if ended and self._printed_done == self._done == self._total:
+            return
+        self._printed_at, self._printed_done = self._now(), self._done
+        line = f"{self._phase} {self._done}/{self._total}  {status}".rstrip()
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _status(self, ended: bool = False) -> str:
+        parts = [self._speed(ended)]
+        for name, word in SHOWN.items():
+            value = self._metrics.get(name)
+            if isinstance(value, (int, float)):
+                parts.append(f"{word} {number(value)}")
+        return "  ".join(part for part in parts if part)
+
+    def _speed(self, ended: bool) -> str:
+        """Tokens per second (or items, when no tokens are known) and the time left; at the end the time taken."""
+        if not self._points:
+            return ""
+        last = self._points[-1]
+        first = self._points[0] if len(self._points) > 1 and not ended else self._first
+        seconds, done = last[0] - first[0], last[1] - first[1]
+        if seconds <= 0 or done <= 0:
+            return ""
+        if last[2] is None or first[2] is None:
+            speed = rate(done / seconds, "it")
+        else:
+            speed = rate((last[2] - first[2]) / seconds)
+        if ended or last[1] >= self._total:
+            return f"{speed}  {duration(self._now() - self._first[0])}"
+        return f"{speed}  {duration((self._total - last[1]) * seconds / done)} left"
+
+
+def _bar(console: Console) -> Bar:
+    status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    phase = TextColumn("{task.description}", markup=False)
+    # Twice a second is enough for people, and leaves the processor to the training.
+    return Bar(phase, BarColumn(bar_width=16), MofNCompleteColumn(), status, console=console, refresh_per_second=2)
+
+
+def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[tuple[str, str, str, str]]:
+    """Rows (metric, before, after, change) for a table of two evaluations; a dash where one lacks the metric."""
+    rows: list[tuple[str, str, str, str]] = []
+    for name in dict.fromkeys((*before, *after)):
+        old, new = before.get(name), after.get(name)
+        change = ""
+        if isinstance(old, (int, float)) and isinstance(new, (int, float)):
+            change = f"{'+' if new > old else ''}{number(new - old)}"
+        rows.append((visible(name), text(old), text(new), change))
+    return rows
+
+
+def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequence[str], list[list[Any]]]]:
+    """A mapping of any shape as tables (title, header, rows): its plain values together, then each inner mapping
+    or list of mappings by itself."""
+    plain = [[key, item] for key, item in value.items() if not _has_rows(item)]
+    tables: list[tuple[str, Sequence[str], list[list[Any]]]] = [(title, ("", ""), plain)] if plain else []
+    for key, item in value.items():
+        words = key.replace("_", " ")
+        name = f"{title}: {words}" if title else words
+        if not _has_rows(item):
+            continue
+        if isinstance(item, Mapping) and not all(_is_row(inner) for inner in item.values()):
+            tables += as_tables(item, name)
+            continue
+        records = [{"": k, **inner} for k, inner in item.items()] if isinstance(item, Mapping) else item
+        header = list(dict.fromkeys(column for record in records for column in record))
+        tables.append((name, header, [[record.get(column, "") for column in header] for record in records]))
+    return tables
+
+
+def audit_warnings(found: Mapping[str, Any]) -> list[str]:
+    """What the audit of one list of rows holds against it: rows that were not used, and its findings, a line each."""
+    unused = [(f"{number(u['count'])} rows were not used: {u['reason']}", u["rows"]) for u in found.get("unused", ())]
+    findings = [
+        (name.replace("_", " ") + (f" ({number(f['count'])})" if f["rows"] else ""), f["rows"])
+        for name, f in found.get("findings", {}).items()
+    ]
+    return [f"{said}; such as {', '.join(rows)}" if rows else said for said, rows in (*unused, *findings)]
+
+
+def _has_rows(value: object) -> bool:
+    is_records = isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
+    return bool(value) and (isinstance(value, Mapping) or is_records)
+
+
+def _is_row(value: object) -> bool:
+    return isinstance(value, Mapping) and not any(_has_rows(item) for item in value.values())
+
+
+def evaluation_table(before: Mapping[str, object], after: Mapping[str, object]) -> Table:
+    """Two evaluations side by side, for the terminal."""
+    table = Table(title="Held-out rows")
+    table.add_column("metric")
+    for name in ("before", "after", "change"):
+        table.add_column(name, justify="right")
+    for row in compare(before, after):
+        table.add_row(*(Text(cell) for cell in row))
+    return table

@@ -1,0 +1,167 @@
+"""One row as a person can read it: as it stands in the file, as an example, as tokens. Returns what rich prints."""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Group, RenderableType
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from valence.report.console import visible
+from valence.types import Answer, Chat, Content, Encoded, Example, Ids, Origin
+
+PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
+_LONGEST_CHARACTER = 4  # tokens: one for each byte of UTF-8
+_SIDES = ("chosen", "rejected")
+_BLANKS = str.maketrans({" ": "·", "\t": "→", "\n": "⏎\n"})
+
+
+class Tokenizer(Protocol):
+    """What is needed of a tokenizer: its special tokens, and the text of tokens."""
+
+    @property
+    def all_special_ids(self) -> list[int]: ...
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **settings: Any) -> Any: ...
+
+
+def show_row(row: Mapping[str, Any], origin: Origin | None = None) -> RenderableType:
+    """Stage "row": every column as it was read, with its type."""
+    table = _table("column", "type", "value")
+    for name, value in row.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
+        table.add_row(_plain(name), type(value).__name__, _plain(text))
+    return Group(_heading("row", origin), table)
+
+
+def show_example(example: Example) -> RenderableType:
+    """Stage "example": what the row was understood as, a line for each turn of each part."""
+    table = _table("part", "role", "content")
+    facts: dict[str, object] = {}
+    for name in type(example).__dataclass_fields__:
+        value = getattr(example, name)
+        if isinstance(value, str | Chat | Ids):
+            _add_content(table, name, value)
+        elif name == "completions":
+            for index, completion in enumerate(value):
+                _add_content(table, f"completion {index}", completion)
+        elif name != "origin":
+            facts[name] = value
+    kind = type(example).__name__.lower()
+    return Group(_heading(kind, example.origin), table, _facts({**facts, "id": example.id}))
+
+
+def show_encoded(encoded: Encoded, tokenizer: Tokenizer) -> RenderableType:
+    """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a legend."""
+    parts: list[RenderableType] = [_heading(f"{encoded.kind}, {encoded.tokens} tokens", encoded.origin), _legend()]
+    prompt = Answer(ids=encoded.prompt_ids, mask=encoded.prompt_mask)
+    parts += _tokens("prompt", prompt, PROMPT, tokenizer)
+    names = _SIDES if encoded.kind == "preference" else ("answer",)
+    if encoded.kind == "ranking":
+        names = tuple(f"answer {index}" for index in range(len(encoded.answers)))
+    for name, answer in zip(names, encoded.answers, strict=False):
+        parts += _tokens(name, answer, CONTEXT, tokenizer)
+    facts = {
+        "label": encoded.label,
+        "scores": list(encoded.scores),
+        "margin": encoded.margin,
+        "weight": encoded.weight,
+        "source": encoded.source,
+        "id": encoded.id,
+    }
+    return Group(*parts, _facts(facts))
+
+
+def _plain(text: object) -> Text:
+    """Text without markup, in which characters that steer a terminal or take no room show as what they are."""
+    return Text("".join(_coded(c) for c in visible(str(text))))
+
+
+def _coded(character: str) -> str:
+    unseen = unicodedata.category(character) in ("Cf", "Zl", "Zp")  # joiners, direction marks, line separators
+    return f"<U+{ord(character):04X}>" if unseen else character
+
+
+def pieces(answer: Answer, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:
+    """The tokens with the text that each adds. Tokens that hold a part of one character come together, unless only
+    some of them are trained."""
+    ids, mask = answer.ids, answer.mask
+    before, start = 0, 0
+    for end in range(1, len(ids) + 1):
+        known = _decode(ids[before:start], tokenizer)
+        text = _decode(ids[before:end], tokenizer)[len(known) :]
+        alike = end < len(ids) and mask[end] == mask[start]
+        if text.endswith("\ufffd") and end - start < _LONGEST_CHARACTER and alike:
+            continue
+        yield slice(start, end), text
+        before, start = start, end
+
+
+def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+
+def _tokens(name: str, answer: Answer, style: str, tokenizer: Tokenizer) -> list[RenderableType]:
+    """A rule with the counts, the tokens in colour (``style`` where not trained), and their ids."""
+    cut = "" if answer.complete else ", cut off"
+    title = f"{name}: {len(answer.ids)} tokens, {sum(answer.mask)} trained{cut}"
+    text, special = Text(overflow="fold"), set(tokenizer.all_special_ids)
+    for index, (piece, words) in enumerate(pieces(answer, tokenizer)):
+        first = answer.ids[piece.start]
+        look = [TRAINED if answer.mask[piece.start] else style, index % 2 and "underline", first in special and SPECIAL]
+        text.append(_plain(words).plain.translate(_BLANKS) or f"<id {first}>", " ".join(filter(None, look)))
+    ids = Text(" ".join(map(str, answer.ids)), style="dim")
+    return [Rule(Text(title), align="left", characters="-"), text, ids]
+
+
+def _legend() -> Text:
+    return Text.assemble(
+        ("prompt", PROMPT),
+        "  ",
+        ("trained", TRAINED),
+        "  ",
+        ("answer, not trained", CONTEXT),
+        "  ",
+        ("special", SPECIAL),
+        "  · blank  → tab  ⏎ line end  every second token underlined",
+    )
+
+
+def _add_content(table: Table, part: str, content: Content) -> None:
+    if isinstance(content, str):
+        table.add_row(part, "text", _plain(content))
+    elif isinstance(content, Ids):
+        table.add_row(part, "ids", Text(" ".join(map(str, content.ids))))
+    else:
+        for message in content.messages:
+            table.add_row(part, _plain(message.get("role")), _plain(_said(message)))
+        for tool in content.tools:
+            table.add_row(part, "tool", _plain(json.dumps(tool, ensure_ascii=False, default=str)))
+
+
+def _said(message: Mapping[str, Any]) -> str:
+    """The content of a turn, then whatever else it holds as JSON."""
+    rest = {name: value for name, value in message.items() if name not in ("role", "content")}
+    content = message.get("content")
+    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    return f"{text}\n{json.dumps(rest, ensure_ascii=False, default=str)}" if rest else text
+
+
+def _facts(facts: Mapping[str, object]) -> Text:
+    known = {name: value for name, value in facts.items() if value is not None and value not in ([], {}, "")}
+    return _plain("  ".join(f"{name}={value}" for name, value in known.items()))
+
+
+def _heading(what: str, origin: Origin | None) -> Rule:
+    return Rule(_plain(f"{what}  {origin}" if origin else what), align="left", characters="=")
+
+
+def _table(*columns: str) -> Table:
+    table = Table(show_edge=False, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table

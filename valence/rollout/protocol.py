@@ -1,0 +1,48 @@
+"""What every source of completions offers, whether it samples in this process or asks a server."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from valence.errors import UserError
+from valence.types import Completion
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How tokens are drawn. Raises UserError when a value is out of range."""
+
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the most likely token."""
+    max_new_tokens: int = 128
+    """Longest answer, its end token included."""
+    top_p: float = 1.0
+    """Draw only from the smallest set of most likely tokens whose probability reaches this."""
+    seed: int = 0
+    """The same seed gives the same answers."""
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.temperature) and self.temperature >= 0):
+            raise UserError(f"it is {self.temperature}", where="temperature", fix="use 0 or a positive number")
+        if self.max_new_tokens < 1:
+            raise UserError(f"it is {self.max_new_tokens}", where="max_new_tokens", fix="allow at least 1 token")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"it is {self.top_p}", where="top_p", fix="use a number above 0 and at most 1")
+
+
+class Generator(Protocol):
+    """Samples completions of token prompts."""
+
+    def generate(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> list[list[Completion]]:
+        """n completions of each prompt, in the order of the prompts."""
+        ...
+
+    def load_weights(self, version: int, params: Mapping[str, Tensor]) -> None:
+        """Replaces the named weights; completions made from now on carry ``version``."""
+        ...

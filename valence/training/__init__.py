@@ -1,0 +1,1 @@
+"""Training: the table of methods, the step, and the loop around it."""

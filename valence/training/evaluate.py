@@ -1,0 +1,93 @@
+"""Measuring a policy on held-out rows: the whole set counts as one step, so that no number depends on how it was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from valence.data.sampler import canonical_order
+from valence.report.metrics import Meter
+from valence.training.step import Objective, SequenceRow
+from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Metrics over all rows (names without a prefix), and what each row measured, in the order of the data."""
+
+    metrics: dict[str, float]
+    rows: list[dict[str, Any]]
+
+
+def evaluate(
+    objective: Objective,
+    units: Sequence[Encoded],
+    examples: Mapping[str, Example],
+    tokenizer: PreTrainedTokenizerBase,
+    progress: Callable[[Batch], None] = lambda _: None,
+) -> Evaluation:
+    """Loss and metrics of the policy on these units, without a gradient. With kto there is one z0 for all of them."""
+    order = canonical_order(units, 0, 0)
+    policy = objective.policy.eval()
+    try:
+        outcome = objective.run([units[i] for i in order], backward=False, rows=True, progress=progress)
+    finally:
+        policy.train()
+    meter = Meter()
+    meter.add({"loss": Mean(outcome.loss, outcome.loss.new_ones(()))})
+    for name, parts in outcome.metrics.items():
+        for part in parts:
+            meter.add({name: part})
+    by_unit: dict[int, list[SequenceRow]] = {}
+    for row in outcome.rows:
+        by_unit.setdefault(order[row.unit], []).append(row)
+    rows = [
+        _row(unit, sorted(by_unit[i], key=lambda row: row.side), examples.get(unit.id), tokenizer) for i, unit in enumerate(units)
+    ]
+    return Evaluation(meter.reduce(objective.group), rows)
+
+
+def _row(
+    unit: Encoded, measured: Sequence[SequenceRow], example: Example | None, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, Any]:
+    """What is written about one row: where it is from, its verdict, what was measured, its text."""
+    row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin)}
+    if unit.label is not None:
+        row["label"] = unit.label
+    names = ("",) if len(measured) == 1 else ("_chosen", "_rejected")
+    for name, side in zip(names, measured, strict=True):
+        numbers = {"reward": side.reward, "logp": side.logp, "ref": side.ref, "tokens": side.tokens}
+        row |= {f"{key}{name}": value for key, value in numbers.items() if value is not None}
+    return row | ({} if example is None else texts(example, tokenizer))
+
+
+def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """The prompt and the completions of an example as text to read."""
+    shown = {"prompt": as_text(example.prompt, tokenizer)}
+    match example:
+        case Judgement() | Demonstration():
+            shown["completion"] = as_text(example.completion, tokenizer)
+        case Preference():
+            shown |= {"chosen": as_text(example.chosen, tokenizer), "rejected": as_text(example.rejected, tokenizer)}
+        case _:
+            pass
+    return shown
+
+
+def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Content to read: the text itself, a single message's text, a conversation with its roles, or decoded tokens."""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, Ids):
+        return str(tokenizer.decode(list(content.ids)))
+    return _conversation(content)
+
+
+def _conversation(chat: Chat) -> str:
+    said = [m.get("content") or m.get("tool_calls") or "" for m in chat.messages]
+    if len(said) == 1:
+        return str(said[0])
+    return "\n".join(f"{m['role']}: {text}" for m, text in zip(chat.messages, said, strict=True))

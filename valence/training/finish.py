@@ -1,0 +1,109 @@
+"""What surrounds the loop: answers sampled before and after, the exported model with its card, the page."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from valence.checkpoint.export import export
+from valence.report.card import CardFacts, model_card
+from valence.report.page import write_page
+from valence.rollout.hf import HFGenerator
+from valence.rollout.protocol import Sampling
+from valence.training.evaluate import as_text
+from valence.training.folder import now, versions
+from valence.training.loop import Interrupted, Run
+from valence.types import Completion, Content
+
+
+def run_to_end(run: Run) -> Run:
+    """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the way."""
+    folder = run.folder
+    assert folder is not None
+    began = time.monotonic()
+    status = "failed"
+    try:
+        before = _samples(run)
+        run.fit()
+        if "test" in run.prepared.corpora:
+            found = run.evaluate(name="test")
+            folder.write("eval/test.json", {"step": run.step, "metrics": found.metrics, "rows": found.rows})
+            run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
+        if before:
+            pairs = zip(before, _samples(run), strict=True)
+            folder.write("samples.json", [first | {"after": second["before"]} for first, second in pairs])
+        status = "done"
+    except (Interrupted, KeyboardInterrupt):
+        status = "interrupted"
+        raise
+    finally:
+        folder.state(status=status, finished=now(), seconds=time.monotonic() - began, steps=run.step)
+        if status == "done":
+            write_model(run, folder.path / "model", run.recipe.run.export)
+            run.save()
+        run.log.close()
+        write_page(folder.path)
+    return run
+
+
+def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
+    """n answers of the policy, as it is, to each prompt."""
+    policy = run.policy
+    generator = HFGenerator(policy.model, run.prepared.tokenizer, end_ids=run.prepared.encoder.end_ids)  # type: ignore[arg-type]
+    with policy.stock():
+        return generator.generate([run.prepared.encoder.encode_prompt(prompt) for prompt in prompts], n, sampling)
+
+
+def _samples(run: Run) -> list[dict[str, str]]:
+    """The first held-out prompts, answered by the policy as it is."""
+    wanted = run.recipe.run.samples
+    held_out = run.prepared.corpora.get("eval") or run.prepared.corpora.get("test")
+    if not wanted.prompts or held_out is None:
+        return []
+    distinct = list({repr(e.prompt): e.prompt for e in held_out.loaded.examples}.values())[: wanted.prompts]
+    how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
+    answers = sample(run, distinct, how)
+    shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
+    return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
+
+
+def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter"]) -> None:
+    """The policy as it is, for others to load, with its card."""
+    recipe, encoder = run.recipe, run.prepared.encoder
+    adapted = recipe.model.lora is not None or recipe.model.adapter is not None
+    facts = run.folder.facts if run.folder else {}
+    steps = sorted(run.evaluations)
+    train = run.prepared.corpora.get("train")
+    card = CardFacts(
+        name=target.resolve().parent.name,
+        base_model=recipe.model.name,
+        method=recipe.method,
+        loss=recipe.loss,
+        settings=_settings_of_the_card(run),
+        adapter=adapted and what == "adapter",
+        chat=encoder.tokenizer.chat_template is not None or encoder.template.fallback is not None,
+        audit=train.audit.to_dict() if train else {},
+        before=run.evaluations[steps[0]] if len(steps) > 1 else None,
+        after=run.evaluations[steps[-1]] if steps else None,
+        command=str(facts.get("command", "")),
+        versions=versions(),
+        steps=run.step,
+        seconds=float(facts.get("seconds", 0.0)),
+    )
+    with run.policy.stock():
+        export(
+            run.policy.model, encoder.tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback
+        )
+
+
+def _settings_of_the_card(run: Run) -> dict[str, Any]:
+    """The settings that the recipe itself says, and those every reader asks for."""
+    always = ("train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype")
+    settings = run.prepared.source.settings
+    return {
+        name: setting.value
+        for name, setting in settings.items()
+        if (name in always or not setting.is_default) and name.split(".")[0] in ("model", "reference", "train", "data")
+    }

@@ -1,0 +1,333 @@
+"""The one loop: steps, evaluations, the log, and what a run leaves behind."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from valence.checkpoint import store
+from valence.dist.single import Single
+from valence.engine.logprobs import Engine
+from valence.engine.reference import Reference
+from valence.errors import UserError
+from valence.report.console import Progress
+from valence.report.metrics import Meter
+from valence.report.sinks import FanOut, JsonlSink, Sink
+from valence.training.evaluate import Evaluation, evaluate
+from valence.training.folder import RunFolder, now, versions
+from valence.training.optim import adamw, schedule
+from valence.training.setup import Corpus, Prepared, read_corpus
+from valence.training.step import Objective, Outcome, optimizer_step
+from valence.types import Batch, Mean
+
+Callback = Callable[["Run", Mapping[str, Any]], None]
+OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
+
+
+class Interrupted(Exception):
+    """The run was asked to stop. Its last step is finished and saved."""
+
+
+class Run:
+    """One run: a policy, its reference, the rows, and where the run stands.
+
+    ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and ``load_state_dict`` carry a run over
+    to another process, which then goes on as the first would have. Without a ``folder`` nothing is written.
+    """
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        policy: Engine,
+        reference: Reference | None,
+        *,
+        folder: RunFolder | None = None,
+        optimizer: OptimizerLike | None = None,
+        scheduler: SchedulerLike | None = None,
+        sinks: Sequence[Sink] = (),
+        callbacks: Sequence[Callback] = (),
+        console: Console | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
+        self.policy, self.reference = policy, reference
+        self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
+        train = self.recipe.train
+        self.objective = Objective(
+            prepared.method,
+            dict(self.recipe.loss),
+            policy,
+            reference,
+            Single(),
+            train.micro_batch_tokens,
+            self.recipe.data.max_length,
+        )
+        self.sampler = prepared.sampler if "train" in prepared.corpora else None
+        self.total_steps = prepared.total_steps if self.sampler else 0
+        self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
+            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas
+        )
+        self.scheduler = _made(scheduler, self.optimizer) or schedule(
+            self.optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
+        )
+        self.log = FanOut([JsonlSink(folder.path / "metrics.jsonl")] if folder else [], list(sinks))
+        self.step = 0
+        self.tokens_seen = 0
+        self.examples_seen = 0
+        self.skipped_in_a_row = 0
+        self.evaluations: dict[int, dict[str, float]] = {}
+        self.said: set[str] = set()
+        self._stopping = False
+
+    # ------------------------------------------------------------------ training
+
+    def fit(self) -> dict[str, float]:
+        """Trains to the last step, evaluating on the way. Returns the last evaluation (or the last record, without data.eval).
+
+        Raises Interrupted after SIGINT or SIGTERM, with the step finished and a checkpoint written; UserError when too many
+        steps in a row were not finite.
+        """
+        if self.sampler is None:
+            raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
+        last: dict[str, float] = {}
+        with self._signals(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
+            if self.step == 0 and self.recipe.eval.at_start and "eval" in self.prepared.corpora:
+                with bar.pause():
+                    self._record({"step": 0} | self._evaluate_and_keep())
+            meter, began, tokens, seen = Meter(), time.monotonic(), 0, 0
+            while self.step < self.total_steps and not self._stopping:
+                outcome, learning_rate = self._one_step(meter)
+                tokens += outcome.tokens
+                seen += outcome.tokens
+                bar.update(self.step, tokens=seen, metrics=last)
+                evaluating = self._evaluation_due()
+                if self.step % self.recipe.run.log_every == 0 or evaluating or self.step == self.total_steps or self._stopping:
+                    seconds = time.monotonic() - began
+                    last = self._window(meter, outcome, learning_rate, tokens, seconds)
+                    bar.update(self.step, tokens=seen, metrics=last)
+                    if evaluating:
+                        with bar.pause():
+                            last = last | self._evaluate_and_keep()
+                    self._record(last)
+                    meter, began, tokens = Meter(), time.monotonic(), 0
+        if self._stopping:
+            self.save()
+            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
+        return self.evaluations.get(self.step, last)
+
+    def _one_step(self, meter: Meter) -> tuple[Outcome, float]:
+        assert self.sampler is not None
+        ours, following = self.sampler.step(self.step)
+        units = self.sampler.units
+        learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        outcome, norm, applied = optimizer_step(
+            self.objective, self.optimizer, [units[i] for i in ours], (units[i] for i in following), self.recipe.train.clip_norm
+        )
+        self.scheduler.step()
+        self.step += 1
+        self.tokens_seen += outcome.tokens
+        self.examples_seen += len(ours)
+        self._guard(outcome, norm, applied)
+        if applied:
+            for name, parts in outcome.metrics.items():
+                for part in parts:
+                    meter.add({name: part})
+            meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))})
+        meter.add({
+            "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
+            "skipped": _one(torch.tensor(float(not applied))),
+        })  # fmt: skip
+        if outcome.largest > self.recipe.train.micro_batch_tokens:
+            self._say_once(
+                f"a row of {outcome.largest} tokens is larger than train.micro_batch_tokens "
+                f"({self.recipe.train.micro_batch_tokens}): such rows run alone"
+            )
+        return outcome, learning_rate
+
+    def _guard(self, outcome: Outcome, norm: float, applied: bool) -> None:
+        """A step that was not finite is named; too many in a row end the run."""
+        if applied:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped_in_a_row += 1
+        names = outcome.not_finite()
+        where = self._origins(names) if names else "no single row (the gradient overflowed)"
+        message = f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm {norm:.4g}; rows: {where}"
+        self.console.print(message, style="yellow", markup=False)
+        if self.folder:
+            self.folder.note("warnings", message)
+        if self.skipped_in_a_row >= self.recipe.train.max_skipped:
+            raise UserError(
+                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
+                where=f"step {self.step}",
+                fix="lower train.learning_rate, use model.dtype: float32, or look at the rows named above",
+            )
+
+    def _origins(self, names: Sequence[str]) -> str:
+        found = [str(u.origin) for u in self.prepared.corpora["train"].units if u.id in set(names)]
+        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+        return ", ".join(found[:8]) + more
+
+    def _window(self, meter: Meter, outcome: Outcome, learning_rate: float, tokens: int, seconds: float) -> dict[str, float]:
+        """The record of the steps since the last one."""
+        assert self.sampler is not None
+        return {
+            "step": self.step,
+            "epoch": self.step / self.sampler.steps_per_epoch,
+            **meter.reduce(self.objective.group),
+            "lr": learning_rate,
+            "micro_batches": outcome.micro_batches,
+            "tokens": tokens,
+            "tokens_seen": self.tokens_seen,
+            "examples_seen": self.examples_seen,
+            "tokens/s": tokens / seconds if seconds > 0 else 0.0,
+            "seconds": seconds,
+        }
+
+    def _record(self, record: Mapping[str, Any]) -> None:
+        self.log.log(record)
+        for callback in self.callbacks:
+            callback(self, record)
+
+    def _say_once(self, message: str) -> None:
+        if message not in self.said:
+            self.said.add(message)
+            self.console.print(message, style="yellow", markup=False)
+            if self.folder:
+                self.folder.note("notes", message)
+
+    # ------------------------------------------------------------------ measuring
+
+    def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
+        """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
+        if rows is not None:
+            corpus = read_corpus(rows, self.prepared.method, self.recipe.data, self.prepared.encoder)
+        elif name in self.prepared.corpora:
+            corpus = self.prepared.corpora[name]
+        else:
+            raise UserError(f"there are no rows under data.{name}", where=f"data.{name}", fix="name a file of rows")
+        return self._measured(corpus, f"evaluating ({name})")
+
+    def _measured(self, corpus: Corpus, phase: str) -> Evaluation:
+        units = corpus.units[: self.recipe.eval.max_examples]
+        per_unit = 2 if self.prepared.method.mismatches else 1
+        total = per_unit * sum(len(unit.answers) for unit in units)
+        done = tokens = 0
+        with Progress(self.console, phase, total, quiet=self.quiet) as bar:
+
+            def advance(batch: Batch) -> None:
+                nonlocal done, tokens
+                done += batch.sequences
+                tokens += len(batch.tokens)
+                bar.update(done, tokens=tokens)
+
+            return evaluate(self.objective, units, corpus.examples, self.prepared.tokenizer, advance)
+
+    def _evaluation_due(self) -> bool:
+        assert self.sampler is not None
+        if "eval" not in self.prepared.corpora:
+            return False
+        every = self.recipe.eval.every
+        steps = round(every) if every >= 1 else max(1, round(every * self.sampler.steps_per_epoch))
+        return self.step % steps == 0 or self.step == self.total_steps
+
+    def _evaluate_and_keep(self) -> dict[str, float]:
+        found = self.evaluate()
+        if self.folder:
+            self.folder.evaluation(self.step, found.metrics, found.rows)
+        self.evaluations[self.step] = found.metrics
+        return {f"eval/{name}": value for name, value in found.metrics.items()}
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that the rest of the run depends on: trained weights, optimizer, schedule, position, counters, random state."""
+        weights = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        return {
+            "weights": dict(weights),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": self.scheduler.state_dict(),
+            "random": store.random_state(),
+            "step": self.step,
+            "tokens_seen": self.tokens_seen,
+            "examples_seen": self.examples_seen,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes up where ``state_dict`` was called. Raises UserError when it is of another model."""
+        self.load_weights(state)
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.scheduler.load_state_dict(state["scheduler"])
+        store.set_random_state(state["random"])
+        for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
+            setattr(self, name, state[name])
+
+    def load_weights(self, state: Mapping[str, Any]) -> None:
+        """The trained weights of a saved state, and nothing else of it. Raises UserError when it is of another model."""
+        own = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        if own.keys() != state["weights"].keys():
+            odd = sorted(own.keys() ^ state["weights"].keys())
+            raise UserError(f"the saved weights are those of another model (first difference: {odd[0]})", where="checkpoint")
+        with torch.no_grad():
+            for name, value in state["weights"].items():
+                own[name].copy_(value)
+
+    def save(self) -> None:
+        """Writes the state under checkpoints/step-N of the run's folder, if it has one."""
+        if self.folder is None:
+            return
+        target = self.folder.path / "checkpoints" / f"step-{self.step}"
+        target.parent.mkdir(exist_ok=True)
+        store.save(self.state_dict(), target)
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """SIGINT and SIGTERM let the step finish; a second one ends at once."""
+
+        def stop(number: int, _: Any) -> None:
+            if self._stopping:
+                raise KeyboardInterrupt
+            self._stopping = True
+            self.console.print(f"{signal.Signals(number).name}: finishing the step; once more ends at once", style="yellow")
+
+        before: dict[int, Any] = {}
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                before[number] = signal.signal(number, stop)
+        except ValueError:  # not the main thread: signals are somebody else's business
+            pass
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def begin(folder: RunFolder, prepared: Prepared, command: str) -> None:
+    """Writes what is known before the first step."""
+    folder.write("config.yaml", prepared.source.to_yaml())
+    folder.write("audit.json", {name: corpus.audit.to_dict() for name, corpus in prepared.corpora.items()})
+    changed = [
+        {"setting": name, "value": setting.value, "origin": setting.origin}
+        for name, setting in prepared.source.settings.items()
+        if not setting.is_default
+    ]
+    folder.state(command=command, **versions(), started=now(), status="running", changed=changed)
+
+
+def _one(value: torch.Tensor) -> Mean:
+    return Mean(value, torch.ones(()))
+
+
+def _made(given: Any, argument: Any) -> Any:
+    """An object given, or what a function given makes of the argument."""
+    is_object = given is None or hasattr(given, "state_dict")
+    return given if is_object else given(argument)

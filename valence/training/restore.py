@@ -1,0 +1,45 @@
+"""A finished or interrupted run brought back from its folder, to be measured, sampled from or exported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from valence.checkpoint import store
+from valence.config.load import load_recipe
+from valence.errors import UserError
+from valence.training.loop import Run
+from valence.training.methods import method_of
+from valence.training.setup import build_models, prepare
+
+
+def newest_checkpoint(run_dir: Path) -> Path:
+    """The checkpoint with the largest step. Raises UserError when there is none."""
+    found = [path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
+    if not found:
+        raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
+    return max(found, key=lambda path: int(path.name[5:]))
+
+
+def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | None = None, quiet: bool = False) -> Run:
+    """The run of a folder with its newest weights, without anything being written there.
+
+    overrides: settings to change, such as the data to evaluate on. Raises UserError when the folder holds no run.
+    """
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
+    source = load_recipe(config, overrides, method_of=method_of, training=False)
+    checkpoint = newest_checkpoint(run_dir)
+    policy, reference = build_models(prepared := prepare(source))
+    run = Run(prepared, policy, reference, console=console, quiet=quiet)
+    state = store.load(checkpoint)
+    run.load_weights(state)
+    run.step = state["step"]
+    for path in (run_dir / "eval").glob("step-*.json"):
+        saved = json.loads(path.read_text(encoding="utf-8"))
+        run.evaluations[saved["step"]] = saved["metrics"]
+    return run

@@ -1,0 +1,209 @@
+"""From a recipe to the parts of a run: rows read, encoded and audited before any weight is loaded; then policy and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedTokenizerBase
+
+from valence.config.load import LoadedRecipe
+from valence.config.schema import Data, Recipe, Source
+from valence.data.audit import Audit, audit
+from valence.data.encode import EncodedSet, Encoder
+from valence.data.load import InMemory, Loaded, Rows, load
+from valence.data.sampler import Sampler
+from valence.engine.logprobs import Engine
+from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer
+from valence.engine.reference import Reference
+from valence.errors import UserError
+from valence.training.methods import Method, method_of
+from valence.types import Encoded, Example
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One list of a recipe's data (train, eval or test): its rows, their tokens, and what was found in them."""
+
+    loaded: Loaded
+    encoded: EncodedSet
+    audit: Audit
+
+    @property
+    def units(self) -> tuple[Encoded, ...]:
+        return self.encoded.units
+
+    @property
+    def examples(self) -> dict[str, Example]:
+        """The examples by content id."""
+        return {example.id: example for example in self.loaded.examples}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Everything of a run short of its weights."""
+
+    recipe: Recipe
+    source: LoadedRecipe
+    method: Method
+    encoder: Encoder
+    corpora: Mapping[str, Corpus]
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return self.encoder.tokenizer
+
+    @property
+    def sampler(self) -> Sampler:
+        train = self.recipe.train
+        return Sampler(self.corpora["train"].units, train.batch_size, train.seed, train.drop_last, self.recipe.data.stratify)
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        train = self.recipe.train
+        steps = -int(-train.epochs * self.sampler.steps_per_epoch // 1)
+        return steps if train.max_steps is None else min(steps, train.max_steps)
+
+
+def prepare(
+    source: LoadedRecipe, *, tokenizer: PreTrainedTokenizerBase | None = None, given: Mapping[str, Rows | None] | None = None
+) -> Prepared:
+    """Reads, encodes and audits all rows of a recipe. ``given``: rows in memory that replace the recipe's train or eval files.
+
+    Raises UserError for a mistake in the recipe or the data.
+    """
+    recipe = source.recipe
+    model, data = recipe.model, recipe.data
+    method = method_of(recipe.method)
+    if tokenizer is None:
+        tokenizer = load_tokenizer(
+            model.tokenizer or model.name,
+            gguf_file=None if model.tokenizer else model.gguf_file,
+            trust_remote_code=model.trust_remote_code,
+        )
+    encoder = Encoder(
+        tokenizer, max_length=data.max_length, long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
+    )
+    corpora: dict[str, Corpus] = {}
+    for name in ("train", "eval", "test"):
+        rows = (given or {}).get(name)
+        if rows is not None or getattr(data, name):
+            corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
+    prepared = Prepared(recipe, source, method, encoder, corpora)
+    _check(prepared)
+    return prepared
+
+
+def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
+    """Rows of files (``Source`` sections) or in memory, as examples of the method's kind, as tokens, audited."""
+    how = {"convert": data.convert, "threshold": data.threshold, "limit": data.limit, "on_bad_row": data.on_bad_row}
+    from_files = isinstance(rows, Sequence) and all(isinstance(row, Source) for row in rows)
+    loaded = load(rows if from_files else [InMemory(rows)], method.kind, **how)
+    encoded = encoder.encode_all(loaded.examples, loaded.sources)
+    bad = [row for row in encoded.unusable if not row.dropped]
+    if bad and data.on_bad_row == "stop":
+        raise UserError(bad[0].reason, where=str(bad[0].origin), fix=_bad_row_remedy(bad[0].fix))
+    if not encoded.units:
+        raise UserError(
+            f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
+            where=str(encoded.unusable[0].origin),
+            fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",
+        )
+    return Corpus(loaded, encoded, audit(loaded, encoded, encoder))
+
+
+def _bad_row_remedy(fix: str | None) -> str:
+    skip = "`data.on_bad_row: skip` leaves such rows out, counts and lists them"
+    return f"{fix}; {skip}" if fix else skip
+
+
+def _check(prepared: Prepared) -> None:
+    """What can be known to fail before a model is loaded."""
+    method = prepared.method
+    for name, corpus in prepared.corpora.items():
+        if "margin" not in method.loss.reads:
+            odd = next((unit for unit in corpus.units if unit.margin != 0), None)
+            if odd is not None:
+                raise UserError(
+                    f"the row has a margin, which {method.name} does not read",
+                    where=str(odd.origin),
+                    fix="remove the column, or use a method that reads it (dpo)",
+                )
+        if method.mismatches and len({u.answers[0].ids for u in corpus.units}) < 2:
+            raise UserError(
+                f"all rows of data.{name} have the same completion",
+                where=f"data.{name}",
+                fix="kto compares a completion with those of other prompts; apo_zero_unpaired does not need any",
+            )
+    if "train" in prepared.corpora and prepared.total_steps == 0:
+        raise UserError(
+            f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",
+            where="train.drop_last",
+            fix="set train.drop_last: false, or a smaller train.batch_size",
+        )
+
+
+def build_models(
+    prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None
+) -> tuple[Engine, Reference | None]:
+    """Loads the policy and what it is compared with. Objects given replace those that the recipe names."""
+    recipe = prepared.recipe
+    spec = recipe.model
+    dtype = DTYPES[spec.dtype]
+    torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
+    how = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
+    if model is None:
+        model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
+    policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
+    if torch.cuda.is_available():
+        policy.to("cuda")
+    _check_vocabulary(policy, prepared.tokenizer)
+    if not prepared.method.needs_reference:
+        return policy, None
+    name = recipe.reference.model or ""
+    if reference is None and recipe.reference.model:
+        reference = load_model(recipe.reference.model, **how)
+    if reference is not None:
+        _check_same_vocabulary(policy, reference, name)
+        reference.to(policy.device)
+    fresh = spec.lora is not None and spec.adapter is None
+    return policy, build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
+
+
+def _vocabulary(model: nn.Module) -> int:
+    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+
+
+def _check_vocabulary(policy: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
+    if len(tokenizer) > _vocabulary(policy.causal):
+        raise UserError(
+            f"the tokenizer knows {len(tokenizer)} tokens, the model only {_vocabulary(policy.causal)}",
+            where="model.tokenizer",
+            fix="use the tokenizer that belongs to the model",
+        )
+
+
+def _check_same_vocabulary(policy: Engine, reference: nn.Module, name: str) -> None:
+    ours, theirs = _vocabulary(policy.causal), _vocabulary(reference)
+    if ours != theirs:
+        raise UserError(
+            f"policy and reference have vocabularies of {ours} and {theirs} tokens: their log-probabilities do not compare",
+            where=f"reference.model: {name}",
+            fix="use a reference with the policy's tokenizer",
+        )
+
+
+def class_weight_warning(prepared: Prepared) -> str | None:
+    """What to say when explicit class weights leave the range that the KTO paper advises, else None."""
+    settings = prepared.recipe.loss
+    if "desirable_weight" not in settings or "train" not in prepared.corpora:
+        return None
+    from valence.data.audit import advised_weights
+
+    ups = sum(unit.label is True for unit in prepared.corpora["train"].units)
+    downs = len(prepared.corpora["train"].units) - ups
+    return advised_weights(ups, downs, settings["desirable_weight"], settings["undesirable_weight"]).warning

@@ -1,0 +1,250 @@
+"""The values that travel between the parts: rows become Examples, Examples become Encoded, Encoded become a Batch.
+
+Letters used for axes everywhere: T tokens, S sequences, P pairs, V vocabulary.
+All of these are frozen: a data step returns new objects and never edits what it was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Message = Mapping[str, Any]
+"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...)."""
+
+Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt"]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a row came from: the file as the user named it, and its 1-based line (or record number)."""
+
+    path: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.path}:{self.line}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Chat messages, with the tools that the template may show. A prompt ends with a user or tool turn."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """Text that was tokenised by someone else and is taken as it is."""
+
+    ids: tuple[int, ...]
+
+
+Content = str | Chat | Ids
+"""A prompt or a completion. The completion of a ``Chat`` prompt is a ``Chat`` of the turns that follow it."""
+
+
+def content_id(*parts: object) -> str:
+    """16 hexadecimal digits that depend on nothing but the content given (sha256 of its canonical JSON)."""
+
+    def plain(part: object) -> object:
+        if isinstance(part, Chat):
+            return {"messages": [dict(m) for m in part.messages], "tools": [dict(t) for t in part.tools]}
+        return {"ids": list(part.ids)} if isinstance(part, Ids) else part
+
+    text = json.dumps([plain(p) for p in parts], sort_keys=True, ensure_ascii=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judgement:
+    """One completion with a verdict: thumbs up (``label=True``) or down, or a ``score``, or both."""
+
+    prompt: Content
+    completion: Content
+    label: bool | None = None
+    score: float | None = None
+    weight: float = 1.0
+    origin: Origin
+
+    @property
+    def id(self) -> str:
+        return content_id("judgement", self.prompt, self.completion, self.label, self.score)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """Two completions of one prompt, the first preferred. ``margin``: by how much (0 when unknown)."""
+
+    prompt: Content
+    chosen: Content
+    rejected: Content
+    margin: float = 0.0
+    weight: float = 1.0
+    origin: Origin
+
+    @property
+    def id(self) -> str:
+        return content_id("preference", self.prompt, self.chosen, self.rejected, self.margin)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demonstration:
+    """One completion to imitate."""
+
+    prompt: Content
+    completion: Content
+    weight: float = 1.0
+    origin: Origin
+
+    @property
+    def id(self) -> str:
+        return content_id("demonstration", self.prompt, self.completion)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ranking:
+    """k completions of one prompt with a score each (larger is better)."""
+
+    prompt: Content
+    completions: tuple[Content, ...]
+    scores: tuple[float, ...]
+    weight: float = 1.0
+    origin: Origin
+
+    @property
+    def id(self) -> str:
+        return content_id("ranking", self.prompt, self.completions, self.scores)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """A prompt to be answered; ``info`` travels with it."""
+
+    prompt: Content
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    weight: float = 1.0
+    origin: Origin
+
+    @property
+    def id(self) -> str:
+        return content_id("prompt", self.prompt)
+
+
+Example = Judgement | Preference | Demonstration | Ranking | Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One completion as tokens. ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token."""
+
+    ids: tuple[int, ...]
+    mask: tuple[bool, ...]
+    complete: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One unit of training as tokens: a prompt and its answers, which stay together in one micro-batch.
+
+    A judgement or demonstration has one answer; a preference has (chosen, rejected); a prompt has none.
+    ``prompt_mask`` is False throughout unless earlier assistant turns are trained on too.
+    """
+
+    id: str
+    origin: Origin
+    kind: Kind
+    prompt_ids: tuple[int, ...]
+    prompt_mask: tuple[bool, ...]
+    answers: tuple[Answer, ...]
+    label: bool | None = None
+    scores: tuple[float, ...] = ()
+    margin: float = 0.0
+    weight: float = 1.0
+    source: str = ""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that a model runs over for this unit: the prompt once per answer."""
+        return sum(len(self.prompt_ids) + len(a.ids) for a in self.answers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Batch:
+    """One micro-batch: S sequences laid end to end in T tokens, plus what the losses read about them.
+
+    tokens[T]   token ids
+    pos[T]      position of each token inside its own sequence
+    seq[T]      which sequence a token belongs to, ascending
+    mask[T]     True where a loss reads the log-probability of this token
+    bounds[S+1] first token of each sequence, then T (plain integers: attention is cut along them)
+    unit[S]     which unit (index within the step) a sequence belongs to
+    side[S]     0 for the only or the chosen answer, 1 for the rejected one
+    label[S]    True desirable, False undesirable; None when the data has no labels
+    weight[S]   the row's weight
+    margin[S]   the pair's margin (the same on both sides)
+    group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
+    ids[S]      content id of each sequence's row, for messages and tables
+    """
+
+    tokens: Tensor
+    pos: Tensor
+    seq: Tensor
+    mask: Tensor
+    bounds: tuple[int, ...]
+    unit: Tensor
+    side: Tensor
+    label: Tensor | None
+    weight: Tensor
+    margin: Tensor
+    group: Tensor
+    ids: tuple[str, ...]
+
+    @property
+    def sequences(self) -> int:
+        return len(self.bounds) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class TokenOut:
+    """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
+    float32 (or float64 when the model is), 0 where ``mask`` is False. ``entropy[T]``: nats, when asked for."""
+
+    logp: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean that can be pooled: the sum of some numbers and how many they are (a count of zero: no such number)."""
+
+    total: Tensor
+    count: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Numbers [S] and whether each belongs to the class that should rank higher [S]; pooled into the area under the ROC curve."""
+
+    values: Tensor
+    positive: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's log-probability of
+    each (nats, of the distribution sampled from), the text without special tokens, why it stopped, and the policy version."""
+
+    prompt_id: str
+    tokens: tuple[int, ...]
+    logps: tuple[float, ...]
+    text: str
+    stop: Literal["eos", "length"]
+    version: int = 0
