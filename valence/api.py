@@ -25,7 +25,7 @@ from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
 from valence.training.methods import METHODS, method_of
-from valence.training.setup import Prepared, build_models, prepare
+from valence.training.setup import Prepared, build_models, class_weight_warning, prepare
 from valence.types import Kind
 
 
@@ -95,6 +95,8 @@ def show_audit(prepared: Prepared, console: Console) -> None:
     for name, corpus in prepared.corpora.items():
         console.rule(f"data.{name}", align="left")
         console.print(render(corpus.audit), markup=False, highlight=False, soft_wrap=True)
+    if warning := class_weight_warning(prepared):
+        console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,7 @@ def logprobs(
     if encoded.unusable:
         raise UserError(encoded.unusable[0].reason, where=str(encoded.unusable[0].origin), fix=encoded.unusable[0].fix)
     units = encoded.units
+    before = model.config._attn_implementation
     engine = Engine(without_dropout(model))
     engine.check_layout()
     found: dict[tuple[int, int], LogProbs] = {}
@@ -144,7 +147,7 @@ def logprobs(
                 found[unit, side] = LogProbs(batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist()))
     finally:
         model.train(with_mode)
-        engine.causal.set_attn_implementation(engine.stock_attention)  # type: ignore[operator]
+        engine.causal.set_attn_implementation(before)  # type: ignore[operator]
     return [found[key] for key in sorted(found)]
 
 

@@ -32,6 +32,7 @@ MISTAKE = 2
 def main() -> None:
     """Runs a command. Exit status: 0 done, 2 the user's mistake, 130 stopped by a signal (resumable state saved), 1 a defect."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         app(standalone_mode=True)
     except UserError as error:
@@ -69,7 +70,7 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
     from valence.config.load import load_recipe
     from valence.training.methods import method_of
     from valence.training.plan import describe_plan
-    from valence.training.setup import class_weight_warning, prepare
+    from valence.training.setup import prepare
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)
     table = Table("setting", "value", "from", box=None, pad_edge=False)
@@ -79,9 +80,8 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
     console.print(table)
     prepared = prepare(source)
     show_audit(prepared, console)
-    for line in (class_weight_warning(prepared), *describe_plan(prepared)):
-        if line:
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
+    for line in describe_plan(prepared):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()

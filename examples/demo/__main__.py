@@ -16,7 +16,6 @@ from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
 from valence.rollout import Sampling
 from valence.training.finish import sample
-from valence.training.loop import Run
 from valence.types import Chat, Completion
 
 HERE = Path(__file__).parent
@@ -27,24 +26,25 @@ SHOWN = 3
 def main() -> None:
     console = Console()
     run = valence.train(HERE / "recipe.yaml", overrides=[f"model.name={smollm2()}"], fresh=True, console=console)
-    show_separation(run, console)
+    folder = Path(run.recipe.run.dir)
+    show_separation(folder / "eval" / f"step-{run.step}.json", console)
 
     prompts = read_prompts(HELD_OUT)
     how = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
     with console.status(f"answering {len(prompts)} held-out prompts with the old and the new model"):
         after = [answer for (answer,) in sample(run, prompts, how)]
-        with run.policy.model.disable_adapter():
+        with run.policy.model.disable_adapter():  # type: ignore[operator]
             before = [answer for (answer,) in sample(run, prompts, how)]
     show_answers(prompts, before, after, console)
 
-    console.print(f"model   {run.folder.path / 'model'}")
-    console.print(f"log     {run.folder.path / 'metrics.jsonl'}")
-    console.print(f"report  {run.folder.path / 'report.html'}")
+    console.print(f"model   {folder / 'model'}")
+    console.print(f"log     {folder / 'metrics.jsonl'}")
+    console.print(f"report  {folder / 'report.html'}")
 
 
-def show_separation(run: Run, console: Console) -> None:
+def show_separation(evaluation: Path, console: Console) -> None:
     """How well the trained model's implicit reward tells held-out thumbs up from thumbs down."""
-    rows = json.loads((run.folder.path / "eval" / f"step-{run.step}.json").read_text(encoding="utf-8"))["rows"]
+    rows = json.loads(evaluation.read_text(encoding="utf-8"))["rows"]
     ups = [row["reward"] for row in rows if row["label"]]
     downs = [row["reward"] for row in rows if not row["label"]]
     console.rule("held-out thumbs", align="left")

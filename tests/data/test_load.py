@@ -186,10 +186,10 @@ def test_rows_that_need_no_conversion_stay_as_they_are(tmp_path: Path):
 
 
 def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_path: Path):
-    rows = [up("u1"), up("u2", weight=0.5), down("d1"), up("u3"), up("lonely", "q"), down("sad", "r")]
+    rows = [up("u1"), up("u2", weight=0.5), down("d1", weight=0.75), up("u3"), up("lonely", "q"), down("sad", "r")]
     loaded = load_rows(tmp_path, "preference", *rows, convert="judgements_to_pairs")
     assert pairs(loaded) == [("p", "u1", "d1"), ("p", "u2", "d1"), ("p", "u3", "d1")]
-    assert [e.weight for e in loaded.examples] == [1.0, 0.5, 1.0]
+    assert [e.weight for e in loaded.examples] == [0.75, 0.5, 0.75]
     assert loaded.files[0].unused == {
         "its prompt has no other answer judged down": 1,
         "its prompt has no other answer judged up": 1,
@@ -248,7 +248,7 @@ def test_scores_to_pairs_takes_the_best_against_the_worst(tmp_path: Path):
 
 
 def test_scores_to_pairs_of_rankings_and_its_smallest_difference(tmp_path: Path):
-    rows = [ranked(1, 3, 2), ranked(1, 1), ranked(1.5, 1)]
+    rows = [ranked(1, 2, 1.5), ranked(1, 1), ranked(1.5, 1)]
     loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs", threshold=1.0)
     assert pairs(loaded) == [("p", "answer 1", "answer 0")]
     assert loaded.files[0].unused == {

@@ -274,10 +274,12 @@ CASES = [
         {"prompt": [USER], "output_A": "a", "output_B": "b", "label": 0},
     ),
     bad_row("a score too few", {**RANKED, "scores": [1]}, "a list of 2 numbers", "ranking", RANKED),
-    bad_row("no scores", {"prompt": "p", "completions": ["a", "b"]}, "scores is missing", "ranking", RANKED),
+    bad_row("no scores", {"prompt": "p", "completions": ["a", "b"]}, "no scores and no ranks", "ranking", RANKED),
     bad_row(
         "a rank of 0", {"prompt": "p", "completions": ["a", "b"], "ranks": [0, 1]}, "whole numbers from 1", "ranking", RANKED
     ),
+    bad_row("scores and ranks", {**RANKED, "ranks": [1, 2]}, "both scores and ranks", "ranking", RANKED),
+    bad_row("a score that is null", {**RANKED, "scores": [1, None]}, "number 2 of scores is missing", "ranking", RANKED),
     bad_row("one answer to rank", {"prompt": "p", "completions": ["a"], "scores": [1]}, "two or more", "ranking", RANKED),
     bad_row("token ids that are text", {**TOKENS, "completion_ids": ["a"]}, "list of token ids", good=TOKENS),
     bad_row("no token ids", {**TOKENS, "completion_ids": []}, "list of token ids", good=TOKENS),
@@ -425,8 +427,9 @@ def test_any_damage_ends_in_rows_or_in_one_message(
     path.write_bytes(content)
     loaded, error = outcome(lambda: load([Source(str(path))], "judgement", on_bad_row="skip"))
     if loaded is None:
-        assert str(error).startswith(str(path))
+        assert error is not None
         assert error.fix
+        assert str(error).startswith(str(path))
     else:
         assert sum(f.rows for f in loaded.files) == len(loaded.examples) + len(loaded.bad)
 
@@ -446,7 +449,7 @@ columns = st.sampled_from(sorted({column for f in FORMATS.values() for column in
 def test_any_values_in_any_columns_end_in_an_example_or_in_one_message(name: str, row: dict[str, Any]):
     for chosen in (name, None):
         example, error = outcome(lambda: read_example(chosen or detect([row]), row, Origin("rows.jsonl", 1)))  # noqa: B023
-        assert example is not None or error.fix
+        assert example is not None or (error is not None and error.fix)
 
 
 def test_no_files_at_all():

@@ -170,6 +170,7 @@ def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
 def test_a_hub_that_refuses_the_connection_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
     import datasets
 
+    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(UserError, match="owner/name: there is no such file, and the hub does not answer"):

@@ -1,12 +1,18 @@
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from rich.console import Console
 
 import examples.quickstart
+from examples.demo.__main__ import show_answers, show_separation
 from examples.quickstart.judge import MOST_WORDS, judge
+from examples.quickstart.make_feedback import write_judged
+from valence.types import Chat, Completion
 
 FOLDER = Path(examples.quickstart.__file__).parent
 
@@ -62,3 +68,38 @@ def test_held_out_prompts_are_held_out() -> None:
     assert not train & held_out
     assert {row["prompt"][0]["content"] for row in read("feedback.jsonl")} <= train
     assert {row["prompt"][0]["content"] for row in read("held_out.jsonl")} <= held_out
+
+
+def answer(text: str, stop: Literal["eos", "length"] = "eos") -> Completion:
+    return Completion(prompt_id="", tokens=(1,), logps=(-1.0,), text=text, stop=stop)
+
+
+def test_cut_off_answers_become_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chat = Chat(({"role": "user", "content": "Why do cats purr?"},))
+    texts = answer("Cats purr to calm themselves."), answer("Cats purr and", "length"), answer("No.")
+    write_judged(tmp_path / "rows.jsonl", [(chat, a) for a in texts])
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [(row["completion"][0]["content"], row["label"]) for row in rows] == [(texts[0].text, True), ("No.", False)]
+    assert "1 cut-off" in capsys.readouterr().out
+
+
+def test_the_demo_shows_both_sides_and_their_difference() -> None:
+    chats = [Chat(({"role": "user", "content": f"What is a number {i}?"},)) for i in range(8)]
+    before = [answer("So many things [bold] could be said", "length")] * 8
+    after = [answer("The number is a count.")] * 8
+    console = Console(record=True, width=160, file=io.StringIO())
+    show_answers(chats, before, after, console)
+    shown = console.export_text()
+    assert "0% (0% to 32%)" in shown
+    assert "100% (68% to 100%)" in shown
+    assert "p = 0.008" in shown
+    assert "[bold] could be said [...]" in shown
+    assert shown.count("The number is a count.") == 3
+
+
+def test_the_demo_reads_the_implicit_reward(tmp_path: Path) -> None:
+    rows = [{"reward": r, "label": up} for r, up in ((2.0, True), (1.0, True), (1.5, False), (-1.0, False))]
+    (tmp_path / "step-3.json").write_text(json.dumps({"rows": rows}))
+    console = Console(record=True, width=160, file=io.StringIO())
+    show_separation(tmp_path / "step-3.json", console)
+    assert "0.75" in console.export_text()

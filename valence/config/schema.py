@@ -70,7 +70,7 @@ class Reference(Section):
     model: Text | None = None
     """A folder or hub id. Default: the policy as it starts."""
     cache: Text = "auto"
-    """Where reference log-probs are kept: auto, off, or a folder."""
+    """A folder that keeps the reference's log-probs for this and other runs. auto, off: computed whenever they are needed."""
 
 
 class Source(Section):

@@ -62,7 +62,7 @@ def _shape(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[frozenset[s
     """The columns that a row has, by the format's names, and how its chat turns are written (None: it has none)."""
     taken, given = set(keys.values()), {ours for ours, theirs in keys.items() if row.get(theirs) is not None}
     names = frozenset(given | {n for n, v in row.items() if v is not None and n not in taken and n not in keys})
-    for name in CONTENT & names:
+    for name in sorted(CONTENT & names):
         part = row.get(keys.get(name, name))
         turn = part[0] if isinstance(part, list) and part else part
         if isinstance(turn, dict):
@@ -84,7 +84,7 @@ def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...
     fits = {
         name: f
         for name, f in FORMATS.items()
-        if f.required <= names and _speaks(f, dialect) and (f.read is not prompt or names & CONTENT == f.required)
+        if f.required <= names and _speaks(f, dialect) and (f.gives != "prompt" or names & CONTENT == f.required)
     }
 
     def covered(name: str) -> bool:

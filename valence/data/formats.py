@@ -6,7 +6,7 @@ with a function of its own if none here reads its shape.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -120,7 +120,7 @@ def conversation(row: Columns) -> tuple[Chat, Chat]:
     if turns[-1]["role"] != "assistant":
         raise UserError(
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
-            fix="end the conversation with an assistant turn, or set format: prompt to use it as a prompt",
+            fix="end the conversation with an assistant turn, or read it as a prompt with keys: {prompt: messages}",
         )
     prompt = values.check_prompt(turns[:-1], name)
     return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
@@ -215,21 +215,24 @@ def ranking(row: Columns) -> Ranking:
 
 
 def _scores(row: Columns, count: int) -> tuple[float, ...]:
-    part = next((p for p in ("scores", "ranks") if row.get(p) is not None), "scores")
-    given = row.get(part)
+    parts = [part for part in ("scores", "ranks") if row.get(part) is not None]
+    if len(parts) != 1:
+        raise UserError(
+            f"the row has {'both scores and' if parts else 'no scores and no'} ranks",
+            fix="give every answer a score, or a rank from 1 (the best)",
+        )
+    given, name = row.get(parts[0]), row.name(parts[0])
     if not isinstance(given, list) or len(given) != count:
         raise UserError(
-            f"{row.name(part)} is {values.shown(given)}, and must be a list of {count} numbers",
-            fix="give every answer a score, or a rank from 1 (the best), in the same order",
+            f"{name} is {values.shown(given)}, and must be a list of {count} numbers",
+            fix="give one for every answer, in the same order",
         )
-    if part == "scores":
-        return tuple(values.number(score, part) for score in given)
-    ranks = tuple(values.number(rank, part) for rank in given)
-    if row.get("scores") is not None or any(rank < 1 or rank != int(rank) for rank in ranks):
-        raise UserError(
-            f"{row.name(part)} is {values.shown(given)}, and must hold whole numbers from 1", fix="give ranks from 1 (the best)"
-        )
-    return tuple(-rank for rank in ranks)
+    numbers = tuple(values.number(each, f"number {n} of {name}") for n, each in enumerate(given, 1))
+    if parts == ["scores"]:
+        return numbers
+    if any(rank < 1 or rank != int(rank) for rank in numbers):
+        raise UserError(f"{name} is {values.shown(given)}, and must hold whole numbers from 1", fix="rank the best 1")
+    return tuple(-rank for rank in numbers)
 
 
 def prompt(row: Columns) -> Prompt:
@@ -265,6 +268,14 @@ class Format:
         return (*self.need.split(), *self.may.split(), "weight")
 
 
+IDS = {"prompt_ids": "prompt", "completion_ids": "completion", "chosen_ids": "chosen", "rejected_ids": "rejected"}
+HALOS = {"output": "completion", "reward": "score"}
+NEMO = {"response": "completion", "preference": "label"}
+OPENRLHF = {"input": "prompt", "output": "completion"}
+SHARED = {"conversations": "messages", "kto_tag": "label"}
+ALPACA = {"output": "completion", "kto_tag": "label"}
+MORE = "input system history"
+
 FORMATS: dict[str, Format] = {
     "judgement": Format(judgement, "judgement", "prompt completion label", "score tools"),
     "scored": Format(judgement, "judgement", "prompt completion score", "tools"),
@@ -275,60 +286,27 @@ FORMATS: dict[str, Format] = {
     "ranking": Format(ranking, "ranking", "prompt completions", "scores ranks tools"),
     "prompt": Format(prompt, "prompt", "prompt", "tools"),
     # Token ids, taken as they are
-    "judgement_ids": Format(
-        judged_ids,
-        "judgement",
-        "prompt_ids completion_ids label",
-        "score",
-        {"prompt_ids": "prompt", "completion_ids": "completion"},
-    ),
-    "preference_ids": Format(
-        preferred_ids,
-        "preference",
-        "prompt_ids chosen_ids rejected_ids",
-        "margin",
-        {"prompt_ids": "prompt", "chosen_ids": "chosen", "rejected_ids": "rejected"},
-    ),
-    "demonstration_ids": Format(
-        demonstrated_ids,
-        "demonstration",
-        "prompt_ids completion_ids",
-        "",
-        {"prompt_ids": "prompt", "completion_ids": "completion"},
-    ),
+    "judgement_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids label", "score", IDS),
+    "preference_ids": Format(preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin", IDS),
+    "demonstration_ids": Format(demonstrated_ids, "demonstration", "prompt_ids completion_ids", "", IDS),
     # HALOs: what its labelling script writes
-    "binary_feedback": Format(
-        judgement, "judgement", "prompt output label", "reward type", {"output": "completion", "reward": "score"}
-    ),
-    "scalar_feedback": Format(
-        judgement, "judgement", "prompt output reward", "type", {"output": "completion", "reward": "score"}
-    ),
+    "binary_feedback": Format(judgement, "judgement", "prompt output label", "reward type", HALOS),
+    "scalar_feedback": Format(judgement, "judgement", "prompt output reward", "type", HALOS),
     "pairwise_feedback": Format(pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"),
-    # Other libraries
-    "nemo_aligner": Format(
-        judgement, "judgement", "prompt response preference", "", {"response": "completion", "preference": "label"}
-    ),
+    # NeMo-Aligner, ColossalChat, OpenRLHF
+    "nemo_aligner": Format(judgement, "judgement", "prompt response preference", "", NEMO),
     "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
-    "openrlhf": Format(judgement, "judgement", "input output label", "", {"input": "prompt", "output": "completion"}),
-    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin", {"input": "prompt"}),
+    "openrlhf": Format(judgement, "judgement", "input output label", "", OPENRLHF),
+    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin", OPENRLHF),
     # LLaMA-Factory
-    "sharegpt": Format(messages, "demonstration", "conversations", "system tools", {"conversations": "messages"}, SHAREGPT),
-    "sharegpt_kto": Format(
-        judged_messages,
-        "judgement",
-        "conversations kto_tag",
-        "system tools",
-        {"conversations": "messages", "kto_tag": "label"},
-        SHAREGPT,
-    ),
+    "sharegpt": Format(messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT),
+    "sharegpt_kto": Format(judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT),
     "sharegpt_preference": Format(
         preference, "preference", "conversations chosen rejected", "system tools", {"conversations": "prompt"}, SHAREGPT
     ),
-    "alpaca": Format(demonstration, "demonstration", "instruction output", "input system history", {"output": "completion"}),
-    "alpaca_kto": Format(
-        judgement, "judgement", "instruction output kto_tag", "input system history", {"output": "completion", "kto_tag": "label"}
-    ),
-    "alpaca_preference": Format(preference, "preference", "instruction chosen rejected", "input system history"),
+    "alpaca": Format(demonstration, "demonstration", "instruction output", MORE, ALPACA),
+    "alpaca_kto": Format(judgement, "judgement", "instruction output kto_tag", MORE, ALPACA),
+    "alpaca_preference": Format(preference, "preference", "instruction chosen rejected", MORE),
 }
 
 

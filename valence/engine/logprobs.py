@@ -32,9 +32,17 @@ class Engine(nn.Module):
         self.model = model
         self.compute = compute
         self.packs = True
-        self.stock_attention: str = self.causal.config._attn_implementation
+        # A model may have been given to an engine before: its own attention is then on record.
+        found: str = self.causal.config._attn_implementation
+        self.stock_attention: str = found if found != NAME else self.causal.stock_attention  # type: ignore[assignment]
+        self.causal.stock_attention = self.stock_attention  # type: ignore[assignment]
         # For good, not around each forward: a checkpointed layer runs again in the backward pass.
         self.causal.set_attn_implementation(NAME)  # type: ignore[operator]
+
+    @property
+    def how(self) -> str:
+        """What values depend on besides the weights: the type of the products, and the layout."""
+        return f"{self.compute} {'packed' if self.packs else 'one by one'}"
 
     @property
     def causal(self) -> nn.Module:

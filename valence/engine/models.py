@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import copy
+import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.logging import disable_progress_bar
 
 from valence.engine.logprobs import Engine
 from valence.engine.reference import AdapterOff, Frozen, Reference
 from valence.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+BARS = sys.stderr.isatty()  # transformers' own bars are noise in a log
 LOADING_ERRORS = (OSError, ValueError, ImportError, RuntimeError)
 
 
@@ -31,6 +35,8 @@ def load_tokenizer(name: str, *, gguf_file: str | None = None, trust_remote_code
 def load_model(name: str, *, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False) -> nn.Module:
     """A causal language model with its weights in ``dtype``. Raises UserError when it cannot be loaded."""
     _must_exist(name, "model.name")
+    if not BARS:
+        disable_progress_bar()
     extra: dict[str, Any] = {}
     if gguf_file:
         from transformers import GgufConfig
@@ -109,7 +115,9 @@ def _with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module
         task_type="CAUSAL_LM",
     )
     try:
-        return get_peft_model(model, config)  # type: ignore[arg-type]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # between peft and transformers
+            return get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(str(error), where="model.lora.targets", fix="name linear layers of this model, or all-linear") from error
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from valence.engine.digest import weights_digest
 from valence.engine.logprobs import Engine
 from valence.types import Batch
 
@@ -15,6 +16,10 @@ class Reference(Protocol):
     """Something that gives ``logp[T]`` of a micro-batch without a gradient."""
 
     name: str
+
+    def digest(self) -> str:
+        """Names the weights that the values come from."""
+        ...
 
     def __call__(self, batch: Batch) -> Tensor: ...
 
@@ -27,6 +32,9 @@ class AdapterOff:
     def __init__(self, policy: Engine) -> None:
         self.policy = policy
 
+    def digest(self) -> str:
+        return weights_digest(self.policy.model, adapter=False, how=self.policy.how)
+
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         with self.policy.model.disable_adapter():  # type: ignore[operator]
@@ -38,6 +46,9 @@ class Frozen:
 
     def __init__(self, engine: Engine, name: str = "a frozen copy of the starting policy") -> None:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
+
+    def digest(self) -> str:
+        return weights_digest(self.engine.model, adapter=True, how=self.engine.how)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from valence.checkpoint.export import export
+from valence.engine.cache import Cached
 from valence.report.card import CardFacts, model_card
 from valence.report.page import write_page
 from valence.rollout.hf import HFGenerator
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
-from valence.training.folder import now, versions
+from valence.training.folder import finite, now, versions
 from valence.training.loop import Interrupted, Run
 from valence.types import Completion, Content
 
@@ -29,11 +30,15 @@ def run_to_end(run: Run) -> Run:
         run.fit()
         if "test" in run.prepared.corpora:
             found = run.evaluate(name="test")
-            folder.write("eval/test.json", {"step": run.step, "metrics": found.metrics, "rows": found.rows})
+            folder.write(
+                "eval/test.json", {"step": run.step, "metrics": finite(found.metrics), "rows": [finite(r) for r in found.rows]}
+            )
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
         if before:
             pairs = zip(before, _samples(run), strict=True)
             folder.write("samples.json", [first | {"after": second["before"]} for first, second in pairs])
+        if isinstance(run.reference, Cached):
+            run.say_once(f"reference cache: {run.reference.hits} sequences found, {run.reference.misses} computed")
         status = "done"
     except (Interrupted, KeyboardInterrupt):
         status = "interrupted"
@@ -44,8 +49,16 @@ def run_to_end(run: Run) -> Run:
             write_model(run, folder.path / "model", run.recipe.run.export)
             run.save()
         run.log.close()
-        write_page(folder.path)
+        _page(run, folder.path)
     return run
+
+
+def _page(run: Run, path: Path) -> None:
+    """The page is for reading: that it cannot be written must not hide how the run itself ended."""
+    try:
+        write_page(path)
+    except OSError as error:
+        run.console.print(f"cannot write the page ({error})", style="yellow", markup=False)
 
 
 def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:

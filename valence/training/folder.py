@@ -59,7 +59,7 @@ class RunFolder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         """eval/step-N.json with every row and number, and the same to read as eval/step-N.txt."""
-        self.write(f"eval/step-{step}.json", {"step": step, "metrics": dict(metrics), "rows": [finite(row) for row in rows]})
+        self.write(f"eval/step-{step}.json", {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
         self.write(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
 
 

@@ -29,7 +29,9 @@ def look(
     corpus = prepared.corpora.get(which)
     examples = corpus.loaded.examples if corpus else ()
     if not 1 <= number <= len(examples):
-        raise UserError(f"data.{which} has {len(examples)} examples", where=f"--row {number}", fix=f"a number up to {len(examples)}")
+        raise UserError(
+            f"data.{which} has {len(examples)} examples", where=f"--row {number}", fix=f"a number up to {len(examples)}"
+        )
     example = examples[number - 1]
     if stage in ("row", "all"):
         rows = read_rows(example.origin.path.split("[")[0])

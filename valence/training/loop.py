@@ -145,7 +145,7 @@ class Run:
             "skipped": _one(torch.tensor(float(not applied))),
         })  # fmt: skip
         if outcome.largest > self.recipe.train.micro_batch_tokens:
-            self._say_once(
+            self.say_once(
                 f"a row of {outcome.largest} tokens is larger than train.micro_batch_tokens "
                 f"({self.recipe.train.micro_batch_tokens}): such rows run alone"
             )
@@ -196,7 +196,7 @@ class Run:
         for callback in self.callbacks:
             callback(self, record)
 
-    def _say_once(self, message: str) -> None:
+    def say_once(self, message: str) -> None:
         if message not in self.said:
             self.said.add(message)
             self.console.print(message, style="yellow", markup=False)

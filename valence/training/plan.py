@@ -30,7 +30,8 @@ def describe_plan(prepared: Prepared) -> list[str]:
         f"weights: {memory.parameters:,}, of which {memory.trained:,} train"
         if spec.lora
         else f"weights: {memory.parameters:,}, all of which train",
-        f"memory: about {_gigabytes(memory.total)} (weights {_gigabytes(memory.weights)}, reference {_gigabytes(memory.reference)}, "
+        f"memory: about {_gigabytes(memory.total)} "
+        f"(weights {_gigabytes(memory.weights)}, reference {_gigabytes(memory.reference)}, "
         f"gradient and optimizer {_gigabytes(memory.optimizer)}, activations {_gigabytes(memory.activations)})",
     ]
     if tokens > recipe.train.micro_batch_tokens:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from valence.data.audit import Audit, audit
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.sampler import Sampler
+from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer
 from valence.engine.reference import Reference
@@ -171,7 +173,9 @@ def build_models(
         _check_same_vocabulary(policy, reference, name)
         reference.to(policy.device)
     fresh = spec.lora is not None and spec.adapter is None
-    return policy, build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
+    built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
+    kept = recipe.reference.cache
+    return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
 
 
 def _vocabulary(model: nn.Module) -> int:
@@ -198,9 +202,13 @@ def _check_same_vocabulary(policy: Engine, reference: nn.Module, name: str) -> N
 
 
 def class_weight_warning(prepared: Prepared) -> str | None:
-    """What to say when explicit class weights leave the range that the KTO paper advises, else None."""
+    """What to say when class weights that the recipe sets leave the range that the KTO paper advises, else None.
+
+    At the default weights the audit of the training rows says what is advised.
+    """
     settings = prepared.recipe.loss
-    if "desirable_weight" not in settings or "train" not in prepared.corpora:
+    given = [name for name, s in prepared.source.settings.items() if name.endswith("desirable_weight") and not s.is_default]
+    if not given or "train" not in prepared.corpora:
         return None
     from valence.data.audit import advised_weights
 

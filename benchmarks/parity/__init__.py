@@ -1,0 +1,1 @@
+"""The same step by Valence and by TRL: same weights, same tokens, float32 on both sides."""

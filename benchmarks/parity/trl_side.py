@@ -1,0 +1,91 @@
+"""One step of each case by TRL's own trainers, run with the interpreter of TRL's own environment.
+
+Usage: python trl_side.py JOB.json RESULTS.json
+
+Rows come as token ids. They go through the trainers' own preparation (pairing, truncation, padding) as text in which every token
+is spelled out, under a tokenizer that reads such text and nothing else. What the trainers made of them is handed back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from typing import Any
+
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import torch
+import transformers
+import trl
+from datasets import Dataset, disable_progress_bars
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+TRAINERS = {
+    "kto": (trl.KTOTrainer, trl.KTOConfig),
+    "dpo": (trl.DPOTrainer, trl.DPOConfig),
+    "sft": (trl.SFTTrainer, trl.SFTConfig),
+}
+TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+
+
+def spelled(ids: list[int]) -> str:
+    return "".join(f"<{i}>" for i in ids)
+
+
+def tokenizer_of_ids(vocabulary: int, eos: int) -> PreTrainedTokenizerFast:
+    """Reads "<17><4>" as the tokens 17 and 4."""
+    inner = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocabulary)}, unk_token=f"<{eos}>"))
+    inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), "isolated")
+    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"<{eos}>", pad_token=f"<{eos}>")
+
+
+def trainer_of(case: dict[str, Any], scratch: str) -> Any:
+    trainer, config = TRAINERS[case["trainer"]]
+    rows = [{k: spelled(v) if k in TEXT_COLUMNS else v for k, v in row.items()} for row in case["rows"]]
+    arguments = config(
+        output_dir=scratch, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
+        train_sampling_strategy="sequential", per_device_train_batch_size=case["batch"], max_length=case["max_length"],
+        disable_tqdm=True, **case["config"],
+    )  # fmt: skip
+    policy = AutoModelForCausalLM.from_pretrained(case["policy"], dtype=torch.float32)
+    extra = {}
+    if case["trainer"] != "sft":
+        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(case["reference"], dtype=torch.float32)
+    tokenizer = tokenizer_of_ids(policy.get_input_embeddings().weight.shape[0], case["eos"])
+    return trainer(model=policy, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **extra)
+
+
+def step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
+    """Loss, gradient norm and logged metrics of a step that accumulates over all batches of a case."""
+    trainer = trainer_of(case, scratch)
+    trainer.model.train()
+    batches = list(trainer.get_train_dataloader())
+    loss = 0.0
+    for batch in batches:
+        part = trainer.compute_loss(trainer.model, batch) / len(batches)
+        part.backward()
+        loss += part.item()
+    grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+    metrics = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
+    numeric = ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "KL_completion_ids", "input_ids", "labels")
+    rows = [{k: row[k] for k in numeric if k in row} for row in trainer.train_dataset]
+    figures = {"loss": loss, "grad_norm": torch.nn.utils.get_total_norm(grads).item()} | metrics
+    return {"figures": figures, "rows": rows, "batches": len(batches)}
+
+
+def main(job: str, results: str) -> None:
+    disable_progress_bars()
+    with open(job) as file:
+        cases = json.load(file)
+    versions = {module.__name__: module.__version__ for module in (trl, torch, transformers)}
+    with tempfile.TemporaryDirectory() as scratch:
+        found = [step(case, scratch) for case in cases]
+    with open(results, "w") as file:
+        json.dump({"versions": versions, "cases": found}, file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

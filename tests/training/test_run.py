@@ -1,0 +1,225 @@
+"""A whole run on a tiny model, from files to a folder that others can load."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import valence
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence.api import build_run
+from valence.errors import UserError
+from valence.training.restore import restore
+
+ROWS = [
+    {
+        "prompt": [{"role": "user", "content": f"question {i}"}],
+        "completion": f"{'good' if i % 2 else 'bad'} answer {i}",
+        "label": i % 2,
+    }
+    for i in range(12)
+]
+PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(8)]
+DEMONSTRATIONS = [{"prompt": f"question {i} ", "completion": f"good {i}"} for i in range(8)]
+DATA = {"kto": ROWS, "apo_zero_unpaired": ROWS, "dpo": PAIRS, "sft": DEMONSTRATIONS}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A model folder with its tokenizer, as a user has one."""
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def recipe(folder: Path, tmp_path: Path, method: str = "kto", **sections: Any) -> dict[str, Any]:
+    return {
+        "method": method,
+        "model": {"name": str(folder), **sections.get("model", {})},
+        "data": {
+            "train": [{"path": written(tmp_path / "train.jsonl", DATA[method])}],
+            "eval": [{"path": written(tmp_path / "eval.jsonl", DATA[method][:5])}],
+            "max_length": 128,
+        },
+        "train": {"batch_size": 4, "learning_rate": 1e-3, "epochs": 2, **sections.get("train", {})},
+        "eval": {"every": 2},
+        "run": {"dir": str(tmp_path / "run"), **sections.get("run", {})},
+    }
+
+
+def logged(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4}])
+@pytest.mark.parametrize("method", DATA)
+def test_a_run_leaves_a_model_a_log_and_a_report(method: str, lora: Any, folder: Path, tmp_path: Path) -> None:
+    model = {"lora": lora} if lora else {}
+    run = valence.train(
+        recipe(folder, tmp_path, method, model=model, run={"samples": {"prompts": 2, "max_new_tokens": 4}}), quiet=True
+    )
+    out = tmp_path / "run"
+    for name in ("config.yaml", "audit.json", "metrics.jsonl", "run.json", "report.html", "samples.json", "eval/step-0.json",
+                 "eval/step-0.txt", "model/config.json", "model/README.md", "model/tokenizer.json"):  # fmt: skip
+        assert (out / name).is_file(), name
+    records = logged(out)
+    steps = -(-len(DATA[method]) // 4) * 2
+    assert [r["step"] for r in records] == list(range(steps + 1))
+    first, last = records[0], records[-1]
+    assert last["eval/loss"] < first["eval/loss"]
+    if method != "sft":
+        assert first["eval/rewards/margins"] == pytest.approx(0, abs=1e-6)
+        assert last["eval/rewards/margins"] > 0
+    assert {"loss", "grad_norm", "lr", "tokens", "tokens_seen", "tokens/s", "micro_batches", "waste"} <= last.keys()
+    assert json.loads((out / "run.json").read_text())["status"] == "done"
+    # What others load says the same as the policy that was trained.
+    loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out / "model")
+    assert tokenizer.chat_template
+    text = [{"prompt": "question 1", "completion": "good answer"}]
+    ours = valence.logprobs(run.policy.model, text, tokenizer=tokenizer)
+    theirs = valence.logprobs(loaded, text, tokenizer=tokenizer)
+    assert theirs[0].logps == pytest.approx(ours[0].logps, abs=1e-4)
+
+
+def test_a_run_says_what_each_held_out_row_measured(folder: Path, tmp_path: Path) -> None:
+    valence.train(recipe(folder, tmp_path), quiet=True)
+    found = json.loads((tmp_path / "run/eval/step-6.json").read_text())
+    assert [row["origin"].rsplit(":", 1)[1] for row in found["rows"]] == ["1", "2", "3", "4", "5"]
+    for row, given in zip(found["rows"], ROWS, strict=False):
+        assert row["prompt"] == given["prompt"][0]["content"]
+        assert row["completion"] == given["completion"]
+        assert row["reward"] == pytest.approx(0.1 * (row["logp"] - row["ref"]))
+    assert "good answer 1" in (tmp_path / "run/eval/step-6.txt").read_text()
+
+
+def test_state_carries_a_run_over_bit_for_bit(folder: Path, tmp_path: Path) -> None:
+    """Stopped after any step and taken up by a new object, a run ends with the same weights."""
+    settings = recipe(folder, tmp_path, model={"lora": {"rank": 4}})
+    whole = build_run(settings | {"run": {"dir": str(tmp_path / "whole")}}, quiet=True)
+    whole.fit()
+    first = build_run(settings | {"run": {"dir": str(tmp_path / "first")}}, quiet=True)
+    first.total_steps = 3
+    first.fit()
+    first.save()
+    from valence.checkpoint import store
+
+    second = build_run(settings | {"run": {"dir": str(tmp_path / "second")}}, quiet=True)
+    second.load_state_dict(store.load(tmp_path / "first/checkpoints/step-3"))
+    second.fit()
+    assert second.step == whole.step == 6
+    assert second.tokens_seen == whole.tokens_seen
+    ours, theirs = second.state_dict()["weights"], whole.state_dict()["weights"]
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    kept = ("loss", "grad_norm", "lr", "tokens_seen", "eval/loss", "rewards/chosen")
+    tail = [{k: r[k] for k in kept if k in r} for r in logged(tmp_path / "second")]
+    assert tail == [{k: r[k] for k in kept if k in r} for r in logged(tmp_path / "whole")][-len(tail) :]
+
+
+def test_a_restored_run_measures_what_it_measured(folder: Path, tmp_path: Path) -> None:
+    run = valence.train(recipe(folder, tmp_path, model={"lora": {"rank": 4}}), quiet=True)
+    again = restore(tmp_path / "run", quiet=True)
+    assert again.evaluate().metrics == run.evaluate().metrics
+    assert again.evaluate(ROWS[:2]).rows == run.evaluate(ROWS[:2]).rows
+
+
+def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: Path) -> None:
+    """The reference of a continued adapter is that adapter as it starts, not the bare model."""
+    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"})
+    valence.train(first, quiet=True)
+    model = {"adapter": str(tmp_path / "run/model")}
+    run = valence.train(recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}), quiet=True)
+    records = logged(tmp_path / "next")
+    assert records[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-7)
+    assert records[-1]["eval/rewards/margins"] > 0  # the adapter was not loaded frozen
+    assert run.reference is not None
+    assert "copy" in run.reference.name
+
+
+def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path) -> None:
+    seen: list[int] = []
+    run = valence.train(
+        {"method": "kto", "model": {"name": "not-a-model"}, "run": {"dir": str(tmp_path / "run")}, "train": {"batch_size": 6}},
+        model=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32),
+        tokenizer=tiny_tokenizer(),
+        reference=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32, seed=1),
+        train=ROWS,
+        eval=ROWS[:4],
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
+        callbacks=[lambda _, record: seen.append(record["step"])],
+        quiet=True,
+    )  # fmt: skip
+    assert seen == [0, 1, 2]
+    assert isinstance(run.optimizer, torch.optim.SGD)
+    assert logged(tmp_path / "run")[0]["eval/logratio/chosen"] != 0
+
+
+def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    run = build_run(recipe(folder, tmp_path, train={"max_skipped": 2}), quiet=True)
+    before = {name: p.clone() for name, p in run.policy.named_parameters()}
+    reference = run.reference
+    assert reference is not None
+
+    def broken(batch: Any) -> torch.Tensor:
+        return reference(batch) * float("nan")
+
+    run.objective.reference = broken  # type: ignore[assignment]
+    with pytest.raises(UserError, match="2 steps in a row"):
+        run.fit()
+    assert run.step == 2
+    assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters())
+    assert not run.optimizer.state
+    assert "train.jsonl:" in capsys.readouterr().out
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(folder: Path, tmp_path: Path) -> None:
+    settings = recipe(folder, tmp_path, "sft")
+    valence.train(settings, quiet=True)
+    log = (tmp_path / "run/metrics.jsonl").read_text()
+    with pytest.raises(UserError, match="holds a run already"):
+        valence.train(settings, quiet=True)
+    assert (tmp_path / "run/metrics.jsonl").read_text() == log
+    valence.train(settings, quiet=True, fresh=True)
+    (old,) = [p for p in tmp_path.iterdir() if p.name.startswith("run.")]
+    assert (old / "metrics.jsonl").read_text() == log
+
+
+@pytest.mark.parametrize(("change", "match"), [
+    ({"train": {"batch_size": 100, "drop_last": True}}, "fewer than one step"),
+    ({"model": {"name": "./nowhere"}}, "there is no folder"),
+])  # fmt: skip
+def test_mistakes_are_found_before_a_model_is_loaded(
+    change: Any, match: str, folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setattr("valence.training.setup.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    settings = recipe(folder, tmp_path)
+    for section, values in change.items():
+        settings[section] = settings[section] | values
+    with pytest.raises(UserError, match=match):
+        valence.train(settings, quiet=True)
+
+
+def test_kto_needs_two_distinct_completions(folder: Path, tmp_path: Path) -> None:
+    rows = [row | {"completion": "the same"} for row in ROWS]
+    with pytest.raises(UserError, match="same completion"):
+        valence.train(recipe(folder, tmp_path), train=rows, eval=rows, quiet=True)
+
+
+def test_policy_and_reference_must_share_a_vocabulary(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="vocabularies"):
+        valence.train(recipe(folder, tmp_path), reference=tiny(vocab_size=50, dtype=torch.float32), quiet=True)
