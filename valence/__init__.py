@@ -7,13 +7,17 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from valence.api import logprobs, train
+    from valence.api import Run, build_run, logprobs, train
     from valence.errors import UserError
     from valence.losses import LOSSES
 
-__all__ = ["LOSSES", "UserError", "__version__", "logprobs", "train"]
+__all__ = ["LOSSES", "Run", "UserError", "__version__", "build_run", "logprobs", "train"]
 
-_HOMES = {"train": "valence.api", "logprobs": "valence.api", "UserError": "valence.errors", "LOSSES": "valence.losses"}
+_HOMES = {
+    **dict.fromkeys(("train", "build_run", "logprobs", "Run"), "valence.api"),
+    "UserError": "valence.errors",
+    "LOSSES": "valence.losses",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ from valence.report.sinks import Sink
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
-from valence.training.methods import METHODS, method_of
+from valence.training.methods import method_of
 from valence.training.setup import Prepared, build_models, class_weight_warning, prepare
 from valence.types import Kind
 
@@ -94,7 +94,7 @@ def show_audit(prepared: Prepared, console: Console) -> None:
     """What is in the data, on screen."""
     for name, corpus in prepared.corpora.items():
         console.rule(f"data.{name}", align="left")
-        console.print(render(corpus.audit), markup=False, highlight=False, soft_wrap=True)
+        console.print(render(corpus.audit, training=name == "train"), markup=False, highlight=False, soft_wrap=True)
     if warning := class_weight_warning(prepared):
         console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
@@ -151,4 +151,4 @@ def logprobs(
     return [found[key] for key in sorted(found)]
 
 
-__all__ = ["METHODS", "LogProbs", "build_run", "logprobs", "show_audit", "train"]
+__all__ = ["LogProbs", "Run", "build_run", "logprobs", "show_audit", "train"]

@@ -122,7 +122,6 @@ def sample(
     from valence.data.load import load
     from valence.rollout.protocol import Sampling
     from valence.training.evaluate import as_text
-    from valence.training.finish import sample as answer
     from valence.types import Chat, Content
 
     run = _run_of(target, ["data.eval=[]"])
@@ -135,7 +134,7 @@ def sample(
         raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
     how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     lines: list[str] = []
-    for content, answers in zip(asked, answer(run, asked, how, number), strict=True):
+    for content, answers in zip(asked, run.sample(asked, how, number), strict=True):
         text = as_text(content, run.prepared.tokenizer)
         shown: Any = [dict(m) for m in content.messages] if isinstance(content, Chat) else text
         for completion in answers:

@@ -15,7 +15,6 @@ from examples.demo.measure import auc, mcnemar, share
 from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
 from valence.rollout import Sampling
-from valence.training.finish import sample
 from valence.types import Chat, Completion
 
 HERE = Path(__file__).parent
@@ -32,9 +31,9 @@ def main() -> None:
     prompts = read_prompts(HELD_OUT)
     how = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
     with console.status(f"answering {len(prompts)} held-out prompts with the old and the new model"):
-        after = [answer for (answer,) in sample(run, prompts, how)]
+        after = [answer for (answer,) in run.sample(prompts, how)]
         with run.policy.model.disable_adapter():  # type: ignore[operator]
-            before = [answer for (answer,) in sample(run, prompts, how)]
+            before = [answer for (answer,) in run.sample(prompts, how)]
     show_answers(prompts, before, after, console)
 
     console.print(f"model   {folder / 'model'}")

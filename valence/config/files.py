@@ -48,7 +48,7 @@ def locate_data(path: str, folder: Path | None) -> str:
     places = [given] if given.is_absolute() or folder is None else [given, folder / given]
     for place in places:
         if place.exists():
-            return str(place)
+            return os.path.normpath(place)
     if is_hub_id(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))

@@ -38,12 +38,15 @@ REMARKS = {
 """What is good to know."""
 
 
-def render(audit: Audit) -> str:
-    """A screen without colours, for a terminal or a log. Nothing is said about what was not found."""
+def render(audit: Audit, *, training: bool = True) -> str:
+    """A screen without colours, for a terminal or a log. Nothing is said about what was not found.
+
+    training: these are the rows to train on, for which class weights are advised.
+    """
     blocks = [
         list(_files(audit)),
         list(_lengths(audit)),
-        list(_balance(audit)),
+        list(_balance(audit, training)),
         _listed("Not used", _unused(audit)),
         _listed("Warnings", _said(audit, WARNINGS)),
         _listed("Remarks", [*_said(audit, REMARKS), *_ignored(audit)]),
@@ -92,13 +95,13 @@ def _percent(part: int, whole: int) -> str:
     return "under 1 %" if 0 < share < 1 else f"{share:.0f} %"
 
 
-def _balance(audit: Audit) -> Iterator[str]:
+def _balance(audit: Audit, training: bool) -> Iterator[str]:
     if len(audit.mean_answer) == 2:
         (first, a), (second, b) = audit.mean_answer.items()
         longer = f"{first} {a / b:.2f} times as long" if a >= b else f"{second} {b / a:.2f} times as long"
         yield f"mean answer: {first} {a:,.0f} tokens, {second} {b:,.0f} ({longer})"
     weights = audit.weights
-    if weights and weights.ratio is not None:
+    if training and weights and weights.ratio is not None:
         ratio = f"class weights at 1: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
         yield f"{ratio}; for kto, 1 to 1.33 is advised{f': {weights.remedy}' if weights.remedy else ''}"
 

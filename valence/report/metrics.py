@@ -28,7 +28,7 @@ class Meter:
         """Name -> number, over everything added on all processes. All of a kind travel in one message."""
         out: dict[str, float] = {}
         if self.means:
-            parts = torch.stack([torch.stack([m.total.double().cpu(), m.count.double().cpu()]) for m in self.means.values()])
+            parts = torch.stack([torch.stack([m.total.cpu().double(), m.count.cpu().double()]) for m in self.means.values()])
             for name, (total, count) in zip(self.means, group.sum(parts).tolist(), strict=True):
                 if count:
                     out[name] = total / count
@@ -45,6 +45,7 @@ class Meter:
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
     """P(a positive's value is above a negative's), ties counting half (Mann-Whitney). None when a class is absent."""
+    values, positive = values.cpu(), positive.cpu()
     up, down = values[positive].double(), values[~positive].double()
     if not len(up) or not len(down):
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,12 +10,10 @@ from valence.checkpoint.export import export
 from valence.engine.cache import Cached
 from valence.report.card import CardFacts, model_card
 from valence.report.page import write_page
-from valence.rollout.hf import HFGenerator
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
 from valence.training.folder import finite, now, versions
 from valence.training.loop import Interrupted, Run
-from valence.types import Completion, Content
 
 
 def run_to_end(run: Run) -> Run:
@@ -61,14 +58,6 @@ def _page(run: Run, path: Path) -> None:
         run.console.print(f"cannot write the page ({error})", style="yellow", markup=False)
 
 
-def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
-    """n answers of the policy, as it is, to each prompt."""
-    policy = run.policy
-    generator = HFGenerator(policy.model, run.prepared.tokenizer, end_ids=run.prepared.encoder.end_ids)  # type: ignore[arg-type]
-    with policy.stock():
-        return generator.generate([run.prepared.encoder.encode_prompt(prompt) for prompt in prompts], n, sampling)
-
-
 def _samples(run: Run) -> list[dict[str, str]]:
     """The first held-out prompts, answered by the policy as it is."""
     wanted = run.recipe.run.samples
@@ -77,7 +66,7 @@ def _samples(run: Run) -> list[dict[str, str]]:
         return []
     distinct = list({repr(e.prompt): e.prompt for e in held_out.loaded.examples}.values())[: wanted.prompts]
     how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
-    answers = sample(run, distinct, how)
+    answers = run.sample(distinct, how)
     shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
     return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
 

@@ -19,12 +19,13 @@ from valence.errors import UserError
 from valence.report.console import Progress
 from valence.report.metrics import Meter
 from valence.report.sinks import FanOut, JsonlSink, Sink
+from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
 from valence.training.folder import RunFolder, now, versions
 from valence.training.optim import adamw, schedule
 from valence.training.setup import Corpus, Prepared, read_corpus
 from valence.training.step import Objective, Outcome, optimizer_step
-from valence.types import Batch, Mean
+from valence.types import Batch, Completion, Content, Mean
 
 Callback = Callable[["Run", Mapping[str, Any]], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
@@ -209,14 +210,22 @@ class Run:
         """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
         if rows is not None:
             corpus = read_corpus(rows, self.prepared.method, self.recipe.data, self.prepared.encoder)
+            name = "the given rows"
         elif name in self.prepared.corpora:
             corpus = self.prepared.corpora[name]
         else:
             raise UserError(f"there are no rows under data.{name}", where=f"data.{name}", fix="name a file of rows")
-        return self._measured(corpus, f"evaluating ({name})")
+        return self._measured(corpus, f"evaluating ({name})", self.recipe.eval.max_examples if name == "eval" else None)
 
-    def _measured(self, corpus: Corpus, phase: str) -> Evaluation:
-        units = corpus.units[: self.recipe.eval.max_examples]
+    def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
+        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping."""
+        encoder = self.prepared.encoder
+        generator = HFGenerator(self.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
+        with self.policy.stock():
+            return generator.generate([encoder.encode_prompt(prompt) for prompt in prompts], n, sampling)
+
+    def _measured(self, corpus: Corpus, phase: str, most: int | None) -> Evaluation:
+        units = corpus.units[:most]
         per_unit = 2 if self.prepared.method.mismatches else 1
         total = per_unit * sum(len(unit.answers) for unit in units)
         done = tokens = 0
@@ -329,5 +338,6 @@ def _one(value: torch.Tensor) -> Mean:
 
 def _made(given: Any, argument: Any) -> Any:
     """An object given, or what a function given makes of the argument."""
-    is_object = given is None or hasattr(given, "state_dict")
-    return given if is_object else given(argument)
+    if given is None or hasattr(given, "state_dict"):
+        return given
+    return given(argument)

@@ -160,9 +160,8 @@ def build_models(
     how = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
     if model is None:
         model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
+    model.to(best_device())
     policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
-    if torch.cuda.is_available():
-        policy.to("cuda")
     _check_vocabulary(policy, prepared.tokenizer)
     if not prepared.method.needs_reference:
         return policy, None
@@ -176,6 +175,14 @@ def build_models(
     built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
     kept = recipe.reference.cache
     return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
+
+
+def best_device() -> torch.device:
+    """The first accelerator that is there, else the CPU."""
+    for name in ("cuda", "mps"):
+        if getattr(torch, name).is_available():
+            return torch.device(name)
+    return torch.device("cpu")
 
 
 def _vocabulary(model: nn.Module) -> int:

@@ -131,7 +131,7 @@ class Objective:
         )
         for batch in batches:
             losses = self._micro_batch(batch, shared, count, outcome, backward=backward, rows=rows)
-            outcome.loss = outcome.loss + losses.double().cpu()
+            outcome.loss = outcome.loss + losses.cpu().double()
             progress(batch)
         outcome.loss = self.group.sum(outcome.loss)
         return outcome

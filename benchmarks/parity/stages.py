@@ -1,0 +1,103 @@
+"""The models and rows that every case runs on: a tiny random model, and a real one on real rows."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from benchmarks.parity.cases import ROWS
+from examples.demo import assets
+from valence.config.load import load_recipe
+from valence.engine.models import load_model
+from valence.training.methods import method_of
+from valence.training.setup import prepare
+from valence.types import Answer, Encoded, Kind, Origin
+
+VOCABULARY, EOS = 512, 2
+MAX_LENGTH = 192
+"""Longest real prompt with its answer (tokens)."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """Two models that differ, in folders that both sides load, and rows as tokens. Every answer ends with ``eos``."""
+
+    name: str
+    first: Path
+    second: Path
+    judgements: tuple[Encoded, ...]
+    preferences: tuple[Encoded, ...]
+    eos: int
+
+    def rows(self, kind: Kind) -> tuple[Encoded, ...]:
+        if kind == "demonstration":
+            return tuple(replace(unit, kind=kind, label=None) for unit in self.judgements)
+        return self.preferences if kind == "preference" else self.judgements
+
+
+def tiny_stage(folder: Path) -> Stage:
+    """A random Llama with two layers, and random rows of uneven lengths."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=EOS,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights.mul_(3 if weights.ndim > 1 else 1)  # far enough from uniform for attention to matter
+    first, second = _save_two(model, folder, noise=0.3)
+    draw = random.Random(0)
+    judgements = tuple(_made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS))
+    preferences = tuple(_made(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
+    return Stage("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
+
+
+def real_stage(folder: Path) -> Stage:
+    """SmolLM2-135M-Instruct on rows of kto_en_demo and dpo_en_demo, encoded with its chat template."""
+    source, data = assets.smollm2(), assets.llamafactory_data()
+    judgements = _encoded("kto", source, data / "kto_en_demo.json")
+    ups = islice((unit for unit in judgements if unit.label), ROWS // 2)
+    downs = islice((unit for unit in judgements if not unit.label), ROWS // 2)
+    alternating = tuple(unit for both in zip(ups, downs, strict=True) for unit in both)
+    shortest = sorted(_encoded("dpo", source, data / "dpo_en_demo.json"), key=lambda unit: unit.tokens)
+    model = load_model(str(source), dtype=torch.float32)
+    first, second = _save_two(model, folder, noise=0.01)  # type: ignore[arg-type]
+    eos = alternating[0].answers[0].ids[-1]
+    return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, tuple(shortest[:ROWS]), eos)
+
+
+def _encoded(method: str, model: Path, rows: Path) -> Iterable[Encoded]:
+    recipe = {"method": method, "model": {"name": str(model)}, "data": {"train": [{"path": str(rows)}], "max_length": MAX_LENGTH}}
+    return prepare(load_recipe(recipe, method_of=method_of)).corpora["train"].units
+
+
+def _save_two(model: PreTrainedModel, folder: Path, noise: float) -> tuple[Path, Path]:
+    """The model, and the same with each weight moved by a fixed random amount (a share of its tensor's spread)."""
+    paths = folder / "first", folder / "second"
+    model.save_pretrained(paths[0])
+    made = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weights in model.parameters():
+            if weights.ndim > 1:
+                weights += noise * weights.std() * torch.randn(weights.shape, generator=made)
+    model.save_pretrained(paths[1])
+    return paths
+
+
+def _made(name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None) -> Encoded:
+    def ids(low: int, high: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high)))
+
+    prompt = ids(2, 20)
+    texts = [(*ids(1, 40), EOS) for _ in range(sides)]
+    return Encoded(
+        id=name, origin=Origin("made", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
+        answers=tuple(Answer(text, (True,) * len(text)) for text in texts), label=label,
+    )  # fmt: skip

@@ -1,0 +1,170 @@
+"""The command line, as a user types it: what is printed, what is written, what the exit status is."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence import cli
+
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"question {i}"}], "completion": f"answer {i * 7}", "label": i % 3 == 0}
+    for i in range(10)
+]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, rows and a recipe, which is the current one."""
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "recipe.yaml").write_text(
+        "method: kto\n"
+        "model: {name: ./model, lora: {rank: 2}}\n"
+        "data: {train: [{path: rows.jsonl}], eval: [{path: rows.jsonl, limit: 4}], max_length: 128}\n"
+        "train: {batch_size: 5, learning_rate: 1e-3}\n"
+        "run: {dir: runs/first}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "console", cli.Console(width=160))
+    return tmp_path
+
+
+def valence(*words: str) -> int:
+    """The exit status of a command."""
+    before, sys.argv = sys.argv, ["valence", *words]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("train", "recipe.yaml", "train.epochs=2") == 0
+    shown = capsys.readouterr().out
+    for expected in ("data.train", "training 4/4", "runs/first/model", "runs/first/metrics.jsonl", "runs/first/report.html"):
+        assert expected in shown
+    assert json.loads((place / "runs/first/run.json").read_text())["command"] == "valence train recipe.yaml train.epochs=2"
+
+    assert valence("evaluate", "runs/first", "--out", "found.json") == 0
+    found = json.loads((place / "found.json").read_text())
+    assert found["metrics"] == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
+    assert valence("evaluate", "runs/first", "--data", "rows.jsonl", "--out", "all.json") == 0
+    assert len(json.loads((place / "all.json").read_text())["rows"]) == 10
+    assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
+    assert json.loads((place / "start.json").read_text())["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+
+    assert (
+        valence("sample", "runs/first", "--prompt", "question 1", "-n", "2", "--max-new-tokens", "4", "--out", "said.jsonl") == 0
+    )
+    said = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
+    assert [line["prompt"][0]["content"] for line in said] == ["question 1"] * 2
+
+    assert valence("export", "runs/first", "whole") == 0
+    assert (place / "whole/model.safetensors").is_file()
+    assert valence("export", "runs/first", "small", "--adapter") == 0
+    assert (place / "small/adapter_model.safetensors").is_file()
+    assert valence("export", "runs/first", "small") == 2
+
+
+def test_check_says_everything_short_of_training(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
+    assert rows["loss.beta"] == ["0.2", "command", "line"]
+    assert rows["train.batch_size"] == ["5", "recipe.yaml:4"]
+    assert rows["train.seed"] == ["0", "default"]
+    assert rows["steps:"][0] == "2"
+    assert "memory: about" in shown
+    assert not (place / "runs").exists()
+
+
+def test_inspect_shows_each_stage(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("inspect", "recipe.yaml", "--row", "2") == 0
+    shown = capsys.readouterr().out
+    assert "rows.jsonl:2" in shown
+    assert "answer 7" in shown
+    assert valence("inspect", "recipe.yaml", "--row", "11") == 2
+    assert "10 examples" in capsys.readouterr().err
+
+
+def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("losses") == 0
+    assert "apo_zero_unpaired" in capsys.readouterr().out
+    assert valence("losses", "kto") == 0
+    shown = capsys.readouterr().out
+    assert "2402.01306" in shown
+    assert "loss.beta" in shown
+    assert valence("losses", "kot") == 2
+    assert "kto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("train", "nowhere.yaml"), "nowhere.yaml"),
+    (("train", "recipe.yaml", "train.sed=1"), "seed"),
+    (("train", "recipe.yaml", "model.name=./mdoel"), "./mdoel"),
+    (("train", "recipe.yaml", "data.train=[{path: row.jsonl}]"), "rows.jsonl"),
+    (("train", "recipe.yaml", "method=ktoo"), "kto"),
+    (("evaluate", "model"), "holds no run"),
+    (("evaluate", "nowhere"), "nowhere"),
+    (("sample", "recipe.yaml"), "--prompt"),
+])  # fmt: skip
+def test_a_mistake_is_one_message_and_status_2(
+    words: tuple[str, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert valence(*words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "Traceback" not in shown.err + shown.out
+    assert not (place / "runs").exists()
+
+
+def test_a_second_run_in_the_same_folder_needs_a_word(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("train", "recipe.yaml", "--quiet") == 0
+    assert capsys.readouterr().out == ""
+    assert valence("train", "recipe.yaml", "--quiet") == 2
+    assert "--fresh" in capsys.readouterr().err
+    assert valence("train", "recipe.yaml", "--quiet", "--fresh") == 0
+    assert len(list((place / "runs").iterdir())) == 2
+
+
+def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
+    """SIGINT from outside, while a long run trains."""
+    import signal
+    import time
+
+    process = subprocess.Popen(
+        [sys.executable, "-m", "valence", "train", "recipe.yaml", "train.epochs=100000"],
+        cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+    log = place / "runs/first/metrics.jsonl"
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not (log.is_file() and log.read_text().count("\n") > 3):
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    (saved,) = (place / "runs/first/checkpoints").iterdir()
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    assert saved.name == f"step-{records[-1]['step']}"
+    assert json.loads((place / "runs/first/run.json").read_text())["status"] == "interrupted"
+    assert (place / "runs/first/report.html").is_file()
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, valence.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])

@@ -1,0 +1,83 @@
+"""AdamW's groups, and the learning rate over a run."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from valence.training.optim import adamw, schedule, warmup_steps
+
+
+def rates(kind: str, warmup: float, total: int, steps: int | None = None) -> list[float]:
+    """The learning rate that each optimizer step is made with, at a peak of 1."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    made = schedule(optimizer, kind=kind, warmup=warmup, total=total)
+    found: list[float] = []
+    for _ in range(total if steps is None else steps):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize(("warmup", "total", "expected"), [
+    (0.0, 100, 0), (0.1, 100, 10), (0.03, 100, 3), (0.03, 10, 1), (0.5, 3, 2), (1, 100, 1), (20.0, 10, 20), (0.03, 1, 1),
+])  # fmt: skip
+def test_warm_up_is_a_share_of_all_steps_or_a_number_of_steps(warmup: float, total: int, expected: int) -> None:
+    assert warmup_steps(warmup, total) == expected
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+    ("cosine", [0.5, 1.0, 1.0, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2]),
+    ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+])  # fmt: skip
+def test_schedules_by_hand(kind: str, expected: list[float]) -> None:
+    assert rates(kind, 2, 6) == pytest.approx(expected)
+
+
+@given(st.sampled_from(["linear", "cosine", "constant"]), st.sampled_from([0.0, 0.03, 0.5, 0.99, 1, 3, 50]), st.integers(1, 60))
+def test_every_step_trains_and_none_above_the_peak(kind: str, warmup: float, total: int) -> None:
+    found = rates(kind, warmup, total)
+    assert all(0 < rate <= 1 + 1e-12 for rate in found)
+    rise = min(warmup_steps(warmup, total), total)
+    assert found[:rise] == sorted(found[:rise])
+    assert found[rise:] == sorted(found[rise:], reverse=True)
+
+
+@pytest.mark.parametrize(("kind", "last"), [("linear", 0.0), ("cosine", 0.0), ("constant", 1.0)])
+def test_the_rate_reaches_its_end_at_the_last_step_and_stays(kind: str, last: float) -> None:
+    assert rates(kind, 0.1, 10, steps=13)[10:] == pytest.approx([last] * 3, abs=1e-12)
+
+
+def test_only_matrices_that_train_decay() -> None:
+    model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2), "frozen": nn.Linear(2, 2)})
+    model["frozen"].requires_grad_(False)
+    made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
+    found = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
+    names = {name: found.get(id(p)) for name, p in model.named_parameters()}
+    assert names == {
+        "linear.weight": 0.5, "linear.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0, "frozen.weight": None, "frozen.bias": None,
+    }  # fmt: skip
+    assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in made.param_groups)
+
+
+def test_decay_is_decoupled_from_the_gradient() -> None:
+    """With a gradient of zero, a matrix shrinks by lr * decay and a bias stays."""
+    model = nn.Linear(2, 2)
+    weight, bias = model.weight.detach().clone(), model.bias.detach().clone()
+    made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.9, 0.999))
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    made.step()
+    torch.testing.assert_close(model.weight.detach(), weight * (1 - 0.1 * 0.5))
+    assert torch.equal(model.bias.detach(), bias)
+
+
+def test_a_model_with_matrices_alone_has_one_group() -> None:
+    assert len(adamw(nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)).param_groups) == 1

@@ -1,0 +1,246 @@
+"""What other systems got wrong about steps, averages and runs, where no other test says it (see docs/pitfalls.md)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import valence
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from tests.units import objective, policy_and_reference, unit, units
+from valence.dist.single import Single
+from valence.engine.models import build_policy, build_reference
+from valence.engine.reference import Frozen
+from valence.losses import stats
+from valence.losses.views import seq_view, token_view
+from valence.training.step import Objective
+from valence.types import Encoded
+
+
+def rows(count: int, offset: int = 0) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"question {i} ", "completion": f"{'good' if i % 2 else 'bad'} answer {i}", "label": bool(i % 2)}
+        for i in range(offset, offset + count)
+    ]
+
+
+def train(tmp_path: Path, given: list[dict[str, Any]], **sections: Any) -> tuple[valence.api.Run, list[dict[str, Any]]]:  # type: ignore[name-defined]
+    """A run on a tiny model, and its log."""
+    held_out = sections.pop("held_out", None)
+    recipe = {"method": "kto", "model": {"name": "tiny", **sections.pop("model", {})}, "run": {"dir": str(tmp_path / "run")}}
+    run = valence.train(
+        recipe | sections,
+        model=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32),
+        tokenizer=tiny_tokenizer(),
+        train=given,
+        eval=held_out,
+        quiet=True,
+    )
+    return run, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+# The reference point
+
+
+def test_the_reference_point_divides_the_sum_of_all_by_the_count_of_all() -> None:
+    """Parts of unequal size: the mean of their means would be another number."""
+    parts = torch.tensor([[6.0, 1.0], [2.0, 3.0]])  # sum, count
+    z0, raw = stats.reference_point(parts.sum(0)[:, None])
+    assert z0.item() == raw.item() == 8 / 4
+    assert (parts[:, 0] / parts[:, 1]).mean() != 8 / 4
+
+
+def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
+    """Parts below and above zero: clamping each before adding them would be biased upward."""
+    parts = torch.tensor([[-4.0, 1.0], [2.0, 1.0]])
+    z0, raw = stats.reference_point(parts.sum(0)[:, None])
+    assert (z0.item(), raw.item()) == (0.0, -1.0)
+
+
+class WithAnother(Single):
+    """Two processes, of which the other one always adds the same to every sum."""
+
+    size = 2
+
+    def __init__(self, sums: dict[tuple[int, ...], Tensor]) -> None:
+        self.sums = sums
+
+    def sum(self, values: Tensor) -> Tensor:
+        return values + self.sums[tuple(values.shape)].to(values)
+
+
+def test_counts_and_the_reference_point_are_those_of_all_processes() -> None:
+    policy, reference = policy_and_reference()
+    step = units("judgement", 5)
+    made = objective("kto", policy, reference)
+    alone = made.reference_point(*made.mismatched(step, ()), lambda _: None)[1]
+    made.group = WithAnother({(2, 1): torch.tensor([[30.0], [3.0]])})
+    z0, raw = made.reference_point(*made.mismatched(step, ()), lambda _: None)
+    assert raw.item() == pytest.approx((alone.item() * 5 + 30) / (5 + 3))
+    assert z0.item() == max(0.0, raw.item())
+    made = objective("apo_zero_unpaired", policy, reference)
+    whole = float(made.run(step, backward=False).loss)
+    made.group = WithAnother({(): torch.tensor(3)})  # adds 3 to the count and to the loss
+    assert float(made.run(step, backward=False).loss) == pytest.approx(whole * 5 / (5 + 3) + 3)
+
+
+def test_mismatched_rows_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy, reference = policy_and_reference()
+    made = objective("kto", policy, reference)
+    with_grad: list[bool] = []
+    forward = type(policy).forward
+
+    def watched(self: Any, *args: Any, **named: Any) -> Any:
+        out = forward(self, *args, **named)
+        if self is policy:
+            with_grad.append(out.logp.requires_grad)
+        return out
+
+    monkeypatch.setattr(type(policy), "forward", watched)
+    made.run(units("judgement", 5), backward=True)
+    assert with_grad == [False, True]
+
+
+def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None:
+    """The adapter switched off is the model it started from: loss, statistic and gradient as with a frozen copy."""
+    lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+    policy = build_policy(tiny(), dtype=torch.float64, lora=lora)
+    for name, p in policy.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
+    off = build_reference(policy, fresh_adapter=True)
+    copy = build_reference(policy, fresh_adapter=False, model=tiny())
+    assert isinstance(copy, Frozen)
+    settings = {"desirable_weight": 1.3, "undesirable_weight": 0.4}
+    found: list[tuple[float, Tensor]] = []
+    for reference in (off, copy):
+        policy.zero_grad()
+        outcome = objective("kto", policy, reference, **settings).run(units("judgement"), backward=True)
+        found.append((float(outcome.loss), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])))
+    assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
+    torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-9, atol=1e-12)
+    plain = objective("kto", policy, copy).run(units("judgement"), backward=False)
+    assert float(plain.loss) != pytest.approx(found[0][0], rel=1e-3)
+
+
+# Averages
+
+
+def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
+    """A log-probability of exactly 0 is a token like any other."""
+    (batch,) = _made().batches(units("judgement", 3))
+    zeros = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    view = seq_view(batch, zeros, zeros)
+    assert view["n"].tolist() == [len(u.answers[0].ids) for u in units("judgement", 3)]
+    assert len(token_view(batch, zeros, None)["logp_t"]) == sum(view["n"].tolist())
+
+
+def test_views_hold_one_number_per_sequence_pair_or_token() -> None:
+    """No [S] is ever spread over a [S, T]: every named tensor of a view has the same single axis."""
+    for name in ("kto", "apo_zero_unpaired", "dpo", "sft"):
+        made = _made(name)
+        kind = made.method.kind
+        (batch,) = made.batches(units(kind, 4))
+        from valence.losses.views import VIEWS
+
+        logp = torch.randn(len(batch.tokens), dtype=torch.float64)
+        view = VIEWS[made.method.loss.view](batch, logp, logp)
+        expected = {"seq": (4,), "pair": (4,), "token": (int(batch.mask.sum()),)}[made.method.loss.view]
+        assert {tuple(t.shape) for t in view.values()} == {expected}, name
+        view["z0"] = torch.zeros(expected)
+        assert made.method.loss(view, made.settings).shape == expected
+
+
+def test_a_row_counts_as_one_however_long_it_is() -> None:
+    """The gradient of kto with respect to a token does not know how many tokens its row has."""
+    short, long = (unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40))))
+    made = _made("apo_zero_unpaired")
+    (batch,) = made.batches([short, long])
+    logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
+    view = seq_view(batch, logp, torch.zeros_like(logp.detach()))
+    made.method.loss(view, made.settings).sum().backward()
+    assert logp.grad is not None
+    assert len(set(logp.grad[batch.mask].tolist())) == 1
+
+
+def _made(name: str = "kto") -> Objective:
+    policy, reference = policy_and_reference()
+    return objective(name, policy, reference)
+
+
+# Runs
+
+
+@pytest.mark.parametrize(("count", "batch_size", "epochs", "steps"), [(3, 16, 2, 2), (1, 16, 1, 1), (5, 4, 2, 4), (16, 16, 1, 1)])
+def test_data_smaller_than_a_batch_is_trained_on(count: int, batch_size: int, epochs: int, steps: int, tmp_path: Path) -> None:
+    given = rows(count)
+    run, log = train(
+        tmp_path, given, method="apo_zero_unpaired",
+        train={"batch_size": batch_size, "epochs": epochs, "learning_rate": 1e-2},
+    )  # fmt: skip
+    assert [record["step"] for record in log] == list(range(1, steps + 1))
+    assert log[-1]["examples_seen"] == count * epochs
+    assert run.step == run.total_steps == steps
+    fresh = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    moved = [not torch.equal(a, b) for a, b in zip(run.policy.parameters(), fresh.parameters(), strict=True)]
+    assert any(moved)
+
+
+def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
+    given = rows(20)
+    train_section = {"batch_size": 4, "epochs": 2, "learning_rate": 1e-3, "warmup": 0.2, "schedule": "linear"}
+    _, log = train(tmp_path, given, train=train_section)
+    assert [record["lr"] for record in log] == pytest.approx([1e-3 * f for f in (0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)])
+
+
+@pytest.mark.parametrize("count", [2, 3, 7])
+def test_evaluation_measures_every_held_out_row_once_and_no_other(count: int, tmp_path: Path) -> None:
+    """Also fewer rows than a step or a micro-batch has, with a tail, and without touching the rows trained on."""
+    held_out = rows(count, offset=100)
+    run, _ = train(tmp_path, rows(8), held_out=held_out, train={"batch_size": 4, "micro_batch_tokens": 40})
+    found = run.evaluate()
+    assert [row["completion"] for row in found.rows] == [row["completion"] for row in held_out]
+    for name, label in (("chosen", True), ("rejected", False)):
+        rewards = [row["reward"] for row in found.rows if row["label"] is label]
+        assert found.metrics[f"rewards/{name}"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+
+
+def test_evaluating_changes_nothing(tmp_path: Path) -> None:
+    run, _ = train(tmp_path, rows(8), held_out=rows(5, offset=100), train={"batch_size": 4, "learning_rate": 1e-2})
+    before = {name: p.clone() for name, p in run.policy.named_parameters()}
+    random = torch.get_rng_state()
+    first, second = run.evaluate(), run.evaluate()
+    assert first == second
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.policy.named_parameters())
+    assert run.policy.training
+
+
+def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
+    """At evaluation, after training too."""
+    held_out = rows(6, offset=100)
+    for name, model in (("full", {}), ("adapter", {"lora": {"rank": 4}})):
+        run, log = train(
+            tmp_path / name, rows(8), held_out=held_out, model=model, train={"batch_size": 4, "learning_rate": 1e-2, "epochs": 3}
+        )
+        assert log[0]["eval/rewards/chosen"] == pytest.approx(0, abs=1e-6)
+        after = run.evaluate().rows
+        start = valence.logprobs(tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32), held_out, tokenizer=tiny_tokenizer(),
+                                 kind="judgement")  # fmt: skip
+        assert [row["ref"] for row in after] == pytest.approx([found.total for found in start], rel=1e-4)
+        assert any(abs(row["logp"] - row["ref"]) > 1e-2 for row in after)
+
+
+def test_a_pass_over_rows_leaves_them_as_they_were() -> None:
+    policy, reference = policy_and_reference()
+    step: list[Encoded] = units("judgement", 6)
+    before = [replace(u) for u in step]
+    objective("kto", policy, reference, max_length=12).run(step, backward=True)
+    assert step == before
