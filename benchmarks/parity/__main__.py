@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from transformers.utils.logging import disable_progress_bar
+
 from benchmarks.parity.cases import CASES, Case
 from benchmarks.parity.sides import Figures, ours, theirs
 from benchmarks.parity.stages import Stage, real_stage, tiny_stage
@@ -91,6 +93,7 @@ def main() -> int:
         print(HOW_TO, file=sys.stderr)
         return 2
     stages = {"tiny": tiny_stage} if quick else {"tiny": tiny_stage, "real": real_stage}
+    disable_progress_bar()
     found = {name: run(stage, python) for name, stage in stages.items()}
     print("\n" + "; ".join(verdict(name, rows) for name, rows in found.items()))
     return 0 if all(row.held for rows in found.values() for row in rows) else 1

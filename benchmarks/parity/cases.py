@@ -40,7 +40,7 @@ DPO = (*APO, "rewards/accuracies")
 
 CASES = (
     Case("kto", "kto", z0_of_trl(ROWS), "kto", {}, KTO),
-    Case("kto, z0 at its clamp, class weights", "kto", z0_of_trl(ROWS) | WEIGHTS, "kto", WEIGHTS, KTO, swapped=True),
+    Case("kto, models swapped, class weights", "kto", z0_of_trl(ROWS) | WEIGHTS, "kto", WEIGHTS, KTO, swapped=True),
     # Rewards are left out here: over several batches TRL logs the mean of their means, Valence the mean over all rows.
     Case("kto, two batches accumulated", "kto", z0_of_trl(ROWS // 2), "kto", {}, (*STEP, "kl"), batch=ROWS // 2),
     Case("apo_zero_unpaired", "apo_zero_unpaired", {}, "kto", {"loss_type": "apo_zero_unpaired"}, APO),

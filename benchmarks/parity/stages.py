@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.parity.cases import ROWS
 from examples.demo import assets
@@ -20,7 +19,7 @@ from valence.training.setup import prepare
 from valence.types import Answer, Encoded, Kind, Origin
 
 VOCABULARY, EOS = 512, 2
-MAX_LENGTH = 192
+MAX_LENGTH = 160
 """Longest real prompt with its answer (tokens)."""
 
 
@@ -52,7 +51,7 @@ def tiny_stage(folder: Path) -> Stage:
     with torch.no_grad():
         for weights in model.parameters():
             weights.mul_(3 if weights.ndim > 1 else 1)  # far enough from uniform for attention to matter
-    first, second = _save_two(model, folder, noise=0.3)
+    first, second = _save_two(model, folder, noise=1.0)
     draw = random.Random(0)
     judgements = tuple(_made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS))
     preferences = tuple(_made(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
@@ -62,32 +61,32 @@ def tiny_stage(folder: Path) -> Stage:
 def real_stage(folder: Path) -> Stage:
     """SmolLM2-135M-Instruct on rows of kto_en_demo and dpo_en_demo, encoded with its chat template."""
     source, data = assets.smollm2(), assets.llamafactory_data()
-    judgements = _encoded("kto", source, data / "kto_en_demo.json")
-    ups = islice((unit for unit in judgements if unit.label), ROWS // 2)
-    downs = islice((unit for unit in judgements if not unit.label), ROWS // 2)
+    judgements, preferences = _encoded("kto", source, data), _encoded("dpo", source, data)
+    ups, downs = ([unit for unit in judgements if unit.label is label][: ROWS // 2] for label in (True, False))
     alternating = tuple(unit for both in zip(ups, downs, strict=True) for unit in both)
-    shortest = sorted(_encoded("dpo", source, data / "dpo_en_demo.json"), key=lambda unit: unit.tokens)
     model = load_model(str(source), dtype=torch.float32)
-    first, second = _save_two(model, folder, noise=0.01)  # type: ignore[arg-type]
+    first, second = _save_two(model, folder, noise=0.02)
     eos = alternating[0].answers[0].ids[-1]
-    return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, tuple(shortest[:ROWS]), eos)
+    return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, preferences[:ROWS], eos)
 
 
-def _encoded(method: str, model: Path, rows: Path) -> Iterable[Encoded]:
-    recipe = {"method": method, "model": {"name": str(model)}, "data": {"train": [{"path": str(rows)}], "max_length": MAX_LENGTH}}
-    return prepare(load_recipe(recipe, method_of=method_of)).corpora["train"].units
+def _encoded(method: str, model: Path, folder: Path) -> tuple[Encoded, ...]:
+    """The rows of {method}_en_demo that fit MAX_LENGTH, the shortest first."""
+    data = {"train": [{"path": str(folder / f"{method}_en_demo.json")}], "max_length": MAX_LENGTH}
+    recipe = load_recipe({"method": method, "model": {"name": str(model)}, "data": data}, method_of=method_of)
+    return tuple(sorted(prepare(recipe).corpora["train"].units, key=lambda unit: unit.tokens))
 
 
-def _save_two(model: PreTrainedModel, folder: Path, noise: float) -> tuple[Path, Path]:
+def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]:
     """The model, and the same with each weight moved by a fixed random amount (a share of its tensor's spread)."""
     paths = folder / "first", folder / "second"
-    model.save_pretrained(paths[0])
+    model.save_pretrained(paths[0])  # type: ignore[operator]
     made = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim > 1:
                 weights += noise * weights.std() * torch.randn(weights.shape, generator=made)
-    model.save_pretrained(paths[1])
+    model.save_pretrained(paths[1])  # type: ignore[operator]
     return paths
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,17 +17,21 @@ from examples.demo.measure import auc, mcnemar, share
 from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
 from valence.rollout import Sampling
+from valence.training.loop import Interrupted
 from valence.types import Chat, Completion
 
 HERE = Path(__file__).parent
 HELD_OUT = HERE.parent / "quickstart" / "held_out_prompts.jsonl"
+FOLDER = Path("runs/demo")
 SHOWN = 3
 
 
 def main() -> None:
     console = Console()
-    run = valence.train(HERE / "recipe.yaml", overrides=[f"model.name={smollm2()}"], fresh=True, console=console)
-    folder = Path(run.recipe.run.dir)
+    shutil.rmtree(FOLDER, ignore_errors=True)  # of an earlier demo; `valence train` itself never deletes a run
+    recipe = HERE / "recipe.yaml"
+    run = valence.train(recipe, overrides=[f"model.name={smollm2()}"], console=console, command=f"valence train {recipe}")
+    folder = FOLDER
     show_separation(folder / "eval" / f"step-{run.step}.json", console)
 
     prompts = read_prompts(HELD_OUT)
@@ -82,4 +88,9 @@ def as_shown(answer: Completion) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (Interrupted, KeyboardInterrupt):
+        sys.exit("stopped")
+    except valence.UserError as error:
+        sys.exit(str(error))

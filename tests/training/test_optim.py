@@ -81,3 +81,8 @@ def test_decay_is_decoupled_from_the_gradient() -> None:
 
 def test_a_model_with_matrices_alone_has_one_group() -> None:
     assert len(adamw(nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)).param_groups) == 1
+
+
+@pytest.mark.xfail(strict=True, reason="the product is rounded up from 7.000000000000001")
+def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
+    assert warmup_steps(0.07, 100) == 7

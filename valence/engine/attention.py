@@ -2,10 +2,14 @@
 
 Each sequence attends to itself alone. The bounds of the sequences travel as a keyword argument of the model's forward, so
 that recomputation under activation checkpointing sees them too.
+
+Sequences of similar length run together, padded on the right: a causal mask hides the padding from every real token, and
+what the padding itself computes is dropped.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -15,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 
 NAME = "valence_packed"
+DENSE = 256  # tokens; up to this length plain products beat the fused kernel on a CPU, whose backward is slow on small blocks
+SLACK = 0.8  # a sequence joins others if it is at least this share of the longest one
 
 
 def packed_attention(
@@ -34,30 +40,98 @@ def packed_attention(
     if torch.is_autocast_enabled(query.device.type):
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
-    out = [
-        _causal(query[:, :, a:b], key[:, :, a:b], value[:, :, a:b], scaling, sliding_window, softcap) for a, b in pairwise(bounds)
-    ]
-    return torch.cat(out, 2).transpose(1, 2).contiguous(), None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    flat = [x[0].transpose(0, 1) for x in (query, key, value)]  # [T, heads, D]
+    buckets, order = layout(bounds, query.device)
+    parts: list[Tensor] = []
+    for rows, real in buckets:
+        # [S, heads, L, D] of the bucket's sequences
+        q, k, v = (x[rows.flatten()].unflatten(0, rows.shape).transpose(1, 2) for x in flat)
+        out = _causal(q, k, v, scale, sliding_window, softcap)
+        parts.append(out.transpose(1, 2).flatten(0, 1)[real])
+    return torch.cat(parts)[order][None], None
 
 
-def _causal(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, window: int | None, softcap: float | None
-) -> Tensor:
-    length = query.shape[2]
-    if softcap is None and (window is None or length <= window):
-        return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
-    distance = torch.arange(length, device=query.device)
-    distance = distance[:, None] - distance
-    seen = (distance >= 0) & (distance < (window or length))
-    if softcap is None:
-        return scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=scaling)
-    # A capped score has no fused kernel: dense, one sequence at a time.
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, float("-inf"))
-    return torch.softmax(scores, -1, torch.promote_types(torch.float32, scores.dtype)).to(value.dtype) @ value
+@lru_cache(maxsize=64)
+def layout(bounds: tuple[int, ...], device: torch.device) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
+    """How sequences run together. For each bucket: rows[S, L] of the pack (padding repeats a sequence's last row), and which
+    of the S*L places are real; and the order that puts the real places of all buckets back into the pack's: [T]."""
+    spans = sorted(pairwise(bounds), key=lambda span: span[0] - span[1])
+    buckets: list[list[tuple[int, int]]] = []
+    for span in spans:
+        if not buckets or span[1] - span[0] < SLACK * (buckets[-1][0][1] - buckets[-1][0][0]):
+            buckets.append([])
+        buckets[-1].append(span)
+    found: list[tuple[Tensor, Tensor]] = []
+    seen: list[Tensor] = []
+    for bucket in buckets:
+        starts, ends = (torch.tensor(side)[:, None] for side in zip(*bucket, strict=True))
+        places = starts + torch.arange(int((ends - starts).max()))
+        rows = torch.minimum(places, ends - 1)
+        real = torch.nonzero((places < ends).flatten()).squeeze(1)
+        seen.append(rows.flatten()[real])
+        found.append((rows.to(device), real.to(device)))
+    return tuple(found), torch.cat(seen).argsort().to(device)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None, softcap: float | None) -> Tensor:
+    """q[S, H, L, D], k and v[S, H_kv, L, D] -> [S, H, L, D]."""
+    length, groups = q.shape[2], q.shape[1] // k.shape[1]
+    windowed = window is not None and length > window
+    if softcap is None and not (q.device.type == "cpu" and length <= DENSE):
+        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+        if windowed:
+            return scaled_dot_product_attention(q, k, v, attn_mask=~_hidden(length, window, q.device), scale=scale)
+        return scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+    hidden = _hidden(length, window, q.device)
+    grouped = q.reshape(q.shape[0], k.shape[1], groups * length, q.shape[3])  # heads that share keys, one after another
+    out = Dense.apply(grouped, k, v, scale, softcap, hidden.repeat(groups, 1))
+    return out.view_as(q)  # type: ignore[union-attr]
+
+
+def _hidden(length: int, window: int | None, device: torch.device) -> Tensor:
+    """True where a query (row) may not see a key (column): later ones, and those a window or more before it. [L, L]."""
+    place = torch.arange(length, device=device)
+    distance = place[:, None] - place
+    return (distance < 0) | (distance >= (window or length))
+
+
+class Dense(torch.autograd.Function):
+    """Attention by plain products in float32 (float64 for a float64 model), which keeps no scores for the backward pass.
+
+    q[S, H, L_q, D], k and v[S, H, L, D], hidden[L_q, L]. With a soft-cap the scores are cap * tanh(scores / cap).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float | None, hidden: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v, hidden)
+        ctx.scale, ctx.softcap = scale, softcap
+        wide = torch.promote_types(torch.float32, q.dtype)
+        weights, _ = _weights(q.to(wide), k.to(wide), scale, softcap, hidden)
+        return (weights @ v.to(wide)).to(q.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        *saved, hidden = ctx.saved_tensors
+        dtype = saved[0].dtype
+        wide = torch.promote_types(torch.float32, dtype)
+        q, k, v, grad = (x.to(wide) for x in (*saved, grad))
+        weights, slope = _weights(q, k, ctx.scale, ctx.softcap, hidden)
+        d_v = weights.transpose(2, 3) @ grad
+        d_weights = grad @ v.transpose(2, 3)
+        d_scores = weights * (d_weights - (d_weights * weights).sum(-1, keepdim=True))
+        d_scores = (d_scores if slope is None else d_scores * slope) * ctx.scale
+        return (d_scores @ k).to(dtype), (d_scores.transpose(2, 3) @ q).to(dtype), d_v.to(dtype), None, None, None
+
+
+def _weights(q: Tensor, k: Tensor, scale: float, softcap: float | None, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    """softmax of the scores, and the soft-cap's slope if there is one."""
+    scores = q @ k.transpose(2, 3) * scale
+    slope = None
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, 1 - bent * bent
+    return torch.softmax(scores.masked_fill_(hidden, float("-inf")), -1), slope
 
 
 AttentionInterface.register(NAME, packed_attention)

@@ -2,7 +2,7 @@
 
 A loop of its own, not the library's ``generate``: it draws one uniform number per token instead of one per token and
 vocabulary entry, runs a prompt once for all its samples, and stops computing answers that have ended. On a CPU that is
-more than twice as fast, and an answer's random numbers do not depend on how the prompts are cut into batches.
+nearly twice as fast, and an answer's random numbers do not depend on how the prompts are cut into batches.
 """
 
 from __future__ import annotations

@@ -1,0 +1,113 @@
+"""Who may import whom, and what may not be imported until it is needed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
+
+LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "checkpoint", "report")
+
+MAY_IMPORT: dict[str, tuple[str, ...]] = {
+    "errors": (),
+    "types": (),
+    "config": (),
+    "dist": (),
+    "losses": ("types",),
+    "engine": ("types",),
+    "data": ("types",),
+    "rollout": ("types",),
+    "checkpoint": ("types", "dist.protocol"),
+    "report": ("types", "dist.protocol"),
+    "training": LAYERS,
+    "api": (*LAYERS, "training"),
+    "cli": (*LAYERS, "training", "api"),
+    "__main__": ("cli",),
+    "": ("api", "losses"),  # valence/__init__.py names them, and loads them on first use
+}
+"""Part of the package -> the parts it may import, besides itself and ``errors``."""
+
+HEAVY = ("plotly", "peft", "datasets", "gguf", "accelerate", "wandb", "vllm", "tensorboard", "pyarrow", "trackio", "mlflow")
+PURE = ("torch", "annotated_types", "typing_extensions")
+
+
+def part_of(path: Path) -> str:
+    """The part of the package that a file belongs to."""
+    return "__main__" if path.name == "__main__.py" else (name_of(path).split(".")[1:] or [""])[0]
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_imports_go_down_only(path: Path) -> None:
+    part = part_of(path)
+    allowed = [f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))]
+    allowed += ["valence.__version__"]
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {name}"
+        for line, name in imports(path)
+        if is_in(name, "valence") and not any(is_in(name, prefix) for prefix in allowed)
+    ]
+    assert wrong == []
+
+
+def test_the_rules_name_every_part() -> None:
+    assert {part_of(path) for path in FILES} == set(MAY_IMPORT)
+
+
+def test_losses_are_pure() -> None:
+    """Tensors in, tensors out: nothing but torch and the words for bounds of settings."""
+    outside = {
+        name.split(".")[0]
+        for path in FILES
+        if part_of(path) == "losses"
+        for _, name in imports(path)
+        if not is_in(name, "valence")
+    }
+    assert outside - sys.stdlib_module_names <= set(PURE)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_libraries_that_only_some_runs_need_are_imported_where_used(path: Path) -> None:
+    wrong = [f"{path}:{line}: {name}" for line, name in imports(path, top=True) if name.split(".")[0] in HEAVY]
+    assert wrong == []
+
+
+def test_only_dist_speaks_to_other_processes() -> None:
+    users = [path for path in FILES for _, name in imports(path) if is_in(name, "torch.distributed")]
+    assert [path for path in users if part_of(path) != "dist"] == []
+
+
+def modules_after(code: str) -> set[str]:
+    """The modules that are loaded once this code has run in a process of its own."""
+    shown = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('LOADED', *sys.modules)"
+    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True, cwd=ROOT)
+    return set(done.stdout.rpartition("LOADED ")[2].split())
+
+
+@pytest.mark.parametrize("code", [
+    "import valence",
+    "import valence.config.load",
+    "import valence.types, valence.errors",
+    "import valence.cli; sys.argv = ['valence', '--help']; valence.cli.main()",
+    "import valence.cli; sys.argv = ['valence', 'train', '--help']; valence.cli.main()",
+])  # fmt: skip
+def test_what_needs_no_tensors_waits_for_no_torch(code: str) -> None:
+    loaded = modules_after(code)
+    assert "valence" in loaded
+    assert not loaded & {"torch", "transformers", *HEAVY}
+
+
+def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
+    loaded = modules_after("import valence.api")
+    assert "torch" in loaded
+    assert not loaded & {"plotly", "wandb", "vllm", "gguf", "valence.data.hub.datasets"}
+
+
+def test_the_package_is_where_the_tests_look() -> None:
+    import valence
+
+    assert valence.__file__ is not None
+    assert Path(valence.__file__).parent == PACKAGE

@@ -1,0 +1,226 @@
+"""The documents are true: their code runs, their output is what is shown, and what they name exists."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import pytest
+import torch
+
+from tests.contract import test_contract
+from tests.docs import settings
+from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence import cli, losses
+from valence.config.describe import settings_table
+from valence.config.load import load_recipe
+from valence.data.formats import FORMATS
+from valence.losses import LOSSES, preference
+from valence.training.methods import METHODS, Method, method_of
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+"""What the README's recipe names. In the test a tiny model lies in a folder of that name."""
+
+
+def text(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+# Blocks
+
+
+def test_one_batch_prints_what_it_shows() -> None:
+    for block, found, shown in executed(text("docs/one-batch.md"), "docs/one-batch.md"):
+        assert (shown is None) == (not found), f"docs/one-batch.md:{block.line}"
+        if shown is not None:
+            assert same_output(found, shown.text), f"docs/one-batch.md:{shown.line} should read\n{found}"
+
+
+def test_a_wrong_number_is_seen_and_mended() -> None:
+    page = "```python\nprint('a', 1 / 3)\n```\n\n```text\na 0.3334\n```\n"
+    assert not same_output("a 0.33333", "a 0.3334\n".replace("0.3334", "0.34"))
+    assert not same_output("a 0.3333", "b 0.3333")
+    assert not same_output("a 1", "a 2")
+    assert same_output("a 0.33331\n", "a 0.33333")
+    assert refreshed(page.replace("0.3334", "0.5"), "page") == page.replace("0.3334", str(1 / 3))
+    assert refreshed(page, "page") == page
+    assert NUMBER.findall("a -1.5e-05 2") == ["-1.5e-05"]
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder as the README's reader has it: a model, feedback, held-out feedback, and the recipe."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(MODEL)
+    tokenizer.save_pretrained(MODEL)
+    (shown,) = blocks(README, "json")
+    rows = [json.loads(line) for line in shown.text.splitlines()]
+    more = [
+        {"prompt": [{"role": "user", "content": f"question {i}"}], "completion": f"answer {i}", "label": i % 2 == 0}
+        for i in range(20)
+    ]
+    for name, part in (("feedback", [*rows, *more[:14]]), ("held_out", more[14:])):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
+    (recipe,) = blocks(README, "yaml")
+    Path("recipe.yaml").write_text(recipe.text)
+    yield tmp_path
+
+
+def commands() -> list[str]:
+    lines = [line for block in blocks(README, "sh") for line in block.text.splitlines()]
+    return [line for line in lines if line.startswith("valence ")]
+
+
+def test_the_readme_works_from_top_to_bottom(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its recipe, its commands in their order, the files that it promises, and its Python."""
+    assert len(commands()) >= 7
+    for line in commands():
+        monkeypatch.setattr(sys, "argv", shlex.split(line))
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert not ended.value.code, line
+    for path in promised_files():
+        assert list(Path("runs/first").glob(path.replace("N", "*"))), path
+    printed = list(executed(README, "README.md"))
+    assert len(printed) >= 4
+    for block, found, shown in printed:
+        if shown is not None:
+            assert same_output(found, shown.text), f"README.md:{block.line} prints\n{found}"
+
+
+def promised_files() -> list[str]:
+    """The paths in the table of the run folder."""
+    section = README.split("## The run folder")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_make_targets_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^(\w+):", text("Makefile"), re.MULTILINE))
+    for page in ("README.md", "CONTRIBUTING.md"):
+        named = {word for block in blocks(text(page), "sh") for word in re.findall(r"^make (\w+)", block.text, re.MULTILINE)}
+        assert named
+        assert named <= targets
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_block_is_what_it_says(page: str) -> None:
+    for block in blocks(text(page)):
+        where = f"{page}:{block.line}"
+        match block.language:
+            case "python":
+                ast.parse(block.text, where)
+            case "yaml":
+                _check_recipe(block)
+            case "json":
+                assert all(json.loads(line) for line in block.text.splitlines()), where
+            case "sh":
+                subprocess.run(["bash", "-n"], input=block.text, text=True, check=True)
+            case other:
+                assert other == "text", where
+
+
+def _check_recipe(block: Block) -> None:
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "recipe.yaml"
+        path.write_text(block.text)
+        load_recipe(path, method_of=method_of, training=False)
+
+
+def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The function and the row of CONTRIBUTING.md, put into the tables and held to what every row must satisfy."""
+    function, row = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
+    namespace = {**vars(preference), "torch": torch}
+    exec(function, namespace)
+    namespace = {**vars(losses), **{name: namespace[name] for name in re.findall(r"^def (\w+)", function, re.MULTILINE)}}
+    exec(row, namespace)
+    [(name, made)] = namespace["row"].items()
+    monkeypatch.setitem(LOSSES, name, made)
+    monkeypatch.setitem(METHODS, name, Method(name, made))
+    test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name)
+    test_contract.test_prompts_get_no_gradient_and_answers_the_declared_direction(name)
+    assert {row.name for row in settings_table(METHODS[name].settings)} == {"beta"}
+
+
+# What is named
+
+
+def test_the_readme_names_every_loss_format_command_and_status() -> None:
+    words = set(re.findall(r"`([^`\s]+)", README))
+    assert set(METHODS) == set(LOSSES) <= words
+    assert set(FORMATS) <= words
+    assert {f"valence {c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
+        f"valence {name}" for name in re.findall(r"^\| `valence (\w+)", README, re.MULTILINE)
+    }
+    section = README.split("| exit status |")[1].split("\n\n")[0]
+    assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {0, 1, cli.MISTAKE, cli.STOPPED}
+
+
+def test_the_page_of_settings_is_up_to_date() -> None:
+    assert settings.PAGE.read_text(encoding="utf-8") == settings.page(), "run `python -m tests.docs.settings`"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    folder = (ROOT / page).parent
+    for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
+        if not target.startswith(("http:", "https:", "#")):
+            assert (folder / target.split("#")[0]).exists(), f"{page}: {target}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_and_tests_that_are_named_exist(page: str) -> None:
+    """``path/to/file.py`` and ``path/to/test_file.py::test_name`` in backticks, from the root of the repository."""
+    for path, name in re.findall(r"`((?:valence|tests|examples|recipes|docs|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`", text(page)):
+        assert (ROOT / path).is_file(), f"{page}: {path}"
+        if name:
+            assert name in functions(path), f"{page}: {path}::{name}"
+
+
+@cache
+def functions(path: str) -> frozenset[str]:
+    tree = ast.parse(text(path))
+    return frozenset(node.name for node in tree.body if isinstance(node, ast.FunctionDef))
+
+
+def test_every_pitfall_has_a_test() -> None:
+    rows = [line for line in text("docs/pitfalls.md").splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [row for row in rows if not row.startswith("| what goes wrong")]
+    assert len(rows) >= 20
+    for row in rows:
+        assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row.split("|")[2]), row
+
+
+def test_decisions_are_numbered_and_linked() -> None:
+    records = sorted(p.name for p in (ROOT / "docs" / "decisions").glob("[0-9]*.md"))
+    assert [int(name[:4]) for name in records] == list(range(1, len(records) + 1))
+    index = text("docs/decisions/README.md")
+    for name in records:
+        record = text(f"docs/decisions/{name}")
+        assert record.startswith(f"# {name[:4]} ")
+        assert re.findall(r"^## (.+)$", record, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+        assert f"({name})" in index
+
+
+def test_every_dependency_has_its_reason() -> None:
+    import tomllib
+
+    project = tomllib.loads(text("pyproject.toml"))["project"]
+    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    names = {re.split(r"[\[<>=]", each)[0].lower() for each in wanted} - {"valence"}
+    record = text("docs/decisions/0001-dependencies.md")
+    reasons = {name.lower() for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE) for name in re.findall(r"`([^`]+)`", line)}
+    assert names == reasons
