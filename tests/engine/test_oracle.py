@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.models import ARCHITECTURES, tiny
-from valence.engine import head
+from valence.engine import attention, head
 from valence.engine.logprobs import Engine, plain_batch
 from valence.engine.models import build_policy
 
@@ -32,9 +32,11 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
+@pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "fused"])
 def test_packed_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
+    if how == "fused":
+        monkeypatch.setattr(attention, "DENSE", 0)  # the kernel that longer sequences run with
     moe = name == "qwen3_moe"  # its grouped products refuse float64
     dtype = torch.float32 if moe else torch.float64
     rough = moe or name == "gemma2"  # whose eager attention takes its softmax in float32

@@ -9,7 +9,9 @@ from html.parser import HTMLParser
 import pytest
 
 from valence.errors import UserError
-from valence.report.page import POINTS, figures, flatten, read_run, rewards_by_class, write_page
+from valence.report.figures import POINTS, figures, rewards_by_class
+from valence.report.page import flatten, write_page
+from valence.report.rundata import read_run
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] \x1b[2J \x00 \ud800 é 日本"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import math
 import time
@@ -28,6 +29,11 @@ def visible(text: str) -> str:
     """The text with control characters (except newline and tab) as their pictures and lone surrogates replaced,
     so that data can neither steer a terminal nor make a file that is not UTF-8."""
     return "".join(_picture(c) for c in text)
+
+
+def esc(value: object) -> str:
+    """Any value as HTML text."""
+    return html.escape(text(value))
 
 
 def _picture(char: str) -> str:

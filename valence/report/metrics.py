@@ -49,6 +49,8 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
     up, down = values[positive].double(), values[~positive].double()
     if not len(up) or not len(down):
         return None
+    if bool(torch.isnan(values).any()):
+        return float("nan")  # it has no rank
     ordered = down.sort().values
     below = torch.searchsorted(ordered, up)
     not_above = torch.searchsorted(ordered, up, right=True)

@@ -5,63 +5,22 @@ Everything that comes from data goes through ``esc``; figures are plain dictiona
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from valence.errors import UserError
-from valence.report.console import as_tables, audit_warnings, compare, duration, exact, text
-
-Json = Mapping[str, Any]
+from valence.report.console import as_tables, audit_warnings, compare, duration, esc, exact
+from valence.report.figures import figures, histogram, mean_width, rewards_by_class
+from valence.report.rundata import Json, RunData, read_run
 
 TEMPLATE = Path(__file__).with_name("page.html")
 
-POINTS = 1500
-"""Most points of one curve; longer curves show means of neighbouring steps."""
-
 ROWS = 50
 """Most rows of one table of the audit."""
-
-BINS = 24
-"""Bins of a histogram."""
-
-CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("Loss", ("loss",)),
-    ("Implicit rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
-    ("KL to the reference (nats)", ("kl/raw", "kl")),
-    ("Gradient norm", ("grad_norm",)),
-    ("Learning rate", ("lr",)),
-    ("Tokens per second", ("tokens/s",)),
-)
-"""Charts that come first, with the metrics in each. Every other metric that varies gets a chart of its own."""
-
-COUNTERS = frozenset({"step", "epoch", "tokens", "seconds", "tokens_seen", "examples_seen"})
-"""Metrics that only count along with the steps or measure the logging itself; a curve of them says nothing."""
-
-COLOURS = ("#3b7ddd", "#d9661f", "#8b62d6", "#2a9d74")
-"""Lines and bars; each readable on white and on black, and by colour-blind people."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunData:
-    """What was found in a run's folder; empty where there was nothing. ``problems``: what could not be read."""
-
-    path: Path
-    config: Json
-    config_text: str
-    audit: Json
-    metrics: tuple[Json, ...]
-    evaluations: tuple[Json, ...]
-    test: Json | None
-    samples: tuple[Json, ...]
-    run: Json
-    problems: tuple[str, ...]
 
 
 def write_page(run_dir: Path) -> Path:
@@ -72,104 +31,6 @@ def write_page(run_dir: Path) -> Path:
     aside.write_text(page, encoding="utf-8")
     os.replace(aside, path)
     return path
-
-
-def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder. Files that are absent or damaged leave a gap; damage is listed in ``problems``."""
-    if not run_dir.is_dir():
-        raise UserError("there is no such run folder", where=str(run_dir), fix="name the folder that run.dir named")
-    problems: list[str] = []
-    config_text = _read(run_dir / "config.yaml", str, "", problems)
-    evaluations = [_read(path, _evaluation, None, problems) for path in run_dir.glob("eval/step-*.json")]
-    return RunData(
-        path=run_dir,
-        config=_read(run_dir / "config.yaml", _yaml_object, {}, problems),
-        config_text=config_text,
-        audit=_read(run_dir / "audit.json", _audit_object, {}, problems),
-        metrics=_read_metrics(run_dir / "metrics.jsonl", problems),
-        evaluations=tuple(sorted(filter(None, evaluations), key=lambda e: e["step"])),
-        test=_read(run_dir / "eval" / "test.json", _evaluation, None, problems),
-        samples=_read(run_dir / "samples.json", _json_objects, (), problems),
-        run=_read(run_dir / "run.json", _json_object, {}, problems),
-        problems=tuple(dict.fromkeys(problems)),
-    )
-
-
-def _read(path: Path, parse: Callable[[str], Any], missing: Any, problems: list[str]) -> Any:
-    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged."""
-    if not path.exists():
-        return missing
-    try:
-        return parse(path.read_bytes().decode("utf-8"))
-    except (OSError, ValueError) as error:
-        problems.append(f"{path.name} could not be read: {error}")
-        return missing
-
-
-def _json_object(text: str) -> Json:
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError("not a JSON object")
-    return value
-
-
-def _json_objects(text: str) -> tuple[Json, ...]:
-    value = json.loads(text)
-    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
-        raise ValueError("not a list of JSON objects")
-    return tuple(value)
-
-
-def _audit_object(text: str) -> Json:
-    value = _json_object(text)
-    if not all(isinstance(found, dict) for found in value.values()):
-        raise ValueError("not an audit with an object for each list of rows")
-    return value
-
-
-def _evaluation(text: str) -> Json:
-    value = _json_object(text)
-    kinds = {"step": int, "metrics": dict, "rows": list}
-    if not all(isinstance(value.get(name), kind) for name, kind in kinds.items()):
-        raise ValueError("not an evaluation with step, metrics and rows")
-    return value
-
-
-def _yaml_object(text: str) -> Json:
-    from ruamel.yaml import YAML, YAMLError
-
-    try:
-        value = YAML(typ="safe", pure=True).load(text)
-    except YAMLError as error:
-        raise ValueError(str(error)) from error
-    if not isinstance(value, dict):
-        raise ValueError("not a mapping")
-    return value
-
-
-def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
-    """Records by ascending step; what a later line says of the same step (evaluation, a resumed run) is merged in."""
-    by_step: dict[int, dict[str, Any]] = {}
-    lines = path.read_bytes().split(b"\n") if path.is_file() else []
-    for place, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            record = _json_object(line.decode("utf-8"))
-            step = int(record["step"])
-            by_step.setdefault(step, {}).update(record, step=step)
-        except (ValueError, KeyError, TypeError):
-            last = " (the last line: the run was stopped while writing it)" if place == len(lines) else ""
-            problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
-    return tuple(by_step[step] for step in sorted(by_step))
-
-
-# --- HTML from data -------------------------------------------------------------------------------------------------
-
-
-def esc(value: object) -> str:
-    """Any value as HTML text."""
-    return html.escape(text(value))
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, numeric: bool = False) -> str:
@@ -207,104 +68,6 @@ def flatten(value: Json, prefix: str = "") -> dict[str, Any]:
 
 
 # --- Figures ----------------------------------------------------------------------------------------------------------
-
-
-def figures(run: RunData) -> dict[str, Json]:
-    """Curves by title, as plotly figures; metrics of evaluations are points beside the training metric's line."""
-    names = dict.fromkeys(name.removeprefix("eval/") for record in run.metrics for name in record)
-    known = {name for _, group in CHARTS for name in group}
-    rest = [(name, (name,)) for name in names if name not in known | COUNTERS]
-    made: dict[str, Json] = {}
-    for title, group in (*CHARTS, *rest):
-        traces = [t for i, name in enumerate(group) for t in _curves(run.metrics, name, COLOURS[i])]
-        values = {y for trace in traces for y in trace["y"]}
-        if len(values) > 1 or (traces and title in dict(CHARTS)):
-            made[title] = {"data": traces, "layout": {"showlegend": len(traces) > 1, "xaxis": {"tickformat": ",~f"}}}
-    return made
-
-
-def _curves(records: Sequence[Json], name: str, colour: str) -> list[Json]:
-    """The line of a training metric and the points of the same metric in evaluations, whichever exist."""
-    traces: list[Json] = []
-    short = name.removeprefix("rewards/")
-    for key, label, mode in ((name, short, "lines"), (f"eval/{name}", f"{short}, held out", "lines+markers")):
-        points = [(r["step"], r[key]) for r in records if _finite(r.get(key))]
-        if not points:
-            continue
-        steps, values = zip(*_thin(points), strict=True)
-        line = {"color": colour, "width": 1.5, "dash": "solid" if mode == "lines" else "dot"}
-        mode = "lines+markers" if len(points) == 1 else mode
-        traces.append(
-            {
-                "type": "scatter",
-                "mode": mode,
-                "name": esc(label),
-                "x": steps,
-                "y": values,
-                "line": line,
-                "marker": {"size": 6, "color": colour},
-            }
-        )
-    return traces
-
-
-def _thin(points: list[tuple[int, float]]) -> list[tuple[float, float]]:
-    width = _width(len(points))
-    groups = [points[i : i + width] for i in range(0, len(points), width)]
-    return [(g[len(g) // 2][0], float(f"{sum(v for _, v in g) / len(g):.6g}")) for g in groups]
-
-
-def _width(points: int) -> int:
-    """How many neighbouring steps make one point of a curve."""
-    return math.ceil(points / POINTS)
-
-
-def _finite(value: object) -> bool:
-    return isinstance(value, (int, float)) and math.isfinite(value)
-
-
-def rewards_by_class(evaluation: Json) -> dict[str, list[float]]:
-    """Implicit rewards of an evaluation's rows, by class of the row (or side of the pair)."""
-    names = {True: "thumbs up", False: "thumbs down", None: "no label"}
-    by_class: dict[str, list[float]] = {}
-    for row in evaluation["rows"]:
-        label = row.get("label")
-        pairs = (
-            (names.get(label, str(label)), row.get("reward")),
-            ("chosen", row.get("reward_chosen")),
-            ("rejected", row.get("reward_rejected")),
-        )
-        for name, reward in pairs:
-            if _finite(reward):
-                by_class.setdefault(name, []).append(reward)
-    return dict(sorted(by_class.items(), key=lambda kv: kv[0] in ("thumbs down", "rejected")))
-
-
-def histogram(by_class: Mapping[str, list[float]], low: float, high: float) -> Json:
-    """Overlaid histograms in equal bins from ``low`` to ``high``."""
-    size = (high - low) / BINS or 1.0
-    bins = {"start": low, "end": high + size, "size": size}  # the largest value opens a bin of its own
-    data = [
-        {
-            "type": "histogram",
-            "name": f"{esc(name)} ({len(values)})",
-            "x": [float(f"{v:.6g}") for v in values],
-            "xbins": bins,
-            "opacity": 0.6,
-            "marker": {"color": colour},
-        }
-        for (name, values), colour in zip(by_class.items(), COLOURS, strict=False)
-    ]
-    layout = {
-        "barmode": "overlay",
-        "showlegend": True,
-        "yaxis": {"title": {"text": "rows"}},
-        "xaxis": {"range": [low, high + size], "title": {"text": "reward"}},
-    }
-    return {"data": data, "layout": layout}
-
-
-# --- Sections ---------------------------------------------------------------------------------------------------------
 
 
 def render(run: RunData) -> str:
@@ -430,7 +193,7 @@ def _curve_section(run: RunData, charts: dict[str, Json], plotly: str) -> str:
         return "<p>No metrics were logged.</p>"
     if not plotly:
         return "<p>Curves need plotly: <code>pip install 'valence[report]'</code>, then write the report again.</p>"
-    width = _width(len(run.metrics))
+    width = mean_width(len(run.metrics))
     mean = f" Each point of a line is the mean of up to {width} logged steps." if width > 1 else ""
     return f"<p>Against optimizer steps. Dots: held-out rows.{mean}</p>{_chart_grid(figures(run), charts)}"
 
