@@ -8,7 +8,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: setup demo test lint
+.PHONY: setup demo test lint peers
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -25,3 +25,11 @@ test: setup lint
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/pyright
+
+# Other libraries that the benchmarks compare with, each in an environment of its own.
+TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0
+peers: .peers/trl/.ready
+.peers/trl/.ready:
+	test -x .peers/trl/bin/python || $(PYTHON) -m venv .peers/trl
+	.peers/trl/bin/python -m pip install --disable-pip-version-check -q $(TRL)
+	touch $@

@@ -132,7 +132,8 @@ def logprobs(
     if encoded.unusable:
         raise UserError(encoded.unusable[0].reason, where=str(encoded.unusable[0].origin), fix=encoded.unusable[0].fix)
     units = encoded.units
-    before = model.config._attn_implementation
+    config: Any = model.config
+    before = config._attn_implementation
     engine = Engine(without_dropout(model))
     engine.check_layout()
     found: dict[tuple[int, int], LogProbs] = {}

@@ -30,7 +30,7 @@ MISTAKE = 2
 
 
 def main() -> None:
-    """Runs a command. Exit status: 0 done, 2 the user's mistake, 130 stopped by a signal (resumable state saved), 1 a defect."""
+    """Runs a command. Exit status: 0 done, 2 the user's mistake, 130 stopped by a signal (state saved), 1 a defect."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
@@ -73,7 +73,7 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
     from valence.training.setup import prepare
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)
-    table = Table("setting", "value", "from", box=None, pad_edge=False)
+    table = _settings_table("value", "from")
     for name, setting in source.settings.items():
         style = "dim" if setting.is_default else ""
         table.add_row(name, json.dumps(setting.value, default=str), setting.origin, style=style)
@@ -178,7 +178,7 @@ def losses(name: Annotated[str | None, typer.Argument(help="One loss, with its s
         return
     method = method_of(name)
     console.print((method.loss.fn.__doc__ or "").strip(), markup=False, highlight=False)
-    table = Table("setting", "type", "default", "meaning", box=None, pad_edge=False)
+    table = _settings_table("type", "default", "meaning")
     for line in settings_table(method.settings, "loss."):
         table.add_row(line.name, line.type, line.default, line.meaning)
     console.print(table)
@@ -215,6 +215,14 @@ def _run_of(target: Path, overrides: list[str]) -> Any:
         return restore(target, overrides=overrides, console=console)
     prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
     return Run(prepared, *build_models(prepared), console=console)
+
+
+def _settings_table(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column)
+    return table
 
 
 def _data_as(data: list[str] | None, name: str) -> list[str]:

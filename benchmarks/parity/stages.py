@@ -65,7 +65,7 @@ def real_stage(folder: Path) -> Stage:
     ups, downs = ([unit for unit in judgements if unit.label is label][: ROWS // 2] for label in (True, False))
     alternating = tuple(unit for both in zip(ups, downs, strict=True) for unit in both)
     model = load_model(str(source), dtype=torch.float32)
-    first, second = _save_two(model, folder, noise=0.02)
+    first, second = _save_two(model, folder, noise=0.04)
     eos = alternating[0].answers[0].ids[-1]
     return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, preferences[:ROWS], eos)
 

@@ -54,7 +54,7 @@ def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     extra = {}
     if case["trainer"] != "sft":
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(case["reference"], dtype=torch.float32)
-    tokenizer = tokenizer_of_ids(policy.get_input_embeddings().weight.shape[0], case["eos"])
+    tokenizer = tokenizer_of_ids(policy.config.vocab_size, case["eos"])
     return trainer(model=policy, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **extra)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts it may import, besides itself and ``errors``."""
 
 HEAVY = ("plotly", "peft", "datasets", "gguf", "accelerate", "wandb", "vllm", "tensorboard", "pyarrow", "trackio", "mlflow")
+COME_WITH = {"pydantic_core": "pydantic", "jinja2": "torch", "pyarrow": "datasets"}
+"""Imported without being declared -> the dependency that cannot work without it."""
+
 PURE = ("torch", "annotated_types", "typing_extensions")
 
 
@@ -75,6 +80,15 @@ def test_libraries_that_only_some_runs_need_are_imported_where_used(path: Path) 
     assert wrong == []
 
 
+def test_what_is_imported_is_declared() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    declared = {re.split(r"[\[<>=]", each)[0].replace("-", "_") for each in wanted} | {"ruamel"}
+    used = {name.split(".")[0] for path in FILES for _, name in imports(path)} - sys.stdlib_module_names - {"valence"}
+    assert used - declared == set(COME_WITH)
+    assert set(COME_WITH.values()) <= declared
+
+
 def test_only_dist_speaks_to_other_processes() -> None:
     users = [path for path in FILES for _, name in imports(path) if is_in(name, "torch.distributed")]
     assert [path for path in users if part_of(path) != "dist"] == []
@@ -103,7 +117,7 @@ def test_what_needs_no_tensors_waits_for_no_torch(code: str) -> None:
 def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
     loaded = modules_after("import valence.api")
     assert "torch" in loaded
-    assert not loaded & {"plotly", "wandb", "vllm", "gguf", "valence.data.hub.datasets"}
+    assert not loaded & set(HEAVY) - {"accelerate"}  # which transformers loads where it is installed
 
 
 def test_the_package_is_where_the_tests_look() -> None:

@@ -38,6 +38,7 @@ def test_there_are_few_micro_batches(sizes: list[int], budget: int) -> None:
     ([30, 4, 50, 5], 10, [[2], [0], [1, 3]]),
     ([10, 10, 10], 10, [[0], [1], [2]]),
     ([9, 8, 1, 2], 10, [[0, 2], [1, 3]]),
+    ([6, 6, 6, 1, 1], 10, [[0, 3], [1, 4], [2]]),
 ])  # fmt: skip
 def test_a_unit_over_the_budget_runs_alone_and_the_others_are_dealt_evenly(sizes: list, budget: int, expected: list) -> None:
     assert pack(sizes, budget) == expected

@@ -20,9 +20,9 @@ PAIRS = [
 ]
 
 
-def encoded(folder: Path, kind: str, rows: list[dict[str, Any]], convert: str | None = None, **how: Any) -> tuple[Encoded, ...]:
+def encoded(folder: Path, kind: str, rows: list[dict[str, Any]], convert: str | None = None) -> tuple[Encoded, ...]:
     loaded = load_rows(folder, kind, *rows, convert=convert)
-    return Encoder(tiny_tokenizer(CHATML), **({"max_length": 256} | how)).encode_all(loaded.examples, loaded.sources).units
+    return Encoder(tiny_tokenizer(CHATML), max_length=256).encode_all(loaded.examples, loaded.sources).units
 
 
 def test_pairs_that_became_judgements_are_mixed_in_every_step(tmp_path: Path) -> None:
@@ -44,7 +44,11 @@ def test_no_word_is_a_thumbs_up_because_it_is_not_empty(word: str, tmp_path: Pat
 
 def test_end_of_sequence_in_the_context_is_seen(tmp_path: Path) -> None:
     """The end-of-turn token of earlier turns stays a token like any other: there is no padding, and no mask made of ids."""
-    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "hello!"}, {"role": "user", "content": "moon"}]
+    turns = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hello!"},
+        {"role": "user", "content": "moon"},
+    ]
     (unit,) = encoded(tmp_path, "judgement", [{"prompt": turns, "completion": "star", "label": True}])
     end = tiny_tokenizer(CHATML).eos_token_id
     assert unit.prompt_ids.count(end) == 3

@@ -82,8 +82,9 @@ def test_a_step_depends_on_its_number_alone() -> None:
     assert [Sampler(judged(10), 3, seed=1).step(k) for k in numbers] == [forward[k] for k in numbers]
 
 
-def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoch() -> None:
-    sampler = Sampler(judged(10), 4, seed=2)
+@pytest.mark.parametrize("stratify", [False, True])
+def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoch(stratify: bool) -> None:
+    sampler = Sampler(judged(10), 4, seed=2, stratify=stratify)
     order = sampler.epoch(0)
     for k in range(3):
         ours, following = sampler.step(k)

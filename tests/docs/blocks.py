@@ -32,9 +32,7 @@ class Block:
 
 def blocks(page: str, language: str | None = None) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = [
-        Block(m[1], m[2], m.start(2), m.end(2), page.count("\n", 0, m.start(2)) + 1) for m in FENCED.finditer(page)
-    ]
+    found = [Block(m[1], m[2], m.start(2), m.end(2), page.count("\n", 0, m.start(2)) + 1) for m in FENCED.finditer(page)]
     return [b for b in found if language in (None, b.language)]
 
 

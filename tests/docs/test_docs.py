@@ -8,10 +8,10 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
@@ -60,11 +60,12 @@ def test_a_wrong_number_is_seen_and_mended() -> None:
 
 
 @pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as the README's reader has it: a model, feedback, held-out feedback, and the recipe."""
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(MODEL)
+    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model.save_pretrained(MODEL)
     tokenizer.save_pretrained(MODEL)
     (shown,) = blocks(README, "json")
     rows = [json.loads(line) for line in shown.text.splitlines()]
@@ -76,7 +77,7 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
     (recipe,) = blocks(README, "yaml")
     Path("recipe.yaml").write_text(recipe.text)
-    yield tmp_path
+    return tmp_path
 
 
 def commands() -> list[str]:
@@ -222,5 +223,7 @@ def test_every_dependency_has_its_reason() -> None:
     wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
     names = {re.split(r"[\[<>=]", each)[0].lower() for each in wanted} - {"valence"}
     record = text("docs/decisions/0001-dependencies.md")
-    reasons = {name.lower() for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE) for name in re.findall(r"`([^`]+)`", line)}
+    reasons = {
+        name.lower() for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE) for name in re.findall(r"`([^`]+)`", line)
+    }
     assert names == reasons

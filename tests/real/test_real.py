@@ -23,8 +23,8 @@ from valence.types import Encoded
 
 pytestmark = pytest.mark.real
 
-FORMATS = {"kto": "llama_factory_kto", "dpo": "llama_factory_pairs"}
-STEPS = 3
+FORMATS = {"kto": "judged_messages", "dpo": "sharegpt_preference"}
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,11 @@ def recipe(method: str, model: Path, **sections: Any) -> dict[str, Any]:
 
 
 def few(method: str, real_sets: Path) -> list[dict[str, Any]]:
-    """The three shortest rows of each class, or the four shortest pairs, as they stand in the file."""
-    rows = sorted(json.loads((real_sets / f"{method}_en_demo.json").read_text()), key=lambda row: len(json.dumps(row)))
+    """The two shortest rows of each class, or the two shortest pairs, as they stand in the file."""
+    rows = sorted(json.loads((real_sets / f"{method}_en_demo.json").read_text()), key=lambda row: len(str(row)))
     if method == "dpo":
-        return rows[:4]
-    return [row for label in (True, False) for row in [row for row in rows if row["label"] is label][:3]]
+        return rows[:2]
+    return [row for label in (True, False) for row in [row for row in rows if row["label"] is label][:2]]
 
 
 @pytest.fixture(scope="module", params=["kto", "dpo"])
@@ -64,8 +64,8 @@ def trained(request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_
         method,
         smollm2,
         data={"max_length": 256},
-        train={"batch_size": len(rows), "max_steps": STEPS, "epochs": STEPS, "learning_rate": 1e-3, "schedule": "constant"},
-        eval={"every": STEPS},
+        train={"batch_size": len(rows), "epochs": STEPS, "learning_rate": 2e-3, "schedule": "constant", "warmup": 0.0},
+        eval={"every": STEPS, "at_start": False},  # the first step measures these rows before any update
         run={"dir": str(folder)},
     )
     yield Trained(valence.train(settings, train=rows, eval=rows, quiet=True), folder)
@@ -75,7 +75,7 @@ def trained(request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_
 @pytest.mark.parametrize("method", FORMATS)
 def test_all_rows_of_the_set_are_read_in_their_own_format(method: str, smollm2: Path, real_sets: Path) -> None:
     path = str(real_sets / f"{method}_en_demo.json")
-    data = {"train": [{"path": path}], "max_length": 4096}
+    data = {"train": [{"path": path}], "max_length": 8192}
     corpus = prepare(load_recipe(recipe(method, smollm2, data=data), method_of=method_of)).corpora["train"]
     assert corpus.loaded.formats == {path: FORMATS[method]}
     assert len(corpus.units) == 300
@@ -92,17 +92,14 @@ def test_all_rows_of_the_set_are_read_in_their_own_format(method: str, smollm2: 
 
 def test_the_implicit_reward_starts_at_zero_and_moves_apart(trained: Trained) -> None:
     log = trained.log
-    assert [record["step"] for record in log] == list(range(STEPS + 1))
-    start, *steps = log
-    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl/raw"):
-        if f"eval/{name}" in start:
-            assert start[f"eval/{name}"] == 0, name
-    assert {"eval/rewards/chosen", "eval/rewards/rejected"} <= start.keys()
-    assert steps[0]["rewards/margins"] == 0
-    assert all(math.isfinite(record["loss"]) and 0 < record["grad_norm"] < float("inf") for record in steps)
-    end = log[-1]
-    assert end["eval/loss"] < start["eval/loss"]
-    assert end["eval/rewards/margins"] > 0.05
+    assert [record["step"] for record in log] == list(range(1, STEPS + 1))
+    assert all(math.isfinite(record["loss"]) and 0 < record["grad_norm"] < float("inf") for record in log)
+    start, end = log[0], log[-1]
+    for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
+        assert start[name] == 0, name
+    assert start.get("kl/raw", 0) == 0
+    assert end["eval/loss"] < start["loss"]
+    assert end["eval/rewards/margins"] > 0.1
 
 
 def test_transformers_loads_the_policy_that_was_trained(trained: Trained) -> None:

@@ -61,9 +61,9 @@ def test_only_matrices_that_train_decay() -> None:
     made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
     found = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
     names = {name: found.get(id(p)) for name, p in model.named_parameters()}
-    assert names == {
-        "linear.weight": 0.5, "linear.bias": 0.0, "norm.weight": 0.0, "norm.bias": 0.0, "frozen.weight": None, "frozen.bias": None,
-    }  # fmt: skip
+    assert {name for name, decay in names.items() if decay == 0.5} == {"linear.weight"}
+    assert {name for name, decay in names.items() if decay == 0} == {"linear.bias", "norm.weight", "norm.bias"}
+    assert {name for name, decay in names.items() if decay is None} == {"frozen.weight", "frozen.bias"}
     assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in made.param_groups)
 
 
@@ -83,6 +83,5 @@ def test_a_model_with_matrices_alone_has_one_group() -> None:
     assert len(adamw(nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)).param_groups) == 1
 
 
-@pytest.mark.xfail(strict=True, reason="the product is rounded up from 7.000000000000001")
 def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
     assert warmup_steps(0.07, 100) == 7

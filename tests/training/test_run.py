@@ -216,7 +216,7 @@ def test_mistakes_are_found_before_a_model_is_loaded(
 
 def test_kto_needs_two_distinct_completions(folder: Path, tmp_path: Path) -> None:
     rows = [row | {"completion": "the same"} for row in ROWS]
-    with pytest.raises(UserError, match="same completion"):
+    with pytest.raises(UserError, match="another completion"):
         valence.train(recipe(folder, tmp_path), train=rows, eval=rows, quiet=True)
 
 

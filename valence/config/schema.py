@@ -53,7 +53,7 @@ class Model(Section):
     name: Text
     """A folder or a hub id."""
     dtype: Dtype = "float32"
-    """Type of the computation. Trained weights are float32 masters in any case."""
+    """Type of the computation. Trained weights are float32 masters (float64 with float64)."""
     lora: Lora | None = None
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
@@ -75,7 +75,7 @@ class Reference(Section):
 
 class Source(Section):
     path: Text
-    """A .jsonl, .json, .csv or .parquet file (also .gz), or a hub data set id."""
+    """A .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or a hub data set id."""
     split: Text | None = None
     """Split of a hub data set."""
     format: Text | None = None

@@ -22,7 +22,7 @@ def mismatch(step: Sequence[Encoded], following: Iterable[Encoded] = (), *, max_
     later: list[Encoded] | None = None
     found: list[Encoded] = []
     for i, unit in enumerate(step):
-        partner = _partner(unit, [*step[i + 1 :], *step[:i]], max_length)
+        partner = _partner(unit, (step[(i + k) % len(step)] for k in range(1, len(step))), max_length)
         if partner is None:
             later = list(following) if later is None else later
             partner = _partner(unit, later, max_length)
@@ -51,7 +51,7 @@ def mismatch_groups(step: Sequence[Encoded], group: int, pairing: Pairing, *, ma
     return found
 
 
-def _partner(unit: Encoded, others: Sequence[Encoded], max_length: int) -> Encoded | None:
+def _partner(unit: Encoded, others: Iterable[Encoded], max_length: int) -> Encoded | None:
     own = unit.answers[0].ids
     room = max_length - len(unit.prompt_ids)
     differs = (o for o in others if o.prompt_ids != unit.prompt_ids and o.answers[0].ids != own)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -20,17 +21,18 @@ def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
     longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
     alone = [i for i in longest_first if lengths[i] > budget]
     shared = longest_first[len(alone) :]
-    bins = -(-sum(lengths[i] for i in shared) // budget)
-    while True:
-        dealt: list[list[int]] = [[] for _ in range(bins)]
-        filled = [0] * bins
-        for i in shared:
-            lightest = min(range(bins), key=filled.__getitem__)
-            dealt[lightest].append(i)
-            filled[lightest] += lengths[i]
-        if max(filled, default=0) <= budget:
-            return [[i] for i in alone] + [sorted(rows) for rows in dealt if rows]
-        bins += 1
+    dealt: list[list[int]] = [[] for _ in range(-(-sum(lengths[i] for i in shared) // budget))]
+    filled = [(0, k) for k in range(len(dealt))]  # a heap: the lightest micro-batch first
+    for i in shared:
+        size, k = filled[0]
+        if size + lengths[i] <= budget:
+            heapq.heapreplace(filled, (size + lengths[i], k))
+        else:  # what does not fit the lightest fits none
+            k = len(dealt)
+            dealt.append([])
+            heapq.heappush(filled, (lengths[i], k))
+        dealt[k].append(i)
+    return [[i] for i in alone] + [sorted(rows) for rows in dealt if rows]
 
 
 def collate(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from valence.types import Encoded
 
@@ -27,14 +27,21 @@ class Sampler:
     seed: int = 0
     drop_last: bool = False
     stratify: bool = False
+    _orders: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], init=False, repr=False, compare=False)
 
     @property
     def steps_per_epoch(self) -> int:
         full, rest = divmod(len(self.units), self.batch_size)
         return full + (rest > 0 and not self.drop_last)
 
-    def epoch(self, epoch: int) -> list[int]:
+    def epoch(self, epoch: int) -> tuple[int, ...]:
         """Indices of all units in the order of this epoch."""
+        if epoch not in self._orders:
+            self._orders.clear()
+            self._orders[epoch] = tuple(self._order(epoch))
+        return self._orders[epoch]
+
+    def _order(self, epoch: int) -> list[int]:
         order = canonical_order(self.units, self.seed, epoch)
         if not self.stratify:
             return order
@@ -52,4 +59,4 @@ class Sampler:
         start, end = index * self.batch_size, (index + 1) * self.batch_size
         ours = order[start:end]
         chosen = canonical_order([self.units[i] for i in ours], self.seed, epoch)
-        return [ours[i] for i in chosen], order[end:] + order[:start]
+        return [ours[i] for i in chosen], [*order[end:], *order[:start]]

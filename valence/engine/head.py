@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,7 @@ class Head:
     half: bool = False
 
     @classmethod
-    def of(cls, model: nn.Module, *, half: bool) -> Head:
+    def of(cls, model: Any, *, half: bool) -> Head:
         """The head of an unmodified Hugging Face causal model."""
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,10 +35,10 @@ class Engine(nn.Module):
         self.packs = True
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
-        self.stock_attention: str = found if found != NAME else self.causal.stock_attention  # type: ignore[assignment]
-        self.causal.stock_attention = self.stock_attention  # type: ignore[assignment]
+        self.stock_attention: str = found if found != NAME else self.causal.stock_attention
+        self.causal.stock_attention = self.stock_attention
         # For good, not around each forward: a checkpointed layer runs again in the backward pass.
-        self.causal.set_attn_implementation(NAME)  # type: ignore[operator]
+        self.causal.set_attn_implementation(NAME)
 
     @property
     def how(self) -> str:
@@ -45,20 +46,20 @@ class Engine(nn.Module):
         return f"{self.compute} {'packed' if self.packs else 'one by one'}"
 
     @property
-    def causal(self) -> nn.Module:
+    def causal(self) -> Any:
         """The Hugging Face model itself, inside an adapter's wrapper if there is one."""
-        inner = self.model
-        return inner.get_base_model() if hasattr(inner, "get_base_model") else inner  # type: ignore[operator]
+        inner: Any = self.model
+        return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
 
     @contextmanager
     def stock(self) -> Iterator[None]:
         """The model with its own attention inside the block: for sampling, and all else that is not a packed micro-batch."""
-        self.causal.set_attn_implementation(self.stock_attention)  # type: ignore[operator]
+        self.causal.set_attn_implementation(self.stock_attention)
         try:
             yield
         finally:
             if self.packs:
-                self.causal.set_attn_implementation(NAME)  # type: ignore[operator]
+                self.causal.set_attn_implementation(NAME)
 
     @property
     def device(self) -> torch.device:
@@ -76,7 +77,7 @@ class Engine(nn.Module):
 
     def _packed(self, batch: Batch, entropy: bool) -> TokenOut:
         rows = _predicted(batch)
-        decoder = getattr(self.causal, self.causal.base_model_prefix)  # type: ignore[arg-type]
+        decoder = getattr(self.causal, self.causal.base_model_prefix)
         with self._autocast():
             hidden = decoder(
                 input_ids=batch.tokens[None], position_ids=batch.pos[None], use_cache=False, bounds=batch.bounds
@@ -104,7 +105,7 @@ class Engine(nn.Module):
 
         Some architectures never call the registered attention, or keep state besides it; they would be silently wrong.
         """
-        size = int(self.causal.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
+        size = int(self.causal.get_input_embeddings().weight.shape[0])
         made = torch.Generator().manual_seed(0)
         drawn = torch.randint(0, size, (24,), generator=made).to(self.device)
         batch = plain_batch([drawn[:14], drawn[14:]])
@@ -119,7 +120,7 @@ class Engine(nn.Module):
         dtype = self.compute or next(self.model.parameters()).dtype
         if not difference <= TOLERANCE[dtype]:
             self.packs = False
-            self.causal.set_attn_implementation(self.stock_attention)  # type: ignore[operator]
+            self.causal.set_attn_implementation(self.stock_attention)
             warnings.warn(
                 f"{type(self.causal).__name__} does not run with packed sequences ({why}): "
                 "each sequence runs by itself, which is exact and slower",

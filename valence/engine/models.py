@@ -60,7 +60,7 @@ def without_dropout(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         if isinstance(getattr(module, "attention_dropout", None), float):
-            module.attention_dropout = 0.0
+            module.__dict__["attention_dropout"] = 0.0
     return model
 
 

@@ -97,6 +97,8 @@ class Run:
         """
         if self.sampler is None:
             raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
+        if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
+            self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
         last: dict[str, float] = {}
         with self._signals(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
             if self.step == 0 and self.recipe.eval.at_start and "eval" in self.prepared.corpora:

@@ -21,7 +21,12 @@ def adamw(model: nn.Module, *, learning_rate: float, weight_decay: float, betas:
 
 def warmup_steps(warmup: float, total: int) -> int:
     """A number of optimizer steps: a fraction of all steps below 1, else the number itself."""
-    return math.ceil(warmup * total) if warmup < 1 else int(warmup)
+    return up(warmup * total) if warmup < 1 else int(warmup)
+
+
+def up(steps: float) -> int:
+    """The next whole number, forgiving the rounding of a product: 0.07 * 100 is 7."""
+    return math.ceil(round(steps, 9))
 
 
 def schedule(optimizer: torch.optim.Optimizer, *, kind: str, warmup: float, total: int) -> LambdaLR:

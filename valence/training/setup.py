@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from valence.config.schema import Data, Recipe, Source
 from valence.data.audit import Audit, audit
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import InMemory, Loaded, Rows, load
+from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
 from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
@@ -23,6 +25,7 @@ from valence.engine.models import DTYPES, build_policy, build_reference, load_mo
 from valence.engine.reference import Reference
 from valence.errors import UserError
 from valence.training.methods import Method, method_of
+from valence.training.optim import up
 from valence.types import Encoded, Example
 
 
@@ -38,7 +41,7 @@ class Corpus:
     def units(self) -> tuple[Encoded, ...]:
         return self.encoded.units
 
-    @property
+    @cached_property
     def examples(self) -> dict[str, Example]:
         """The examples by content id."""
         return {example.id: example for example in self.loaded.examples}
@@ -67,7 +70,7 @@ class Prepared:
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         train = self.recipe.train
-        steps = -int(-train.epochs * self.sampler.steps_per_epoch // 1)
+        steps = up(train.epochs * self.sampler.steps_per_epoch)
         return steps if train.max_steps is None else min(steps, train.max_steps)
 
 
@@ -135,12 +138,9 @@ def _check(prepared: Prepared) -> None:
                     where=str(odd.origin),
                     fix="remove the column, or use a method that reads it (dpo)",
                 )
-        if method.mismatches and len({u.answers[0].ids for u in corpus.units}) < 2:
-            raise UserError(
-                f"all rows of data.{name} have the same completion",
-                where=f"data.{name}",
-                fix="kto compares a completion with those of other prompts; apo_zero_unpaired does not need any",
-            )
+        if method.mismatches and prepared.recipe.loss["z0_scope"] == "step":
+            most = prepared.recipe.eval.max_examples if name == "eval" else None
+            mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
             f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",
