@@ -52,7 +52,7 @@ def tiny_stage(folder: Path) -> Stage:
         for weights in model.parameters():
             weights.mul_(3 if weights.ndim > 1 else 1)  # far enough from uniform for attention to matter
     first, second = _save_two(model, folder, noise=1.0)
-    draw = random.Random(0)
+    draw = random.Random(1)  # mismatched completions of this draw are cut at the longest row
     judgements = tuple(_made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS))
     preferences = tuple(_made(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
     return Stage("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
@@ -94,7 +94,7 @@ def _made(name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high)))
 
-    prompt = ids(2, 20)
+    prompt = ids(2, 40)
     texts = [(*ids(1, 40), EOS) for _ in range(sides)]
     return Encoded(
         id=name, origin=Origin("made", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),

@@ -90,7 +90,7 @@ def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoc
         ours, following = sampler.step(k)
         assert sorted(ours) == sorted(order[4 * k : 4 * k + 4])
         assert ours == sorted(ours, key=canonical_order(sampler.units, 2, 0).index)
-        assert following == order[4 * k + 4 :] + order[: 4 * k]
+        assert following == [*order[4 * k + 4 :], *order[: 4 * k]]
         assert not set(ours) & set(following)
 
 
