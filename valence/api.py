@@ -22,10 +22,11 @@ from valence.engine.models import without_dropout
 from valence.errors import UserError
 from valence.report.sinks import Sink
 from valence.training.finish import run_to_end
-from valence.training.folder import RunFolder
+from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
 from valence.training.methods import method_of
 from valence.training.setup import Prepared, build_models, class_weight_warning, prepare
+from valence.training.signals import Stop
 from valence.types import Kind
 
 
@@ -55,12 +56,15 @@ def train(
 
     Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known.
     """
-    run = build_run(
-        recipe, overrides, model=model, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
-        given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, quiet=quiet, console=console,
-        command=command,
-    )  # fmt: skip
-    return run_to_end(run)
+    console = console or Console()
+    stop = Stop(console)
+    with stop.listening():
+        run = build_run(
+            recipe, overrides, model=model, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
+            given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, quiet=quiet, console=console,
+            command=command, stop=stop,
+        )  # fmt: skip
+        return run_to_end(run)
 
 
 def build_run(
@@ -84,7 +88,12 @@ def build_run(
     prepared = prepare(source, tokenizer=tokenizer, given=given)
     if not quiet:
         show_audit(prepared, console)
-    folder = RunFolder(Path(source.recipe.run.dir), fresh=fresh)
+    names = source.recipe
+    refuse_own_inputs(Path(names.run.dir), {
+        "model.name": names.model.name, "model.adapter": names.model.adapter, "model.tokenizer": names.model.tokenizer,
+        "reference.model": names.reference.model, "reference.cache": names.reference.cache,
+    })  # fmt: skip
+    folder = RunFolder(Path(names.run.dir), fresh=fresh)
     begin(folder, prepared, command)
     policy, frozen = build_models(prepared, model=model, reference=reference)
     return Run(prepared, policy, frozen, folder=folder, console=console, quiet=quiet, **parts)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -21,11 +22,24 @@ TENSOR = "__tensor__"
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when the block ends well. An older ``target`` is replaced at that moment."""
+    """A folder to fill that becomes ``target`` when the block ends well. An older ``target`` is replaced at that moment.
+
+    Raises UserError when it cannot be written; nothing half-written is left behind.
+    """
     aside = target.with_name(f".{target.name}.part")
     shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    yield aside
+    try:
+        aside.mkdir(parents=True)
+        yield aside
+        _keep(aside, target)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"cannot be written ({error})", where=str(target), fix="make room, or choose another folder") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _keep(aside: Path, target: Path) -> None:
+    """Renames a filled folder, once its files are on the disk."""
     for path in sorted(aside.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,12 @@ class Meter:
             else:
                 before = self.means.get(name)
                 self.means[name] = metric if before is None else Mean(before.total + metric.total, before.count + metric.count)
+
+    def pool(self, parts: Mapping[str, Sequence[Mean | Ranked]]) -> None:
+        """Adds what several micro-batches measured."""
+        for name, metrics in parts.items():
+            for metric in metrics:
+                self.add({name: metric})
 
     def reduce(self, group: Group) -> dict[str, float]:
         """Name -> number, over everything added on all processes. All of a kind travel in one message."""

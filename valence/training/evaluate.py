@@ -38,9 +38,7 @@ def evaluate(
         policy.train()
     meter = Meter()
     meter.add({"loss": Mean(outcome.loss, outcome.loss.new_ones(()))})
-    for name, parts in outcome.metrics.items():
-        for part in parts:
-            meter.add({name: part})
+    meter.pool(outcome.metrics)
     by_unit: dict[int, list[SequenceRow]] = {}
     for row in outcome.rows:
         by_unit.setdefault(order[row.unit], []).append(row)

@@ -6,8 +6,11 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
+
 from valence.checkpoint.export import export
 from valence.engine.cache import Cached
+from valence.errors import UserError
 from valence.report.card import CardFacts, model_card
 from valence.report.page import write_page
 from valence.rollout.protocol import Sampling
@@ -17,7 +20,10 @@ from valence.training.loop import Interrupted, Run
 
 
 def run_to_end(run: Run) -> Run:
-    """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the way."""
+    """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the way.
+
+    What has been trained is saved as soon as it is, and whenever something stops the run.
+    """
     folder = run.folder
     assert folder is not None
     began = time.monotonic()
@@ -25,29 +31,52 @@ def run_to_end(run: Run) -> Run:
     try:
         before = _samples(run)
         run.fit()
+        run.save()
         if "test" in run.prepared.corpora:
             found = run.evaluate(name="test")
-            folder.write(
-                "eval/test.json", {"step": run.step, "metrics": finite(found.metrics), "rows": [finite(r) for r in found.rows]}
-            )
+            rows = [finite(row) for row in found.rows]
+            folder.write("eval/test.json", {"step": run.step, "metrics": finite(found.metrics), "rows": rows})
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
         if before:
             pairs = zip(before, _samples(run), strict=True)
             folder.write("samples.json", [first | {"after": second["before"]} for first, second in pairs])
         if isinstance(run.reference, Cached):
             run.say_once(f"reference cache: {run.reference.hits} sequences found, {run.reference.misses} computed")
+        _refuse_broken(run)
+        folder.state(finished=now(), seconds=time.monotonic() - began, steps=run.step)
+        write_model(run, folder.path / "model", run.recipe.run.export)
         status = "done"
     except (Interrupted, KeyboardInterrupt):
         status = "interrupted"
         raise
     finally:
+        if status != "done":
+            _save_what_there_is(run)
         folder.state(status=status, finished=now(), seconds=time.monotonic() - began, steps=run.step)
-        if status == "done":
-            write_model(run, folder.path / "model", run.recipe.run.export)
-            run.save()
         run.log.close()
         _page(run, folder.path)
     return run
+
+
+def _save_what_there_is(run: Run) -> None:
+    """Saves after something went wrong. That this fails as well must not hide what went wrong first."""
+    try:
+        if run.step > 0:
+            run.save()
+    except UserError as error:
+        run.console.print(f"the state could not be saved either: {error}", style="red", markup=False)
+
+
+def _refuse_broken(run: Run) -> None:
+    """A model whose last steps were not finite is not written as if it were one."""
+    broken = [name for name, p in run.policy.named_parameters() if p.requires_grad and not bool(torch.isfinite(p).all())]
+    if broken or run.skipped_in_a_row:
+        what = f"weights are not finite ({broken[0]})" if broken else f"the last {run.skipped_in_a_row} steps were not finite"
+        raise UserError(
+            f"the run ended badly: {what}; no model was written",
+            where=f"step {run.step}",
+            fix="lower train.learning_rate, or use model.dtype: float32",
+        )
 
 
 def _page(run: Run, path: Path) -> None:
@@ -64,7 +93,9 @@ def _samples(run: Run) -> list[dict[str, str]]:
     held_out = run.prepared.corpora.get("eval") or run.prepared.corpora.get("test")
     if not wanted.prompts or held_out is None:
         return []
-    distinct = list({repr(e.prompt): e.prompt for e in held_out.loaded.examples}.values())[: wanted.prompts]
+    usable = {unit.id for unit in held_out.units}
+    prompts = [example.prompt for example in held_out.loaded.examples if example.id in usable]
+    distinct = list({repr(prompt): prompt for prompt in prompts}.values())[: wanted.prompts]
     how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
     answers = run.sample(distinct, how)
     shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
@@ -75,24 +106,23 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
     """The policy as it is, for others to load, with its card."""
     recipe, encoder = run.recipe, run.prepared.encoder
     adapted = recipe.model.lora is not None or recipe.model.adapter is not None
-    facts = run.folder.facts if run.folder else {}
     steps = sorted(run.evaluations)
-    train = run.prepared.corpora.get("train")
     card = CardFacts(
-        name=target.resolve().parent.name,
+        name=Path(recipe.run.dir).name,
         base_model=recipe.model.name,
         method=recipe.method,
         loss=recipe.loss,
         settings=_settings_of_the_card(run),
         adapter=adapted and what == "adapter",
         chat=encoder.tokenizer.chat_template is not None or encoder.template.fallback is not None,
-        audit=train.audit.to_dict() if train else {},
+        audit=run.audit,
         before=run.evaluations[steps[0]] if len(steps) > 1 else None,
         after=run.evaluations[steps[-1]] if steps else None,
-        command=str(facts.get("command", "")),
+        command=str(run.facts.get("command", "")),
         versions=versions(),
         steps=run.step,
-        seconds=float(facts.get("seconds", 0.0)),
+        seconds=float(run.facts.get("seconds", 0.0)),
+        finished=run.facts.get("status") != "interrupted",
     )
     with run.policy.stock():
         export(

@@ -17,16 +17,25 @@ class RunFolder:
     """config.yaml, audit.json, metrics.jsonl, run.json, eval/, checkpoints/, model/, report.html."""
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        """Claims the folder. ``fresh`` moves a run that is there aside; without it that is a UserError."""
+        """Claims the folder. ``fresh`` moves a run that is there aside; without it that is a UserError.
+
+        A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
+        but a run is never written into: a run replaces what is there under the names it uses.
+        """
         self.path = path
-        if any((path / name).exists() for name in ("run.json", "metrics.jsonl")):
-            if not fresh:
-                raise UserError(
-                    "the folder holds a run already",
-                    where=f"run.dir: {path}",
-                    fix="choose another run.dir, or start anew with --fresh, which moves the old run aside",
-                )
-            path.rename(_free_name(path))
+        if path.exists() and not path.is_dir():
+            raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
+        if path.is_dir() and any(path.iterdir()):
+            if not (path / "run.json").is_file():
+                raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
+            if _holds_work(path):
+                if not fresh:
+                    raise UserError(
+                        "the folder holds a run already",
+                        where=f"run.dir: {path}",
+                        fix="choose another run.dir, or start anew with --fresh, which moves the old run aside",
+                    )
+                path.rename(_free_name(path))
         try:
             (path / "eval").mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -44,8 +53,13 @@ class RunFolder:
         )
         target = self.path / name
         aside = target.with_name(f".{target.name}.part")
-        aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-        aside.replace(target)
+        try:
+            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
+            aside.replace(target)
+        except OSError as error:
+            raise UserError(
+                f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"
+            ) from error
         return target
 
     def state(self, **facts: Any) -> None:
@@ -85,6 +99,20 @@ def versions() -> dict[str, str]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
     }
+
+
+def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
+    """Raises UserError when something that the run reads (setting -> path) lies in the folder that it writes."""
+    for setting, name in inputs.items():
+        if name and Path(name).exists() and Path(name).resolve().is_relative_to(run_dir.resolve()):
+            raise UserError(
+                f"{name} lies in the run's own folder, which the run writes", where=setting, fix="choose another run.dir"
+            )
+
+
+def _holds_work(path: Path) -> bool:
+    log = path / "metrics.jsonl"
+    return (path / "model").exists() or (path / "checkpoints").exists() or (log.is_file() and log.stat().st_size > 0)
 
 
 def _free_name(path: Path) -> Path:

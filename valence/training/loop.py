@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from rich.console import Console
 from valence.checkpoint import store
 from valence.dist.single import Single
 from valence.engine.logprobs import Engine
-from valence.engine.reference import Reference
+from valence.engine.reference import AdapterOff, Reference
 from valence.errors import UserError
 from valence.report.console import Progress
 from valence.report.metrics import Meter
@@ -22,8 +20,9 @@ from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
 from valence.training.folder import RunFolder, now, versions
-from valence.training.optim import adamw, schedule
+from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.setup import Corpus, Prepared, read_corpus
+from valence.training.signals import Stop
 from valence.training.step import Objective, Outcome, optimizer_step
 from valence.types import Batch, Completion, Content, Mean
 
@@ -33,7 +32,7 @@ SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer
 
 
 class Interrupted(Exception):
-    """The run was asked to stop. Its last step is finished and saved."""
+    """The run was asked to stop, and its last step is finished."""
 
 
 class Run:
@@ -56,6 +55,7 @@ class Run:
         callbacks: Sequence[Callback] = (),
         console: Console | None = None,
         quiet: bool = False,
+        stop: Stop | None = None,
     ) -> None:
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
@@ -85,14 +85,17 @@ class Run:
         self.skipped_in_a_row = 0
         self.evaluations: dict[int, dict[str, float]] = {}
         self.said: set[str] = set()
-        self._stopping = False
+        self.stop = stop or Stop(self.console)
+        self.base: str | None = None
+        self.facts: dict[str, Any] = folder.facts if folder else {}
+        self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
 
     # ------------------------------------------------------------------ training
 
     def fit(self) -> dict[str, float]:
         """Trains to the last step, evaluating on the way. Returns the last evaluation (or the last record, without data.eval).
 
-        Raises Interrupted after SIGINT or SIGTERM, with the step finished and a checkpoint written; UserError when too many
+        Raises Interrupted after SIGINT or SIGTERM, with the step finished; UserError when too many
         steps in a row were not finite.
         """
         if self.sampler is None:
@@ -100,18 +103,21 @@ class Run:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
             self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
         last: dict[str, float] = {}
-        with self._signals(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
+        if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
+            self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
+        with self.stop.waiting(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
             if self.step == 0 and self.recipe.eval.at_start and "eval" in self.prepared.corpora:
                 with bar.pause():
                     self._record({"step": 0} | self._evaluate_and_keep())
             meter, began, tokens, seen = Meter(), time.monotonic(), 0, 0
-            while self.step < self.total_steps and not self._stopping:
+            while self.step < self.total_steps and not self.stop.requested:
                 outcome, learning_rate = self._one_step(meter)
                 tokens += outcome.tokens
                 seen += outcome.tokens
                 bar.update(self.step, tokens=seen, metrics=last)
                 evaluating = self._evaluation_due()
-                if self.step % self.recipe.run.log_every == 0 or evaluating or self.step == self.total_steps or self._stopping:
+                ending = self.step == self.total_steps or self.stop.requested
+                if self.step % self.recipe.run.log_every == 0 or evaluating or ending:
                     seconds = time.monotonic() - began
                     last = self._window(meter, outcome, learning_rate, tokens, seconds)
                     bar.update(self.step, tokens=seen, metrics=last)
@@ -120,8 +126,7 @@ class Run:
                             last = last | self._evaluate_and_keep()
                     self._record(last)
                     meter, began, tokens = Meter(), time.monotonic(), 0
-        if self._stopping:
-            self.save()
+        if self.stop.requested:
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
         return self.evaluations.get(self.step, last)
 
@@ -139,19 +144,15 @@ class Run:
         self.examples_seen += len(ours)
         self._guard(outcome, norm, applied)
         if applied:
-            for name, parts in outcome.metrics.items():
-                for part in parts:
-                    meter.add({name: part})
+            meter.pool(outcome.metrics)
             meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))})
         meter.add({
             "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
             "skipped": _one(torch.tensor(float(not applied))),
         })  # fmt: skip
-        if outcome.largest > self.recipe.train.micro_batch_tokens:
-            self.say_once(
-                f"a row of {outcome.largest} tokens is larger than train.micro_batch_tokens "
-                f"({self.recipe.train.micro_batch_tokens}): such rows run alone"
-            )
+        most = self.recipe.train.micro_batch_tokens
+        if outcome.largest > most:
+            self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
         return outcome, learning_rate
 
     def _guard(self, outcome: Outcome, norm: float, applied: bool) -> None:
@@ -202,7 +203,8 @@ class Run:
     def say_once(self, message: str) -> None:
         if message not in self.said:
             self.said.add(message)
-            self.console.print(message, style="yellow", markup=False)
+            if not self.quiet:
+                self.console.print(message, style="yellow", markup=False)
             if self.folder:
                 self.folder.note("notes", message)
 
@@ -235,6 +237,8 @@ class Run:
 
             def advance(batch: Batch) -> None:
                 nonlocal done, tokens
+                if self.stop.requested:
+                    raise KeyboardInterrupt
                 done += batch.sequences
                 tokens += len(batch.tokens)
                 bar.update(done, tokens=tokens)
@@ -250,7 +254,12 @@ class Run:
         return self.step % steps == 0 or self.step == self.total_steps
 
     def _evaluate_and_keep(self) -> dict[str, float]:
-        found = self.evaluate()
+        try:
+            found = self.evaluate()
+        except KeyboardInterrupt:
+            if not self.stop.requested:
+                raise
+            return {}  # the loop ends at the next step anyway, and logs what it has
         if self.folder:
             self.folder.evaluation(self.step, found.metrics, found.rows)
         self.evaluations[self.step] = found.metrics
@@ -263,6 +272,7 @@ class Run:
         weights = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
         return {
             "weights": dict(weights),
+            "base": self._base(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": store.random_state(),
@@ -284,12 +294,22 @@ class Run:
     def load_weights(self, state: Mapping[str, Any]) -> None:
         """The trained weights of a saved state, and nothing else of it. Raises UserError when it is of another model."""
         own = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
-        if own.keys() != state["weights"].keys():
-            odd = sorted(own.keys() ^ state["weights"].keys())
-            raise UserError(f"the saved weights are those of another model (first difference: {odd[0]})", where="checkpoint")
+        saved = state["weights"]
+        odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
+        if odd or state["base"] != self._base():
+            what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
+            raise UserError(
+                f"the saved weights are those of another model ({what})", where="checkpoint", fix="use the model of the saved run"
+            )
         with torch.no_grad():
             for name, value in state["weights"].items():
                 own[name].copy_(value)
+
+    def _base(self) -> str | None:
+        """A digest of the frozen weights that an adapter was trained on."""
+        if self.base is None and hasattr(self.policy.model, "peft_config"):
+            self.base = AdapterOff(self.policy).digest()
+        return self.base
 
     def save(self) -> None:
         """Writes the state under checkpoints/step-N of the run's folder, if it has one."""
@@ -298,28 +318,6 @@ class Run:
         target = self.folder.path / "checkpoints" / f"step-{self.step}"
         target.parent.mkdir(exist_ok=True)
         store.save(self.state_dict(), target)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """SIGINT and SIGTERM let the step finish; a second one ends at once."""
-
-        def stop(number: int, _: Any) -> None:
-            if self._stopping:
-                raise KeyboardInterrupt
-            self._stopping = True
-            self.console.print(f"{signal.Signals(number).name}: finishing the step; once more ends at once", style="yellow")
-
-        before: dict[int, Any] = {}
-        try:
-            for number in (signal.SIGINT, signal.SIGTERM):
-                before[number] = signal.signal(number, stop)
-        except ValueError:  # not the main thread: signals are somebody else's business
-            pass
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
 def begin(folder: RunFolder, prepared: Prepared, command: str) -> None:

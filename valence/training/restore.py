@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -39,7 +40,19 @@ def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | 
     state = store.load(checkpoint)
     run.load_weights(state)
     run.step = state["step"]
+    run.facts = _read(run_dir / "run.json")
+    run.audit = _read(run_dir / "audit.json").get("train", {})
     for path in (run_dir / "eval").glob("step-*.json"):
-        saved = json.loads(path.read_text(encoding="utf-8"))
+        saved = _read(path)
         run.evaluations[saved["step"]] = saved["metrics"]
     return run
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object of a run's folder; empty when it is not there. Raises UserError when it is damaged."""
+    if not path.is_file():
+        return {}
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"this file is damaged ({error})", where=str(path), fix="use another run") from error
