@@ -38,12 +38,31 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}),
     "cohere": ("cohere", {"logit_scale": 0.25}),
     "granite": ("granite", {"logits_scaling": 3.0}),
+    "opt": ("opt", {"ffn_dim": 48, "word_embed_proj_dim": 32}),
 }  # fmt: skip
+
+
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bloom": ("bloom", {"n_layer": 2, "n_head": 4}),
+    "mamba": ("mamba", {"state_size": 4}),
+    "bert": ("bert", {}),
+    "stablelm": ("stablelm", {}),
+    "phimoe-window": ("phimoe", {"sliding_window": 4096, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "gpt_oss": ("gpt_oss", {"num_local_experts": 4}),
+    "phi3-longrope": ("phi3", {"original_max_position_embeddings": 32, "rope_scaling": {
+        "rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [4.0] * 4}}),
+    "llama-dynamic": ("llama", {"max_position_embeddings": 12, "rope_scaling": {"rope_type": "dynamic", "factor": 4.0}}),
+    "deepseek_v3": ("deepseek_v3", {
+        "num_key_value_heads": 4, "head_dim": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 16, "kv_lora_rank": 8, "q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8,
+        "v_head_dim": 6, "first_k_dense_replace": 1}),
+}  # fmt: skip
+"""Models that do not pack, are no causal models, or of which one test asks one thing."""
 
 
 def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> nn.Module:
     """A random model of this architecture with two layers. Weights are large enough for a leak between sequences to show."""
-    kind, settings = ARCHITECTURES[name]
+    kind, settings = (ARCHITECTURES | OTHERS)[name]
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | settings | changes)))
     with torch.no_grad():

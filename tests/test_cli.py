@@ -72,11 +72,29 @@ def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.Captu
     said = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
     assert [line["prompt"][0]["content"] for line in said] == ["question 1"] * 2
 
+    assert valence("sample", "runs/first", "--data", "rows.jsonl", "--max-new-tokens", "2", "--out", "said.jsonl") == 0
+    assert len((place / "said.jsonl").read_text().splitlines()) == 10
+
     assert valence("export", "runs/first", "whole") == 0
     assert (place / "whole/model.safetensors").is_file()
     assert valence("export", "runs/first", "small", "--adapter") == 0
     assert (place / "small/adapter_model.safetensors").is_file()
     assert valence("export", "runs/first", "small") == 2
+
+
+def test_a_run_is_used_without_the_data_it_was_trained_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ("eval.every=1", "eval.max_examples=3", "data.limit=5", "run.samples.prompts=1", "run.samples.max_new_tokens=3")
+    assert valence("train", "recipe.yaml", *settings, "--quiet") == 0
+    (place / "rows.jsonl").rename(place / "heldé😀.jsonl")
+    assert valence("sample", "runs/first", "--prompt", "hello", "--max-new-tokens", "2") == 0
+    assert valence("export", "runs/first", "whole") == 0
+    assert valence("evaluate", "runs/first", "--data", "heldé😀.jsonl", "--out", "all.json") == 0
+    assert len(json.loads((place / "all.json").read_text())["rows"]) == 10
+    capsys.readouterr()
+    assert valence("check", "recipe.yaml", "data.train=heldé😀.jsonl", "data.eval=[]") == 0
+    assert "heldé😀.jsonl" in capsys.readouterr().out
+    assert valence("evaluate", "runs/first", "data.eval=[]", "eval.max_examples=null") == 2
+    assert "--data" in capsys.readouterr().err
 
 
 def test_check_says_everything_short_of_training(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -91,13 +109,60 @@ def test_check_says_everything_short_of_training(place: Path, capsys: pytest.Cap
     assert not (place / "runs").exists()
 
 
+def test_check_refuses_a_tokenizer_that_the_model_has_no_rows_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([f"<more{n}>" for n in range(50)])
+    tokenizer.save_pretrained(place / "larger")
+    assert valence("check", "recipe.yaml", "model.tokenizer=./larger") == 2
+    assert "the tokenizer knows" in capsys.readouterr().err
+
+
+def test_check_names_evaluation_rows_that_are_trained_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("check", "recipe.yaml") == 0
+    assert "4  of these rows are also in data.train" in capsys.readouterr().out
+
+
 def test_inspect_shows_each_stage(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("inspect", "recipe.yaml", "--row", "2") == 0
     shown = capsys.readouterr().out
     assert "rows.jsonl:2" in shown
     assert "answer 7" in shown
     assert valence("inspect", "recipe.yaml", "--row", "11") == 2
-    assert "10 examples" in capsys.readouterr().err
+    assert "10 rows" in capsys.readouterr().err
+
+
+def test_inspect_counts_bad_rows_and_says_why_they_are_bad(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = [json.dumps(ROWS[0]), '{"prompt": ', json.dumps({**ROWS[1], "label": "maybe"}), json.dumps(ROWS[2])]
+    (place / "rows[1].jsonl").write_text("\n".join(lines) + "\n")
+    words = ("inspect", "recipe.yaml", "data.train=[{path: 'rows[1].jsonl'}]", "--row")
+    assert valence(*words, "4") == 0
+    shown = capsys.readouterr().out
+    for expected in ("rows[1].jsonl:4", "answer 14", "answer·14<|im_end|>"):
+        assert expected in shown
+    assert valence(*words, "2") == 2
+    assert "rows[1].jsonl:2: the line is not valid JSON" in capsys.readouterr().err
+    assert valence(*words, "3") == 2
+    shown = capsys.readouterr()
+    assert "maybe" in shown.out
+    assert "rows[1].jsonl:3: label is 'maybe'" in shown.err
+
+
+def test_inspect_shows_what_a_conversion_makes_of_a_row(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pairs = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"poor {i}"} for i in range(3)]
+    (place / "pairs.json").write_text(json.dumps(pairs))
+    words = ("inspect", "recipe.yaml", "data.train=pairs.json", "data.convert=pairs_to_judgements")
+    assert valence(*words, "--row", "2", "--stage", "example") == 0
+    shown = capsys.readouterr().out
+    assert [word in shown for word in ("good 1", "poor 1", "good 0", "good 2")] == [True, True, False, False]
+    words = ("inspect", "recipe.yaml", "method=dpo", "data.convert=judgements_to_pairs", "--row", "1")
+    (place / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": p, "completion": c, "label": c == "a"}) + "\n" for p, c in ("pa", "pb", "qa"))
+    )
+    assert valence(*words) == 0
+    assert "preference" in capsys.readouterr().out
+    for row, why in (("2", "under another row"), ("3", "no other answer judged down")):
+        assert valence(*words[:-1], row, "data.train=[rows.jsonl]") == 2
+        assert why in capsys.readouterr().err
 
 
 def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +185,12 @@ def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
     (("evaluate", "model"), "holds no run"),
     (("evaluate", "nowhere"), "nowhere"),
     (("sample", "recipe.yaml"), "--prompt"),
+    (("sample", "recipe.yaml", "--prompt", "x", "--seed", "9" * 30), "seed"),
+    (("sample", "recipe.yaml", "--prompt", "x", "--max-new-tokens", "99999999999"), "max_new_tokens"),
+    (("sample", "recipe.yaml", "--prompt", "x", "-n", "99999999999"), "-n"),
+    (("export", "recipe.yaml", "recipe.yaml/model"), "cannot be made"),
+    (("export", "recipe.yaml", "/proc/zz"), "cannot be made"),
+    (("check", "recipe.yaml", "train.epochs=1e308"), "train.epochs"),
 ])  # fmt: skip
 def test_a_mistake_is_one_message_and_status_2(
     words: tuple[str, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]

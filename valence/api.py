@@ -18,7 +18,7 @@ from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
 from valence.data.pack import collate, pack
 from valence.engine.logprobs import Engine
-from valence.engine.models import without_dropout
+from valence.engine.models import load_tokenizer, without_dropout
 from valence.errors import UserError
 from valence.report.sinks import Sink
 from valence.training.finish import run_to_end
@@ -126,15 +126,16 @@ def logprobs(
     model: nn.Module,
     rows: Rows,
     *,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: PreTrainedTokenizerBase | None = None,
     kind: Kind = "demonstration",
     max_length: int = 1024,
     micro_batch_tokens: int = 4096,
 ) -> list[LogProbs]:
     """Log-probabilities that a causal model gives to the answers of rows (any format; pairs have two answers each), in order.
 
-    Raises UserError when a row cannot be used.
+    tokenizer: by default the one in the folder that the model was loaded from. Raises UserError when a row cannot be used.
     """
+    tokenizer = tokenizer or load_tokenizer(str(model.name_or_path))
     encoder = Encoder(tokenizer, max_length=max_length)
     loaded = load([InMemory(rows)], kind)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)

@@ -15,7 +15,8 @@ from rich.table import Table
 from valence.errors import UserError
 
 app = typer.Typer(
-    help="Align language models with feedback. Start with a recipe: `valence check RECIPE`, then `valence train RECIPE`.",
+    help="Align language models with feedback. A recipe is a YAML file that names a method, a model and data: `valence losses` "
+    "lists the methods, `valence check RECIPE` says what would happen, `valence train RECIPE` does it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
@@ -23,7 +24,10 @@ app = typer.Typer(
 console = Console()
 
 RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Settings to change, e.g. train.seed=1")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to change, e.g. train.seed=1; `valence check RECIPE` lists them all."),
+]
 
 STOPPED = 130  # the shell's number for a program ended by Ctrl-C; documented in the README
 MISTAKE = 2
@@ -76,7 +80,7 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
     table = _settings_table("value", "from")
     for name, setting in source.settings.items():
         style = "dim" if setting.is_default else ""
-        table.add_row(name, json.dumps(setting.value, default=str), setting.origin, style=style)
+        table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
     console.print(table)
     prepared = prepare(source)
     show_audit(prepared, console)
@@ -86,13 +90,23 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
 
 @app.command()
 def evaluate(
-    target: Annotated[Path, typer.Argument(help="A run's folder, or a recipe (measures the policy as it starts).")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|RECIPE", help="A run's folder, or a recipe (measures the policy as it starts).")
+    ],
     overrides: Overrides = None,
-    data: Annotated[list[str] | None, typer.Option("--data", help="Files of rows. Default: the recipe's data.eval.")] = None,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data",
+            help="A file of rows, all of which are measured; may be given several times. Default: the recipe's data.eval.",
+        ),
+    ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")] = None,
 ) -> None:
     """Measure a run, or the policy a recipe starts from, on held-out rows."""
-    run = _run_of(target, [*(overrides or []), *_data_as(data, "eval")])
+    run = _run_of(target, [*_held_out(data), *(overrides or [])])
+    if "eval" not in run.prepared.corpora:
+        raise UserError("there are no rows to measure on", where=str(target), fix="give --data, or data.eval in the recipe")
     found = run.evaluate()
     table = Table("metric", "value", box=None, pad_edge=False)
     for name, value in found.metrics.items():
@@ -107,10 +121,17 @@ def evaluate(
 
 @app.command()
 def sample(
-    target: Annotated[Path, typer.Argument(help="A run's folder, or a recipe (samples from the policy as it starts).")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|RECIPE", help="A run's folder, or a recipe (samples from the policy as it starts).")
+    ],
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A question; may be given several times.")] = None,
-    data: Annotated[list[str] | None, typer.Option("--data", help="Files of prompts.")] = None,
-    number: Annotated[int, typer.Option("-n", min=1, help="Answers per prompt.")] = 1,
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", help="A file whose rows have a prompt (the rest of a row is not read); may be given several times."
+        ),
+    ] = None,
+    number: Annotated[int, typer.Option("-n", min=1, max=65536, help="Answers per prompt.")] = 1,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Fixes the draws.")] = 0,
@@ -124,15 +145,15 @@ def sample(
     from valence.training.evaluate import as_text
     from valence.types import Chat, Content
 
-    run = _run_of(target, ["data.eval=[]"])
+    how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
     asked: list[Content] = [Chat(({"role": "user", "content": text},)) for text in prompt or []]
     if data:
         from valence.config.schema import Source
 
-        asked += [example.prompt for example in load([Source(path=path) for path in data], "prompt").examples]
+        asked += [example.prompt for example in load([Source(path=path, format="prompt") for path in data], "prompt").examples]
     if not asked:
         raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
-    how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+    run = _run_of(target, ["data.eval=[]"])
     lines: list[str] = []
     for content, answers in zip(asked, run.sample(asked, how, number), strict=True):
         text = as_text(content, run.prepared.tokenizer)
@@ -152,11 +173,11 @@ def sample(
 def inspect(
     recipe: RecipeArg,
     overrides: Overrides = None,
-    row: Annotated[int, typer.Option("--row", min=1, help="Which row, counted from 1 over the list's files.")] = 1,
+    row: Annotated[int, typer.Option("--row", min=1, help="Which row, counted from 1 over the list's files, bad rows too.")] = 1,
     stage: Annotated[Literal["row", "example", "tokens", "all"], typer.Option(help="How far along its way.")] = "all",
     which: Annotated[Literal["train", "eval", "test"], typer.Option("--list", help="Which of the recipe's lists.")] = "train",
 ) -> None:
-    """Show a row as it is read, as an example, and as tokens with the trained ones coloured."""
+    """Show a row as it is read, the examples made of it, and their tokens with the trained ones coloured; or why it is bad."""
     from valence.training.look import look
 
     for part in look(recipe, overrides or [], which=which, number=row, stage=stage):
@@ -195,7 +216,8 @@ def export(
 
     if to.exists():
         raise UserError("this exists already", where=str(to), fix="name a folder that does not exist")
-    run = _run_of(run_dir, [])
+    _check_can_be_made(to)
+    run = _run_of(run_dir, ["data.eval=[]"])
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
     write_model(run, to, "adapter" if adapter else "merged")
@@ -225,13 +247,27 @@ def _settings_table(*columns: str) -> Table:
     return table
 
 
-def _data_as(data: list[str] | None, name: str) -> list[str]:
-    return [f"data.{name}={json.dumps([{'path': path} for path in data])}"] if data else []
+def _held_out(files: list[str] | None) -> list[str]:
+    """Overrides that measure all rows of these files."""
+    if not files:
+        return []
+    listed = json.dumps([{"path": path} for path in files], ensure_ascii=False)
+    return [f"data.eval={listed}", "data.limit=null", "eval.max_examples=null"]
+
+
+def _check_can_be_made(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True)
+        folder.rmdir()
+    except OSError as error:
+        raise UserError(
+            f"the folder cannot be made ({error.strerror})", where=str(folder), fix="name one in a place that you may write to"
+        ) from error
 
 
 def _write(path: Path, text: str) -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
         raise UserError(f"cannot write ({error.strerror})", where=str(path), fix="name a file in a folder that exists") from error
 

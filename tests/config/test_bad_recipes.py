@@ -166,7 +166,7 @@ def test_bad_settings(name: str, folder: Path):
 
 WHOLE: dict[str, tuple[str, str, str, str]] = {
     "no method": ("model: {name: m}\ndata: {train: feedback.jsonl}\n", " (method)", "is missing", "Name of a method"),
-    "no model": ("method: kto\ndata: {train: feedback.jsonl}\n", " (model)", "is missing", "The policy"),
+    "no model": ("method: kto\ndata: {train: feedback.jsonl}\n", " (model)", "is missing", "called the policy"),
     "empty model": ("method: kto\nmodel:\ndata: {train: feedback.jsonl}\n", ":2 (model.name)", "is missing", "A folder"),
     "no data": ("method: kto\nmodel: {name: m}\n", " (data.train)", "nothing to train on", "name a file"),
     "unknown method": (GOOD.replace("kto", "kot"), ":1 (method)", "no method 'kot'", "kto, dpo, sft"),
@@ -240,7 +240,13 @@ def test_bad_recipes(name: str, folder: Path):
 SENSELESS: dict[str, tuple[list[str], str, str, str]] = {
     "evaluation without data": (["data.eval=[]", "eval.every=7"], "eval.every", "nothing is evaluated", "give data.eval"),
     "first evaluation without data": (["data.eval=[]", "eval.at_start=false"], "eval.at_start", "nothing is evaluated", "give"),
-    "examples of nothing": (["data.eval=[]", "eval.max_examples=3"], "eval.max_examples", "both empty", "data.eval"),
+    "examples of nothing": (["data.eval=[]", "eval.max_examples=3"], "eval.max_examples", "nothing is evaluated", "data.eval"),
+    "examples of the test": (
+        ["data.eval=[]", "data.test=held_out.jsonl", "eval.max_examples=3"],
+        "eval.max_examples",
+        "nothing is evaluated",
+        "data.eval",
+    ),
     "reference model unread": (["method=sft", "reference.model=m"], "reference.model", "sft reads no reference", "remove it"),
     "reference cache unread": (["method=sft", "reference.cache=off"], "reference.cache", "sft reads no reference", "remove it"),
     "threshold without scores": (["data.threshold=1"], "data.threshold", "scores_to_judgements and scores_to_pairs", "convert"),
@@ -286,7 +292,6 @@ def test_senseless_settings(name: str, folder: Path):
 EFFECTIVE: dict[str, list[str]] = {
     "defaults are harmless": ["data.eval=[]", "eval.every=50", "run.export=auto", "data.threshold=null", "data.stratify=false"],
     "reference defaults": ["method=sft", "reference.cache=auto", "reference.model=null"],
-    "examples of the test": ["data.eval=[]", "data.test=held_out.jsonl", "eval.max_examples=3"],
     "evaluation": ["eval.every=7", "eval.at_start=false"],
     "a reference": ["reference.model=m", "reference.cache=folder"],
     "turns": ["method=sft", "data.train_on=assistant"],

@@ -16,7 +16,7 @@ ROWS = {row.name: row for row in settings_table()}
     [
         ("method", "text", "required"),
         ("model.lora", "a section (rank, alpha, dropout, targets) or null", "null"),
-        ("model.lora.rank", "a whole number above 0", "16"),
+        ("model.lora.rank", "a whole number above 0 and of at most 65536", "16"),
         ("model.lora.dropout", "a number of at least 0 and below 1", "0.0"),
         ("model.lora.targets", 'a list (each text) or "all-linear"', '"all-linear"'),
         ("data.train.N.keys", "names with a value each", "{}"),

@@ -191,6 +191,24 @@ def test_without_training_data_may_be_absent():
     assert load("data.train=[]", training=False).recipe.data.train == []
 
 
+def test_without_training_settings_may_have_no_effect_but_not_contradict():
+    words = ["data.eval=[]", "eval.every=3", "eval.max_examples=2", "run.samples.prompts=2"]
+    with pytest.raises(UserError, match="nothing is evaluated"):
+        load(*words)
+    assert load(*words, training=False).recipe.eval.every == 3
+    with pytest.raises(UserError, match="does not make"):
+        load("data.convert=scores_to_pairs", training=False)
+
+
+@pytest.mark.parametrize(
+    "word",
+    ["train.epochs=1e308", "model.lora.rank=1000000000", "run.samples.max_new_tokens=99999999999", f"data.limit={10**30}"],
+)
+def test_numbers_beyond_all_use_are_refused(word: str):
+    with pytest.raises(UserError, match="of at most"):
+        load(word)
+
+
 def test_rows_in_memory_take_the_place_of_files():
     source: dict[str, object] = {"method": "kto", "model": {"name": "m"}, "eval": {"every": 3}}
     given = load_recipe(source, method_of=method_of, in_memory=("train", "eval"))

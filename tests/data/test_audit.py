@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.tiny import CHATML, NO_END, tiny_tokenizer
-from valence.data.audit import Audit, Finding, Spread, WeightAdvice, advised_weights, audit
+from valence.data.audit import Audit, Finding, Spread, WeightAdvice, advised_weights, audit, overlap
 from valence.data.audit_text import REMARKS, WARNINGS, render
 from valence.data.encode import Encoder
 from valence.data.load import File, Loaded
@@ -274,3 +275,23 @@ def test_every_finding_has_its_sentence() -> None:
     assert not set(WARNINGS) & set(REMARKS)
     source = audited([*THUMBS, judged("sun", "a star", False, 9), pair("x", "x", 1)]).findings
     assert set(source) <= {*WARNINGS, *REMARKS}
+
+
+def test_rows_that_are_in_the_training_data_too() -> None:
+    others = [
+        judged("sun", "a star", True, 1, "held.jsonl"),
+        judged("sun", "a star", False, 2, "held.jsonl"),
+        judged("moon", "a lamp", False, 3, "held.jsonl"),
+        judged("rain", "water", True, 4, "held.jsonl"),
+    ]
+    found = overlap(THUMBS, others)
+    assert found == {
+        "rows_in_train": Finding(1, ("held.jsonl:1",)),
+        "prompts_in_train": Finding(2, ("held.jsonl:2", "held.jsonl:3")),
+    }
+    assert overlap(THUMBS, others[3:]) == {}
+    result = audited(others)
+    result = replace(result, findings={**result.findings, **found})
+    assert json.loads(json.dumps(result.to_dict()))["findings"]["prompts_in_train"]["count"] == 2
+    assert "1  of these rows are also in data.train" in render(result)
+    assert "2  of the other rows share their prompt with a row of data.train" in render(result)

@@ -537,3 +537,12 @@ def test_all_rows_in_order_with_their_sources() -> None:
     assert unusable == [(2, "empty_answer", "f"), (3, "too_long", "g")]
     assert result.notes == {"special_tokens_in_text": (Origin("f", 4),)}
     assert result == enc.encode_all(rows, ["f", "f", "g", "g"])
+
+
+def test_training_on_every_turn_of_text_is_noted() -> None:
+    text_row = Demonstration(prompt="sun?", completion="a star", origin=HERE)
+    chat_row = Demonstration(prompt=chat("sun?"), completion=chat("a star", first="assistant"), origin=HERE)
+    enc = encoder(train_on="assistant")
+    assert notes(enc, text_row, chat_row) == {"text_has_no_turns": 1}
+    assert notes(enc, answered("sun?", "a star")) == {}
+    assert notes(encoder(), text_row) == {}

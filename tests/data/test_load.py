@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.data.rows import JUDGED, Source, load_rows, write
 from valence.data.convert import CONVERSIONS
-from valence.data.load import Loaded, load
+from valence.data.load import InMemory, Loaded, load
 from valence.errors import UserError
 from valence.types import Demonstration, Judgement, Origin, Preference, Prompt, Ranking
 
@@ -319,3 +320,31 @@ def test_scores_to_pairs_accounts_for_every_row(examples: list[Judgement | Ranki
     assert all(isinstance(e, Preference) and e.chosen != e.rejected for e in made)
     in_pairs = sum(2 for e in made) - sum(isinstance(e, Ranking) for e in examples if all(e is not u for u, _ in unused))
     assert len(examples) == len(unused) + in_pairs
+
+
+# Rows in memory
+
+
+def test_examples_in_memory_keep_their_origin_and_mix_with_rows():
+    mine = Judgement(prompt="p", completion="mine", label=True, weight=0.5, origin=Origin("mine.jsonl", 7))
+    loaded = load([InMemory([mine, *([down("row")] * 30), replace(mine, completion="last")])], "judgement", on_bad_row="skip")
+    assert loaded.examples[0] == mine
+    assert len(loaded.examples) == 32
+    assert loaded.examples[1].origin == Origin("rows in memory", 2)
+    assert {f.path: (f.rows, f.examples, f.bad) for f in loaded.files} == {"mine.jsonl": (2, 2, 0), "rows in memory": (30, 30, 0)}
+
+
+def test_examples_in_memory_are_checked_and_converted_like_rows():
+    pair = Preference(prompt="p", chosen="a", rejected="b", origin=HERE)
+    with pytest.raises(UserError, match="pairs_to_judgements"):
+        load([InMemory([pair])], "judgement")
+    assert judgements(load([InMemory([pair])], "judgement", convert="pairs_to_judgements")) == [("a", True), ("b", False)]
+    with pytest.raises(UserError, match="must not be negative"):
+        load([InMemory([replace(pair, weight=-1.0)])], "preference")
+    with pytest.raises(UserError, match="or Examples"):
+        load([InMemory(["text"])], "preference")  # type: ignore[list-item]
+
+
+def test_rows_that_a_conversion_leaves_are_named_with_the_reason(tmp_path: Path):
+    loaded = load_rows(tmp_path, "preference", up("a"), down("b"), up("c", "lonely"), convert="judgements_to_pairs")
+    assert loaded.unused == ((Origin(loaded.files[0].path, 3), "its prompt has no other answer judged down"),)

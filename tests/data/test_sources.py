@@ -44,7 +44,7 @@ FILES: dict[str, tuple[Callable[[list[dict]], bytes], list[int]]] = {
     ".json": (lambda rows: json.dumps(rows, indent=1).encode(), [2, 6]),
     "-wrapped.json": (lambda rows: json.dumps({"version": 1, "data": rows}).encode(), [1, 2]),
     "-lines.json": (jsonl, [1, 2]),
-    "-array.jsonl": (lambda rows: json.dumps(rows).encode(), [1, 1]),
+    "-array.jsonl": (lambda rows: json.dumps(rows).encode(), [1, 2]),
     ".csv": (lambda rows: table(rows, ","), [2, 4]),
     ".tsv": (lambda rows: table(rows, "\t"), [2, 4]),
     ".parquet": (parquet, [1, 2]),

@@ -11,7 +11,7 @@ from tests.models import tiny
 from tests.units import objective, policy_and_reference, units
 from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, build_reference
+from valence.engine.models import build_policy, build_reference, load_model
 from valence.engine.reference import Frozen
 from valence.errors import UserError
 
@@ -43,6 +43,31 @@ def test_an_adapter_switched_off_and_the_bare_model_are_the_same_reference() -> 
     policy = build_policy(tiny(), dtype=torch.float64, lora=lora)
     off = build_reference(policy, fresh_adapter=True)
     assert off.digest() == Frozen(Engine(tiny())).digest()
+
+
+def test_another_configuration_of_the_same_weights_is_another_reference() -> None:
+    plain, same = (Frozen(Engine(tiny("gemma2"))).digest() for _ in range(2))
+    bent = Frozen(Engine(tiny("gemma2", final_logit_softcapping=2.5))).digest()
+    turned = Frozen(Engine(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digest()
+    assert plain == same
+    assert len({plain, bent, turned}) == 3
+
+
+def test_a_copy_of_a_model_is_the_same_reference(tmp_path: Path) -> None:
+    model = tiny(dtype=torch.float32)
+    model.save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded = load_model(str(tmp_path), dtype=torch.float32)
+    assert Frozen(Engine(loaded)).digest() == Frozen(Engine(model)).digest()
+
+
+def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
+    def digest(alpha: float | None) -> str:
+        lora = type("Lora", (), {"rank": 3, "alpha": alpha, "dropout": 0.0, "targets": ["q_proj", "v_proj"]})
+        torch.manual_seed(0)
+        return build_reference(build_policy(tiny(), dtype=torch.float64, lora=lora), fresh_adapter=False).digest()
+
+    assert digest(6) == digest(None)
+    assert digest(6) != digest(12)
 
 
 def test_the_same_answer_behind_another_prompt_is_another_entry(tmp_path: Path) -> None:

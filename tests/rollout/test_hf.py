@@ -211,11 +211,29 @@ def test_bad_requests_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", -1.0), ("temperature", math.nan), ("max_new_tokens", 0), ("top_p", 0.0), ("top_p", 1.1)],
+    [
+        ("temperature", -1.0),
+        ("temperature", math.nan),
+        ("max_new_tokens", 0),
+        ("max_new_tokens", 10**11),
+        ("seed", -1),
+        ("seed", 10**30),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+    ],
 )
 def test_sampling_out_of_range_is_named(name: str, value: float) -> None:
     with pytest.raises(UserError, match=name):
         Sampling(**{name: value})  # type: ignore[arg-type]
+
+
+def test_a_model_without_a_cache_of_keys_is_refused() -> None:
+    from transformers import AutoModelForCausalLM, MambaConfig
+
+    small: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    model = AutoModelForCausalLM.from_config(MambaConfig(**small, eos_token_id=END), dtype=torch.float32)
+    with pytest.raises(UserError, match="Mamba.* keeps no key-value cache"):
+        generator(model).generate(PROMPTS, 1, GREEDY)
 
 
 def test_no_prompts_no_answers() -> None:

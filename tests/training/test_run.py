@@ -92,7 +92,7 @@ def test_a_run_leaves_a_model_a_log_and_a_report(method: str, lora: Any, folder:
     assert tokenizer.chat_template
     text = [{"prompt": "question 1", "completion": "good answer"}]
     ours = valence.logprobs(run.policy.model, text, tokenizer=tokenizer)
-    theirs = valence.logprobs(loaded, text, tokenizer=tokenizer)
+    theirs = valence.logprobs(loaded, text)  # with the tokenizer of the folder it was loaded from
     assert theirs[0].logps == pytest.approx(ours[0].logps, abs=1e-4)
 
 

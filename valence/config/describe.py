@@ -134,7 +134,7 @@ def _takes(node: Node) -> str:
 
 
 def _bounds(node: Node) -> Iterator[str]:
-    return (f"{words} {node[name]:g}" for name, words in _BOUNDS.items() if name in node)
+    return (f"{words} {node[name]:.10g}" for name, words in _BOUNDS.items() if name in node)
 
 
 def _rows(section: Node, prefix: str) -> Iterator[SettingRow]:

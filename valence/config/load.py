@@ -60,7 +60,7 @@ def load_recipe(
     settings have to do with each other; each check reports all it finds at once.
 
     method_of: facts about a method; raises UserError for an unknown name.
-    training: without it, ``data.train`` may be empty and data files may be missing.
+    training: without it, ``data.train`` may be empty, data files may be missing, and settings may have no effect.
     in_memory: those of train, eval and test whose rows are given as objects, whatever the recipe says.
     Raises UserError with the place of each mistake and its remedy.
     """
@@ -78,7 +78,10 @@ def load_recipe(
         recipe = _with_files_found(recipe, name, given, folder, problems if needed else [])
     settings = _settings(recipe, facts, given)
     rows = {*in_memory, *(name for name in LISTS if getattr(recipe.data, name))}
-    problems += _senseless(Case(recipe, facts, rows), given, settings)
+    case = Case(recipe, facts, rows)
+    if training:
+        problems += _without_effect(case, given, settings)
+    problems += _contradictions(case, given)
     if training and "train" not in rows:
         problems.append(
             UserError(
@@ -181,23 +184,25 @@ def _with_files_found(recipe: Recipe, name: str, given: Given, folder: Path | No
     return recipe.model_copy(update={"data": recipe.data.model_copy(update={name: sources})})
 
 
-def _senseless(case: Case, given: Given, settings: Mapping[Key, Setting]) -> Iterator[UserError]:
-    """Settings that have no effect in this run, or contradict others."""
-    data = case.recipe.data
-    words = {"method": case.method.name, "kind": case.method.kind, "convert": data.convert}
+def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -> Iterator[UserError]:
+    """Settings that change nothing in this run."""
     for rule in (rule for rule in NO_EFFECT if rule.broken(case)):
         for path, setting in settings.items():
             if fnmatchcase(dotted(path), rule.setting) and not setting.is_default:
-                yield messages.no_effect(given, path, rule.why.format(**words), rule.fix)
+                yield messages.no_effect(given, path, rule.why.format(**case.words), rule.fix)
     for name in LISTS:
-        for index, source in enumerate[Source](getattr(data, name)):
+        for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
                 yield messages.no_effect(
                     given, ("data", name, index, "split"), "a file has no splits", "name a data set of the hub"
                 )
+
+
+def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
+    """Settings that cannot hold together."""
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
-        yield UserError(rule.why.format(**words), where=given.where(path), fix=rule.fix)
+        yield UserError(rule.why.format(**case.words), where=given.where(path), fix=rule.fix)
 
 
 def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:

@@ -49,7 +49,7 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
         names = names_of(at(schema_of(model), path[:-1]))
         return UserError("there is no such setting", where=where, fix=_nearest(full, names))
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
-        return UserError("is missing", where=where, fix=f"add {path[-1]}: {meaning(node) or takes(node)}")
+        return UserError("is missing", where=where, fix=f"add {path[-1]}; {_explain(node)}")
     value = _value_at(given.values, full)
     if error["type"] == "value_error":
         return UserError(

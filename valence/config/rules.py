@@ -44,6 +44,11 @@ class Case:
     method: MethodFacts
     rows: Set[str]
 
+    @property
+    def words(self) -> dict[str, str | None]:
+        """What a rule's ``why`` may name."""
+        return {"method": self.method.name, "kind": self.method.kind, "convert": self.recipe.data.convert}
+
 
 @dataclass(frozen=True, slots=True)
 class Rule:
@@ -62,9 +67,7 @@ NO_EVAL = "nothing is evaluated during training, as data.eval is empty"
 NO_EFFECT = (
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule(
-        "eval.max_examples", lambda c: not c.rows & {"eval", "test"}, "data.eval and data.test are both empty", "give data.eval"
-    ),
+    Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("reference.*", lambda c: not c.method.needs_reference, "{method} reads no reference", "choose a method that reads one"),
     Rule(
         "data.threshold",

@@ -28,6 +28,7 @@ def _fraction_or_steps(value: float) -> float:
 
 Dtype = Literal["float32", "bfloat16", "float64"]
 Text = Annotated[str, Field(min_length=1)]
+RowCount = Annotated[int, Field(gt=0, le=10**9)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 WholeFromOne = AfterValidator(_fraction_or_steps)
 
@@ -39,7 +40,7 @@ class Section(BaseModel):
 
 
 class Lora(Section):
-    rank: PositiveInt = 16
+    rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
     alpha: PositiveFloat | None = None
     """Scale of the update, which is multiplied by alpha/rank. Default: twice the rank."""
@@ -84,7 +85,7 @@ class Source(Section):
     """Names of columns, as {the format's name: the file's name}."""
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
-    limit: PositiveInt | None = None
+    limit: RowCount | None = None
     """Use only the first so many rows."""
 
 
@@ -100,7 +101,7 @@ class Data(Section):
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
     """What happens to longer rows: left out; the end of the answer cut off (no end-of-turn added); or the start of the
     prompt cut off (oldest turns first, never the last user turn)."""
-    limit: PositiveInt | None = None
+    limit: RowCount | None = None
     """Use only the first so many rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
     """Tokens a demonstration trains on: the last answer, or every assistant turn."""
@@ -127,7 +128,7 @@ class Train(Section):
     """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes."""
     micro_batch_tokens: PositiveInt = 4096
     """Tokens that run through the model at once. Never changes the result, only memory and speed."""
-    epochs: PositiveFloat = 1.0
+    epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after so many optimizer steps."""
@@ -159,13 +160,13 @@ class Eval(Section):
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
-    """Evaluate on only the first so many examples."""
+    """Evaluate on only the first so many examples of data.eval. data.test is always measured whole."""
 
 
 class Samples(Section):
     prompts: NonNegativeInt = 0
     """Answer so many evaluation prompts before and after training, for the report."""
-    max_new_tokens: PositiveInt = 128
+    max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
     """Longest answer, in tokens."""
     temperature: NonNegativeFloat = 0.7
     """Sampling temperature; 0 takes the most likely token."""
@@ -188,7 +189,7 @@ class Recipe(Section):
     method: Text
     """Name of a method or of a loss."""
     model: Model
-    """The policy."""
+    """The model to train, called the policy: a section with its name, such as `model: {name: owner/model}`."""
     reference: Reference = Reference()
     """What the policy is compared with."""
     data: Data = Data()

@@ -174,6 +174,17 @@ def audit(loaded: Loaded, encoded: EncodedSet, encoder: Encoder) -> Audit:
     )
 
 
+def overlap(train: Sequence[Example], other: Sequence[Example]) -> dict[str, Finding]:
+    """Rows of another list that are training rows too, and those that share only their prompt with one. Findings of that list."""
+    ids = {e.id for e in train}
+    prompts = {content_id(e.prompt) for e in train}
+    rows = {
+        "rows_in_train": [str(e.origin) for e in other if e.id in ids],
+        "prompts_in_train": [str(e.origin) for e in other if e.id not in ids and content_id(e.prompt) in prompts],
+    }
+    return _found(rows)
+
+
 def advised_weights(n_up: int, n_down: int, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> WeightAdvice:
     """What the KTO paper says about the classes' weights. Never raises, also when a class is empty."""
     up, down = desirable_weight * n_up, undesirable_weight * n_down
@@ -303,8 +314,11 @@ def _findings(examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder
     }
     if encoder.tokenizer.chat_template and not encoder.as_chat:
         rows["text_on_chat_model"] = [str(e.origin) for e in examples if isinstance(e.prompt, str)]
-    found = {name: Finding(len(where), _first(where)) for name, where in rows.items() if where}
-    return found | {name: Finding(1) for name in _of_the_whole(examples, units, encoder)}
+    return _found(rows) | {name: Finding(1) for name in _of_the_whole(examples, units, encoder)}
+
+
+def _found(rows: Mapping[str, Sequence[str]]) -> dict[str, Finding]:
+    return {name: Finding(len(where), _first(where)) for name, where in rows.items() if where}
 
 
 def _of_the_whole(examples: Sequence[Example], units: Sequence[Encoded], encoder: Encoder) -> list[str]:

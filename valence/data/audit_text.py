@@ -13,6 +13,7 @@ WARNINGS = {
     "contradictions": "judged the other way elsewhere: {rows}",
     "one_class": "all rows have the same label: there is nothing to tell apart",
     "no_mismatch": "all rows share one prompt or one answer: kto needs two different ones of each",
+    "rows_in_train": "of these rows are also in data.train, so they cannot show what is learnt beyond it: {rows}",
     "double_bos": "prompts start with two BOS tokens: {rows}",
     "end_of_turn_missing": "answers have no end-of-turn token, so they do not teach to stop: {rows}",
     "end_of_turn_unmasked": "end-of-turn tokens are outside the mask, so they do not teach to stop: {rows}",
@@ -25,6 +26,8 @@ WARNINGS = {
 """What may spoil a result, by the name of the finding."""
 
 REMARKS = {
+    "prompts_in_train": "of the other rows share their prompt with a row of data.train: {rows}",
+    "text_has_no_turns": "prompts are text, where data.train_on: assistant finds no earlier answers to train on: {rows}",
     "duplicates": "repeat an earlier row: {rows}",
     "end_of_turn_added": "the chat template ends no turn; end-of-sequence was appended to the answers: {rows}",
     "boundary_merges": "prompt and answer would merge into one token, and were kept apart: {rows}",

@@ -109,6 +109,7 @@ class Encoder:
     ``double_bos``            the prompt starts with two BOS tokens
     ``empty_prompt``          an empty text prompt: BOS, or else EOS, stands in for it
     ``end_of_turn_added``     the template prints no end-of-turn token; the tokenizer's was appended
+    ``text_has_no_turns``     train_on is "assistant", and the prompt is text, which has no earlier answers to train on
     ``tools_ignored``         the row has tools, and the template does not print tools
     ``cut_prompt``, ``cut_completion``  the row was too long and lost its oldest turns / the end of an answer
     """
@@ -172,6 +173,8 @@ class Encoder:
         trained_prompt = kind == "demonstration" and self.train_on == "assistant"
         try:
             prompt = self._form(example.prompt, completions)
+            if trained_prompt and not isinstance(prompt, Chat):
+                row.notes.add("text_has_no_turns")
             tokens = self._tokens(prompt, completions, trained_prompt, row)
             row.length = tokens.length
             fitted = self._fit(tokens, prompt, completions, trained_prompt, row)

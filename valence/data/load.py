@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
+from valence.data import values
 from valence.data.convert import CONVERSIONS, Conversion
 from valence.data.detect import detect, is_another_format
 from valence.data.formats import FORMATS, columns_read, read_example
@@ -21,8 +22,8 @@ DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
 
 OnBadRow = Literal["stop", "skip"]
-Rows = Iterable[Mapping[str, Any]]
-"""Rows that a program holds: dictionaries in any format that a file may have."""
+Rows = Iterable[Mapping[str, Any] | Example]
+"""Rows that a program holds: dictionaries in any format that a file may have, or Examples."""
 
 
 class Source(Protocol):
@@ -44,7 +45,7 @@ class Source(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Rows that a program holds, in place of a file. Their origin is ``path`` and their number."""
+    """Rows that a program holds, in place of a file. Their origin is ``path`` and their number; Examples keep their own."""
 
     rows: Rows
     path: str = "rows in memory"
@@ -54,13 +55,17 @@ class InMemory:
     weight: float = 1.0
     limit: int | None = None
 
-    def read(self, limit: int | None) -> Iterator[Row | BadRow]:
+    def read(self, limit: int | None) -> Iterator[Row | BadRow | Example]:
         for number, value in enumerate(islice(self.rows, limit), 1):
             origin = Origin(self.path, number)
             if isinstance(value, Mapping):
                 yield Row(dict(value), origin)
+            elif isinstance(value, Example):
+                yield value
             else:
-                yield BadRow(origin, f"the row is a {type(value).__name__}, not a mapping", "give rows as dictionaries")
+                yield BadRow(
+                    origin, f"the row is a {type(value).__name__}, not a mapping", "give rows as dictionaries or Examples"
+                )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,11 +92,13 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Examples of one kind in the order of the files, and the account of them."""
+    """Examples of one kind in the order of the files, and the account of them. ``unused``: rows that a conversion made
+    nothing of, each with the reason."""
 
     examples: tuple[Example, ...]
     files: tuple[File, ...]
     bad: tuple[BadRow, ...]
+    unused: tuple[tuple[Origin, str], ...] = ()
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -124,11 +131,11 @@ def load(
     ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
     """
     conversion = _conversion(convert, threshold, kind)
-    read: list[tuple[File, list[Example], list[BadRow]]] = []
+    read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
-        left = None if limit is None else limit - sum(file.rows for file, _, _ in read)
+        left = None if limit is None else limit - sum(file.rows for files, _, _ in read for file in files)
         read.append(_read(source, left, on_bad_row))
-    files = [file for file, _, _ in read]
+    files = [file for files, _, _ in read for file in files]
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
     if twice:
         raise UserError("this file is listed twice", where=twice[0], fix="list it once, with weight: 2 if it is to count twice")
@@ -140,6 +147,7 @@ def load(
     return Loaded(
         examples=examples,
         bad=bad,
+        unused=tuple((e.origin, why) for e, why in unused),
         files=tuple(
             replace(f, examples=made[f.path], unused=dict(Counter(why for e, why in unused if e.origin.path == f.path)))
             for f in files
@@ -150,21 +158,32 @@ def load(
 # One file
 
 
-def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[File, list[Example], list[BadRow]]:
+def read_sources(sources: Sequence[Source], limit: int | None = None) -> Iterator[Row | BadRow | Example]:
+    """The rows of these files as they are read, before anything is made of them."""
+    return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
+
+
+def _rows(source: Source, limit: int | None) -> Iterator[Row | BadRow | Example]:
+    return source.read(limit) if isinstance(source, InMemory) else read_rows(source.path, split=source.split, limit=limit)
+
+
+def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list[File], list[Example], list[BadRow]]:
     limit = min((n for n in (source.limit, limit) if n is not None), default=None)
-    rows_read = source.read(limit) if isinstance(source, InMemory) else read_rows(source.path, split=source.split, limit=limit)
-    head, rest = _head(rows_read, on_bad_row)
+    head, rest = _head(_rows(source, limit), on_bad_row)
     name = _format(source, [row.value for row in head if isinstance(row, Row)])
     known = set(columns_read(name, source.keys).values()) if name else set[str]()
     examples: list[Example] = []
     bad: list[BadRow] = []
     seen: Counter[str] = Counter()
-    path, rows = str(source.path), 0
+    path, rows = str(source.path), Counter[str]()  # rows by file: Examples in memory name the one they came from
     for row in chain(head, rest):
-        path, rows = row.origin.path, rows + 1
+        rows[row.origin.path] += 1
         if isinstance(row, Row) and name:
+            path = row.origin.path
             seen.update(column for column, value in row.value.items() if value is not None)
             row = _example(row, name, source)
+        elif isinstance(row, Example):
+            row = _weighted(row, source)
         if isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
@@ -180,12 +199,19 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[File
         raise _no_such_column(path, absent[0], seen)
     carried = name is not None and FORMATS[name].gives == "prompt"  # a Prompt carries its other columns along
     ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
-    return File(path=path, format=name, rows=rows, bad=len(bad), ignored_columns=ignored), examples, bad
+    refused = Counter(row.origin.path for row in bad)
+    files = [
+        File(path=p, format=name, rows=n, bad=refused[p], ignored_columns=ignored if p == path else {})
+        for p, n in (rows or {path: 0}).items()
+    ]
+    return files, examples, bad
 
 
-def _head(rows: Iterator[Row | BadRow], on_bad_row: OnBadRow) -> tuple[list[Row | BadRow], Iterator[Row | BadRow]]:
-    """The first rows, of which at least one is readable if any is, and the others."""
-    head: list[Row | BadRow] = []
+def _head(
+    rows: Iterator[Row | BadRow | Example], on_bad_row: OnBadRow
+) -> tuple[list[Row | BadRow | Example], Iterator[Row | BadRow | Example]]:
+    """The first rows, of which at least one is readable if any is, and the others. Examples have no format to detect."""
+    head: list[Row | BadRow | Example] = []
     readable = 0
     for row in rows:
         head.append(row)
@@ -236,7 +262,14 @@ def _example(row: Row, name: str, source: Source) -> Example | BadRow:
             f"the row has the format {other}, and the file's first rows have {name}",
             "put rows of another format in a file of their own, or set format",
         )
-    return replace(example, weight=example.weight * source.weight)
+    return _weighted(example, source)
+
+
+def _weighted(example: Example, source: Source) -> Example | BadRow:
+    try:
+        return replace(example, weight=values.weight(example.weight, "weight") * source.weight)
+    except UserError as error:
+        return BadRow(example.origin, error.what, error.fix or "mend the row or leave it out")
 
 
 # The kind that is needed

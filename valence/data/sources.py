@@ -50,7 +50,8 @@ class BadRow:
 def read_rows(path: str | Path, *, split: str | None = None, limit: int | None = None) -> Iterator[Row | BadRow]:
     """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the first so many.
 
-    An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub).
+    An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub, and json
+    without line breaks).
     Raises UserError when the file as a whole cannot be read or has no rows.
     """
     return islice(_rows(str(path), split), limit)
@@ -263,14 +264,15 @@ def _is_jsonl(text: str) -> bool:
 
 
 def _array(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
-    decoder, line, counted = StrictDecoder(), 1, 0
+    decoder, number, line, counted = StrictDecoder(), 0, 1, 0
+    one_line = "\n" not in text.strip()
     position, closed = _skip(text, start), False
     if text[position : position + 1] == "]":
         position, closed = position + 1, True
     while not closed:
-        line, counted = line + text.count("\n", counted, position), position
+        number, line, counted = number + 1, line + text.count("\n", counted, position), position
         value, end = decoder.value_at(text, position)
-        yield _row(value, decoder.fault, Origin(path, line))
+        yield _row(value, decoder.fault, Origin(path, number if one_line else line))
         position = _skip(text, end)
         mark = text[position : position + 1]
         if mark not in (",", "]"):

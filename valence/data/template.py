@@ -171,7 +171,7 @@ class ChatTemplate:
         """Raises RowError when the template leaves out a turn, from message ``first`` on."""
         for i, message in enumerate(messages[first:], start=first):
             content = message.get("content")
-            if not isinstance(content, str) or content.strip() in text or json.dumps(content)[1:-1] in text:
+            if not isinstance(content, str) or content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
                 continue
             # Not found as it is: rewritten (the template read it), or left out (another content prints the same)?
             changed = [*messages[:i], {**message, "content": _SENTINEL}, *messages[i + 1 :]]

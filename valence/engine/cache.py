@@ -19,8 +19,9 @@ from valence.types import Batch
 class Cached:
     """A reference whose values are looked up first. Entries are per sequence and hold one float per trained token (nats).
 
-    They are found by content alone: the digest of the reference's weights, and the tokens and mask of the sequence; never by a
-    setting of the run. A micro-batch that is partly known is computed whole, and committed whole in a file of its own.
+    They are found by content alone: the digest of the reference (weights and configuration), and the tokens and mask of the
+    sequence; never by a setting of the run. A micro-batch that is partly known is computed whole, and committed whole in a
+    file of its own.
     """
 
     def __init__(self, inner: Reference, folder: Path) -> None:

@@ -1,22 +1,51 @@
-"""A name for weights: the same for the same weights, another for any other."""
+"""A name for a model: the same for the same computation, another for other weights or settings."""
 
 from __future__ import annotations
 
 import hashlib
+import json
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+
+if TYPE_CHECKING:
+    from valence.engine.logprobs import Engine
+
+OF_A_COPY = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation",
+             "architectures", "use_cache"}  # fmt: skip
+OF_AN_ADAPTER_COPY = {"base_model_name_or_path", "revision", "peft_version", "inference_mode", "auto_mapping"}
+"""Settings that differ between copies of one model, and change no value."""
 
 
-def weights_digest(model: nn.Module, *, adapter: bool, how: str) -> str:
-    """32 hexadecimal digits for all weights (with or without those of an adapter), their types, and how they are computed with.
+def model_digest(engine: Engine, *, adapter: bool) -> str:
+    """32 hexadecimal digits for the model's configuration, all weights with their types (with or without those of an adapter,
+    and its configuration), and how they are computed with.
 
     An adapter's wrapper around a model does not change the names of the model's own weights here.
     """
-    digest = hashlib.sha256(how.encode())
+    model: Any = engine.model
+    adapters = getattr(model, "peft_config", {}) if adapter else {}
+    settings = [
+        _without(engine.causal.config.to_dict(), OF_A_COPY),
+        {name: _without(config.to_dict(), OF_AN_ADAPTER_COPY) for name, config in adapters.items()},
+    ]
+    digest = hashlib.sha256(engine.how.encode())
+    digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
     for full_name, weight in sorted(model.state_dict().items()):
         if adapter or "lora_" not in full_name:
             name = full_name.replace("base_model.model.", "").replace(".base_layer.", ".")
             digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
             digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:32]
+
+
+def _without(settings: Any, names: set[str]) -> Any:
+    """Nested settings without those of these names."""
+    if not isinstance(settings, dict):
+        return settings
+    return {str(name): _without(value, names) for name, value in settings.items() if name not in names}
+
+
+def _plain(value: object) -> object:
+    """What JSON has no form for: a set in order, all else by its text."""
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
@@ -13,11 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from valence.engine.attention import NAME
-from valence.engine.head import Head
+from valence.engine.check import check, rotary_by_length
+from valence.engine.head import Head, TargetLogProb
 from valence.types import Batch, TokenOut
-
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Largest difference (nats per token) at the start-up check that rounding explains. A leak between sequences shows as more."""
 
 
 class Engine(nn.Module):
@@ -32,13 +29,11 @@ class Engine(nn.Module):
         super().__init__()
         self.model = model
         self.compute = compute
-        self.packs = True
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
         self.stock_attention: str = found if found != NAME else self.causal.stock_attention
         self.causal.stock_attention = self.stock_attention
-        # For good, not around each forward: a checkpointed layer runs again in the backward pass.
-        self.causal.set_attn_implementation(NAME)
+        self.lay_out(packed=True)
 
     @property
     def how(self) -> str:
@@ -50,6 +45,12 @@ class Engine(nn.Module):
         """The Hugging Face model itself, inside an adapter's wrapper if there is one."""
         inner: Any = self.model
         return inner.get_base_model() if hasattr(inner, "get_base_model") else inner
+
+    def lay_out(self, *, packed: bool) -> None:
+        """From now on packed, or one sequence at a time with the model's own attention."""
+        self.packs = packed
+        # For good, not around each forward: a checkpointed layer runs again in the backward pass.
+        self.causal.set_attn_implementation(NAME if packed else self.stock_attention)
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -89,56 +90,28 @@ class Engine(nn.Module):
     def _one_by_one(self, batch: Batch, entropy: bool) -> TokenOut:
         logps, spreads = [], []
         rows = _predicted(batch)
+        rotary = rotary_by_length(self.causal)
         for start, end in pairwise(batch.bounds):
             ours = rows[(rows >= start) & (rows < end)] - start
             tokens = batch.tokens[start:end]
+            for module in rotary:  # the lengths of earlier sequences must not stay in the frequencies
+                module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
+                module.max_seq_len_cached = module.original_max_seq_len
             with self._autocast():
                 logits = self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=ours - 1).logits[0]
-            spread = torch.log_softmax(logits.to(torch.promote_types(torch.float32, logits.dtype)), -1)
-            logps.append(spread.gather(1, tokens[ours][:, None]).squeeze(1))
-            spreads.append(-(spread.exp() * spread).sum(-1))
+            logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+            logps.append(TargetLogProb.apply(logits, tokens[ours]))
+            if entropy:
+                spread = torch.log_softmax(logits, -1)
+                spreads.append(-(spread.exp() * spread).sum(-1))
         return _scatter(batch, rows, torch.cat(logps), torch.cat(spreads) if entropy else None)
 
-    @torch.no_grad()
     def check_layout(self) -> None:
-        """Compares the packed layout with the model's own forward on two short sequences, and leaves it when they differ.
+        """Chooses the layout: packed where that is the same computation as the model's own forward, else (with a warning) not.
 
-        Some architectures never call the registered attention, or keep state besides it; they would be silently wrong.
+        Raises UserError when the model is not causal.
         """
-        size = int(self.causal.get_input_embeddings().weight.shape[0])
-        made = torch.Generator().manual_seed(0)
-        drawn = torch.randint(0, size, (24,), generator=made).to(self.device)
-        batch = plain_batch([drawn[:14], drawn[14:]])
-        try:
-            packed = self._packed(batch, False).logp
-            with self.stock():
-                difference = (packed - self._one_by_one(batch, False).logp).abs().max().item()
-        except (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError) as error:
-            difference, why = float("inf"), f"it fails with {type(error).__name__}: {error}"
-        else:
-            why = f"log-probabilities differ by {difference:.2g} nats"
-        dtype = self.compute or next(self.model.parameters()).dtype
-        if not difference <= TOLERANCE[dtype]:
-            self.packs = False
-            self.causal.set_attn_implementation(self.stock_attention)
-            warnings.warn(
-                f"{type(self.causal).__name__} does not run with packed sequences ({why}): "
-                "each sequence runs by itself, which is exact and slower",
-                stacklevel=2,
-            )
-
-
-def plain_batch(sequences: list[Tensor]) -> Batch:
-    """A micro-batch of token sequences, each marked from its second token on, without anything else to know about them."""
-    lengths = torch.tensor([len(s) for s in sequences], device=sequences[0].device)
-    ends = lengths.cumsum(0).tolist()
-    seq = torch.repeat_interleave(torch.arange(len(sequences), device=lengths.device), lengths)
-    pos = torch.cat([torch.arange(len(s), device=lengths.device) for s in sequences])
-    each = torch.zeros_like(lengths)
-    return Batch(
-        tokens=torch.cat(sequences), pos=pos, seq=seq, mask=pos > 0, bounds=(0, *ends), unit=each, side=each, label=None,
-        weight=torch.ones(len(sequences)), margin=torch.zeros(len(sequences)), group=each, ids=("",) * len(sequences),
-    )  # fmt: skip
+        check(self)
 
 
 def _predicted(batch: Batch) -> Tensor:

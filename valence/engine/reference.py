@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from valence.engine.digest import weights_digest
+from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.types import Batch
 
@@ -18,7 +18,7 @@ class Reference(Protocol):
     name: str
 
     def digest(self) -> str:
-        """Names the weights that the values come from."""
+        """Names the model that the values come from."""
         ...
 
     def __call__(self, batch: Batch) -> Tensor: ...
@@ -33,7 +33,7 @@ class AdapterOff:
         self.policy = policy
 
     def digest(self) -> str:
-        return weights_digest(self.policy.model, adapter=False, how=self.policy.how)
+        return model_digest(self.policy, adapter=False)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -48,7 +48,7 @@ class Frozen:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
 
     def digest(self) -> str:
-        return weights_digest(self.engine.model, adapter=True, how=self.engine.how)
+        return model_digest(self.engine, adapter=True)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:

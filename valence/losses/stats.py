@@ -13,7 +13,7 @@ from typing_extensions import TypedDict  # pydantic reads this one on Python 3.1
 class GroupScope(TypedDict):
     """Reference points of published systems: one for each run of ``group`` examples in step order, paired cyclically."""
 
-    group: Annotated[int, Ge(1)]
+    group: Annotated[int, Ge(2)]  # of one, a row would be paired with itself
     pairing: Literal["next", "previous", "reversed"]
 
 

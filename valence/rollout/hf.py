@@ -116,7 +116,15 @@ class HFGenerator:
             use_cache=True,
             logits_to_keep=1,
         )
-        return out.logits[:, -1], out.past_key_values
+        grown = getattr(out, "past_key_values", None)
+        if not hasattr(grown, "batch_select_indices"):
+            # A recurrent model, which would also read the padding on the left as part of the prompt.
+            raise UserError(
+                f"{type(self.model).__name__} keeps no key-value cache, so it cannot be sampled here",
+                where="model.name",
+                fix="set run.samples.prompts: 0, and sample from the exported model",
+            )
+        return out.logits[:, -1], grown
 
     def _completion(self, prompt: tuple[int, ...], tokens: list[int], logps: list[float]) -> Completion:
         return Completion(

@@ -132,7 +132,7 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
 
 def _settings_of_the_card(run: Run) -> dict[str, Any]:
     """The settings that the recipe itself says, and those every reader asks for."""
-    always = ("train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype")
+    always = ("train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype", "model.lora.rank")
     settings = run.prepared.source.settings
     return {
         name: setting.value

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from rich.console import RenderableType
 
-from valence.config.load import load_recipe
-from valence.data.encode import Unusable
-from valence.data.sources import Row, read_rows
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.schema import Source
+from valence.data.encode import Encoder, Unusable
+from valence.data.load import load, read_sources
+from valence.data.sources import Row
 from valence.errors import UserError
 from valence.report.show import show_encoded, show_example, show_row
 from valence.training.methods import method_of
 from valence.training.setup import prepare
+from valence.types import Example, Origin
 
 Stage = Literal["row", "example", "tokens", "all"]
 
@@ -22,26 +26,62 @@ Stage = Literal["row", "example", "tokens", "all"]
 def look(
     recipe: Path, overrides: Sequence[str], *, which: Literal["train", "eval", "test"], number: int, stage: Stage
 ) -> Iterator[RenderableType]:
-    """What to print about example ``number`` (from 1) of one of a recipe's lists. Raises UserError when there is none such."""
-    # A bad row elsewhere should not keep anybody from looking at this one.
-    source = load_recipe(recipe, [*overrides, "data.on_bad_row=skip"], method_of=method_of, training=False)
-    prepared = prepare(source)
-    corpus = prepared.corpora.get(which)
-    examples = corpus.loaded.examples if corpus else ()
-    if not 1 <= number <= len(examples):
+    """What to print about row ``number`` (from 1, bad rows too) of the files of one of a recipe's lists.
+
+    Raises UserError when there is none such, and, after what can be shown of it, when the row is not used.
+    """
+    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    data = source.recipe.data
+    files: list[Source] = getattr(data, which)
+    if not files:
+        raise UserError("the recipe names no files", where=f"data.{which}", fix="look at another list with --list")
+    rows = list(read_sources(files, data.limit))
+    if number > len(rows):
         raise UserError(
-            f"data.{which} has {len(examples)} examples", where=f"--row {number}", fix=f"a number up to {len(examples)}"
+            f"data.{which} has {len(rows)} rows", where=f"--row {number}", fix=f"give --row a number from 1 to {len(rows)}"
         )
-    example = examples[number - 1]
-    if stage in ("row", "all"):
-        rows = read_rows(example.origin.path.split("[")[0])
-        row = next((r for r in rows if isinstance(r, Row) and r.origin.line == example.origin.line), None)
-        if row is not None:
-            yield show_row(row.value, row.origin)
+    row = rows[number - 1]
+    if isinstance(row, Row) and stage in ("row", "all"):
+        yield show_row(row.value, row.origin)
+    examples = _examples(source, files, row.origin)
     if stage in ("example", "all"):
-        yield show_example(example)
+        yield from map(show_example, examples)
     if stage in ("tokens", "all"):
-        encoded = prepared.encoder.encode(example, example.origin.path)
-        if isinstance(encoded, Unusable):
-            raise UserError(f"this row makes no tokens: {encoded.reason}", where=str(encoded.origin), fix=encoded.fix)
-        yield show_encoded(encoded, prepared.tokenizer)
+        yield from _tokens(_encoder(source), examples)
+
+
+def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> list[Example]:
+    """What became of the row. Raises UserError with the reason when that is nothing."""
+    data = source.recipe.data
+    # A bad row elsewhere should not keep anybody from looking at this one.
+    loaded = load(
+        files, method_of(source.recipe.method).kind,
+        convert=data.convert, threshold=data.threshold, limit=data.limit, on_bad_row="skip",
+    )  # fmt: skip
+    for bad in loaded.bad:
+        if bad.origin == origin:
+            raise UserError(bad.reason, where=str(origin), fix=bad.fix)
+    examples = [example for example in loaded.examples if example.origin == origin]
+    if not examples:
+        why = next((why for unused, why in loaded.unused if unused == origin), "it is in an example listed under another row")
+        raise UserError(
+            f"data.convert: {data.convert} makes no example of this row alone: {why}",
+            where=str(origin),
+            fix="look at another row",
+        )
+    return examples
+
+
+def _encoder(source: LoadedRecipe) -> Encoder:
+    no_rows = source.recipe.data.model_copy(update={name: [] for name in LISTS})
+    return prepare(replace(source, recipe=source.recipe.model_copy(update={"data": no_rows}))).encoder
+
+
+def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[RenderableType]:
+    encoded = [encoder.encode(example, example.origin.path) for example in examples]
+    for unit in encoded:
+        if not isinstance(unit, Unusable):
+            yield show_encoded(unit, encoder.tokenizer)
+    for unit in encoded:
+        if isinstance(unit, Unusable):
+            raise UserError(f"this makes no tokens: {unit.reason}", where=str(unit.origin), fix=unit.fix)

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
-from valence.engine.memory import predict, skeleton
+from valence.engine.memory import Memory, predict, skeleton
 from valence.engine.models import DTYPES
-from valence.training.setup import Prepared
+from valence.training.setup import Prepared, check_vocabulary
 
 
 def describe_plan(prepared: Prepared) -> list[str]:
-    """Lines to print: optimizer steps, tokens per epoch, trained weights, and the memory they are predicted to need."""
+    """Lines to print: optimizer steps, tokens per epoch, trained weights, and the memory they are predicted to need.
+
+    Raises UserError when the tokenizer is larger than the model.
+    """
     recipe, method = prepared.recipe, prepared.method
     spec = recipe.model
     units = prepared.corpora["train"].units
     per_epoch = prepared.sampler.steps_per_epoch
     mismatched = " and as many mismatched ones, measured only," if method.mismatches else ""
     model = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file)
+    check_vocabulary(model, prepared.tokenizer)
     tokens = max(unit.tokens for unit in units)
     memory = predict(
         model,
         width=DTYPES[spec.dtype].itemsize,
         lora=spec.lora,
+        adapter=spec.adapter,
         tokens=max(tokens, min(recipe.train.micro_batch_tokens, sum(unit.tokens for unit in units))),
         frozen_copy=method.needs_reference and (spec.lora is None or recipe.reference.model is not None),
         checkpointing=recipe.train.checkpointing,
@@ -27,16 +32,18 @@ def describe_plan(prepared: Prepared) -> list[str]:
     lines = [
         f"steps: {prepared.total_steps} ({per_epoch} per epoch of {len(units)} {method.kind}s)",
         f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch",
-        f"weights: {memory.parameters:,}, of which {memory.trained:,} train"
-        if spec.lora
-        else f"weights: {memory.parameters:,}, all of which train",
+        f"weights: {memory.parameters:,}, {_trained(memory)}",
         f"memory: about {_gigabytes(memory.total)} "
-        f"(weights {_gigabytes(memory.weights)}, reference {_gigabytes(memory.reference)}, "
+        f"(program {_gigabytes(memory.program)}, weights {_gigabytes(memory.weights)}, reference {_gigabytes(memory.reference)}, "
         f"gradient and optimizer {_gigabytes(memory.optimizer)}, activations {_gigabytes(memory.activations)})",
     ]
     if tokens > recipe.train.micro_batch_tokens:
         lines.append(f"the largest row has {tokens} tokens, more than train.micro_batch_tokens: such rows run alone")
     return lines
+
+
+def _trained(memory: Memory) -> str:
+    return "all of which train" if memory.trained == memory.parameters else f"of which {memory.trained:,} train"
 
 
 def _gigabytes(size: int) -> str:

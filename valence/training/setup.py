@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Data, Recipe, Source
-from valence.data.audit import Audit, audit
+from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
@@ -98,6 +98,8 @@ def prepare(
         rows = (given or {}).get(name)
         if rows is not None or getattr(data, name):
             corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
+        if name in corpora and name != "train" and "train" in corpora:
+            corpora[name] = _compared(corpora[name], corpora["train"])
     prepared = Prepared(recipe, source, method, encoder, corpora)
     _check(prepared)
     return prepared
@@ -119,6 +121,12 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
             fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",
         )
     return Corpus(loaded, encoded, audit(loaded, encoded, encoder))
+
+
+def _compared(corpus: Corpus, train: Corpus) -> Corpus:
+    """The same with the audit also saying which of the rows are trained on."""
+    shared = overlap(train.loaded.examples, corpus.loaded.examples)
+    return replace(corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared}))
 
 
 def _bad_row_remedy(fix: str | None) -> str:
@@ -162,7 +170,7 @@ def build_models(
         model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
     model.to(best_device())
     policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
-    _check_vocabulary(policy, prepared.tokenizer)
+    check_vocabulary(policy.causal, prepared.tokenizer)
     if not prepared.method.needs_reference:
         return policy, None
     name = recipe.reference.model or ""
@@ -189,10 +197,11 @@ def _vocabulary(model: nn.Module) -> int:
     return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
 
 
-def _check_vocabulary(policy: Engine, tokenizer: PreTrainedTokenizerBase) -> None:
-    if len(tokenizer) > _vocabulary(policy.causal):
+def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raises UserError when the tokenizer knows tokens for which the model has no embedding."""
+    if len(tokenizer) > _vocabulary(model):
         raise UserError(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model only {_vocabulary(policy.causal)}",
+            f"the tokenizer knows {len(tokenizer)} tokens, the model only {_vocabulary(model)}",
             where="model.tokenizer",
             fix="use the tokenizer that belongs to the model",
         )

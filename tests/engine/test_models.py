@@ -1,0 +1,115 @@
+"""How a model is made ready: types, dropout, adapters, and mistakes in what is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.engine.test_oracle import sequences
+from tests.models import tiny
+from valence.engine.check import plain_batch
+from valence.engine.models import build_policy, build_reference, load_model, position_limit
+from valence.engine.reference import AdapterOff
+from valence.errors import UserError
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def lora(targets: Any = "all-linear", dropout: float = 0.0) -> Any:
+    return SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets=targets)
+
+
+@pytest.mark.parametrize(("given", "dtype", "masters", "compute"), [
+    (BF16, F32, F32, None), (F32, BF16, F32, BF16), (BF16, BF16, F32, BF16), (F32, F32, F32, None),
+    (F64, F32, F64, None), (F32, F64, F64, None), (F64, BF16, F32, BF16),
+])  # fmt: skip
+def test_weights_that_train_are_masters_whatever_comes_in(given: Any, dtype: Any, masters: Any, compute: Any) -> None:
+    engine = build_policy(tiny(dtype=given), dtype=dtype)
+    assert {p.dtype for p in engine.parameters()} == {masters}
+    assert engine.compute == compute
+
+
+@pytest.mark.parametrize(("given", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)])
+def test_a_base_under_an_adapter_has_the_type_of_the_computation(given: Any, dtype: Any, adapter: Any) -> None:
+    engine = build_policy(tiny(dtype=given), dtype=dtype, lora=lora())
+    assert {p.dtype for p in engine.parameters() if not p.requires_grad} == {dtype}
+    assert {p.dtype for p in engine.parameters() if p.requires_grad} == {adapter}
+    assert engine.compute is None
+
+
+def test_rotary_frequencies_are_not_rounded() -> None:
+    engine = build_policy(tiny(dtype=F32), dtype=BF16, lora=lora())
+    assert {b.dtype for name, b in engine.named_buffers() if "inv_freq" in name} == {F32}
+
+
+@pytest.mark.parametrize("given", [F32, BF16])
+@pytest.mark.parametrize("adapter", [None, lora()])
+def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, given: Any) -> None:
+    weights = tiny(dtype=BF16).state_dict()
+    policy, other = tiny(dtype=F32), tiny(dtype=F32, seed=7)
+    policy.load_state_dict(weights)
+    other.load_state_dict(weights)
+    for p in other.parameters():  # as it is loaded: the type of the weights, and rotary frequencies in float32
+        p.data = p.data.to(given)
+    engine = build_policy(policy, dtype=BF16, lora=adapter)
+    reference = build_reference(engine, fresh_adapter=False, model=other, name="another")
+    batch = plain_batch(sequences())
+    assert torch.equal(engine(batch).logp, reference(batch))
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
+def test_a_training_forward_is_not_random(kind: str) -> None:
+    engine = build_policy(tiny(kind, dtype=F32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5), dtype=F32)
+    assert engine.training
+    batch = plain_batch(sequences())
+    assert torch.equal(engine(batch).logp, engine(batch).logp)
+
+
+def test_an_adapters_own_dropout_stays() -> None:
+    engine = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
+    with torch.no_grad():
+        for name, p in engine.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.1)
+    batch = plain_batch(sequences())
+    assert not torch.equal(engine(batch).logp, engine(batch).logp)
+
+
+def test_a_target_that_is_no_layer_is_named_with_near_ones() -> None:
+    with pytest.raises(UserError, match=r"named 'q_porj'[\s\S]*q_proj"):
+        build_policy(tiny(), dtype=F64, lora=lora(targets=["v_proj", "q_porj"]))
+
+
+def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        tiny(dtype=F32).save_pretrained(folder)  # type: ignore[operator]
+    made = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, lora=lora())
+    made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    with pytest.warns(UserWarning, match=r"was made for '.*one' and is put on '.*two'"):
+        build_policy(load_model(str(folders[1]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the adapter")
+        again = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+    assert not isinstance(build_reference(again, fresh_adapter=False), AdapterOff)
+
+
+def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> None:
+    tiny(dtype=F32).save_pretrained(tmp_path)  # type: ignore[operator]
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:1000])
+    with pytest.raises(UserError, match=f"cannot load the model '{tmp_path}'"):
+        load_model(str(tmp_path), dtype=F32)
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("llama", (256, False)), ("gpt2", (256, True)), ("opt", (256, True)), ("gpt_neox", (256, False)),
+])  # fmt: skip
+def test_the_positions_a_model_was_made_for(kind: str, expected: Any) -> None:
+    assert position_limit(tiny(kind)) == expected

@@ -1,0 +1,100 @@
+"""Low-rank adapters: a fresh one, one to continue, and one that is only planned."""
+
+from __future__ import annotations
+
+import difflib
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.errors import UserError
+
+
+def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
+    """The model with the adapter of a folder, which trains on, or else with a fresh one (rank, alpha, dropout, targets).
+
+    Raises UserError when the adapter cannot be loaded, or a target is no layer. Warns of an adapter made for another model.
+    """
+    from peft import PeftModel
+
+    if adapter is None:
+        return _wrapped(model, _fresh(model, lora))
+    _check_base(_saved(adapter), adapter, model)
+    try:
+        # Without is_trainable an adapter loads frozen, and a run would train nothing.
+        return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+    except LOADING_ERRORS as error:
+        raise cannot_load("adapter", adapter, error) from error
+
+
+def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
+    """The model as ``with_adapter`` would make it, without the adapter's weights: for a model without memory behind it."""
+    config = _fresh(model, lora) if adapter is None else _saved(adapter)
+    config.inference_mode = False
+    return _wrapped(model, config)
+
+
+def _fresh(model: nn.Module, lora: Any) -> Any:
+    from peft import LoraConfig
+
+    _check_targets(model, lora.targets)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
+        lora_dropout=lora.dropout,
+        target_modules=lora.targets,
+        task_type="CAUSAL_LM",
+    )
+
+
+def _saved(adapter: str) -> Any:
+    from peft import PeftConfig
+
+    must_exist(adapter, "model.adapter")
+    try:
+        return PeftConfig.from_pretrained(adapter)
+    except LOADING_ERRORS as error:
+        raise cannot_load("adapter", adapter, error) from error
+
+
+def _wrapped(model: nn.Module, config: Any) -> nn.Module:
+    from peft import get_peft_model
+
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # between peft and transformers
+            return get_peft_model(model, config)  # type: ignore[arg-type]
+    except ValueError as error:
+        raise UserError(str(error), where="model.lora.targets", fix="name linear layers of this model, or all-linear") from error
+
+
+def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
+    """Warns when an adapter was made for another model than the one it is put on."""
+    made_for: str | None = saved.base_model_name_or_path
+    put_on: str = model.config.name_or_path  # type: ignore[union-attr]
+    if made_for and put_on and Path(made_for).expanduser().resolve() != Path(put_on).expanduser().resolve():
+        warnings.warn(
+            f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is of use only if both hold the "
+            "same weights",
+            stacklevel=4,
+        )
+
+
+def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
+    """Raises UserError for a target that is no layer: it would be left out without a word."""
+    if isinstance(targets, str):
+        return
+    names = [name for name, _ in model.named_modules()]
+    for target in targets:
+        if not any(name == target or name.endswith(f".{target}") for name in names):
+            layers = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
+            leaves = sorted({leaf for name in layers if not (leaf := name.rpartition(".")[2]).isdigit()})
+            near = difflib.get_close_matches(target, leaves) or leaves
+            raise UserError(
+                f"no layer of {type(model).__name__} is named {target!r}",
+                where="model.lora.targets",
+                fix=f"name linear layers of this model (near ones: {', '.join(near)}), or all-linear",
+            )

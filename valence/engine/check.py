@@ -1,0 +1,125 @@
+"""What is asked of a model before it is used: that it is causal, and that its packed layout equals its own forward.
+
+Where influence must be absent, gradients are asked: the log-probability of one token has exactly no slope in the embedding of
+another. Rounding cannot hide a leak from that, nor look like one, whatever the type of the weights.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from valence.engine.attention import CannotPackError
+from valence.errors import UserError
+from valence.types import Batch
+
+if TYPE_CHECKING:
+    from valence.engine.logprobs import Engine
+
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
+"""Largest difference (nats per token) between the layouts that rounding explains. Another computation shows as more."""
+
+CUT = 14  # tokens of the first sequence, of 24
+FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError)
+
+
+def check(engine: Engine) -> None:
+    """Lets the engine run one sequence at a time, with a warning, when packed sequences would not be the same computation.
+
+    Raises UserError when the model is not causal.
+    """
+    size = int(engine.causal.get_input_embeddings().weight.shape[0])
+    with torch.inference_mode(False), torch.enable_grad():
+        tokens = torch.randint(0, size, (24,), generator=torch.Generator().manual_seed(0)).to(engine.device)
+        engine.lay_out(packed=False)
+        _check_causal(engine, tokens)
+        why = _why_not_packed(engine, plain_batch([tokens[:CUT], tokens[CUT:]]))
+    if why:
+        engine.lay_out(packed=False)
+        warnings.warn(
+            f"{type(engine.causal).__name__} does not run with packed sequences ({why}): "
+            "each sequence runs by itself, which is exact and slower",
+            stacklevel=4,
+        )
+
+
+def rotary_by_length(model: nn.Module) -> list[Any]:
+    """The modules whose rotary frequencies follow the longest position that they are given."""
+    kinds = [(module, str(getattr(module, "rope_type", ""))) for module in model.modules()]
+    return [module for module, kind in kinds if "dynamic" in kind or "longrope" in kind]
+
+
+def _check_causal(engine: Engine, tokens: Tensor) -> None:
+    """Raises UserError when a token's probability depends on tokens after it."""
+    with _embedding(engine.causal) as seen:
+        logits = engine.causal(input_ids=tokens[None], use_cache=False).logits[0, :-1]
+    (slope,) = torch.autograd.grad(torch.log_softmax(logits, -1)[:, 0].sum(), seen[0])
+    if _influence(slope[:, -1]):
+        raise UserError(
+            f"{type(engine.causal).__name__} is not a causal language model: a token's probability depends on later tokens",
+            where="model.name",
+            fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT has no next-token probabilities",
+        )
+
+
+def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
+    """Why two packed sequences are not what they are one by one; None, and the packed layout, when they are."""
+    if rotary_by_length(engine.causal):
+        return "its rotary positions depend on the longest sequence that runs with it"
+    with torch.no_grad():
+        alone = engine(batch).logp
+    engine.lay_out(packed=True)
+    try:
+        with _embedding(engine.causal) as seen:
+            packed = engine(batch).logp
+        slopes = [torch.autograd.grad(part.sum(), seen[0], retain_graph=True)[0] for part in (packed[:CUT], packed[CUT:])]
+    except torch.OutOfMemoryError:
+        raise
+    except CannotPackError as error:
+        return str(error)
+    except FAILURES as error:
+        return f"it fails with {type(error).__name__}: {error}"
+    if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, :CUT]):
+        return "the tokens of one sequence change the log-probabilities of another"
+    difference = (packed - alone).abs().max().item()
+    dtype = engine.compute or next(engine.model.parameters()).dtype
+    return None if difference <= TOLERANCE[dtype] else f"log-probabilities differ by {difference:.2g} nats"
+
+
+@contextmanager
+def _embedding(model: Any) -> Iterator[list[Tensor]]:
+    """Collects what the input embedding gives inside the block ([1, T, h] each), with a gradient."""
+    seen: list[Tensor] = []
+
+    def keep(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
+        seen.append(out.detach().requires_grad_())
+        return seen[-1].clone()  # some models scale it in place
+
+    handle = model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _influence(slope: Tensor) -> bool:
+    """Whether any slope is there; one that is not a number tells nothing."""
+    return bool((slope.nan_to_num() != 0).any())
+
+
+def plain_batch(sequences: list[Tensor]) -> Batch:
+    """A micro-batch of token sequences, each marked from its second token on, without anything else to know about them."""
+    lengths = torch.tensor([len(s) for s in sequences], device=sequences[0].device)
+    ends = lengths.cumsum(0).tolist()
+    seq = torch.repeat_interleave(torch.arange(len(sequences), device=lengths.device), lengths)
+    pos = torch.cat([torch.arange(len(s), device=lengths.device) for s in sequences])
+    each = torch.zeros_like(lengths)
+    return Batch(
+        tokens=torch.cat(sequences), pos=pos, seq=seq, mask=pos > 0, bounds=(0, *ends), unit=each, side=each, label=None,
+        weight=torch.ones(len(sequences)), margin=torch.zeros(len(sequences)), group=each, ids=("",) * len(sequences),
+    )  # fmt: skip
