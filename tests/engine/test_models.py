@@ -38,7 +38,7 @@ def test_a_base_under_an_adapter_has_the_type_of_the_computation(given: Any, dty
     engine = build_policy(tiny(dtype=given), dtype=dtype, lora=lora())
     assert {p.dtype for p in engine.parameters() if not p.requires_grad} == {dtype}
     assert {p.dtype for p in engine.parameters() if p.requires_grad} == {adapter}
-    assert engine.compute is None
+    assert engine.compute == (BF16 if dtype == BF16 else None)
 
 
 def test_rotary_frequencies_are_not_rounded() -> None:

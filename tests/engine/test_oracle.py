@@ -10,7 +10,7 @@ from tests.models import ARCHITECTURES, tiny
 from valence.engine import attention, head
 from valence.engine.check import plain_batch
 from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy
+from valence.engine.models import build_policy, build_reference
 
 LENGTHS = (11, 2, 7, 16)
 
@@ -94,6 +94,26 @@ def test_a_marked_first_token_is_an_error() -> None:
     batch = plain_batch(sequences())
     with pytest.raises(ValueError, match="first token"):
         Engine(tiny())(replace(batch, mask=torch.ones_like(batch.mask)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) -> None:
+    """Also when activations are computed again; and gradients are those of the run that keeps them."""
+    lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+    found: list[dict[str, Tensor]] = []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        policy = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
+        policy.lay_out(packed=packed)
+        batch = plain_batch(sequences())
+        logp = policy(batch).logp
+        assert logp.dtype == torch.float32
+        assert torch.equal(logp, build_reference(policy, fresh_adapter=True)(batch))
+        found.append(gradients(policy.model, logp.sum()))
+    assert found[0].keys() == found[1].keys()
+    assert {p.dtype for p in found[0].values()} == {torch.float32}
+    for key in found[0]:
+        torch.testing.assert_close(found[0][key], found[1][key], rtol=1e-6, atol=1e-8, msg=key)
 
 
 def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:

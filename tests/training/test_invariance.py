@@ -40,8 +40,7 @@ class Pair:
 
     def lay_out(self, *, packed: bool) -> None:
         for engine in (self.policy, self.reference.engine):
-            engine.packs = packed
-            engine.causal.set_attn_implementation("valence_packed" if packed else engine.stock_attention)  # type: ignore[operator]
+            engine.lay_out(packed=packed)
 
 
 def models(dtype: torch.dtype) -> Pair:

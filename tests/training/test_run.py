@@ -223,3 +223,17 @@ def test_kto_needs_two_distinct_completions(folder: Path, tmp_path: Path) -> Non
 def test_policy_and_reference_must_share_a_vocabulary(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="vocabularies"):
         valence.train(recipe(folder, tmp_path), reference=tiny(vocab_size=50, dtype=torch.float32), quiet=True)
+
+
+def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: Path) -> None:
+    """A model with learned positions would fail in the middle; one with rotary positions only warns."""
+    rows = [row | {"completion": "word " * (40 + i)} for i, row in enumerate(ROWS)]
+    settings = {"method": "sft", "model": {"name": "given"}, "run": {"dir": str(tmp_path / "run")}, "data": {"max_length": 512}}
+    rows = [{"prompt": "question ", "completion": row["completion"]} for row in rows]
+    vocabulary = len(tiny_tokenizer())
+    short = {"vocab_size": vocabulary, "dtype": torch.float32}
+    with pytest.raises(UserError, match="made for 64"):
+        valence.train(settings, model=tiny("gpt2", n_positions=64, max_position_embeddings=64, **short), tokenizer=tiny_tokenizer(), train=rows, quiet=True)
+    rotary = tiny("llama", max_position_embeddings=64, **short)
+    with pytest.warns(UserWarning, match="made for 64"):
+        valence.train(settings, model=rotary, tokenizer=tiny_tokenizer(), train=rows, quiet=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -22,7 +22,7 @@ class Engine(nn.Module):
 
     The layout is packed (sequences end to end, each seeing itself alone) where a start-up check finds it equal to the model's
     own forward, else one sequence at a time, which is slower and always exact. ``compute``: the type of the products when
-    it differs from that of the weights (bfloat16 over float32 masters).
+    it differs from that of the weights that train (bfloat16 over float32 masters).
     """
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
@@ -73,8 +73,16 @@ class Engine(nn.Module):
         """
         return self._packed(batch, entropy) if self.packs else self._one_by_one(batch, entropy)
 
-    def _autocast(self) -> torch.autocast | nullcontext[None]:
-        return torch.autocast(self.device.type, self.compute) if self.compute else nullcontext()
+    @contextmanager
+    def _autocast(self) -> Iterator[None]:
+        """The type of the products inside the block."""
+        if self.compute is None:
+            yield
+            return
+        # An adapter's layers would first widen their input, which autocast narrows again.
+        adapted = hasattr(self.model, "peft_config")
+        with torch.autocast(self.device.type, self.compute), _as_it_comes(self.model) if adapted else nullcontext():
+            yield
 
     def _packed(self, batch: Batch, entropy: bool) -> TokenOut:
         rows = _predicted(batch)
@@ -112,6 +120,12 @@ class Engine(nn.Module):
         Raises UserError when the model is not causal.
         """
         check(self)
+
+
+def _as_it_comes(adapted: nn.Module) -> AbstractContextManager[None]:
+    from peft.helpers import disable_input_dtype_casting
+
+    return disable_input_dtype_casting(adapted)
 
 
 def _predicted(batch: Batch) -> Tensor:

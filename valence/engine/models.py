@@ -103,7 +103,7 @@ def build_policy(
         name = "activation_checkpointing_enable"
         enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
         enable({"use_reentrant": False})
-    engine = Engine(model, compute=torch.bfloat16 if full and dtype == torch.bfloat16 else None)
+    engine = Engine(model, compute=torch.bfloat16 if dtype == torch.bfloat16 else None)
     engine.check_layout()
     return engine.train()
 

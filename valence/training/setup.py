@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,7 +22,7 @@ from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
 from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
-from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer
+from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer, position_limit
 from valence.engine.reference import Reference
 from valence.errors import UserError
 from valence.training.methods import Method, method_of
@@ -165,12 +166,16 @@ def build_models(
     spec = recipe.model
     dtype = DTYPES[spec.dtype]
     torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
-    how = {"dtype": dtype, "trust_remote_code": spec.trust_remote_code}
+    # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
+    whole = spec.lora is None and spec.adapter is None
+    loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
+    how = {"dtype": loaded, "trust_remote_code": spec.trust_remote_code}
     if model is None:
         model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
     model.to(best_device())
     policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
     check_vocabulary(policy.causal, prepared.tokenizer)
+    _check_positions(policy, prepared)
     if not prepared.method.needs_reference:
         return policy, None
     name = recipe.reference.model or ""
@@ -183,6 +188,20 @@ def build_models(
     built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
     kept = recipe.reference.cache
     return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
+
+
+def _check_positions(policy: Engine, prepared: Prepared) -> None:
+    """Rows longer than the model has positions for: an error where they are a table that ends, else a warning."""
+    limit, learned = position_limit(policy.causal) or (None, False)
+    if limit is None or not prepared.corpora:
+        return
+    rows = [(len(u.prompt_ids) + max(len(a.ids) for a in u.answers), u) for c in prepared.corpora.values() for u in c.units]
+    length, unit = max(rows, key=lambda row: row[0])
+    what = f"this row has {length} tokens, and the model was made for {limit}"
+    if length > limit and learned:
+        raise UserError(what, where=str(unit.origin), fix=f"set data.max_length: {limit}")
+    if length > limit:
+        warnings.warn(f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2)
 
 
 def best_device() -> torch.device:
