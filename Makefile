@@ -24,6 +24,7 @@ test: setup lint
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 	$(BIN)/pyright
 
 # Other libraries that the benchmarks compare with, each in an environment of its own.

@@ -233,7 +233,13 @@ def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: 
     vocabulary = len(tiny_tokenizer())
     short = {"vocab_size": vocabulary, "dtype": torch.float32}
     with pytest.raises(UserError, match="made for 64"):
-        valence.train(settings, model=tiny("gpt2", n_positions=64, max_position_embeddings=64, **short), tokenizer=tiny_tokenizer(), train=rows, quiet=True)
+        valence.train(
+            settings,
+            model=tiny("gpt2", n_positions=64, max_position_embeddings=64, **short),
+            tokenizer=tiny_tokenizer(),
+            train=rows,
+            quiet=True,
+        )
     rotary = tiny("llama", max_position_embeddings=64, **short)
     with pytest.warns(UserWarning, match="made for 64"):
         valence.train(settings, model=rotary, tokenizer=tiny_tokenizer(), train=rows, quiet=True)
