@@ -85,16 +85,19 @@ def build_run(
     console = console or Console()
     in_memory = [name for name, rows in (given or {}).items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
-    prepared = prepare(source, tokenizer=tokenizer, given=given)
-    if not quiet:
-        show_audit(prepared, console)
     names = source.recipe
     refuse_own_inputs(Path(names.run.dir), {
         "model.name": names.model.name, "model.adapter": names.model.adapter, "model.tokenizer": names.model.tokenizer,
         "reference.model": names.reference.model, "reference.cache": names.reference.cache,
     })  # fmt: skip
     folder = RunFolder(Path(names.run.dir), fresh=fresh)
+    prepared = prepare(source, tokenizer=tokenizer, given=given)
+    if not quiet:
+        show_audit(prepared, console)
+    folder.claim()
     begin(folder, prepared, command)
+    if not quiet and model is None:
+        console.print(f"loading and checking {names.model.name}", markup=False, highlight=False, soft_wrap=True)
     policy, frozen = build_models(prepared, model=model, reference=reference)
     return Run(prepared, policy, frozen, folder=folder, console=console, quiet=quiet, **parts)
 

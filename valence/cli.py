@@ -60,7 +60,11 @@ def train(
     try:
         run = run_recipe(recipe, overrides=overrides or [], fresh=fresh, quiet=quiet, console=console, command=_command())
     except Interrupted as stopped:
-        console.print(f"{stopped}; its state is in the run's checkpoints", style="yellow", markup=False)
+        console.print(
+            f"{stopped}; its state is in the run's checkpoints, which `valence evaluate`, `sample` and `export` read",
+            style="yellow",
+            markup=False,
+        )
         sys.exit(STOPPED)
     if not quiet and run.folder:
         for name, what in (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):

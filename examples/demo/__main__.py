@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 import valence
 from examples.demo.assets import smollm2
@@ -28,15 +29,19 @@ SHOWN = 3
 
 def main() -> None:
     console = Console()
-    shutil.rmtree(FOLDER, ignore_errors=True)  # of an earlier demo; `valence train` itself never deletes a run
-    recipe = HERE / "recipe.yaml"
-    run = valence.train(recipe, overrides=[f"model.name={smollm2()}"], console=console, command=f"valence train {recipe}")
+    console.print("KTO on 193 thumbs for short answers, with a low-rank adapter on SmolLM2-135M-Instruct: about five minutes.")
+    model, recipe = smollm2(), HERE / "recipe.yaml"
+    if FOLDER.exists():
+        console.print(f"removing the earlier demo in {FOLDER} (`valence train` itself never deletes a run)")
+        shutil.rmtree(FOLDER)
+    run = valence.train(recipe, overrides=[f"model.name={model}"], console=console, command=f"valence train {recipe}")
     folder = FOLDER
     show_separation(folder / "eval" / f"step-{run.step}.json", console)
 
     prompts = read_prompts(HELD_OUT)
     how = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
-    with console.status(f"answering {len(prompts)} held-out prompts with the old and the new model"):
+    console.print(f"answering {len(prompts)} held-out prompts with the new and the old model")
+    with console.status("sampling"):
         after = [answer for (answer,) in run.sample(prompts, how)]
         with run.policy.model.disable_adapter():  # type: ignore[operator]
             before = [answer for (answer,) in run.sample(prompts, how)]
@@ -79,12 +84,16 @@ def show_answers(prompts: Sequence[Chat], before: Sequence[Completion], after: S
     for name in ("prompt", "before", "after"):
         side_by_side.add_column(name, ratio=1 if name == "prompt" else 2)
     for question, old, new in list(zip(questions, before, after, strict=True))[:SHOWN]:
-        side_by_side.add_row(question, as_shown(old), as_shown(new))
-    console.print(side_by_side, markup=False)
+        side_by_side.add_row(question, as_shown(question, old), as_shown(question, new))
+    console.print(f"The first {SHOWN} of them. The rule judges form (short, finished, on the question) and does not check facts:")
+    console.print(side_by_side)
 
 
-def as_shown(answer: Completion) -> str:
-    return answer.text.strip() + (" [...]" if answer.stop == "length" else "")
+def as_shown(question: str, answer: Completion) -> Text:
+    """The answer with its verdict."""
+    up, reason = judge(question, answer.text, answer.stop == "eos")
+    text = Text(answer.text.strip() + (" [...]" if answer.stop == "length" else "") + "\n")
+    return text.append(f"thumbs {'up' if up else 'down'}: {reason}", style="green" if up else "red")
 
 
 if __name__ == "__main__":

@@ -99,7 +99,10 @@ def _convert(gguf: Path, out: Path) -> None:
     """Writes the weights and the tokenizer of a GGUF file as a Hugging Face folder in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    if not sys.stderr.isatty():
+        disable_progress_bar()
     # Without dequantize the model could not be saved.
     model = AutoModelForCausalLM.from_pretrained(
         gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32

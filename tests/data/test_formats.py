@@ -248,7 +248,7 @@ def test_rows_that_fit_several_formats_are_not_guessed():
 
 
 def test_unknown_columns_are_listed_with_the_nearest_formats():
-    with pytest.raises(UserError, match="'answer', 'prompt', 'score', 'verdict'\n.*keys: {completion:") as error:
+    with pytest.raises(UserError, match="'answer', 'prompt', 'score', 'verdict'\n.*{path: FILE, keys:") as error:
         detect([{"prompt": "a", "answer": "b", "verdict": True, "completion": None, "label": None, "score": 1}])
     assert "scored, which also needs completion" in str(error.value)
 

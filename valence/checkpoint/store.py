@@ -40,8 +40,11 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 def _keep(aside: Path, target: Path) -> None:
     """Renames a filled folder, once its files are on the disk."""
+    mask = os.umask(0)
+    os.umask(mask)
     for path in sorted(aside.rglob("*")):
         if path.is_file():
+            path.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
             with path.open("rb") as file:
                 os.fsync(file.fileno())
     if target.exists():

@@ -52,7 +52,7 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
     return UserError(
         f"no format fits the columns {', '.join(map(repr, found)) or '(none)'}",
         fix=(
-            "name the columns that hold the parts, as in keys: {completion: answer, label: verdict}"
+            "name the columns that hold the parts, beside the path: {path: FILE, keys: {prompt: question, label: verdict}}"
             + (f". Nearest formats: {lacks}" if lacks else "")
         ),
     )

@@ -18,7 +18,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
-SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "kl"}
+SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "z0"}
 """Metrics that stand beside the bar, with the words for them."""
 
 WINDOW = 50

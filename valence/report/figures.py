@@ -17,7 +17,7 @@ BINS = 24
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Loss", ("loss",)),
     ("Implicit rewards", ("rewards/chosen", "rewards/rejected", "rewards/margins")),
-    ("KL to the reference (nats)", ("kl/raw", "kl")),
+    ("Drift on mismatched answers (nats): kl is z0, kl/raw without the clamp", ("kl/raw", "kl")),
     ("Gradient norm", ("grad_norm",)),
     ("Learning rate", ("lr",)),
     ("Tokens per second", ("tokens/s",)),

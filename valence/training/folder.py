@@ -17,7 +17,7 @@ class RunFolder:
     """config.yaml, audit.json, metrics.jsonl, run.json, eval/, checkpoints/, model/, report.html."""
 
     def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        """Claims the folder. ``fresh`` moves a run that is there aside; without it that is a UserError.
+        """Looks whether the folder can be had. ``fresh`` allows for a run that is there; without it that is a UserError.
 
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
@@ -28,21 +28,25 @@ class RunFolder:
         if path.is_dir() and any(path.iterdir()):
             if not (path / "run.json").is_file():
                 raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
-            if _holds_work(path):
-                if not fresh:
-                    raise UserError(
-                        "the folder holds a run already",
-                        where=f"run.dir: {path}",
-                        fix="choose another run.dir, or start anew with --fresh, which moves the old run aside",
-                    )
-                path.rename(_free_name(path))
+            if _holds_work(path) and not fresh:
+                raise UserError(
+                    "the folder holds a run already",
+                    where=f"run.dir: {path}",
+                    fix="choose another run.dir, or start anew with --fresh, which moves the old run aside",
+                )
+        self.facts: dict[str, Any] = {}
+
+    def claim(self) -> None:
+        """Makes the folder, moving an earlier run aside. Raises UserError when it cannot."""
+        path = self.path
         try:
+            if path.is_dir() and _holds_work(path):
+                path.rename(_free_name(path))
             (path / "eval").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"cannot make the folder ({error.strerror})", where=f"run.dir: {path}", fix="choose another run.dir"
             ) from error
-        self.facts: dict[str, Any] = {}
 
     def write(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> Path:
         """Writes a file as a whole: text, or anything JSON can say."""

@@ -84,4 +84,4 @@ def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[Renderabl
             yield show_encoded(unit, encoder.tokenizer)
     for unit in encoded:
         if isinstance(unit, Unusable):
-            raise UserError(f"this makes no tokens: {unit.reason}", where=str(unit.origin), fix=unit.fix)
+            raise UserError(f"this row is not used: {unit.reason}", where=str(unit.origin), fix=unit.fix)

@@ -102,6 +102,8 @@ class Run:
             raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
             self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
+        if self.prepared.ends_early:
+            self.say_once(self.prepared.ends_early)
         last: dict[str, float] = {}
         if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
@@ -114,13 +116,13 @@ class Run:
                 outcome, learning_rate = self._one_step(meter)
                 tokens += outcome.tokens
                 seen += outcome.tokens
-                bar.update(self.step, tokens=seen, metrics=last)
                 evaluating = self._evaluation_due()
                 ending = self.step == self.total_steps or self.stop.requested
                 if self.step % self.recipe.run.log_every == 0 or evaluating or ending:
                     seconds = time.monotonic() - began
                     last = self._window(meter, outcome, learning_rate, tokens, seconds)
-                    bar.update(self.step, tokens=seen, metrics=last)
+                bar.update(self.step, tokens=seen, metrics=last)
+                if last.get("step") == self.step:
                     if evaluating:
                         with bar.pause():
                             last = last | self._evaluate_and_keep()

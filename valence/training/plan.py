@@ -39,6 +39,8 @@ def describe_plan(prepared: Prepared) -> list[str]:
     ]
     if tokens > recipe.train.micro_batch_tokens:
         lines.append(f"the largest row has {tokens} tokens, more than train.micro_batch_tokens: such rows run alone")
+    if prepared.ends_early:
+        lines.append(prepared.ends_early)
     return lines
 
 

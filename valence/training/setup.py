@@ -74,6 +74,14 @@ class Prepared:
         steps = up(train.epochs * self.sampler.steps_per_epoch)
         return steps if train.max_steps is None else min(steps, train.max_steps)
 
+    @property
+    def ends_early(self) -> str:
+        """What to say when train.max_steps is never reached."""
+        most = self.recipe.train.max_steps
+        if most is None or self.total_steps >= most:
+            return ""
+        return f"train.epochs ends after {self.total_steps} steps, before train.max_steps: {most}"
+
 
 def prepare(
     source: LoadedRecipe, *, tokenizer: PreTrainedTokenizerBase | None = None, given: Mapping[str, Rows | None] | None = None
