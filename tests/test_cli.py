@@ -179,7 +179,8 @@ def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("words", "said"), [
     (("train", "nowhere.yaml"), "nowhere.yaml"),
     (("train", "recipe.yaml", "train.sed=1"), "seed"),
-    (("train", "recipe.yaml", "model.name=./mdoel"), "./mdoel"),
+    (("train", "recipe.yaml", "model.name=./mdoel"), "command line (model.tokenizer or model.name): there is no folder"),
+        (("train", "recipe.yaml", "reference.model=./mdoel"), "command line (reference.model)"),
     (("train", "recipe.yaml", "data.train=[{path: row.jsonl}]"), "rows.jsonl"),
     (("train", "recipe.yaml", "method=ktoo"), "kto"),
     (("evaluate", "model"), "holds no run"),

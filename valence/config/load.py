@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -43,6 +45,20 @@ class LoadedRecipe:
     def to_yaml(self) -> str:
         """Every setting written out, and data paths as they were found. Loads as the same recipe."""
         return to_yaml(self.recipe.model_dump(mode="json"))
+
+    @contextmanager
+    def placing(self) -> Generator[None]:
+        """Inside the block, an error about a setting also says where the recipe sets it."""
+        try:
+            yield
+        except UserError as error:
+            set_here = {name: s for name, s in self.settings.items() if s.origin != "default"}
+            named = [n for n, s in set_here.items() if isinstance(s.value, str) and repr(s.value) in error.what]
+            named += [n for n in re.findall(r"\w+(?:\.\w+)+", error.where or "") if n in set_here]
+            if not named:
+                raise
+            where = error.where if named[0] in (error.where or "") else named[0]
+            raise UserError(error.what, where=f"{set_here[named[0]].origin} ({where})", fix=error.fix) from error
 
 
 def load_recipe(

@@ -21,6 +21,7 @@ from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
 from valence.engine.cache import Cached
+from valence.engine.loading import must_exist
 from valence.engine.logprobs import Engine
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer, position_limit
 from valence.engine.reference import Reference
@@ -90,28 +91,29 @@ def prepare(
 
     Raises UserError for a mistake in the recipe or the data.
     """
-    recipe = source.recipe
-    model, data = recipe.model, recipe.data
-    method = method_of(recipe.method)
-    if tokenizer is None:
-        tokenizer = load_tokenizer(
-            model.tokenizer or model.name,
-            gguf_file=None if model.tokenizer else model.gguf_file,
-            trust_remote_code=model.trust_remote_code,
+    with source.placing():
+        recipe = source.recipe
+        model, data = recipe.model, recipe.data
+        method = method_of(recipe.method)
+        if tokenizer is None:
+            tokenizer = load_tokenizer(
+                model.tokenizer or model.name,
+                gguf_file=None if model.tokenizer else model.gguf_file,
+                trust_remote_code=model.trust_remote_code,
+            )
+        encoder = Encoder(
+            tokenizer, max_length=data.max_length, long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
         )
-    encoder = Encoder(
-        tokenizer, max_length=data.max_length, long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
-    )
-    corpora: dict[str, Corpus] = {}
-    for name in ("train", "eval", "test"):
-        rows = (given or {}).get(name)
-        if rows is not None or getattr(data, name):
-            corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
-        if name in corpora and name != "train" and "train" in corpora:
-            corpora[name] = _compared(corpora[name], corpora["train"])
-    prepared = Prepared(recipe, source, method, encoder, corpora)
-    _check(prepared)
-    return prepared
+        corpora: dict[str, Corpus] = {}
+        for name in ("train", "eval", "test"):
+            rows = (given or {}).get(name)
+            if rows is not None or getattr(data, name):
+                corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
+            if name in corpora and name != "train" and "train" in corpora:
+                corpora[name] = _compared(corpora[name], corpora["train"])
+        prepared = Prepared(recipe, source, method, encoder, corpora)
+        _check(prepared)
+        return prepared
 
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
@@ -145,7 +147,10 @@ def _bad_row_remedy(fix: str | None) -> str:
 
 def _check(prepared: Prepared) -> None:
     """What can be known to fail before a model is loaded."""
-    method = prepared.method
+    method, recipe = prepared.method, prepared.recipe
+    for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
+        if named:
+            must_exist(named, setting)
     for name, corpus in prepared.corpora.items():
         if "margin" not in method.loss.reads:
             odd = next((unit for unit in corpus.units if unit.margin != 0), None)
@@ -170,32 +175,33 @@ def build_models(
     prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None
 ) -> tuple[Engine, Reference | None]:
     """Loads the policy and what it is compared with. Objects given replace those that the recipe names."""
-    recipe = prepared.recipe
-    spec = recipe.model
-    dtype = DTYPES[spec.dtype]
-    torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
-    # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
-    whole = spec.lora is None and spec.adapter is None
-    loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
-    how = {"dtype": loaded, "trust_remote_code": spec.trust_remote_code}
-    if model is None:
-        model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
-    model.to(best_device())
-    policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
-    check_vocabulary(policy.causal, prepared.tokenizer)
-    _check_positions(policy, prepared)
-    if not prepared.method.needs_reference:
-        return policy, None
-    name = recipe.reference.model or ""
-    if reference is None and recipe.reference.model:
-        reference = load_model(recipe.reference.model, **how)
-    if reference is not None:
-        _check_same_vocabulary(policy, reference, name)
-        reference.to(policy.device)
-    fresh = spec.lora is not None and spec.adapter is None
-    built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
-    kept = recipe.reference.cache
-    return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
+    with prepared.source.placing():
+        recipe = prepared.recipe
+        spec = recipe.model
+        dtype = DTYPES[spec.dtype]
+        torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
+        # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
+        whole = spec.lora is None and spec.adapter is None
+        loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
+        how = {"dtype": loaded, "trust_remote_code": spec.trust_remote_code}
+        if model is None:
+            model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
+        model.to(best_device())
+        policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
+        check_vocabulary(policy.causal, prepared.tokenizer)
+        _check_positions(policy, prepared)
+        if not prepared.method.needs_reference:
+            return policy, None
+        name = recipe.reference.model or ""
+        if reference is None and recipe.reference.model:
+            reference = load_model(recipe.reference.model, **how)
+        if reference is not None:
+            _check_same_vocabulary(policy, reference, name)
+            reference.to(policy.device)
+        fresh = spec.lora is not None and spec.adapter is None
+        built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
+        kept = recipe.reference.cache
+        return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
 
 
 def _check_positions(policy: Engine, prepared: Prepared) -> None:
