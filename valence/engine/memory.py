@@ -52,10 +52,10 @@ def predict(
 
     Weights that train are float32 masters, with a gradient and two moments each. Activations are what the layers keep for the
     backward pass: about 16 hidden-sized (float32 over float32 masters) and 4 feed-forward-sized numbers per token and layer, and
-    under an adapter that computes in float32 a copy of the input of each layer that it is on; a third of it when they are computed again. To it
-    come a few copies of one chunk of float32 logits.
-    Largest resident set of two steps on a CPU (SmolLM2-135M, sequences of 350 tokens), measured and predicted in GB:
-    LoRA of rank 16 in bfloat16 2.8 and 2.4 (1400 tokens), 4.4 and 3.9 (3000), recomputed 1.5 and 1.6, 1.9 and 2.1; in float32
+    under an adapter that computes in float32 a copy of the input of each layer that it is on; a third of it when they are
+    computed again. To it come a few copies of one chunk of float32 logits.
+    Largest resident set of two steps on a CPU (SmolLM2-135M, sequences of 350 tokens), measured and predicted in GB: LoRA
+    of rank 16 in bfloat16 2.8 and 2.4 (1400 tokens), 4.4 and 3.9 (3000), recomputed 1.5 and 1.6, 1.9 and 2.1; in float32
     5.1 and 4.8 (1400); all weights in float32 5.3 and 5.5, in bfloat16 4.8 and 5.0, recomputed 3.4 and 3.7 (1400).
     """
     config: Any = model.config.get_text_config()  # type: ignore[operator]
