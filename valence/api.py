@@ -48,7 +48,7 @@ def train(
     console: Console | None = None,
     command: str = "valence.train(...)",
 ) -> Run:
-    """Runs a recipe (a YAML file or a mapping) to its end. Objects given replace what the recipe names.
+    """Runs a recipe (a YAML file or a mapping) to its end. Objects given replace what the recipe checked.
 
     train, eval: rows as dictionaries in any format that files may have, or Examples. optimizer: an object, or a function
     of the list of trained weights; scheduler: an object, or a function of the optimizer. callbacks are called with the
@@ -85,19 +85,19 @@ def build_run(
     console = console or Console()
     in_memory = [name for name, rows in (given or {}).items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
-    names = source.recipe
-    refuse_own_inputs(Path(names.run.dir), {
-        "model.name": names.model.name, "model.adapter": names.model.adapter, "model.tokenizer": names.model.tokenizer,
-        "reference.model": names.reference.model, "reference.cache": names.reference.cache,
+    checked = source.recipe
+    refuse_own_inputs(Path(checked.run.dir), {
+        "model.name": checked.model.name, "model.adapter": checked.model.adapter, "model.tokenizer": checked.model.tokenizer,
+        "reference.model": checked.reference.model, "reference.cache": checked.reference.cache,
     })  # fmt: skip
-    folder = RunFolder(Path(names.run.dir), fresh=fresh)
+    folder = RunFolder(Path(checked.run.dir), fresh=fresh)
     prepared = prepare(source, tokenizer=tokenizer, given=given)
     if not quiet:
         show_audit(prepared, console)
     folder.claim()
     begin(folder, prepared, command)
     if not quiet and model is None:
-        console.print(f"loading and checking {names.model.name}", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"loading and checking {checked.model.name}", markup=False, highlight=False, soft_wrap=True)
     policy, frozen = build_models(prepared, model=model, reference=reference)
     return Run(prepared, policy, frozen, folder=folder, console=console, quiet=quiet, **parts)
 

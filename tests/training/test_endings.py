@@ -122,3 +122,36 @@ def test_the_card_of_a_run_that_was_stopped_says_so(folder: Path, tmp_path: Path
     assert "valence train mine.yaml" in card
     assert "stopped before its end" in card
     assert "train.jsonl" in card
+
+
+@pytest.mark.parametrize(("where", "kept"), [("forward", ["step-2"]), ("update", [])])
+def test_a_state_is_saved_unless_the_weights_were_changing(
+    where: str,
+    kept: list[str],
+    folder: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
+    """Interrupted before the update the state is that of the last step; amid it, it is that of no step."""
+    calls = {"forward": "valence.training.step.Objective.run", "update": "torch.optim.AdamW.step"}
+    target, name = calls[where].rsplit(".", 1)
+    module, kind = target.rsplit(".", 1)
+    owner = getattr(__import__(module, fromlist=[kind]), kind)
+    original, seen = getattr(owner, name), []
+
+    def interrupted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        seen.append(1)
+        if len(seen) == 3 and where == "forward":
+            raise KeyboardInterrupt
+        done = original(self, *args, **kwargs)
+        if len(seen) == 3:
+            raise KeyboardInterrupt
+        return done
+
+    monkeypatch.setattr(owner, name, interrupted)
+    settings = recipe(folder, tmp_path)
+    del settings["data"]["eval"], settings["eval"]
+    with pytest.raises(KeyboardInterrupt):
+        valence.train(settings, quiet=True)
+    assert saved(tmp_path) == kept
+    assert status(tmp_path) == "interrupted"

@@ -29,7 +29,7 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[Batch], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss and metrics of the policy on these units, without a gradient. With kto there is one z0 for all of them."""
+    """Loss and metrics of the policy on these units, without a gradient. kto has one z0 for all of them (or one per group)."""
     order = canonical_order(units, 0, 0)
     policy = objective.policy.eval()
     try:

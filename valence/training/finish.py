@@ -59,9 +59,10 @@ def run_to_end(run: Run) -> Run:
 
 
 def _save_what_there_is(run: Run) -> None:
-    """Saves after something went wrong. That this fails as well must not hide what went wrong first."""
+    """Saves after something went wrong, unless that was while the weights changed. That this fails as well must not hide what
+    went wrong first."""
     try:
-        if run.step > 0:
+        if run.step > 0 and run.whole:
             run.save()
     except UserError as error:
         run.console.print(f"the state could not be saved either: {error}", style="red", markup=False)

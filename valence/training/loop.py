@@ -83,6 +83,9 @@ class Run:
         self.tokens_seen = 0
         self.examples_seen = 0
         self.skipped_in_a_row = 0
+        # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
+        self.whole = True
+        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         self.evaluations: dict[int, dict[str, float]] = {}
         self.said: set[str] = set()
         self.stop = stop or Stop(self.console)
@@ -144,6 +147,7 @@ class Run:
         self.step += 1
         self.tokens_seen += outcome.tokens
         self.examples_seen += len(ours)
+        self.whole = True
         self._guard(outcome, norm, applied)
         if applied:
             meter.pool(outcome.metrics)
