@@ -25,6 +25,7 @@ from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
 from valence.training.methods import method_of
+from valence.training.plan import describe, make_plan
 from valence.training.setup import Prepared, build_models, class_weight_warning, prepare
 from valence.training.signals import Stop
 from valence.types import Kind
@@ -94,12 +95,19 @@ def build_run(
     prepared = prepare(source, tokenizer=tokenizer, given=given)
     if not quiet:
         show_audit(prepared, console)
+    plan = make_plan(prepared, model)
+    if not quiet:
+        for line in describe(plan):
+            console.print(line, markup=False, highlight=False, soft_wrap=True)
     folder.claim()
     begin(folder, prepared, command)
+    folder.state(micro_batch_tokens=plan.micro_batch_tokens)
     if not quiet and model is None:
         console.print(f"loading and checking {checked.model.name}", markup=False, highlight=False, soft_wrap=True)
-    policy, frozen = build_models(prepared, model=model, reference=reference)
-    return Run(prepared, policy, frozen, folder=folder, console=console, quiet=quiet, **parts)
+    policy, frozen = build_models(prepared, model=model, reference=reference, fills=True)
+    return Run(
+        prepared, policy, frozen, folder=folder, console=console, quiet=quiet, micro_batch_tokens=plan.micro_batch_tokens, **parts
+    )
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:
@@ -153,7 +161,7 @@ def logprobs(
     with_mode = model.training
     model.eval()
     try:
-        for dealt in pack([unit.tokens for unit in units], micro_batch_tokens):
+        for dealt in pack(units, micro_batch_tokens):
             batch = collate([units[i] for i in dealt], dealt, device=engine.device)
             logp = engine(batch).logp
             for s, (unit, side) in enumerate(zip(batch.unit.tolist(), batch.side.tolist(), strict=True)):

@@ -73,11 +73,11 @@ def train(
 
 @app.command()
 def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
-    """Everything short of training: the settings and where each came from, the data, steps, predicted memory."""
+    """Everything short of training: the settings and where each came from, the data, steps, predicted memory and time."""
     from valence.api import show_audit
     from valence.config.load import load_recipe
     from valence.training.methods import method_of
-    from valence.training.plan import describe_plan
+    from valence.training.plan import describe, make_plan
     from valence.training.setup import prepare
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)
@@ -88,8 +88,25 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
     console.print(table)
     prepared = prepare(source)
     show_audit(prepared, console)
-    for line in describe_plan(prepared):
+    for line in describe(make_plan(prepared)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def score(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    verify: Annotated[int, typer.Option(min=0, help="Compute this many sequences once more afterwards, and compare.")] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+) -> None:
+    """Fill a recipe's reference cache, so that its training runs no reference. Stopped, it goes on where it was."""
+    from valence.training.score import score as fill
+
+    try:
+        fill(recipe, overrides or [], verify=verify, console=console, quiet=quiet, command=_command())
+    except KeyboardInterrupt:
+        console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
+        sys.exit(STOPPED)
 
 
 @app.command()

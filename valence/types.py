@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -172,44 +172,89 @@ class Encoded:
 
     @property
     def tokens(self) -> int:
-        """Tokens that a model runs over for this unit: the prompt once per answer."""
+        """Tokens of all of its sequences: the prompt once per answer."""
         return sum(len(self.prompt_ids) + len(a.ids) for a in self.answers)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One micro-batch: S sequences laid end to end in T tokens, plus what the losses read about them.
+    """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is there once, plus what the
+    losses read about them.
 
     tokens[T]   token ids
     pos[T]      position of each token inside its own sequence
-    seq[T]      which sequence a token belongs to, ascending
+    source[T]   row of the token before it in its sequence, which predicts it; -1 for the first
+    seq[T]      which sequence reads the log-probability of a token (of one that none reads: a sequence that it is in)
     mask[T]     True where a loss reads the log-probability of this token
-    bounds[S+1] first token of each sequence, then T (plain integers: attention is cut along them)
+    scored[N]   the rows where mask is True, ascending
+    read[2, N]  the same and the sequence that reads each, on the CPU, where no device has to be waited for
+    segments    (first row, last row + 1, parent segment or -1) of each piece of the forest, parents first (plain integers)
+    leaf[S]     the segment that a sequence ends with: its tokens are those of the segments from the root to there
+    trains[S]   False for a sequence that is only measured: no gradient flows from it (plain booleans)
     unit[S]     which unit (index within the step) a sequence belongs to
     side[S]     0 for the only or the chosen answer, 1 for the rejected one
     label[S]    True desirable, False undesirable; None when the data has no labels
     weight[S]   the row's weight
     margin[S]   the pair's margin (the same on both sides)
     group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
+    groups      how many such groups the step has
     ids[S]      content id of each sequence's row, for messages and tables
     """
 
     tokens: Tensor
     pos: Tensor
+    source: Tensor
     seq: Tensor
     mask: Tensor
-    bounds: tuple[int, ...]
+    scored: Tensor
+    read: Tensor
+    segments: tuple[tuple[int, int, int], ...]
+    leaf: tuple[int, ...]
+    trains: tuple[bool, ...]
     unit: Tensor
     side: Tensor
     label: Tensor | None
     weight: Tensor
     margin: Tensor
     group: Tensor
+    groups: int
     ids: tuple[str, ...]
 
     @property
     def sequences(self) -> int:
-        return len(self.bounds) - 1
+        return len(self.leaf)
+
+    def path(self, segment: int) -> list[int]:
+        """The segments from the root to this one."""
+        found: list[int] = []
+        while segment >= 0:
+            found.append(segment)
+            segment = self.segments[segment][2]
+        return found[::-1]
+
+    def rows(self, sequence: int) -> Tensor:
+        """Rows of a sequence's tokens, in its order."""
+        spans = [self.segments[k][:2] for k in self.path(self.leaf[sequence])]
+        return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
+
+    def part(self, *, trains: bool) -> Batch:
+        """The same tokens, of whose sequences only those that train (or only those that are measured) are read."""
+        kept = [s for s, it in enumerate(self.trains) if it is trains]
+        if len(kept) == self.sequences:
+            return self
+        index = self.seq.new_tensor(kept)
+        number = self.read.new_full((self.sequences,), -1)
+        number[kept] = number.new_tensor(range(len(kept)))
+        owner = number[self.read[1]]
+        read = self.read[:, owner >= 0]
+        read[1] = owner[owner >= 0]
+        seq = number.to(self.seq.device)[self.seq]
+        columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "group")}
+        return replace(
+            self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=read[0].to(self.seq.device), read=read,
+            leaf=tuple(self.leaf[s] for s in kept), trains=(trains,) * len(kept),
+            label=None if self.label is None else self.label[index], ids=tuple(self.ids[s] for s in kept), **columns,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,8 +33,11 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 }
 """Part of the package -> the parts it may import, besides itself and ``errors``."""
 
-HEAVY = ("plotly", "peft", "datasets", "gguf", "accelerate", "wandb", "vllm", "tensorboard", "pyarrow", "trackio", "mlflow")
-COME_WITH = {"pydantic_core": "pydantic", "jinja2": "torch", "pyarrow": "datasets"}
+HEAVY = (
+    "plotly", "peft", "datasets", "gguf", "accelerate", "wandb", "vllm", "tensorboard", "pyarrow", "trackio", "mlflow",
+    "bitsandbytes",
+)  # fmt: skip
+COME_WITH = {"pydantic_core": "pydantic", "jinja2": "torch", "pyarrow": "datasets", "numpy": "transformers", "triton": "torch"}
 """Imported without being declared -> the dependency that cannot work without it."""
 
 PURE = ("torch", "annotated_types", "typing_extensions")

@@ -12,6 +12,7 @@ from tests.units import objective, policy_and_reference, units
 from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
 from valence.losses.average import weighted_sum
+from valence.losses.stats import reference_point
 from valence.losses.views import VIEWS
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
@@ -111,21 +112,25 @@ def test_a_weight_multiplies_and_never_divides(name: str) -> None:
     torch.testing.assert_close(doubled, 2 * grad, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("budget", [NEVER_ALONE, 40], ids=["with those that train", "apart"])
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].statistic])
-def test_measuring_sequences_get_no_gradient(name: str) -> None:
+def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     """The gradient is that of the loss with its statistic held fixed."""
     policy, reference = policy_and_reference()
-    made = objective(name, policy, reference)
+    made = objective(name, policy, reference, budget=budget)
     rows = in_order(units(METHODS[name].kind))
-    _, _, grad = gradient(made, rows)
+    outcome, numbers, grad = gradient(made, rows)
+    assert (outcome.micro_batches == 1) is (budget == NEVER_ALONE)
     extra, groups = made.mismatched(rows, ())
-    z0, raw = made.reference_point(extra, groups, lambda _: None)
+    sums = torch.stack([found for _, found in made.apart(extra, groups, lambda _: None)]).sum(0)
+    z0, raw = reference_point(sums)
     assert raw.abs().max() > 1e-3  # else this would hold by accident
-    (batch,) = made.batches(rows)
+    assert numbers["kl/raw"] == pytest.approx(float(raw), rel=1e-10)
     policy.zero_grad()
-    view = VIEWS[made.method.loss.view](batch, policy(batch).logp, reference(batch))
-    view["z0"] = torch.full((batch.sequences,), float(z0), dtype=torch.float64)
-    (weighted_sum(made.method.loss(view, made.settings), view["weight"]) / len(rows)).backward()
+    for batch in made.batches(rows):
+        view = VIEWS[made.method.loss.view](batch, policy(batch).logp, reference(batch))
+        view["z0"] = torch.full((batch.sequences,), float(z0), dtype=torch.float64)
+        (weighted_sum(made.method.loss(view, made.settings), view["weight"]) / len(rows)).backward()
     fixed = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     torch.testing.assert_close(grad, fixed, rtol=1e-10, atol=1e-12)
 

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from random import Random
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.forests import sharing
 from tests.units import unit, units
-from valence.data.pack import collate, pack
+from valence.data.forest import planted
+from valence.data.pack import collate, fill, pack, strands
+from valence.types import Batch, Encoded
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
 
 
 @given(lengths, st.integers(1, 60))
-def test_every_unit_runs_once_and_within_the_budget(sizes: list[int], budget: int) -> None:
-    dealt = pack(sizes, budget)
+def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget: int) -> None:
+    dealt = fill(sizes, budget)
     assert sorted(i for rows in dealt for i in rows) == list(range(len(sizes)))
     for rows in dealt:
         assert rows == sorted(rows)
@@ -23,11 +29,11 @@ def test_every_unit_runs_once_and_within_the_budget(sizes: list[int], budget: in
 
 
 @given(lengths, st.integers(1, 60))
-def test_there_are_few_micro_batches(sizes: list[int], budget: int) -> None:
+def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     """At most one more than twice what the tokens alone would ask for."""
     shared = [n for n in sizes if n <= budget]
     most = 2 * sum(shared) / budget + 1 if shared else 0
-    assert len(pack(sizes, budget)) - (len(sizes) - len(shared)) <= most
+    assert len(fill(sizes, budget)) - (len(sizes) - len(shared)) <= most
 
 
 @pytest.mark.parametrize(("sizes", "budget", "expected"), [
@@ -40,13 +46,84 @@ def test_there_are_few_micro_batches(sizes: list[int], budget: int) -> None:
     ([9, 8, 1, 2], 10, [[0, 2], [1, 3]]),
     ([6, 6, 6, 1, 1], 10, [[0, 3], [1, 4], [2]]),
 ])  # fmt: skip
-def test_a_unit_over_the_budget_runs_alone_and_the_others_are_dealt_evenly(sizes: list, budget: int, expected: list) -> None:
-    assert pack(sizes, budget) == expected
+def test_what_is_over_the_budget_is_alone_and_the_others_are_dealt_evenly(sizes: list, budget: int, expected: list) -> None:
+    assert fill(sizes, budget) == expected
 
 
 @given(lengths.filter(bool))
-def test_a_budget_of_one_runs_one_by_one(sizes: list[int]) -> None:
-    assert all(len(rows) == 1 for rows in pack(sizes, 1))
+def test_a_budget_of_one_puts_each_alone(sizes: list[int]) -> None:
+    assert all(len(rows) == 1 for rows in fill(sizes, 1))
+
+
+@st.composite
+def unit_sets(draw: st.DrawFn) -> list[Encoded]:
+    """Units of few prompts, some of which go on where others end, with one to three answers that no other unit has."""
+    letters = st.lists(st.integers(0, 1), min_size=1, max_size=8)
+    prompts = [tuple(draw(letters))]
+    for _ in range(draw(st.integers(0, 3))):
+        prompts.append(draw(st.sampled_from([(), *prompts])) + tuple(draw(letters)))
+    made: list[Encoded] = []
+    for i in range(draw(st.integers(1, 9))):
+        answers = draw(st.lists(letters, min_size=1, max_size=3))
+        made.append(unit(f"unit{i}", "ranking", draw(st.sampled_from(prompts)), *((i + 2, *a) for a in answers)))
+    return made
+
+
+def planted_units(made: Sequence[Encoded]) -> int:
+    return planted([strand for one in made for strand in strands(one)])
+
+
+@given(unit_sets(), st.integers(0, 20))
+def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: list[Encoded], less: int) -> None:
+    """Also when the budget is just too small for all of them at once."""
+    with sharing(1):
+        budget = max(1, planted_units(made) - less)
+        dealt = pack(made, budget)
+        laid = [len(collate([made[i] for i in rows], rows).tokens) for rows in dealt]
+    assert sorted(i for rows in dealt for i in rows) == list(range(len(made)))
+    for rows, tokens in zip(dealt, laid, strict=True):
+        assert rows == sorted(rows)
+        assert len(rows) == 1 or tokens <= budget
+
+
+@given(unit_sets(), st.integers(1, 4), st.randoms(use_true_random=False))
+def test_the_order_of_the_units_changes_no_micro_batch_count(made: list[Encoded], least: int, draw: Random) -> None:
+    with sharing(least):
+        assert len(pack(made, 40)) == len(pack(draw.sample(made, len(made)), 40))
+
+
+@pytest.mark.xfail(strict=True, reason="what a unit adds is estimated from the one before it alone")
+def test_short_questions_behind_one_system_prompt_are_within_the_budget() -> None:
+    system = (1,) * 100
+    made = [unit(f"{q}{i}", "judgement", system + (q,) * 10, (20 + q, i, 5)) for q in range(3, 7) for i in range(2)]
+    for budget in range(120, planted_units(made) + 1):
+        assert all(planted_units([made[i] for i in rows]) <= budget for rows in pack(made, budget))
+
+
+def test_units_of_one_prompt_run_together_as_far_as_the_budget_goes() -> None:
+    prompts = [(p,) * 30 for p in range(3)]
+    made = [unit(f"{p}{i}", "judgement", prompts[p], (p, i, 5)) for i in range(4) for p in range(3)]
+    assert pack(made, 42) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
+    tokens = [len(collate([made[i] for i in rows], rows).tokens) for rows in pack(made, 37)]
+    assert sorted(tokens) == [36] * 6
+    assert len(pack(made, 10_000)) == 1
+
+
+def test_turns_of_one_conversation_run_together() -> None:
+    """Each judged by itself: the later turn's prompt holds the earlier turn."""
+    made: list[Encoded] = []
+    for talk in range(3):
+        first, second = (talk,) * 20, (talk,) * 20 + (7,) * 5 + (8,) * 20
+        made += [unit(f"second{talk}", "judgement", second, (9, 9)), unit(f"first{talk}", "judgement", first, (7,) * 5)]
+    assert pack(made, 50) == [[0, 1], [2, 3], [4, 5]]
+    assert all(len(collate([made[i], made[i + 1]], [0, 1]).tokens) == 47 for i in (0, 2, 4))
+
+
+def test_a_unit_of_many_answers_is_as_large_as_what_is_laid() -> None:
+    ranking = unit("ranking", "ranking", (1,) * 100, *((i,) * 5 for i in range(8)))
+    assert ranking.tokens == 840
+    assert planted(strands(ranking)) == 140
+    assert pack([ranking, unit("other", "judgement", (2,) * 10, (3,) * 10)], 160) == [[0, 1]]
 
 
 def test_the_columns_of_a_pair() -> None:
@@ -54,13 +131,30 @@ def test_the_columns_of_a_pair() -> None:
     batch = collate([pair], [9])
     assert batch.tokens.tolist() == [3, 4, 5, 6, 7, 3, 4, 8]
     assert batch.pos.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.source.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6]
     assert batch.seq.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
     assert batch.mask.tolist() == [False, False, True, True, True, False, False, True]
-    assert batch.bounds == (0, 5, 8)
+    assert batch.scored.tolist() == [2, 3, 4, 7]
+    assert batch.read.tolist() == [[2, 3, 4, 7], [0, 0, 0, 1]]
+    assert batch.segments == ((0, 5, -1), (5, 8, -1))
+    assert (batch.leaf, batch.trains) == ((0, 1), (True, True))
     assert (batch.unit.tolist(), batch.side.tolist()) == ([9, 9], [0, 1])
     assert (batch.weight.tolist(), batch.margin.tolist()) == ([0.5, 0.5], [0.25, 0.25])
     assert batch.label is None
     assert batch.ids == ("pair", "pair")
+
+
+def test_a_long_prompt_of_a_pair_is_there_once() -> None:
+    pair = unit("pair", "preference", (3,) * 16, (8,), (5, 6))
+    batch = collate([pair], [0])
+    assert batch.tokens.tolist() == [3] * 16 + [5, 6, 8]
+    assert batch.segments == ((0, 16, -1), (16, 18, 0), (18, 19, 0))
+    assert batch.leaf == (2, 1)
+    assert batch.source[16:].tolist() == [15, 16, 15]
+    assert batch.seq[16:].tolist() == [1, 1, 0]
+    assert batch.rows(0).tolist() == [*range(16), 18]
+    assert batch.rows(1).tolist() == list(range(18))
+    assert batch.path(2) == [0, 2]
 
 
 def test_labels_and_groups_are_columns() -> None:
@@ -72,17 +166,71 @@ def test_labels_and_groups_are_columns() -> None:
     assert batch.unit.tolist() == [3, 1]
 
 
+@pytest.mark.parametrize("share", [True, False])
 @pytest.mark.parametrize("kind", ["judgement", "preference", "demonstration"])
-def test_columns_agree_with_the_units(kind: str) -> None:
+def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
     rows = units(kind, 7)  # type: ignore[arg-type]
-    batch = collate(rows, range(7))
+    with sharing(1 if share else 10**9):
+        batch = collate(rows, range(7))
     assert batch.sequences == sum(len(u.answers) for u in rows)
-    assert len(batch.tokens) == batch.bounds[-1] == sum(u.tokens for u in rows)
-    for s, (start, end) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
+    assert share or len(batch.tokens) == sum(u.tokens for u in rows)
+    for s in range(batch.sequences):
         of = rows[int(batch.unit[s])]
         given_answer = of.answers[int(batch.side[s])]
-        assert tuple(batch.tokens[start:end].tolist()) == of.prompt_ids + given_answer.ids
-        assert batch.pos[start:end].tolist() == list(range(end - start))
-        assert (batch.seq[start:end] == s).all()
-        assert int(batch.mask[start:end].sum()) == len(given_answer.ids)
+        own = batch.rows(s)
+        assert tuple(batch.tokens[own].tolist()) == of.prompt_ids + given_answer.ids
+        assert batch.pos[own].tolist() == list(range(len(own)))
+        read = own[(batch.seq[own] == s) & batch.mask[own]]
+        assert torch.equal(read, own[len(of.prompt_ids) :])
+    assert torch.equal(batch.scored, batch.mask.nonzero().squeeze(1))
     assert batch.tokens.dtype == torch.long
+
+
+def joint() -> tuple[Batch, list[Encoded], list[Encoded]]:
+    """Two units that train and two that are measured behind the same prompts, in groups of their own."""
+    prompts = [(p,) * 20 for p in (3, 4)]
+    trains = [unit(f"own{p}", "judgement", prompts[p], (5 + p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
+    measured = [unit(f"other{p}", "judgement", prompts[p], (6 - p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
+    return collate(trains, range(2), [0, 1], measured=measured), trains, measured
+
+
+def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_groups() -> None:
+    batch, trains, measured = joint()
+    assert len(batch.tokens) == 2 * (20 + 3 + 3)
+    assert batch.trains == (True, True, False, False)
+    assert batch.unit.tolist() == batch.group.tolist() == [0, 1, 0, 1]
+    assert batch.ids == ("own0", "own1", "other0", "other1")
+    for s, of in enumerate([*trains, *measured]):
+        assert tuple(batch.tokens[batch.rows(s)].tolist()) == of.prompt_ids + of.answers[0].ids
+
+
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_part_reads_its_own_sequences_of_the_same_tokens(trains: bool) -> None:
+    batch, units_that_train, measured = joint()
+    found = batch.part(trains=trains)
+    of = units_that_train if trains else measured
+    assert found.tokens is batch.tokens
+    assert found.segments is batch.segments
+    assert found.ids == tuple(u.id for u in of)
+    assert found.trains == (trains, trains)
+    assert found.unit.tolist() == found.group.tolist() == [0, 1]
+    assert found.weight.tolist() == [1.0, 2.0]
+    assert found.label is not None
+    assert found.label.tolist() == [True, False]
+    assert torch.equal(found.scored, found.mask.nonzero().squeeze(1))
+    assert torch.equal(found.read, torch.stack([found.scored, found.seq[found.scored]]))
+    assert found.groups == batch.groups == 2
+    assert int(found.seq.min()) >= 0
+    assert int(found.seq.max()) < 2
+    for s, one in enumerate(of):
+        own = found.rows(s)
+        assert tuple(found.tokens[own].tolist()) == one.prompt_ids + one.answers[0].ids
+        read = torch.nonzero(found.mask & (found.seq == s)).squeeze(1)
+        assert torch.equal(read, own[20:])
+
+
+def test_a_part_that_is_all_is_the_batch() -> None:
+    batch = collate(units("judgement", 4), range(4))
+    assert batch.part(trains=True) is batch
+    own = joint()[0].part(trains=False)
+    assert own.part(trains=False) is own

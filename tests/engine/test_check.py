@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from tests.engine.test_oracle import oracle, sequences
 from tests.models import tiny
-from valence.engine import attention
-from valence.engine.check import plain_batch
+from valence.engine.attention import Memory
+from valence.engine.check import CUT, PROMPT, plain_batch
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
 from valence.errors import UserError
@@ -59,7 +59,7 @@ def test_an_encoder_is_refused(dtype: torch.dtype) -> None:
 
 
 class Leaky(nn.Module):
-    """A layer that also gives the last three tokens a little of what the first one gets: causal, but blind to sequences."""
+    """A layer that also gives four rows a little of what an earlier one gets: causal, but blind to sequences."""
 
     def __init__(self, inner: nn.Module, share: float) -> None:
         super().__init__()
@@ -68,8 +68,8 @@ class Leaky(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         out = self.inner(hidden)
         told = torch.zeros(out.shape[1], 1, dtype=out.dtype)
-        told[-3:] = self.share
-        return out + told * out[:, :1]
+        told[CUT + 6 : CUT + 10] = self.share
+        return out + told * out[:, PROMPT + 2, None]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -97,20 +97,26 @@ def test_the_check_works_where_gradients_are_off() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_a_layer_without_bounds_says_so() -> None:
-    q = torch.randn(1, 2, 5, 4)
-    with pytest.raises(attention.CannotPackError, match="where the sequences begin"):
-        attention.packed_attention(nn.Module(), q, q, q, None)
+def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Memory.__call__
+
+    def shuffled(self: Memory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        if self.reading:
+            self.layers[self.read] = self.layers[self.read][0].flip(2), self.layers[self.read][1]
+        return kept(self, key, value)
+
+    monkeypatch.setattr(Memory, "__call__", shuffled)
+    with pytest.warns(UserWarning, match="log-probabilities differ"):
+        Engine(tiny(dtype=torch.float32)).check_layout()
 
 
-def test_autocast_leaves_plain_products_in_float32() -> None:
-    made = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, 2, 12, 8, generator=made).bfloat16().requires_grad_() for _ in range(3))
-    hidden = torch.ones(12, 12).triu(1).bool()
-
-    def run(autocast: bool) -> tuple[Tensor, ...]:
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-            out: Tensor = attention.Dense.apply(q * 4, k, v, 8**-0.5, None, hidden)  # type: ignore[assignment]
-            return out, *torch.autograd.grad(out.float().sum(), (q, k, v))
-
-    assert all(torch.equal(a, b) for a, b in zip(run(True), run(False), strict=True))
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_table_of_few_positions_is_not_read_beyond_its_end(kind: str) -> None:
+    """Filling a pass up to a round number of tokens needs no positions that the model does not have."""
+    engine = Engine(tiny(kind, dtype=torch.float32, max_position_embeddings=24))
+    engine.check_layout()
+    assert engine.packs
+    rows = sequences()
+    with engine.stock():
+        wanted = torch.cat([torch.cat([torch.zeros(1), oracle(engine.model, row).float()]) for row in rows])
+    torch.testing.assert_close(engine(plain_batch(rows)).logp, wanted, rtol=1e-4, atol=1e-4)

@@ -1,61 +1,81 @@
-"""Memory is predicted from the shape of the model: what trains is counted as the run would make it."""
+"""Memory is predicted from the shape of the model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from tests.models import tiny
-from valence.engine.memory import Memory, predict, skeleton
-from valence.engine.models import build_policy, load_model
-from valence.errors import UserError
+from valence.engine import memory
+from valence.engine.memory import Memory, free_memory, predict
+from valence.engine.shape import shape_of, skeleton_of
 
-LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
-
-
-def saved(folder: Path, kind: str) -> str:
-    tiny(kind, dtype=torch.float32).save_pretrained(folder)  # type: ignore[operator]
-    return str(folder)
+SHAPE = shape_of(skeleton_of(tiny()))
+ADAPTED = replace(SHAPE, trained=1000, adapted=500)
 
 
-def predicted(name: str, **changes: Any) -> Memory:
-    settings = {"width": 4, "lora": None, "tokens": 100, "frozen_copy": False, "checkpointing": False}
-    return predict(skeleton(name), **(settings | changes))
+def predicted(shape: Any = SHAPE, **changes: Any) -> Memory:
+    return predict(shape, **({"width": 4, "frozen_copy": False} | changes))
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
-@pytest.mark.parametrize("lora", [None, LORA, SimpleNamespace(**vars(LORA) | {"targets": ["o_proj", "c_proj"]})])
-def test_the_weights_that_train_are_those_of_the_run(kind: str, lora: Any, tmp_path: Path) -> None:
-    name = saved(tmp_path, kind)
-    if lora and lora.targets != "all-linear":
-        lora = SimpleNamespace(**vars(lora) | {"targets": ["c_proj" if kind == "gpt2" else "o_proj"]})
-    engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=lora)
-    counted = sum(p.numel() for p in engine.parameters() if p.requires_grad)
-    assert predicted(name, lora=lora).trained == counted
+def test_masters_and_their_copy_are_float32_whatever_the_computation() -> None:
+    head = SHAPE.vocabulary * SHAPE.hidden
+    found = predicted(width=2, frozen_copy=True)
+    assert found.weights == 6 * SHAPE.parameters  # and copies in the type of the products
+    assert found.reference == predicted().weights == 4 * SHAPE.parameters
+    assert found.gradient == 4 * (SHAPE.parameters + head)
+    assert predicted(width=8).weights == 8 * SHAPE.parameters
 
 
-def test_an_adapter_to_continue_is_counted_as_it_is(tmp_path: Path) -> None:
-    name = saved(tmp_path / "model", "llama")
-    made = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=LORA)
-    made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
-    other = SimpleNamespace(**vars(LORA) | {"rank": 8})
-    assert predicted(name, lora=other, adapter=str(tmp_path / "adapter")).trained == predicted(name, lora=LORA).trained
+def test_compiled_layers_keep_less() -> None:
+    assert predicted(compiled=True).per_token < 0.7 * predicted().per_token
 
 
-def test_a_copy_of_masters_is_as_large_as_they_are(tmp_path: Path) -> None:
-    found = predicted(saved(tmp_path, "llama"), width=2, frozen_copy=True)
-    assert found.reference == found.weights == 4 * found.parameters
+def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
+    found = predicted(ADAPTED, width=2, frozen_copy=True)
+    assert found.weights == 2 * SHAPE.parameters + 4 * 1000
+    assert found.reference == 2 * SHAPE.parameters
+    assert (found.gradient, found.optimizer) == (4000, 8000)
 
 
-@pytest.mark.parametrize("config", [None, "{", "[]", '{"model_type": "none such"}'])
-def test_a_folder_without_a_model_is_a_mistake_that_names_it(config: str | None, tmp_path: Path) -> None:
-    if config is not None:
-        (tmp_path / "config.json").write_text(config)
-    with pytest.raises(UserError, match=f"cannot load the model '{tmp_path}'"):
-        skeleton(str(tmp_path))
-    with pytest.raises(UserError, match=f"cannot load the model '{tmp_path}'"):
-        load_model(str(tmp_path), dtype=torch.float32)
+def test_moments_of_8_bits_take_a_quarter() -> None:
+    assert predicted(optimizer="adamw_8bit").optimizer == pytest.approx(predicted().optimizer / 4, rel=0.05)
+
+
+def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
+    modes = ("off", "selective", "full", "offloaded")
+    found = [predicted(replace(SHAPE, layers=8), checkpointing=how).per_token for how in modes]
+    assert found == sorted(found, reverse=True)
+    assert found[2] < 0.3 * found[0]
+
+
+def test_a_token_more_takes_what_a_token_takes() -> None:
+    found = predicted()
+    assert found.total(100) - found.total(99) == found.per_token
+    assert found.total(0) > found.program + found.weights + found.gradient + found.optimizer
+
+
+def test_free_memory_is_what_the_machine_has_left() -> None:
+    found = free_memory(torch.device("cpu"))
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("nothing tells")
+    assert found is not None
+    assert 2**27 < found < 2**50
+
+
+@pytest.mark.parametrize(("files", "left"), [
+    ({}, None),
+    ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": "inactive_file 2\n"}, None),
+    ({"memory.max": "100\n", "memory.current": "50\n", "memory.stat": "anon 9\ninactive_file 20\n"}, 70),
+    ({"memory/memory.limit_in_bytes": "90\n", "memory/memory.usage_in_bytes": "50\n",
+      "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n"}, 60),
+])  # fmt: skip
+def test_a_container_leaves_what_its_limit_leaves(files: dict[str, str], left: int | None, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert memory._allowed(tmp_path) == left

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+
 import pytest
 import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
+from tests.forests import conversations, encoded, sharing, strand_sets
 from tests.models import ARCHITECTURES, tiny
+from valence.data.forest import Strand
+from valence.data.pack import collate
 from valence.engine import attention, head
 from valence.engine.check import plain_batch
+from valence.engine.compiling import compile_layers
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
+from valence.types import Batch, Encoded
 
 LENGTHS = (11, 2, 7, 16)
 
@@ -32,40 +45,158 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "fused"])
-def test_packed_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
-    if how == "fused":
-        monkeypatch.setattr(attention, "DENSE", 0)  # the kernel that longer sequences run with
-    moe = name == "qwen3_moe"  # its grouped products refuse float64
-    dtype = torch.float32 if moe else torch.float64
-    rough = moe or name == "gemma2"  # whose eager attention takes its softmax in float32
-    model = tiny(name, dtype=dtype)
-    lora = None
-    if how == "lora":
-        lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
-    engine = build_policy(model, dtype=dtype, lora=lora, checkpointing=how == "checkpointed")
-    if how == "lora":
-        for key, p in engine.named_parameters():
-            if "lora_B" in key:
-                torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
-    rows = sequences()
-    out = engine(plain_batch(rows)).logp
+def one_by_one(engine: Engine, batch: Batch) -> Tensor:
+    """What the engine should answer [T], each sequence by itself."""
+    found = torch.zeros(len(batch.tokens), dtype=torch.float64)
     with engine.stock():
-        wanted = [oracle(engine.model, row) for row in rows]
-    assert engine.packs
-    flat = torch.cat([torch.cat([w.new_zeros(1), w]) for w in wanted])
+        for s in range(batch.sequences):
+            rows = batch.rows(s)
+            read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+            if len(read):
+                found = found.index_put((rows[read],), oracle(engine.model, batch.tokens[rows])[read - 1])
+    return found
+
+
+def compare(engine: Engine, batch: Batch, *, rough: bool = False) -> None:
+    """Values, and gradients of what trains, whatever way the sequences that are only measured take.
+
+    Gradients are looser because many models' norms are in float32, which rounds what a shared token gets once instead of
+    once for each sequence."""
     tolerance = 2e-5 if rough else 1e-12
-    torch.testing.assert_close(out.double(), flat, rtol=tolerance, atol=tolerance * 10)
-    slopes = torch.randn(len(flat), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
-    ours = gradients(engine.model, (out * slopes).sum())
+    slopes = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    wanted = one_by_one(engine, batch)
+    trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
     with engine.stock():
-        theirs = gradients(engine.model, (flat * slopes).sum())
-    assert ours.keys() == theirs.keys()
-    assert ours
-    for key in ours:
-        torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+        theirs = gradients(engine.model, (wanted * slopes)[trains].sum()) if trains.any() else {}
+    measured = batch.part(trains=False) if not all(batch.trains) else None
+    try:
+        for along in (0, 10_000):
+            engine.along = along
+            out = engine(batch).logp
+            torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance * 10)
+            assert out.requires_grad == any(batch.trains)
+            ours = gradients(engine.model, (out * slopes).sum()) if trains.any() else {}
+            assert ours.keys() == theirs.keys()
+            for key in ours:
+                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+    finally:
+        engine.along = type(engine).along
+    if measured is not None:
+        apart = engine(measured).logp
+        assert not apart.requires_grad
+        torch.testing.assert_close(apart.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10)
+
+
+def forest_of(units: list[Encoded], trains: Sequence[bool] = ()) -> Batch:
+    with sharing(4):
+        batch = collate(units, range(len(units)))
+    return replace(batch, trains=tuple(trains)) if trains else batch
+
+
+def policy(name: str, how: str = "full") -> Engine:
+    dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # its grouped products refuse float64
+    lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"}) if how == "lora" else None
+    engine = build_policy(
+        tiny(name, dtype=dtype), dtype=dtype, lora=lora, checkpointing="full" if how == "checkpointed" else "off"
+    )
+    assert engine.packs
+    for key, p in engine.named_parameters():
+        if "lora_B" in key:
+            torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
+    return engine
+
+
+ROUGH = ("qwen3_moe", "gemma2")  # float32, or a softmax in float32 in the model's own attention
+PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk's first and second turn, and of two others
+    (True, True, True, True, True, True, True),
+    (True, False, True, True, False, True, False),
+    (False, True, False, False, True, False, True),
+)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "sdpa"])
+def test_a_forest_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
+    if how == "sdpa":  # as on devices other than a CPU
+        monkeypatch.setattr(attention, "attend", lambda *given: attention._by_sdpa(*given))
+    engine = policy(name, how)
+    for trains in PATTERNS:
+        batch = forest_of(conversations(), trains)
+        assert len(batch.tokens) == 60
+        compare(engine, batch, rough=name in ROUGH)
+
+
+@cache
+def kept_policy(name: str) -> Engine:
+    return policy(name)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gpt2"])
+@settings(max_examples=12)
+@given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
+def test_any_tree_of_prompts_and_completions(name: str, strands: list[Strand], least: int, trains: int, stride: int) -> None:
+    """stride: tells the letters of the sequences apart as tokens."""
+    assume(any(any(strand.mask) for strand in strands))
+    with sharing(least):
+        batch = collate([encoded(strand) for strand in strands], range(len(strands)))
+    batch = replace(batch, tokens=3 + stride * batch.tokens, trains=tuple(bool(trains >> s & 1) for s in range(len(strands))))
+    compare(kept_policy(name), batch, rough=name in ROUGH)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3_moe", "gpt2"])
+def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
+    engine = policy(name)
+    engine.lay_out(packed=False)
+    for trains in PATTERNS:
+        compare(engine, forest_of(conversations(), trains), rough=name in ROUGH)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*torch.compile.*")
+@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gpt2"])
+def test_values_as_on_cuda(name: str) -> None:
+    """FlexAttention, which has no backward pass on a CPU."""
+    engine = policy(name)
+    engine.flexes = True
+    batch = forest_of(conversations())
+    torch.testing.assert_close(engine(batch).logp, one_by_one(engine, batch), rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("along", [0, 1000])
+def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
+    engine = policy("llama")
+    engine.lay_out(packed=packed)
+    engine.along = along
+    batch = forest_of(conversations(), PATTERNS[1])
+    found = engine(batch, entropy=True).entropy
+    assert found is not None
+    assert (found[~batch.mask] == 0).all()
+    for s in range(batch.sequences):
+        rows = batch.rows(s)
+        with engine.stock():
+            p = torch.softmax(engine.causal(input_ids=batch.tokens[rows][None]).logits[0], -1)
+        read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+        wanted = torch.distributions.Categorical(p[read - 1]).entropy()
+        torch.testing.assert_close(found[rows[read]], wanted, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
+def test_compiled_layers_are_the_same_computation(name: str) -> None:
+    """For batches of several sizes, and for a pass over what another one kept; and none is compiled for one size alone."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    engine = policy(name)
+    assert compile_layers(engine)
+    for times, trains in ((1, PATTERNS[0]), (3, PATTERNS[0] * 3), (2, PATTERNS[1] * 2)):
+        batch = forest_of(
+            [replace(u, prompt_ids=(50 + k, *u.prompt_ids[1:])) for k in range(times) for u in conversations()], trains
+        )
+        compare(engine, batch, rough=True)
+    compiled = counters["stats"]["unique_graphs"]
+    compare(engine, forest_of(conversations()[:2] * 5, PATTERNS[0] * 2 + PATTERNS[1][:6]), rough=True)
+    assert counters["stats"]["unique_graphs"] == compiled, "another size was compiled again"
 
 
 def test_a_token_of_another_sequence_changes_nothing() -> None:
@@ -78,30 +209,12 @@ def test_a_token_of_another_sequence_changes_nothing() -> None:
     assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
 
 
-def test_entropy_is_that_of_the_distribution() -> None:
-    engine = Engine(tiny())
-    rows = sequences()
-    found = engine(plain_batch(rows), entropy=True).entropy
-    assert found is not None
-    with engine.stock():
-        p = torch.softmax(engine.causal(input_ids=rows[0][None]).logits[0, :-1], -1)
-    torch.testing.assert_close(found[1 : LENGTHS[0]], torch.distributions.Categorical(p).entropy(), rtol=1e-10, atol=1e-10)
-
-
-def test_a_marked_first_token_is_an_error() -> None:
-    from dataclasses import replace
-
-    batch = plain_batch(sequences())
-    with pytest.raises(ValueError, match="first token"):
-        Engine(tiny())(replace(batch, mask=torch.ones_like(batch.mask)))
-
-
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) -> None:
     """Also when activations are computed again; and gradients are those of the run that keeps them."""
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
     found: list[dict[str, Tensor]] = []
-    for checkpointing in (False, True):
+    for checkpointing in ("off", "full"):
         torch.manual_seed(0)
         policy = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
         policy.lay_out(packed=packed)

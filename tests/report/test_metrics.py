@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
+from tests.fetched import Fetched
 from valence.dist.single import Single
 from valence.report.metrics import Meter, auc
 from valence.types import Mean, Ranked
@@ -26,19 +27,36 @@ def mean(*values: float) -> Mean:
 
 
 @dataclass
-class Two:
-    """Two processes, of which the other one has these sums and these columns."""
+class Several:
+    """Processes, of which the others have these messages."""
 
-    sums: Tensor
-    columns: list[Tensor]
+    others: list[Tensor]
     rank: int = 0
-    size: int = 2
+    messages: int = 0
+
+    @property
+    def size(self) -> int:
+        return 1 + len(self.others)
 
     def sum(self, values: Tensor) -> Tensor:
-        return values + self.sums
+        raise AssertionError("metrics travel in one message")
 
     def gather(self, values: Tensor) -> Tensor:
-        return torch.cat([values, self.columns.pop(0)])
+        self.messages += 1
+        self.mine = values
+        return torch.cat([values, *self.others])
+
+
+def together(*meters: Meter) -> dict[str, float]:
+    """What several processes find, each with its own meter. All of them find the same."""
+    sent: list[Tensor] = []
+    for meter in meters:
+        meter.reduce(alone := Several([]))
+        sent.append(alone.mine)
+    found = [meter.reduce(Several(sent[:i] + sent[i + 1 :])) for i, meter in enumerate(meters)]
+    for other in found[1:]:
+        assert other == pytest.approx(found[0])
+    return found[0]
 
 
 numbers = st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=12)
@@ -90,18 +108,37 @@ def test_auc_ranks_all_micro_batches_together() -> None:
 
 
 def test_processes_are_pooled_by_count() -> None:
-    meter = Meter()
-    meter.add({"x": mean(1.0), "y": mean()})
-    other = Two(torch.tensor([[12.0, 3.0], [6.0, 2.0]], dtype=torch.float64), [])
-    assert meter.reduce(other) == {"x": pytest.approx(13 / 4), "y": pytest.approx(3.0)}
+    first, second, third = Meter(), Meter(), Meter()
+    first.add({"x": mean(1.0), "y": mean()})
+    second.add({"x": mean(4.0, 4.0, 4.0), "y": mean(3.0)})
+    third.add({"x": mean(), "y": mean()})
+    assert together(first, second, third) == {"x": pytest.approx(13 / 4), "y": pytest.approx(3.0)}
 
 
-def test_labels_travel_with_the_values_of_their_own_process() -> None:
-    meter = Meter()
-    meter.add({"auc": Ranked(column(2.0, 1.0), torch.tensor([True, False]))})
-    other = Two(torch.zeros(0), [column(3.0, 0.0), torch.tensor([False, True])])
-    wins = (2 > 1) + (2 > 3) + (0 > 1) + (0 > 3)
-    assert meter.reduce(other) == {"auc": pytest.approx(wins / 4)}
+def test_columns_of_processes_are_ranked_together() -> None:
+    """They may be of different lengths, and one may have none of a class."""
+    meters = [Meter(), Meter(), Meter()]
+    for meter, values, classes in zip(meters, ((2.0, 1.0), (3.0,), ()), ((True, False), (False,), ()), strict=True):
+        meter.add({"auc": Ranked(column(*values), torch.tensor(classes, dtype=torch.bool)), "x": mean(*values)})
+        meter.add({"other": Ranked(column(*values[:1]), torch.tensor(classes[:1], dtype=torch.bool))})
+    wins = (2 > 1) + (2 > 3)
+    assert together(*meters) == {"auc": pytest.approx(wins / 2), "other": 0.0, "x": pytest.approx(2.0)}
+
+
+def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
+    """However much was added."""
+    for micro_batches in (1, 7):
+        meter, group = Meter(), Several([])
+        with Fetched() as adding:
+            values = column(1.0, 0.0).to(torch.device("cpu"))
+            for _ in range(micro_batches):
+                meter.pool({"x": [Mean(values.sum(), (values > 0).sum())], "auc": [Ranked(values, values > 0)]})
+                meter.add({"y": mean(2.0)})
+        with Fetched() as reducing:
+            meter.reduce(group)
+        assert adding.calls == []
+        assert group.messages == 1
+        assert reducing.names == ["cpu"]  # all else is read after that, on the host
 
 
 def test_nothing_added_is_nothing() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,8 +11,11 @@ import pytest
 import torch
 
 from tests.models import tiny
-from tests.units import objective, units
-from valence.data.pack import pack
+from tests.units import objective, unit, units
+from valence.data import forest
+from valence.data.forest import planted
+from valence.data.mismatch import mismatch
+from valence.data.pack import pack, strands
 from valence.data.sampler import Sampler
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
@@ -20,7 +23,7 @@ from valence.engine.reference import Frozen
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
-from valence.types import Encoded
+from valence.types import Encoded, Kind
 
 ROWS = 14
 WHOLE = 10_000
@@ -44,24 +47,52 @@ class Pair:
 
 
 def models(dtype: torch.dtype) -> Pair:
-    """Two different random models. Their roles are such that z0 is above its clamp."""
-    policy = build_policy(tiny(seed=0, dtype=dtype), dtype=dtype)
-    reference = build_reference(policy, fresh_adapter=False, model=tiny(seed=5, dtype=dtype), name="another")
+    """Two different random models. Their roles are such that z0 is above its clamp. Their norms round as ``dtype`` does (those of
+    many models are in float32 whatever the rest is, which rounds what a shared token gets once)."""
+    policy = build_policy(tiny("gpt2", seed=3, dtype=dtype), dtype=dtype)
+    reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8, dtype=dtype), name="another")
     assert isinstance(reference, Frozen)
     return Pair(policy, reference)
 
 
-def budget_for(rows: Iterable[Encoded], micro_batches: int) -> int:
-    """The largest token budget that cuts these rows into so many micro-batches."""
-    lengths = [row.tokens for row in rows]
-    return next(budget for budget in range(WHOLE, 0, -1) if len(pack(lengths, budget)) == micro_batches)
+def tokens(rows: Iterable[Encoded]) -> int:
+    return planted([strand for row in rows for strand in strands(row)])
+
+
+def budget_for(rows: list[Encoded], micro_batches: int) -> int:
+    """The largest token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
+    return next(budget for budget in range(tokens(rows), 0, -1) if len(pack(rows, budget)) >= micro_batches)
+
+
+def related(kind: Kind) -> list[Encoded]:
+    """Several verdicts on answers to one prompt, turns of one talk that are judged one by one, and prompts that begin alike."""
+    draw = random.Random(3)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, 97) for _ in range(length))
+
+    system = ids(18)
+    asked, talk, alike = system + ids(20), system + ids(17), system + ids(3)
+    prompts = [asked] * 4 + [alike] * 3 + [ids(5), ids(30)]
+    for _ in range(5):
+        prompts.append(talk)
+        talk += ids(draw.randint(1, 18))
+    made: list[Encoded] = []
+    for i, prompt in enumerate(prompts):
+        after = next(
+            (p for p in prompts[i + 1 :] if len(p) > len(prompt) and p[: len(prompt)] == prompt and prompt != system), ()
+        )
+        first = after[len(prompt) : len(prompt) + 6] or ids(draw.randint(1, 9))
+        sides = (first, ids(4))[: 2 if kind == "preference" else 1]
+        made.append(unit(f"row{i}", kind, prompt, *sides, label=i % 3 != 0 if kind == "judgement" else None, weight=1.0 + i % 2))
+    return made
 
 
 def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: Any) -> tuple[dict[str, float], int]:
     """Loss, z0 (with kto) and gradient norm of a step over all rows as they arrive, and its micro-batches."""
     sampler = Sampler(tuple(rows), batch_size=len(rows))
     chosen, following = sampler.step(0)
-    made = objective(method, pair.policy, pair.reference, budget=budget, **settings)
+    made = objective(method, pair.policy, pair.reference, budget=budget, max_length=200, **settings)
     stands_still = torch.optim.SGD(pair.policy.parameters(), lr=0.0)
     outcome, norm, applied = optimizer_step(
         made, stands_still, [rows[i] for i in chosen], (rows[i] for i in following), clip_norm=1.0
@@ -75,22 +106,36 @@ def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("rows_of", [lambda kind: units(kind, ROWS), related], ids=["apart", "related"])
 @pytest.mark.parametrize("method", ["kto", "dpo"])
-def test_a_step_is_the_same_however_it_is_run(method: str, dtype: torch.dtype) -> None:
+def test_a_step_is_the_same_however_it_is_run(
+    method: str, rows_of: Callable[[Kind], list[Encoded]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pair = models(dtype)
-    rows = units(METHODS[method].kind, ROWS)
+    rows = rows_of(METHODS[method].kind)
     expected, cut = step(pair, method, rows, WHOLE)
     assert cut == 1
     assert expected["grad_norm"] > 1e-3
     assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, "z0 must not be clamped for this to say anything"
-    for micro_batches in (1, 2, 7):
-        for packed in (True, False):
-            for seed in (None, 1, 2):
+    for share, packed in ((forest.SHARE, True), (3, True), (10**9, True), (forest.SHARE, False)):
+        monkeypatch.setattr(forest, "SHARE", share)
+        # Mismatched rows along with the others, over their keys and values, in a pass of their own; then more micro-batches.
+        for budget, along in ((WHOLE, WHOLE), (WHOLE, 0), *((budget_for(rows, n), 0) for n in (1, 2, 7))):
+            pair.policy.along = along
+            for seed in (None, 1):
                 arriving = rows if seed is None else random.Random(seed).sample(rows, len(rows))
                 pair.lay_out(packed=packed)
-                found, cut = step(pair, method, arriving, budget_for(rows, micro_batches))
-                assert cut == micro_batches
-                assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (micro_batches, packed, seed)
+                found, cut = step(pair, method, arriving, budget)
+                assert cut == len(pack(rows, budget))
+                assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (share, packed, budget, along, seed)
+
+
+@pytest.mark.parametrize("kind", ["judgement", "preference"])
+def test_related_rows_share_much(kind: Kind) -> None:
+    rows = related(kind)
+    assert tokens(rows) < 0.6 * sum(row.tokens for row in rows)
+    extra = mismatch(rows, max_length=200)
+    assert kind == "preference" or tokens([*rows, *extra]) < tokens(rows) + 0.5 * tokens(extra)
 
 
 def test_the_tolerance_is_far_below_what_a_mistake_amounts_to() -> None:

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import math
+import sys
+from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 
-from valence.training.optim import adamw, schedule, warmup_steps
+from valence.checkpoint import store
+from valence.errors import UserError
+from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
+
+MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")  # PyTorch's names for them, and those of bitsandbytes
 
 
 def rates(kind: str, warmup: float, total: int, steps: int | None = None) -> list[float]:
@@ -85,3 +92,57 @@ def test_a_model_with_matrices_alone_has_one_group() -> None:
 
 def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
     assert warmup_steps(0.07, 100) == 7
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_the_state_of_an_optimizer_survives_its_file(kind: Literal["adamw", "adamw_8bit"], tmp_path: Path) -> None:
+    """Stopped, saved and taken up, it makes the steps that it would have made, bit for bit."""
+    through, stopped, other = (_model_and_optimizer(kind) for _ in range(3))
+    _train(through, range(5))
+    _train(stopped, range(3))
+    store.save({"weights": dict(stopped[0].state_dict()), "optimizer": stopped[1].state_dict()}, tmp_path / "saved")
+    saved = store.load(tmp_path / "saved")
+    other[0].load_state_dict(saved["weights"])
+    other[1].load_state_dict(saved["optimizer"])
+    _train(other, range(3, 5))
+    for wanted, found in zip(through[0].parameters(), other[0].parameters(), strict=True):
+        assert torch.equal(wanted, found)
+    assert not torch.equal(next(through[0].parameters()), next(stopped[0].parameters()))
+
+
+def _model_and_optimizer(kind: Literal["adamw", "adamw_8bit"]) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
+    return model, adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.99), kind=kind)
+
+
+def _train(of: tuple[nn.Module, torch.optim.Optimizer], steps: range) -> None:
+    """Steps along gradients that depend on nothing but their number."""
+    model, optimizer = of
+    for step in steps:
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(10 * step + i))
+        optimizer.step()
+
+
+def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
+    found: list[Tensor] = []
+    sizes: list[int] = []
+    for kind in ("adamw", "adamw_8bit"):
+        model, optimizer = made = _model_and_optimizer(kind)
+        before = next(model.parameters()).detach().clone()
+        _train(made, range(4))
+        found.append(next(model.parameters()).detach() - before)
+        sizes.append(sum(t.nbytes for name, t in optimizer.state[next(model.parameters())].items() if name in MOMENTS))
+    assert 0 < (found[0] - found[1]).norm() < 0.1 * found[0].norm()
+    assert sizes[1] == sizes[0] // 4 > 0
+
+
+def test_moments_of_8_bits_need_their_library_and_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_optimizer("adamw_8bit", torch.bfloat16)
+    with pytest.raises(UserError, match=r"train\.optimizer: weights in float64"):
+        check_optimizer("adamw_8bit", torch.float64)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(UserError, match=r"pip install 'valence\[eightbit\]'"):
+        check_optimizer("adamw_8bit", torch.float32)
+    check_optimizer("adamw", torch.float64)

@@ -78,36 +78,42 @@ class WithAnother(Single):
         return values + self.sums[tuple(values.shape)].to(values)
 
 
-def test_counts_and_the_reference_point_are_those_of_all_processes() -> None:
+@pytest.mark.parametrize("budget", [10_000, 30], ids=["together", "apart"])
+def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) -> None:
     policy, reference = policy_and_reference()
     step = units("judgement", 5)
-    made = objective("kto", policy, reference)
-    alone = made.reference_point(*made.mismatched(step, ()), lambda _: None)[1]
-    made.group = WithAnother({(2, 1): torch.tensor([[30.0], [3.0]])})
-    z0, raw = made.reference_point(*made.mismatched(step, ()), lambda _: None)
-    assert raw.item() == pytest.approx((alone.item() * 5 + 30) / (5 + 3))
-    assert z0.item() == max(0.0, raw.item())
-    made = objective("apo_zero_unpaired", policy, reference)
-    whole = float(made.run(step, backward=False).loss)
-    made.group = WithAnother({(): torch.tensor(3)})  # adds 3 to the count and to the loss
-    assert float(made.run(step, backward=False).loss) == pytest.approx(whole * 5 / (5 + 3) + 3)
+
+    def run(name: str, group: Single) -> tuple[float, dict[str, float]]:
+        made = objective(name, policy, reference, budget=budget)
+        made.group = group
+        outcome = made.run(step, backward=True)
+        assert (outcome.micro_batches == 1) is (budget == 10_000)
+        means = {key: parts[0] for key, parts in outcome.metrics.items() if key.startswith("kl")}
+        return float(outcome.loss), {key: float(mean.total / mean.count) for key, mean in means.items()}  # type: ignore[union-attr]
+
+    _, alone = run("kto", Single())
+    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (): torch.tensor(3)}))
+    assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
+    assert both["kl"] == max(0.0, both["kl/raw"])
+    whole, _ = run("apo_zero_unpaired", Single())
+    more, _ = run("apo_zero_unpaired", WithAnother({(): torch.tensor(3)}))  # adds 3 to the count and to the loss
+    assert more == pytest.approx(whole * 5 / (5 + 3) + 3)
 
 
-def test_mismatched_rows_run_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("budget", "along", "passes"), [
+    (10_000, 10_000, [True]),  # all in one pass
+    (10_000, 0, [True, False]),  # over the keys and values of those that train
+    (30, 0, [False] * 3 + [True] * 2),  # in passes of their own
+])  # fmt: skip
+def test_mismatched_rows_run_without_a_graph(budget: int, along: int, passes: list[bool]) -> None:
+    """What has no gradient of its own is detached where it runs with the others: see the losses' contract."""
     policy, reference = policy_and_reference()
-    made = objective("kto", policy, reference)
+    policy.along = along
+    made = objective("kto", policy, reference, budget=budget)
     with_grad: list[bool] = []
-    forward = type(policy).forward
-
-    def watched(self: Any, *args: Any, **named: Any) -> Any:
-        out = forward(self, *args, **named)
-        if self is policy:
-            with_grad.append(out.logp.requires_grad)
-        return out
-
-    monkeypatch.setattr(type(policy), "forward", watched)
+    policy.causal.model.register_forward_pre_hook(lambda *_: with_grad.append(torch.is_grad_enabled()))
     made.run(units("judgement", 5), backward=True)
-    assert with_grad == [False, True]
+    assert with_grad == passes
 
 
 def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None:

@@ -71,7 +71,8 @@ class Reference(Section):
     model: Text | None = None
     """A folder or hub id. Default: the policy as it starts."""
     cache: Text = "auto"
-    """A folder that keeps the reference's log-probs for this and other runs. auto, off: computed whenever they are needed."""
+    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the run's folder; off: none, they
+    are computed whenever they are needed."""
 
 
 class Source(Section):
@@ -126,12 +127,15 @@ class Data(Section):
 class Train(Section):
     batch_size: PositiveInt = 16
     """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes."""
-    micro_batch_tokens: PositiveInt = 4096
-    """Tokens that run through the model at once. Never changes the result, only memory and speed."""
+    micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Tokens that run through the model at once. Never changes the result, only memory and speed. auto: as many as fit the
+    device's free memory and make a step faster; a run that is taken up keeps the number."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after so many optimizer steps."""
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs the extra `eightbit`)."""
     learning_rate: PositiveFloat = 1.0e-5
     """Peak learning rate."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
@@ -148,8 +152,12 @@ class Train(Section):
     """Leave out the last step of an epoch when it has fewer than batch_size examples."""
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the order of the examples and every random draw."""
-    checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, more time."""
+    checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
+    """Compute layers again in the backward pass instead of keeping their activations, for less memory and more time, without
+    changing the result: every second layer, every layer, or every layer with its input moved to the host's memory."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """Compile the model's layers: faster steps after a slow start. auto: in runs that are long enough for it to pay, where there
+    is a compiler (on a CPU `g++`)."""
     max_skipped: PositiveInt = 5
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 

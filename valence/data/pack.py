@@ -4,72 +4,104 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 
+from valence.data.forest import Strand, plant, planted
 from valence.types import Batch, Encoded
 
 
-def pack(lengths: Sequence[int], budget: int) -> list[list[int]]:
+def pack(units: Sequence[Encoded], budget: int) -> list[list[int]]:
     """Deals units to as few micro-batches as will hold them, evenly filled. A unit longer than the budget runs alone.
 
-    lengths: tokens of each unit. Returns indices, each micro-batch in the order of its units.
+    Units whose sequences begin alike stay together as far as the budget goes. Returns indices, each micro-batch in the order
+    of its units.
     """
-    if not lengths:
+    families = _families(units, budget)
+    dealt = fill([tokens for tokens, _ in families], budget)
+    return [sorted(i for k in rows for i in families[k][1]) for rows in dealt]
+
+
+def fill(sizes: Sequence[int], budget: int) -> list[list[int]]:
+    """Deals things of these sizes to as few bins as will hold them, evenly filled; one larger than the budget has a bin alone."""
+    if not sizes:
         return []
-    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    alone = [i for i in longest_first if lengths[i] > budget]
+    longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    alone = [i for i in longest_first if sizes[i] > budget]
     shared = longest_first[len(alone) :]
-    dealt: list[list[int]] = [[] for _ in range(-(-sum(lengths[i] for i in shared) // budget))]
-    filled = [(0, k) for k in range(len(dealt))]  # a heap: the lightest micro-batch first
+    dealt: list[list[int]] = [[] for _ in range(-(-sum(sizes[i] for i in shared) // budget))]
+    filled = [(0, k) for k in range(len(dealt))]  # a heap: the lightest bin first
     for i in shared:
         size, k = filled[0]
-        if size + lengths[i] <= budget:
-            heapq.heapreplace(filled, (size + lengths[i], k))
+        if size + sizes[i] <= budget:
+            heapq.heapreplace(filled, (size + sizes[i], k))
         else:  # what does not fit the lightest fits none
             k = len(dealt)
             dealt.append([])
-            heapq.heappush(filled, (lengths[i], k))
+            heapq.heappush(filled, (sizes[i], k))
         dealt[k].append(i)
     return [[i] for i in alone] + [sorted(rows) for rows in dealt if rows]
 
 
+def _families(units: Sequence[Encoded], budget: int) -> list[tuple[int, list[int]]]:
+    """Units that share tokens with the one before them in sorted order, cut where the budget is full: (tokens, indices) each."""
+    found: list[tuple[int, list[int]]] = []
+    before: Encoded | None = None
+    for i in sorted(range(len(units)), key=lambda i: (units[i].prompt_ids, [answer.ids for answer in units[i].answers])):
+        alone = planted(strands(units[i]))
+        more = alone if before is None else planted([*strands(before), *strands(units[i])]) - planted(strands(before))
+        if more < alone and found[-1][0] + more <= budget:
+            found[-1] = found[-1][0] + more, [*found[-1][1], i]
+        else:
+            found.append((alone, [i]))
+        before = units[i]
+    return found
+
+
+def strands(unit: Encoded) -> list[Strand]:
+    """The sequences of a unit: its prompt with each answer."""
+    prompt = len(unit.prompt_ids)
+    return [Strand(unit.prompt_ids + a.ids, unit.prompt_mask + a.mask, prompt) for a in unit.answers]
+
+
 def collate(
-    units: Sequence[Encoded], numbers: Sequence[int], groups: Sequence[int] | None = None, device: torch.device | str = "cpu"
+    units: Sequence[Encoded],
+    numbers: Sequence[int],
+    groups: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+    measured: Sequence[Encoded] = (),
 ) -> Batch:
-    """One micro-batch of these units. ``numbers``: each unit's index within the step; ``groups``: its statistic group."""
-    tokens: list[int] = []
-    pos: list[int] = []
-    mask: list[bool] = []
-    bounds = [0]
-    rows: list[tuple[int, int, int]] = []
-    for k, unit in enumerate(units):
-        for side, answer in enumerate(unit.answers):
-            ids = unit.prompt_ids + answer.ids
-            tokens += ids
-            pos += range(len(ids))
-            mask += unit.prompt_mask + answer.mask
-            bounds.append(len(tokens))
-            rows.append((k, numbers[k], side))
-    of = [units[k] for k, _, _ in rows]
-    labels = [unit.label for unit in of]
+    """One micro-batch of these units. ``numbers``: each unit's index within the step; ``groups``: its statistic group;
+    ``measured``: a unit for each of them that is only measured (in the same group)."""
+    both = [*zip(units, numbers, [True] * len(units), strict=True)]
+    both += zip(measured, numbers, [False] * len(measured), strict=True) if measured else ()
+    rows = [(unit, number, side, trains) for unit, number, trains in both for side in range(len(unit.answers))]
+    forest = plant([strand for unit, _, _ in both for strand in strands(unit)])
+    labels = [unit.label for unit, *_ in rows]
 
     def column(values: Sequence[float | bool | None], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
-    lengths = column([b - a for a, b in pairwise(bounds)], torch.long)
+    def laid(values: object) -> torch.Tensor:
+        return torch.as_tensor(values, device=device)
+
     return Batch(
-        tokens=column(tokens, torch.long),
-        pos=column(pos, torch.long),
-        seq=torch.repeat_interleave(torch.arange(len(rows), device=device), lengths),
-        mask=column(mask, torch.bool),
-        bounds=tuple(bounds),
-        unit=column([number for _, number, _ in rows], torch.long),
-        side=column([side for _, _, side in rows], torch.long),
+        tokens=laid(forest.tokens),
+        pos=laid(forest.pos),
+        source=laid(forest.source),
+        seq=laid(forest.seq),
+        mask=laid(forest.mask),
+        scored=laid(forest.read[0]),
+        read=torch.as_tensor(forest.read),
+        segments=forest.segments,
+        leaf=forest.leaf,
+        trains=tuple(trains for *_, trains in rows),
+        unit=column([number for _, number, _, _ in rows], torch.long),
+        side=column([side for _, _, side, _ in rows], torch.long),
         label=None if None in labels else column(labels, torch.bool),
-        weight=column([unit.weight for unit in of], torch.float32),
-        margin=column([unit.margin for unit in of], torch.float32),
-        group=column([groups[number] if groups else 0 for _, number, _ in rows], torch.long),
-        ids=tuple(unit.id for unit in of),
+        weight=column([unit.weight for unit, *_ in rows], torch.float32),
+        margin=column([unit.margin for unit, *_ in rows], torch.float32),
+        group=column([groups[number] if groups else 0 for _, number, _, _ in rows], torch.long),
+        groups=max(groups) + 1 if groups else 1,
+        ids=tuple(unit.id for unit, *_ in rows),
     )

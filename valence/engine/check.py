@@ -9,6 +9,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest difference (nats per token) between the layouts that rounding explains. Another computation shows as more."""
 
-CUT = 14  # tokens of the first sequence, of 24
+PROMPT, CUT = 6, 14  # tokens of the prompt, and with the first answer, of 24
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError)
 
 
@@ -38,7 +40,7 @@ def check(engine: Engine) -> None:
         tokens = torch.randint(0, size, (24,), generator=torch.Generator().manual_seed(0)).to(engine.device)
         engine.lay_out(packed=False)
         _check_causal(engine, tokens)
-        why = _why_not_packed(engine, plain_batch([tokens[:CUT], tokens[CUT:]]))
+        why = _why_not_packed(engine, plain_batch([tokens[PROMPT:CUT], tokens[CUT:]], tokens[:PROMPT]))
     if why:
         engine.lay_out(packed=False)
         warnings.warn(
@@ -68,7 +70,7 @@ def _check_causal(engine: Engine, tokens: Tensor) -> None:
 
 
 def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
-    """Why two packed sequences are not what they are one by one; None, and the packed layout, when they are."""
+    """Why two answers behind one prompt are not what they are one by one; None, and the packed layout, when they are."""
     if rotary_by_length(engine.causal):
         return "its rotary positions depend on the longest sequence that runs with it"
     with torch.no_grad():
@@ -78,15 +80,19 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
         with _embedding(engine.causal) as seen:
             packed = engine(batch).logp
         slopes = [torch.autograd.grad(part.sum(), seen[0], retain_graph=True)[0] for part in (packed[:CUT], packed[CUT:])]
+        engine.along = 0  # the second answer is now read over the first pass's keys and values
+        behind = engine(replace(batch, trains=(True, False))).logp.detach()
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
         return str(error)
     except FAILURES as error:
         return f"it fails with {type(error).__name__}: {error}"
-    if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, :CUT]):
+    finally:
+        engine.along = type(engine).along
+    if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
         return "the tokens of one sequence change the log-probabilities of another"
-    difference = (packed - alone).abs().max().item()
+    difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype
     return None if difference <= TOLERANCE[dtype] else f"log-probabilities differ by {difference:.2g} nats"
 
@@ -112,14 +118,29 @@ def _influence(slope: Tensor) -> bool:
     return bool((slope.nan_to_num() != 0).any())
 
 
-def plain_batch(sequences: list[Tensor]) -> Batch:
-    """A micro-batch of token sequences, each marked from its second token on, without anything else to know about them."""
-    lengths = torch.tensor([len(s) for s in sequences], device=sequences[0].device)
-    ends = lengths.cumsum(0).tolist()
-    seq = torch.repeat_interleave(torch.arange(len(sequences), device=lengths.device), lengths)
-    pos = torch.cat([torch.arange(len(s), device=lengths.device) for s in sequences])
+def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
+    """A micro-batch of token sequences without anything else to know about them; or of answers to one prompt, that it shares.
+
+    Every token is measured that has one before it, but not those of a prompt.
+    """
+    device = sequences[0].device
+    above = 0 if prompt is None else len(prompt)
+    lengths = torch.tensor([len(s) for s in sequences], device=device)
+    spans = list(pairwise([above, *(above + lengths.cumsum(0)).tolist()]))
+    rows = torch.arange(spans[-1][1], device=device)
+    starts = torch.tensor([start for start, _ in spans], device=device)
+    seq = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
+    source, pos = rows - 1, rows.clone()
+    source[starts] = above - 1
+    pos[above:] += above - starts[seq]
+    trunk = [] if prompt is None else [prompt]
     each = torch.zeros_like(lengths)
+    mask = (rows >= above) & (source >= 0)
     return Batch(
-        tokens=torch.cat(sequences), pos=pos, seq=seq, mask=pos > 0, bounds=(0, *ends), unit=each, side=each, label=None,
-        weight=torch.ones(len(sequences)), margin=torch.zeros(len(sequences)), group=each, ids=("",) * len(sequences),
+        tokens=torch.cat([*trunk, *sequences]), pos=pos, source=source, seq=torch.cat([seq.new_zeros(above), seq]), mask=mask,
+        scored=rows[mask], read=torch.stack([rows[mask], torch.cat([seq.new_zeros(above), seq])[mask]]).cpu(),
+        segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
+        leaf=tuple(range(len(trunk), len(trunk) + len(spans))), trains=(True,) * len(spans),
+        unit=each, side=each, label=None, weight=torch.ones(len(spans)), margin=torch.zeros(len(spans)), group=each, groups=1,
+        ids=("",) * len(spans),
     )  # fmt: skip

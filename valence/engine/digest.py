@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 if TYPE_CHECKING:
     from valence.engine.logprobs import Engine
@@ -19,9 +22,10 @@ OF_AN_ADAPTER_COPY = {"base_model_name_or_path", "revision", "peft_version", "in
 
 def model_digest(engine: Engine, *, adapter: bool) -> str:
     """32 hexadecimal digits for the model's configuration, all weights with their types (with or without those of an adapter,
-    and its configuration), and how they are computed with.
+    and its configuration), and how and on what kind of device they are computed with.
 
-    An adapter's wrapper around a model does not change the names of the model's own weights here.
+    It is taken of the weights as they are, not of a file: what a loader, a cast or an adapter made of them is in it. An adapter's
+    wrapper around a model does not change the names of the model's own weights here.
     """
     model: Any = engine.model
     adapters = getattr(model, "peft_config", {}) if adapter else {}
@@ -29,14 +33,23 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
         _without(engine.causal.config.to_dict(), OF_A_COPY),
         {name: _without(config.to_dict(), OF_AN_ADAPTER_COPY) for name, config in adapters.items()},
     ]
-    digest = hashlib.sha256(engine.how.encode())
+    digest = hashlib.sha256(f"{engine.how} {engine.device.type}".encode())
     digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
-    for full_name, weight in sorted(model.state_dict().items()):
-        if adapter or "lora_" not in full_name:
-            name = full_name.replace("base_model.model.", "").replace(".base_layer.", ".")
-            digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
-            digest.update(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    weights = {
+        name.replace("base_model.model.", "").replace(".base_layer.", "."): weight
+        for name, weight in model.state_dict().items()
+        if adapter or "lora_" not in name
+    }
+    names = sorted(weights)
+    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
+        for name, content in zip(names, pool.map(_content, (weights[name] for name in names)), strict=True):
+            digest.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content)
     return digest.hexdigest()[:32]
+
+
+def _content(weight: Tensor) -> bytes:
+    """A hash of a tensor's bytes."""
+    return hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).digest()
 
 
 def _without(settings: Any, names: set[str]) -> Any:

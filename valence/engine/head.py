@@ -1,25 +1,43 @@
-"""From hidden states to log-probabilities: the linear head and its log-softmax, a chunk of rows at a time, in float32."""
+"""From hidden states to log-probabilities: the linear head and its log-softmax, a range of the vocabulary at a time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
 from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-CHUNK = 512  # rows of [rows, V] logits that exist at once: 100 MB at a 49k vocabulary
+from valence.engine import native
+from valence.engine.products import bfloat16_operands
+
+CHUNK = 8192
+"""Columns of [N, V] logits that exist at once; fewer, down to a sixteenth, where there are many rows."""
+AREA = {"cpu": 2**21, "cuda": 2**26}
+"""Logits that exist at once: on a CPU they should stay in its cache (8 MB), on a CUDA device be a large product (256 MB)."""
+GRAIN = 64
+"""Columns that a range is a multiple of: rows of another length would be copied before each product."""
+ROWS = 512
+"""Rows of logits that exist at once where the head is not a plain linear layer."""
+KEEP = 128 * 2**20
+"""Bytes of probabilities that a forward pass keeps, so that its backward pass need not compute their logits again."""
+KEEP_CUDA = 1 / 32
+"""The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how much is free)."""
+LOG2E = 1 / math.log(2)
+TINY = 1e-30
+"""A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can hold."""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
     """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2) or a scale (Cohere, Granite).
 
-    ``half``: the operands of the product are bfloat16; it is accumulated in, and returned as, float32 all the same.
+    ``half``: the operands of the products are rounded to bfloat16; logits are accumulated and used in float32 all the same.
     """
 
     layer: nn.Module
@@ -35,45 +53,41 @@ class Head:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         return cls(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), scale, half)
 
-    def logits(self, hidden: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """hidden[N, h] -> logits[N, V], float32 (float64 for a float64 model)."""
-        if weight is None:  # an adapter on the head: only the layer itself knows its product
-            logits = self.layer(hidden)
-            logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
-        else:
-            with _bfloat16_operands(self.half and hidden.device.type == "cpu"):
-                logits = linear(hidden.to(weight.dtype), weight, bias)
+    def __call__(self, hidden: Tensor, target: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N] (nats), and the entropy [N].
+
+        Both are float32 (float64 for a float64 model). At no time are there logits of all rows for the whole vocabulary.
+        """
+        # Autocast would turn the products back into bfloat16.
+        with torch.autocast(hidden.device.type, enabled=False):
+            if type(self.layer) is not nn.Linear:  # an adapter on the head: only the layer itself knows its product
+                return self._by_layer(hidden, target, entropy)
+            weight, bias = self.layer.weight, self.layer.bias
+            grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
+            found: Any = LinearLogProb.apply(hidden, weight, bias, target, self, entropy, grad)
+            return found
+
+    def finish(self, logits: Tensor) -> Tensor:
+        """The layer's product, scaled and capped."""
         if self.scale != 1.0:
             logits = logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def __call__(self, hidden: Tensor, target: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N] (nats), and the entropy [N].
-
-        No more than CHUNK rows of logits exist at once; the backward pass computes them again.
-        """
-        weight = bias = None
-        if type(self.layer) is nn.Linear:
-            wide = torch.promote_types(torch.float32, self.layer.weight.dtype)
-            weight, bias = self.layer.weight.to(wide), None if self.layer.bias is None else self.layer.bias.to(wide)
+    def _by_layer(self, hidden: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         parts: list[tuple[Tensor, Tensor]] = []
-        for start in range(0, hidden.shape[0], CHUNK):
-            rows = hidden[start : start + CHUNK], target[start : start + CHUNK], weight, bias, entropy
-            grad = torch.is_grad_enabled() and hidden.requires_grad
-            parts.append(checkpoint(self._chunk, *rows, use_reentrant=False) if grad else self._chunk(*rows))
+        for rows in zip(hidden.split(ROWS), target.split(ROWS), strict=True):
+            again = torch.is_grad_enabled()
+            parts.append(checkpoint(self._rows, *rows, entropy, use_reentrant=False) if again else self._rows(*rows, entropy))
         logp, spread = (torch.cat(column) for column in zip(*parts, strict=True))
         return logp, spread if entropy else None
 
-    def _chunk(
-        self, hidden: Tensor, target: Tensor, weight: Tensor | None, bias: Tensor | None, entropy: bool
-    ) -> tuple[Tensor, Tensor]:
-        # Autocast would turn the product back into bfloat16.
-        with torch.autocast(hidden.device.type, enabled=False):
-            logits = self.logits(hidden, weight, bias)
-            logp: Any = TargetLogProb.apply(logits, target)
-            if not entropy:
-                return logp, logp.new_empty(0)
-            logps = torch.log_softmax(logits, -1)
+    def _rows(self, hidden: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor]:
+        logits = self.layer(hidden)
+        logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
+        logp: Any = TargetLogProb.apply(logits, target)
+        if not entropy:
+            return logp, logp.new_empty(0)
+        logps = torch.log_softmax(logits, -1)
         return logp, -(logps.exp() * logps).sum(-1)
 
 
@@ -98,13 +112,252 @@ class TargetLogProb(torch.autograd.Function):
         return slope.scatter_add_(1, target[:, None], grad[:, None]), None
 
 
-@contextmanager
-def _bfloat16_operands(wanted: bool) -> Iterator[None]:
-    """Lets a float32 product round its operands to bfloat16 (exact when they were bfloat16 already), accumulating in float32."""
-    matmul = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "bf16" if wanted else before
+class LinearLogProb(torch.autograd.Function):
+    """log softmax(finish(hidden @ weight^T + bias))[target] and its entropy: hidden[N, h], weight[V, h], target[N] -> [N], [N].
+
+    The slope of the logits is g (onehot - p), with p the probabilities and g the slope of the log-probability. A forward
+    pass keeps p, rounded like every operand, as far as there is room; a backward pass computes the other logits again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, head: Head, entropy: bool, grad: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        tiles = _Tiles(head, hidden, weight, bias)
+        found = tiles.memory.new_empty(len(tiles.ranges), 4, hidden.shape[0])
+        kept: list[Tensor] = []
+        for k, (start, stop) in enumerate(tiles.ranges):
+            keep = tiles.hidden.dtype if grad and k < tiles.room else None
+            exponentials = tiles.measure(start, stop, target - start, found[k], entropy, keep)
+            if exponentials is not None:
+                kept.append(exponentials)
+        tops, sums, means, hits = found.unbind(1)  # [ranges, N] each
+        peak = tops.amax(0)
+        share = torch.exp(tops - peak).clamp_min_(TINY)  # what is known of a range is relative to its own largest logit
+        total = (sums * share).sum(0)
+        logp = hits.sum(0) - peak - total.log()
+        spread = total.log() - ((means + sums * (tops - peak)) * share).sum(0) / total if entropy else None
+        for k, exponentials in enumerate(kept):
+            _put(exponentials, target - tiles.ranges[k][0], torch.expm1(logp) * total / share[k])
+        ctx.head, ctx.dtype = head, hidden.dtype
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(tiles.hidden, weight, bias, target, logp, spread, peak, total, share, *kept)
+        return logp, spread
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden, weight, bias, *saved = ctx.saved_tensors
+        want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
+        with torch.autocast(hidden.device.type, enabled=False):
+            tiles = _Tiles(ctx.head, hidden, weight, bias)
+            slopes = _Slopes(tiles, _Saved._make([*saved[:6], saved[6:]]), *grads)
+            wide = tiles.memory.dtype
+            to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
+            in_place = want_weight and _only_adds(ctx.next_functions[1][0], weight, wide)
+            to_weight = (weight.grad if in_place else torch.zeros_like(weight, dtype=wide)) if want_weight else None
+            to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
+            for k, (start, stop) in enumerate(tiles.ranges):
+                slope, factor = slopes(k, start, stop)
+                if to_hidden is not None:
+                    to_hidden.addcmul_(_product(slope, tiles.operand(start, stop), wide), factor)
+                if to_weight is not None:
+                    _add_product(to_weight[start:stop], slope.t(), (tiles.exact * factor).to(slope.dtype))
+                if to_bias is not None:
+                    to_bias[start:stop] = (slope * factor).sum(0)
+        return (
+            None if to_hidden is None else to_hidden.to(ctx.dtype),
+            None if to_weight is None or in_place else to_weight.to(weight.dtype),
+            None if to_bias is None else to_bias.to(bias.dtype),
+            *[None] * 4,
+        )
+
+
+class _Saved(NamedTuple):
+    """What a backward pass knows of the forward pass."""
+
+    target: Tensor
+    logp: Tensor
+    entropy: Tensor | None
+    peak: Tensor
+    """The largest logit of each row [N]."""
+    total: Tensor
+    """The sum of exp(logit - peak) [N]."""
+    share: Tensor
+    """exp(largest logit of a range - peak) [ranges, N]."""
+    kept: list[Tensor]
+    """Of the first ranges exp(logit - its largest) [N, w], but for the target what stands for p - 1."""
+
+
+class _Tiles:
+    """Logits of all rows for one range of the vocabulary after the other, in memory that each range uses again."""
+
+    def __init__(self, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        self.head, self.weight, self.bias = head, weight, bias
+        wide = torch.promote_types(torch.float32, weight.dtype)
+        self.hidden = hidden.to(torch.bfloat16 if head.half else wide)
+        # A CPU has no product of bfloat16 with float32 results, only one of float32 that rounds.
+        self.exact = self.hidden if hidden.is_cuda else self.hidden.to(wide)
+        rows, vocabulary = hidden.shape[0], weight.shape[0]
+        area = AREA["cuda" if hidden.is_cuda else "cpu"]
+        width = max(area // max(rows, 1) // GRAIN * GRAIN, CHUNK // 16)
+        width = min(vocabulary, width, CHUNK)
+        self.ranges = [(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+        self.memory = hidden.new_empty(rows * width, dtype=wide)
+
+    @property
+    def room(self) -> int:
+        """Of how many ranges the probabilities may be kept. A soft-cap's slope asks for the logits themselves."""
+        device = self.memory.device
+        room = KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else KEEP
+        tile = max(self.memory.numel(), 1) * self.hidden.element_size()
+        return int(room // tile) if self.head.softcap is None else 0
+
+    @property
+    def measured(self) -> bool:
+        """Whether a compiled kernel does it in one go."""
+        return self.bias is None and self.head.softcap is None and native.measures(self.hidden, self.weight)
+
+    def measure(
+        self, start: int, stop: int, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None
+    ) -> Tensor | None:
+        """``_measure`` of these logits."""
+        if self.measured:
+            return native.measure(self.hidden, self.weight[start:stop], column, found, self.head.scale, keep is not None)
+        return _measure(self.logits(start, stop), column, found, entropy, keep)
+
+    def operand(self, start: int, stop: int) -> Tensor:
+        """These rows of the weight, rounded."""
+        return self.weight[start:stop].to(self.hidden.dtype)
+
+    def logits(self, start: int, stop: int) -> Tensor:
+        """[N, stop - start], float32 or float64. They may be overwritten."""
+        rows = self.hidden.shape[0]
+        out = self.memory[: rows * (stop - start)].view(rows, stop - start)
+        other = self.operand(start, stop).to(self.exact.dtype).t()
+        if self.exact.dtype != out.dtype:
+            torch.mm(self.exact, other, out_dtype=out.dtype, out=out)
+        else:
+            with bfloat16_operands(self.head.half):
+                torch.mm(self.exact, other, out=out)
+        return self.head.finish(out if self.bias is None else out.add_(self.bias[start:stop]))
+
+
+class _Slopes:
+    """The slope of the logits in one range after the other: an operand of products [N, w], and a factor of its rows [N, 1]."""
+
+    def __init__(self, tiles: _Tiles, saved: _Saved, grad: Tensor | None, grad_entropy: Tensor | None) -> None:
+        self.tiles, self.saved = tiles, saved
+        scale = -tiles.head.scale / saved.total
+        self.grad = torch.zeros_like(scale) if grad is None else scale * grad
+        self.grad_entropy = None if grad_entropy is None else scale * grad_entropy
+        # At the target p - 1 is rounded, not p: nothing is lost where p is nearly 1.
+        self.at_target = torch.expm1(saved.logp) * saved.total
+
+    def __call__(self, k: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        saved, tiles = self.saved, self.tiles
+        dtype = tiles.hidden.dtype
+        column, factor = saved.target - start, self.grad[:, None]
+        if self.grad_entropy is None and k < len(saved.kept):
+            return saved.kept[k], factor * saved.share[k][:, None]
+        if self.grad_entropy is None and tiles.measured:
+            found = tiles.memory.new_empty(4, len(column))
+            again = tiles.measure(start, stop, column, found, entropy=False, keep=dtype)
+            assert again is not None
+            _put(again, column, self.at_target / saved.share[k])
+            return again, factor * saved.share[k][:, None]
+        logits = tiles.logits(start, stop)
+        if self.grad_entropy is None and tiles.head.softcap is None:
+            return _exponentials(logits, column, saved.peak, self.at_target, dtype), factor
+        bend = 1.0 if tiles.head.softcap is None else 1 - (logits / tiles.head.softcap).square_()
+        slope = factor * _exponentials(logits.clone(), column, saved.peak, self.at_target, logits.dtype)
+        if self.grad_entropy is not None:
+            assert saved.entropy is not None
+            log_p = logits - (saved.peak + saved.total.log())[:, None]
+            slope += self.grad_entropy[:, None] * (log_p.exp() * saved.total[:, None]) * (log_p + saved.entropy[:, None])
+        return (slope * bend).to(dtype), torch.ones_like(factor)
+
+
+def _measure(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None) -> Tensor | None:
+    """Fills found[4, N] with what a softmax needs to know of logits[N, w]: the largest of each row; relative to that the sum
+    of exp(logit), and of logit * exp(logit) (for the entropy); and the logit at ``column``[N], 0 if that is not in this range.
+
+    Returns exp(logit - largest) [N, w] in the type ``keep``, if one is given. The logits are overwritten.
+    """
+    if _fused(logits):
+        from valence.engine import head_triton
+
+        return head_triton.measure(logits, column, found, keep)
+    inside, place = _inside(column, logits.shape[1])
+    found[3] = torch.where(inside, logits.gather(1, place), 0).squeeze(1)
+    top = logits.amax(-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)  # a range may be all minus infinity
+    found[0] = top.squeeze(1)
+    logits.sub_(top)
+    distance = logits.clone() if entropy else None
+    exponentials = logits.mul_(LOG2E).exp2_()  # on a CPU several times as fast as exp, and as exact
+    found[1] = exponentials.sum(-1)
+    found[2] = 0 if distance is None else distance.mul_(exponentials).sum(-1)
+    return None if keep is None else exponentials.to(keep, copy=True)
+
+
+def _exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+    """exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range. The logits are overwritten."""
+    if _fused(logits):
+        from valence.engine import head_triton
+
+        return head_triton.exponentials(logits, column, reference, value, dtype)
+    exponentials = logits.sub_(reference[:, None]).mul_(LOG2E).exp2_()
+    _put(exponentials, column, value)
+    return exponentials.to(dtype)
+
+
+def _fused(logits: Tensor) -> bool:
+    """Whether a kernel does in one pass what otherwise takes ten."""
+    return logits.is_cuda and logits.dtype == torch.float32 and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def _inside(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    """Which of column[N] are in [0, width), and places [N, 1] that all are."""
+    return ((column >= 0) & (column < width))[:, None], column.clamp(0, width - 1)[:, None]
+
+
+def _put(values: Tensor, column: Tensor, value: Tensor) -> None:
+    """values[i, column[i]] = value[i] where there is such a column."""
+    inside, place = _inside(column, values.shape[1])
+    values.scatter_(1, place, torch.where(inside, value[:, None].to(values.dtype), values.gather(1, place)))
+
+
+def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """one @ other, accumulated in float32; on a CPU the result of bfloat16 is then rounded to it."""
+    return torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
+
+
+def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """total += one @ other, as in ``_product``."""
+    if one.dtype == total.dtype:
+        total.addmm_(one, other)
+    elif one.is_cuda:
+        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+    else:
+        total.add_(one @ other)
+
+
+def _only_adds(node: Any, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether autograd would do nothing with the gradient of this weight but add it to one that is already there.
+
+    Then that can be done here, range by range, without a second gradient of full size.
+    """
+    grad = weight.grad
+    if not weight.is_leaf or grad is None or grad.dtype != dtype or grad.layout != torch.strided:
+        return False
+    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
+        return False
     try:
-        yield
-    finally:
-        matmul.fp32_precision = before
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # torch.autograd.grad asks for this gradient itself
+        return False

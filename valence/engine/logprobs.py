@@ -5,25 +5,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from valence.engine.attention import NAME
+from valence.engine.attention import NAME, Memory, remembering
 from valence.engine.check import check, rotary_by_length
+from valence.engine.flex import Visible
 from valence.engine.head import Head, TargetLogProb
+from valence.engine.layout import split, table
 from valence.types import Batch, TokenOut
+
+ROUND = 64  # tokens; passes are filled up to multiples of it, on CUDA up to an eighth of a power of two
 
 
 class Engine(nn.Module):
     """A causal language model that answers with log-probabilities of given tokens.
 
-    The layout is packed (sequences end to end, each seeing itself alone) where a start-up check finds it equal to the model's
-    own forward, else one sequence at a time, which is slower and always exact. ``compute``: the type of the products when
-    it differs from that of the weights that train (bfloat16 over float32 masters).
+    The layout is a forest (sequences end to end, what they share once, each seeing its own path alone) where a start-up check
+    finds it equal to the model's own forward, else one sequence at a time, which is slower and always exact. ``compute``: the
+    type of the products when it differs from that of the weights that train (bfloat16 over float32 masters).
     """
+
+    compiled = False  # whether the layers are
+    along = 48  # rows that are only measured, up to which they go along with those that train
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
@@ -31,6 +37,7 @@ class Engine(nn.Module):
         self.compute = compute
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
+        self.flexes = self.device.type == "cuda"
         self.stock_attention: str = found if found != NAME else self.causal.stock_attention
         self.causal.stock_attention = self.stock_attention
         self.lay_out(packed=True)
@@ -38,7 +45,7 @@ class Engine(nn.Module):
     @property
     def how(self) -> str:
         """What values depend on besides the weights: the type of the products, and the layout."""
-        return f"{self.compute} {'packed' if self.packs else 'one by one'}"
+        return f"{self.compute} {'forest' if self.packs else 'one by one'}{' compiled' if self.compiled else ''}"
 
     @property
     def causal(self) -> Any:
@@ -69,9 +76,9 @@ class Engine(nn.Module):
     def forward(self, batch: Batch, entropy: bool = False) -> TokenOut:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
 
-        Raises ValueError when the first token of a sequence is marked: nothing predicts it.
+        Only those of sequences that train have a gradient.
         """
-        return self._packed(batch, entropy) if self.packs else self._one_by_one(batch, entropy)
+        return self._as_forest(batch, entropy) if self.packs else self._one_by_one(batch, entropy)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -84,35 +91,84 @@ class Engine(nn.Module):
         with torch.autocast(self.device.type, self.compute), _as_it_comes(self.model) if adapted else nullcontext():
             yield
 
-    def _packed(self, batch: Batch, entropy: bool) -> TokenOut:
-        rows = _predicted(batch)
-        decoder = getattr(self.causal, self.causal.base_model_prefix)
+    def _as_forest(self, batch: Batch, entropy: bool) -> TokenOut:
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
         with self._autocast():
-            hidden = decoder(
-                input_ids=batch.tokens[None], position_ids=batch.pos[None], use_cache=False, bounds=batch.bounds
-            ).last_hidden_state[0]
+            hidden = self._hidden(batch)
             half = (self.compute or hidden.dtype) == torch.bfloat16
-            found = Head.of(self.causal, half=half)(hidden[rows - 1], batch.tokens[rows], entropy)
-        return _scatter(batch, rows, *found)
+            head = Head.of(self.causal, half=half)
+            for trains in sorted(set(batch.trains), reverse=True):
+                ours = batch.part(trains=trains).scored
+                with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+                    found.append((ours, *head(hidden[batch.source[ours]], batch.tokens[ours], entropy)))
+        return _scatter(batch, found)
+
+    def _hidden(self, batch: Batch) -> Tensor:
+        """The decoder's last hidden states [T, h]. Rows that only measured sequences have are run without a gradient, over the
+        keys and values of those that train; a few of them go along with the others, which is cheaper than a second pass."""
+        grad = torch.is_grad_enabled() and any(batch.trains)
+        with torch.set_grad_enabled(grad):
+            if not grad or all(batch.trains):
+                return self._decoded(batch.tokens, batch.pos, table(batch.segments))
+            parts = split(batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains)
+            if len(parts.rest) <= self.along:
+                return self._decoded(batch.tokens, batch.pos, table(batch.segments))
+            rows, rest = parts.rows.to(self.device), parts.rest.to(self.device)
+            memory = Memory(len(rows))
+            with remembering(memory, reading=False):
+                first = self._decoded(batch.tokens[rows], batch.pos[rows], parts.first)
+            with torch.no_grad(), remembering(memory, reading=True):
+                second = self._decoded(batch.tokens[rest], batch.pos[rest], parts.second)
+            return torch.cat([first, second])[torch.cat([rows, rest]).argsort()]
+
+    def _decoded(self, tokens: Tensor, pos: Tensor, forest: Tensor) -> Tensor:
+        """[T, h] of tokens[T] at pos[T]; forest: the table of ``layout.py``."""
+        decoder = getattr(self.causal, self.causal.base_model_prefix)
+        count = len(tokens)
+        # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is a sequence of its own.
+        coarse = 2 ** max(0, count.bit_length() - 4) if self.device.type == "cuda" else 1
+        missing = -count % max(ROUND, coarse)
+        if missing:
+            end = int(forest[:, 1].max())
+            forest = torch.cat([forest, forest.new_tensor([[end, end + missing, -1, 1]])])
+            tokens, pos = (
+                torch.cat([tokens, tokens.new_zeros(missing)]),
+                torch.cat([pos, pos.new_zeros(missing)]),
+            )
+        more = {"visible": Visible(forest, self._windows, self.device)} if self.flexes else {}
+        # Without a mask, transformers would look into the positions for one, and wait for the device.
+        mask = torch.ones_like(tokens[None])
+        found = decoder(
+            input_ids=tokens[None], attention_mask=mask, position_ids=pos[None], use_cache=False, forest=forest, **more
+        )
+        return found.last_hidden_state[0, :count]
+
+    @property
+    def _windows(self) -> tuple[int, ...]:
+        """The windows of the model's layers; 0 for layers without."""
+        own = getattr(self.causal.config.get_text_config(), "sliding_window", None)
+        return (0, own) if isinstance(own, int) else (0,)
 
     def _one_by_one(self, batch: Batch, entropy: bool) -> TokenOut:
-        logps, spreads = [], []
-        rows = _predicted(batch)
+        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
         rotary = rotary_by_length(self.causal)
-        for start, end in pairwise(batch.bounds):
-            ours = rows[(rows >= start) & (rows < end)] - start
-            tokens = batch.tokens[start:end]
+        for s, trains in enumerate(batch.trains):
+            path = batch.rows(s)
+            read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
+            tokens = batch.tokens[path]
             for module in rotary:  # the lengths of earlier sequences must not stay in the frequencies
                 module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
                 module.max_seq_len_cached = module.original_max_seq_len
-            with self._autocast():
-                logits = self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=ours - 1).logits[0]
-            logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
-            logps.append(TargetLogProb.apply(logits, tokens[ours]))
-            if entropy:
-                spread = torch.log_softmax(logits, -1)
-                spreads.append(-(spread.exp() * spread).sum(-1))
-        return _scatter(batch, rows, torch.cat(logps), torch.cat(spreads) if entropy else None)
+            with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
+                with self._autocast():
+                    logits = self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=read - 1).logits[0]
+                logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+                spread = None
+                if entropy:
+                    logps = torch.log_softmax(logits, -1)
+                    spread = -(logps.exp() * logps).sum(-1)
+                found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread))
+        return _scatter(batch, found)
 
     def check_layout(self) -> None:
         """Chooses the layout: packed where that is the same computation as the model's own forward, else (with a warning) not.
@@ -128,15 +184,11 @@ def _as_it_comes(adapted: nn.Module) -> AbstractContextManager[None]:
     return disable_input_dtype_casting(adapted)
 
 
-def _predicted(batch: Batch) -> Tensor:
-    """Indices [T'] of the tokens to be predicted. The token before each is the one that predicts it."""
-    rows = torch.nonzero(batch.mask).squeeze(1)
-    if bool((batch.pos[rows] == 0).any()):
-        raise ValueError("the first token of a sequence has nothing before it that could predict it")
-    return rows
-
-
-def _scatter(batch: Batch, rows: Tensor, logp: Tensor, entropy: Tensor | None) -> TokenOut:
+def _scatter(batch: Batch, found: list[tuple[Tensor, Tensor, Tensor | None]]) -> TokenOut:
+    """Puts values where their rows are, and 0 elsewhere."""
+    rows, logps, spreads = zip(*found, strict=True)
+    index = (torch.cat(rows),)
+    logp = torch.cat(logps)
     blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
-    out = TokenOut(blank.index_put((rows,), logp))
-    return out if entropy is None else replace(out, entropy=blank.index_put((rows,), entropy))
+    out = TokenOut(blank.index_put(index, logp))
+    return out if spreads[0] is None else replace(out, entropy=blank.index_put(index, torch.cat(spreads)))

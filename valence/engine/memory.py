@@ -3,81 +3,108 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from valence.engine.adapters import planned_adapter
-from valence.engine.head import CHUNK
-from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.engine.checkpointing import Checkpointing
+from valence.engine.head import AREA, KEEP, KEEP_CUDA
+from valence.engine.shape import Shape
+
+PROGRAM = 400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
+HIDDEN = 14  # numbers of hidden size that a layer keeps for the backward pass, per token
+INNER = 4  # and of the size inside its feed-forward layer
+COMPILED = 0.55  # share of it that a compiled layer keeps, all in the type of the products
+RECOMPUTED = {"off": 0.0, "selective": 0.5, "full": 1.0, "offloaded": 1.0}  # share of the layers
+MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}  # bytes of the optimizer's state per trained weight
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted bytes of each part, and the parameters counted."""
+    """Predicted bytes of each part. ``per_token``: activations for each token that runs at once."""
 
-    parameters: int
-    trained: int
     weights: int
     reference: int
+    gradient: int
     optimizer: int
-    activations: int
-    program: int = 400_000_000
-    """Python and its libraries (on a CUDA device about as much for its context)."""
+    head: int
+    per_token: int
+    program: int = PROGRAM
 
-    @property
-    def total(self) -> int:
-        return self.program + self.weights + self.reference + self.optimizer + self.activations
-
-
-def skeleton(name: str, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> nn.Module:
-    """The model's layers without memory behind them. Raises UserError when there is no such model."""
-    must_exist(name, "model.name")
-    extra = {"gguf_file": gguf_file} if gguf_file else {}
-    try:
-        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
-    except LOADING_ERRORS as error:
-        raise cannot_load("model", name, error) from error
+    def total(self, tokens: int) -> int:
+        """With this many tokens in the largest micro-batch."""
+        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.head
+        return fixed + tokens * self.per_token
 
 
 def predict(
-    model: nn.Module, *, width: int, lora: Any, tokens: int, frozen_copy: bool, checkpointing: bool, adapter: str | None = None
+    shape: Shape,
+    *,
+    width: int,
+    frozen_copy: bool,
+    checkpointing: Checkpointing = "off",
+    compiled: bool = False,
+    optimizer: str = "adamw",
+    device: torch.device = torch.device("cpu"),
 ) -> Memory:
-    """Bytes of a run. model: a skeleton; width: bytes of one number of the computation; tokens: of the largest micro-batch;
-    lora, adapter: as for ``build_policy``. Raises UserError when the adapter does not fit.
+    """Bytes of a run. width: bytes of one number of the computation; frozen_copy: is the reference a model of its own?
 
-    Weights that train are float32 masters, with a gradient and two moments each. Activations are what the layers keep for the
-    backward pass: about 16 hidden-sized (float32 over float32 masters) and 4 feed-forward-sized numbers per token and layer, and
-    under an adapter that computes in float32 a copy of the input of each layer that it is on; a third of it when they are
-    computed again. To it come a few copies of one chunk of float32 logits.
-    Largest resident set of two steps on a CPU (SmolLM2-135M, sequences of 350 tokens), measured and predicted in GB: LoRA
-    of rank 16 in bfloat16 2.8 and 2.4 (1400 tokens), 4.4 and 3.9 (3000), recomputed 1.5 and 1.6, 1.9 and 2.1; in float32
-    5.1 and 4.8 (1400); all weights in float32 5.3 and 5.5, in bfloat16 4.8 and 5.0, recomputed 3.4 and 3.7 (1400).
+    Weights that train are float32 masters (float64 in float64), with a gradient and two moments each, and copies for products in
+    bfloat16. The gradient of the head is there twice for a moment.
     """
-    config: Any = model.config.get_text_config()  # type: ignore[operator]
-    parameters = sum(p.numel() for p in model.parameters())
-    full = lora is None and adapter is None
     masters = max(width, 4)
-    hidden, inner = config.hidden_size, getattr(config, "intermediate_size", None) or 4 * config.hidden_size
-    kept = 16 * hidden * (masters if full else width) + 4 * inner * width
-    if full:
-        trained, weights, copies = parameters, parameters * masters, 0
+    stream = masters if shape.full else width  # the residual stream is as wide as the weights
+    copies = width if width < stream else 0
+    weights = shape.parameters * (stream + copies) + (0 if shape.full else shape.trained * masters)
+    if compiled:
+        kept = COMPILED * shape.layers * (HIDDEN * shape.hidden + INNER * shape.inner) * width
     else:
-        planned = planned_adapter(model, lora, adapter)
-        trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
-        weights = parameters * width + trained * masters
-        inputs = sum(p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2)
-        copies = inputs * masters // config.num_hidden_layers if width == masters else 0
-    per_token = config.num_hidden_layers * (kept + copies) // (3 if checkpointing else 1)
+        kept = shape.layers * (HIDDEN * shape.hidden * stream + INNER * shape.inner * width)
+    kept += shape.adapted * masters if width == masters else 0  # an adapter widens its input
+    again = RECOMPUTED[checkpointing]
+    inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
     return Memory(
-        parameters=parameters,
-        trained=trained,
         weights=weights,
-        reference=parameters * (masters if full else width) if frozen_copy else 0,
-        optimizer=trained * 3 * masters,
-        activations=tokens * per_token + 4 * CHUNK * config.vocab_size * 4,
+        reference=shape.parameters * stream if frozen_copy else 0,
+        gradient=shape.trained * masters + (shape.vocabulary * shape.hidden * masters if shape.full else 0),
+        optimizer=int(shape.trained * (MOMENTS[optimizer] if width < 8 else 16)),
+        head=_head(device),
+        per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
     )
+
+
+def _head(device: torch.device) -> int:
+    """Bytes of probabilities that are kept, and of a few copies of the logits that exist at once."""
+    if device.type != "cuda":
+        return KEEP + 4 * 4 * AREA["cpu"]
+    return int(KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory) + 4 * 4 * AREA["cuda"]
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that a new program may use on the device now; None where nothing tells."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
+    return min((size for size in (_available(), _allowed()) if size is not None), default=None)
+
+
+def _available() -> int | None:
+    """What Linux says is available, without swapping."""
+    path = Path("/proc/meminfo")
+    if not path.exists():
+        return None
+    lines = dict(line.split(":") for line in path.read_text().splitlines())
+    return 1024 * int(lines["MemAvailable"].split()[0])
+
+
+def _allowed(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+    """What is left of a container's limit, of either version of control groups."""
+    for limit, used, cache, folder in (
+        ("memory.max", "memory.current", "inactive_file", root),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", root / "memory"),
+    ):
+        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
+            kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+            return int(most) - int((folder / used).read_text()) + int(kept[cache])  # files that were read can be dropped
+    return None

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.utils.logging import disable_progress_bar
 
 from valence.engine.adapters import with_adapter
+from valence.engine.checkpointing import Checkpointing, recompute_layers
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
 from valence.engine.reference import AdapterOff, Frozen, Reference
@@ -82,13 +83,19 @@ def position_limit(model: nn.Module) -> tuple[int, bool] | None:
 
 
 def build_policy(
-    model: nn.Module, *, dtype: torch.dtype, lora: Any = None, adapter: str | None = None, checkpointing: bool = False
+    model: nn.Module,
+    *,
+    dtype: torch.dtype,
+    lora: Any = None,
+    adapter: str | None = None,
+    checkpointing: Checkpointing = "off",
 ) -> Engine:
     """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or with a continued one.
 
     lora: rank, alpha, dropout, targets. dtype: of the computation.
     Weights that train are float32 masters, whatever the type that the model comes in (float64 stays, and comes with float64);
-    those under an adapter are cast to ``dtype``. Raises UserError when the model is not causal, or the adapter does not fit.
+    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``.
+    Raises UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed as asked.
     """
     model = without_dropout(model)
     full = lora is None and adapter is None
@@ -98,11 +105,7 @@ def build_policy(
     else:
         _cast(model, dtype)
         model = with_adapter(model, lora, adapter)
-    if checkpointing:
-        # The name changes in transformers 5.2x; the first parameter of both is the settings of torch.utils.checkpoint.
-        name = "activation_checkpointing_enable"
-        enable = getattr(model, name if hasattr(model, name) else "gradient_checkpointing_enable")
-        enable({"use_reentrant": False})
+    recompute_layers(model, checkpointing, next(model.parameters()).device)
     engine = Engine(model, compute=torch.bfloat16 if dtype == torch.bfloat16 else None)
     engine.check_layout()
     return engine.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
+from valence.errors import UserError
 from valence.types import Batch
 
 
@@ -16,6 +18,8 @@ class Reference(Protocol):
     """Something that gives ``logp[T]`` of a micro-batch without a gradient."""
 
     name: str
+    precision: torch.dtype
+    """Of the products."""
 
     def digest(self) -> str:
         """Names the model that the values come from."""
@@ -30,7 +34,7 @@ class AdapterOff:
     name = "the policy with its adapter switched off"
 
     def __init__(self, policy: Engine) -> None:
-        self.policy = policy
+        self.policy, self.precision = policy, _precision(policy)
 
     def digest(self) -> str:
         return model_digest(self.policy, adapter=False)
@@ -46,6 +50,7 @@ class Frozen:
 
     def __init__(self, engine: Engine, name: str = "a frozen copy of the starting policy") -> None:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
+        self.precision = _precision(engine)
 
     def digest(self) -> str:
         return model_digest(self.engine, adapter=True)
@@ -53,3 +58,28 @@ class Frozen:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         return self.engine(batch).logp
+
+
+class Later:
+    """A reference that was let go of, and is loaded again when it is first asked for."""
+
+    def __init__(self, reference: Reference, digest: str, load: Callable[[], Reference]) -> None:
+        self.name, self.precision = reference.name, reference.precision
+        self._digest, self._load = digest, load
+        self._loaded: Reference | None = None
+
+    def digest(self) -> str:
+        return self._digest
+
+    def __call__(self, batch: Batch) -> Tensor:
+        """Raises UserError when what is loaded is another model by now."""
+        if self._loaded is None:
+            found = self._load()
+            if found.digest() != self._digest:
+                raise UserError("the reference has changed since the run began", where=self.name, fix="start the run anew")
+            self._loaded = found
+        return self._loaded(batch)
+
+
+def _precision(engine: Engine) -> torch.dtype:
+    return engine.compute or next(engine.model.parameters()).dtype

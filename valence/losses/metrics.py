@@ -20,6 +20,11 @@ def _mean(values: Tensor) -> Mean:
     return Mean(values.sum(), values.new_tensor(values.numel()))
 
 
+def _mean_of(values: Tensor, rows: Tensor) -> Mean:
+    """Over the rows where ``rows`` is True: without picking them, as a device would have to say how many they are."""
+    return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
+
+
 def log_ratio_reward(logp: Tensor, ref: Tensor, *, beta: float, **_: Any) -> Tensor:
     """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than the reference does."""
     return beta * (logp - ref)
@@ -31,9 +36,9 @@ def unpaired(view: dict[str, Tensor], reward: Reward, settings: dict[str, Any]) 
     rewards = reward(view["logp"], view["ref"], **settings).detach()
     numbers: Metrics = {}
     for name, rows in (("chosen", up), ("rejected", ~up)):
-        numbers[f"rewards/{name}"] = _mean(rewards[rows])
-        numbers[f"logps/{name}"] = _mean(view["logp"].detach()[rows])
-        numbers[f"logratio/{name}"] = _mean((view["logp"] - view["ref"]).detach()[rows])
+        numbers[f"rewards/{name}"] = _mean_of(rewards, rows)
+        numbers[f"logps/{name}"] = _mean_of(view["logp"].detach(), rows)
+        numbers[f"logratio/{name}"] = _mean_of((view["logp"] - view["ref"]).detach(), rows)
     numbers["rewards/auc"] = Ranked(rewards, up)
     return numbers
 

@@ -24,8 +24,9 @@ def seq_sum(values: Tensor, batch: Batch) -> Tensor:
 
 def token_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
     """Trained tokens only, in batch order. logp_t[T'], ref_t[T'], weight[T'] (that of the token's row)."""
-    named = {"logp_t": logp[batch.mask], "weight": batch.weight.to(logp.dtype)[batch.seq[batch.mask]]}
-    return named if ref is None else named | {"ref_t": ref[batch.mask]}
+    rows = batch.scored
+    named = {"logp_t": logp[rows], "weight": batch.weight.to(logp.dtype)[batch.seq[rows]]}
+    return named if ref is None else named | {"ref_t": ref[rows]}
 
 
 def seq_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
@@ -43,8 +44,9 @@ def seq_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor
 
 def pair_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
     """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l, margin, weight, all [P], in unit order."""
-    chosen, rejected = (torch.nonzero(batch.side == side).squeeze(1) for side in (0, 1))
-    chosen, rejected = (rows[batch.unit[rows].argsort()] for rows in (chosen, rejected))
+    # All chosen sides come first, then as many rejected ones: no device has to be asked how many there are.
+    order = (batch.side * (batch.unit.max() + 1) + batch.unit).argsort()
+    chosen, rejected = order.chunk(2)
     sums = seq_view(batch, logp, ref)
     named = {"margin": batch.margin.to(logp.dtype)[chosen], "weight": sums["weight"][chosen]}
     for name in ("logp", "ref", "n"):

@@ -12,13 +12,17 @@ from valence.types import Mean, Ranked
 
 
 class Meter:
-    """Collects metrics and reduces each once. A mean over nothing is left out, so that an absent class is never shown as 0."""
+    """Collects metrics where they are and reduces them once, so that no device is waited for before the end of a window.
+
+    All processes must add the same names in the same order; what each measured may be nothing. A mean over nothing is left
+    out, so that an absent class is never shown as 0.
+    """
 
     def __init__(self) -> None:
         self.means: dict[str, Mean] = {}
         self.ranked: dict[str, list[Ranked]] = {}
 
-    def add(self, metrics: dict[str, Mean | Ranked]) -> None:
+    def add(self, metrics: Mapping[str, Mean | Ranked]) -> None:
         for name, metric in metrics.items():
             if isinstance(metric, Ranked):
                 self.ranked.setdefault(name, []).append(metric)
@@ -33,27 +37,49 @@ class Meter:
                 self.add({name: metric})
 
     def reduce(self, group: Group) -> dict[str, float]:
-        """Name -> number, over everything added on all processes. All of a kind travel in one message."""
-        out: dict[str, float] = {}
-        if self.means:
-            parts = torch.stack([torch.stack([m.total.cpu().double(), m.count.cpu().double()]) for m in self.means.values()])
-            for name, (total, count) in zip(self.means, group.sum(parts).tolist(), strict=True):
-                if count:
-                    out[name] = total / count
-        for name, ranked in self.ranked.items():
-            values = group.gather(torch.cat([part.values for part in ranked]))
-            positive = group.gather(torch.cat([part.positive for part in ranked]))
-            area = auc(values, positive)
+        """Name -> number, over everything added on all processes. It all travels in one message, and to the host in one piece."""
+        if not self.means and not self.ranked:
+            return {}
+        sums, ranked = self._unpacked(group.gather(self._packed()).cpu())
+        found = {name: total / count for name, (total, count) in zip(self.means, sums.tolist(), strict=True) if count}
+        for name, (values, positive) in zip(self.ranked, ranked, strict=True):
+            area = auc(values, positive.bool())
             if area is not None:
-                out[name] = area
-        if "rewards/chosen" in out and "rewards/rejected" in out:
-            out["rewards/margins"] = out["rewards/chosen"] - out["rewards/rejected"]
-        return dict(sorted(out.items()))
+                found[name] = area
+        if "rewards/chosen" in found and "rewards/rejected" in found:
+            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
+        return dict(sorted(found.items()))
+
+    def _packed(self) -> Tensor:
+        """This process's message: the length of each ranked column, totals, counts, then values and classes of each column."""
+        parts = [part for columns in self.ranked.values() for part in columns]
+        given = [m.total for m in self.means.values()] + [part.values for part in parts]
+        device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), torch.device("cpu"))
+        wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
+
+        def laid(values: Sequence[Tensor]) -> Tensor:
+            return torch.cat([value.to(device, wide).flatten() for value in values])
+
+        sizes = torch.tensor([sum(len(part.values) for part in columns) for columns in self.ranked.values()])
+        columns = [laid([getattr(p, side) for p in c]) for c in self.ranked.values() for side in ("values", "positive")]
+        return laid([sizes, *(m.total for m in self.means.values()), *(m.count for m in self.means.values()), *columns])
+
+    def _unpacked(self, messages: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+        """Totals and counts over all processes [means, 2], and each ranked column of all of them: values [S], classes [S]."""
+        sums = torch.zeros(2, len(self.means), dtype=torch.float64)
+        columns: list[list[Tensor]] = [[] for _ in self.ranked]
+        while len(messages):
+            sizes = [2 * int(size) for size in messages[: len(columns)]]
+            widths = [len(columns), 2 * len(self.means), *sizes]
+            _, own, *ranked, messages = messages.split([*widths, len(messages) - sum(widths)])
+            sums += own.view(2, -1)
+            for column, part in zip(columns, ranked, strict=True):
+                column.append(part.view(2, -1))
+        return sums.T, [(whole[0], whole[1]) for whole in (torch.cat(column, 1) for column in columns)]
 
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
     """P(a positive's value is above a negative's), ties counting half (Mann-Whitney). None when a class is absent."""
-    values, positive = values.cpu(), positive.cpu()
     up, down = values[positive].double(), values[~positive].double()
     if not len(up) or not len(down):
         return None

@@ -17,6 +17,7 @@ from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
 from valence.training.folder import finite, now, versions
 from valence.training.loop import Interrupted, Run
+from valence.training.score import passes
 
 
 def run_to_end(run: Run) -> Run:
@@ -29,6 +30,7 @@ def run_to_end(run: Run) -> Run:
     began = time.monotonic()
     status = "failed"
     try:
+        _open_cache(run)
         before = _samples(run)
         run.fit()
         run.save()
@@ -40,8 +42,7 @@ def run_to_end(run: Run) -> Run:
         if before:
             pairs = zip(before, _samples(run), strict=True)
             folder.write("samples.json", [first | {"after": second["before"]} for first, second in pairs])
-        if isinstance(run.reference, Cached):
-            run.say_once(f"reference cache: {run.reference.hits} sequences found, {run.reference.misses} computed")
+        _report_cache(run)
         _refuse_broken(run)
         folder.state(finished=now(), seconds=time.monotonic() - began, steps=run.step)
         write_model(run, folder.path / "model", run.recipe.run.export)
@@ -56,6 +57,23 @@ def run_to_end(run: Run) -> Run:
         run.log.close()
         _page(run, folder.path)
     return run
+
+
+def _open_cache(run: Run) -> None:
+    """Says when the reference cache is of no use, and frees the reference's memory when it holds all that the run will ask."""
+    if not isinstance(run.reference, Cached):
+        return
+    if run.reference.note:
+        run.say_once(run.reference.note)
+    if run.reference.knows(unit for units in passes(run) for unit in units):
+        run.reference.let_go()
+
+
+def _report_cache(run: Run) -> None:
+    if isinstance(run.reference, Cached) and run.folder:
+        run.say_once(run.reference.summary)
+        found = {"folder": str(run.reference.folder), "hits": run.reference.hits, "misses": run.reference.misses}
+        run.folder.state(reference_cache=found)
 
 
 def _save_what_there_is(run: Run) -> None:

@@ -21,6 +21,7 @@ from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
 from valence.training.folder import RunFolder, now, versions
 from valence.training.optim import adamw, schedule, warmup_steps
+from valence.training.plan import make_plan
 from valence.training.setup import Corpus, Prepared, read_corpus
 from valence.training.signals import Stop
 from valence.training.step import Objective, Outcome, optimizer_step
@@ -56,7 +57,9 @@ class Run:
         console: Console | None = None,
         quiet: bool = False,
         stop: Stop | None = None,
+        micro_batch_tokens: int | None = None,
     ) -> None:
+        """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
@@ -67,13 +70,13 @@ class Run:
             policy,
             reference,
             Single(),
-            train.micro_batch_tokens,
+            micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens,
             self.recipe.data.max_length,
         )
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
         self.total_steps = prepared.total_steps if self.sampler else 0
         self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
-            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas
+            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
         )
         self.scheduler = _made(scheduler, self.optimizer) or schedule(
             self.optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
@@ -156,7 +159,7 @@ class Run:
             "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
             "skipped": _one(torch.tensor(float(not applied))),
         })  # fmt: skip
-        most = self.recipe.train.micro_batch_tokens
+        most = self.objective.budget
         if outcome.largest > most:
             self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
         return outcome, learning_rate
@@ -274,7 +277,8 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on: trained weights, optimizer, schedule, position, counters, random state."""
+        """All that the rest of the run depends on: trained weights, optimizer, schedule, position, counters, random state,
+        and how many tokens run at once, on which the last bits of a result depend."""
         weights = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
         return {
             "weights": dict(weights),
@@ -282,6 +286,7 @@ class Run:
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": store.random_state(),
+            "micro_batch_tokens": self.objective.budget,
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "examples_seen": self.examples_seen,
@@ -294,6 +299,7 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         store.set_random_state(state["random"])
+        self.objective.budget = state["micro_batch_tokens"]
         for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
             setattr(self, name, state[name])
 

@@ -36,8 +36,8 @@ def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | 
     source = load_recipe(config, overrides, method_of=method_of, training=False)
     checkpoint = newest_checkpoint(run_dir)
     policy, reference = build_models(prepared := prepare(source))
-    run = Run(prepared, policy, reference, console=console, quiet=quiet)
     state = store.load(checkpoint)
+    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["micro_batch_tokens"])
     run.load_weights(state)
     run.step = state["step"]
     run.facts = _read(run_dir / "run.json")

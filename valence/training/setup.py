@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,14 +21,18 @@ from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
 from valence.engine.cache import Cached
+from valence.engine.compiling import compile_layers, why_not
 from valence.engine.loading import must_exist
 from valence.engine.logprobs import Engine
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer, position_limit
-from valence.engine.reference import Reference
+from valence.engine.reference import Frozen, Reference
 from valence.errors import UserError
 from valence.training.methods import Method, method_of
-from valence.training.optim import up
+from valence.training.optim import check_optimizer, up
 from valence.types import Encoded, Example
+
+WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
+"""Operations of a run, about five minutes of them, from which on compiled layers save more time than they take to compile."""
 
 
 @dataclass(frozen=True)
@@ -151,6 +155,10 @@ def _check(prepared: Prepared) -> None:
     for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
         if named:
             must_exist(named, setting)
+    check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
+    kept = recipe.reference.cache
+    if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
+        raise UserError(f"{kept} is a file", where="reference.cache", fix="name a folder, new or old")
     for name, corpus in prepared.corpora.items():
         if "margin" not in method.loss.reads:
             odd = next((unit for unit in corpus.units if unit.margin != 0), None)
@@ -172,9 +180,12 @@ def _check(prepared: Prepared) -> None:
 
 
 def build_models(
-    prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None
+    prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None, fills: bool = False
 ) -> tuple[Engine, Reference | None]:
-    """Loads the policy and what it is compared with. Objects given replace those that the recipe names."""
+    """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
+
+    fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
+    """
     with prepared.source.placing():
         recipe = prepared.recipe
         spec = recipe.model
@@ -183,25 +194,69 @@ def build_models(
         # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
         whole = spec.lora is None and spec.adapter is None
         loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
-        how = {"dtype": loaded, "trust_remote_code": spec.trust_remote_code}
-        if model is None:
-            model = load_model(spec.name, gguf_file=spec.gguf_file, **how)
+        load = partial(load_model, dtype=loaded, trust_remote_code=spec.trust_remote_code)
+        # How the reference's weights can be had once more.
+        origin = partial(load, spec.name, gguf_file=spec.gguf_file) if model is None else None
+        model = origin() if origin else model
+        assert model is not None
         model.to(best_device())
         policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
         check_vocabulary(policy.causal, prepared.tokenizer)
         _check_positions(policy, prepared)
+        if fills and pays_to_compile(prepared, sum(p.numel() for p in policy.parameters()), policy.device):
+            compile_layers(policy)
         if not prepared.method.needs_reference:
             return policy, None
-        name = recipe.reference.model or ""
         if reference is None and recipe.reference.model:
-            reference = load_model(recipe.reference.model, **how)
-        if reference is not None:
-            _check_same_vocabulary(policy, reference, name)
-            reference.to(policy.device)
-        fresh = spec.lora is not None and spec.adapter is None
-        built = build_reference(policy, fresh_adapter=fresh, model=reference, name=name or "the model given")
-        kept = recipe.reference.cache
-        return policy, built if kept in ("auto", "off") else Cached(built, Path(kept))
+            origin = partial(load, recipe.reference.model)
+            reference = origin()
+        elif reference is not None or not whole:
+            origin = None
+        built = _reference(policy, recipe, reference)
+        again = (lambda: _reference(policy, recipe, origin())) if origin else None
+        return policy, _kept(built, recipe, fills, again)
+
+
+def _reference(policy: Engine, recipe: Recipe, model: nn.Module | None) -> Reference:
+    """The model given, or the policy as it is now."""
+    name = recipe.reference.model
+    if model is not None:
+        _check_same_vocabulary(policy, model, name or "")
+        model.to(policy.device)
+    fresh = recipe.model.lora is not None and recipe.model.adapter is None
+    built = build_reference(policy, fresh_adapter=fresh, model=model, name=name or "the model given")
+    if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
+        compile_layers(built.engine)
+    return built
+
+
+def pays_to_compile(prepared: Prepared, weights: int, device: torch.device) -> bool:
+    """Whether the recipe asks for compiled layers, or leaves it open and the run is long. Counted, not measured: the values in a
+    reference cache are those of one way to compute them. Raises UserError when they are asked for and cannot be had."""
+    asked, why = prepared.recipe.train.compile, why_not(device)
+    if asked == "on" and why:
+        raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
+    if asked != "auto" or why or "train" not in prepared.corpora:
+        return asked == "on"
+    epochs = prepared.total_steps / prepared.sampler.steps_per_epoch
+    tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
+    return 6 * weights * tokens >= WORTH_COMPILING[device.type]
+
+
+def own_cache(recipe: Recipe) -> Path:
+    """Where a run keeps its reference's values when the recipe names no other place."""
+    return Path(recipe.run.dir) / "reference"
+
+
+def _kept(built: Reference, recipe: Recipe, fills: bool, again: Callable[[], Reference] | None) -> Reference:
+    """The reference with the cache that the recipe asks for."""
+    kept = recipe.reference.cache
+    if kept == "off":
+        return built
+    about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.dtype}"
+    if kept == "auto":
+        return Cached(built, own_cache(recipe), about=about, fills=fills, again=again)
+    return Cached(built, Path(kept), about=about, again=again)
 
 
 def _check_positions(policy: Engine, prepared: Prepared) -> None:

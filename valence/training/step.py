@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from valence.data.forest import planted
 from valence.data.mismatch import mismatch, mismatch_groups
-from valence.data.pack import collate, pack
+from valence.data.pack import collate, pack, strands
 from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
@@ -34,14 +35,15 @@ class SequenceRow:
 
 @dataclass
 class Outcome:
-    """What a pass over the units of one step gave. ``metrics`` are to be pooled over micro-batches."""
+    """What a pass over the units of one step gave. ``metrics`` are to be pooled over micro-batches; ``tokens`` are those that ran
+    through the policy, ``distinct_tokens`` those that any layout has to run."""
 
     loss: Tensor
-    metrics: dict[str, list[Mean | Ranked]]
     micro_batches: int
     tokens: int
     distinct_tokens: int
     largest: int
+    metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
     rows: list[SequenceRow] = field(default_factory=list[SequenceRow])
 
@@ -73,7 +75,7 @@ class Objective:
 
     def batches(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> list[Batch]:
         """The micro-batches of these units."""
-        dealt = pack([unit.tokens for unit in units], self.budget)
+        dealt = pack(units, self.budget)
         return [collate([units[i] for i in rows], rows, groups, self.policy.device) for rows in dealt]
 
     def mismatched(self, units: Sequence[Encoded], following: Iterable[Encoded]) -> tuple[list[Encoded], list[int]]:
@@ -85,19 +87,32 @@ class Objective:
         found = mismatch_groups(units, size, scope["pairing"], max_length=self.max_length)
         return found, [i // size for i in range(len(units))]
 
+    def laid_out(self, units: Sequence[Encoded], extra: Sequence[Encoded], groups: Sequence[int] | None) -> list[Batch]:
+        """The micro-batches of a step that trains. Mismatched units go along where all fit one micro-batch: their prompts are
+        then run once, and they are measured over those prompts' keys and values. Else they have passes of their own."""
+        both = [strand for unit in (*units, *extra) for strand in strands(unit)]
+        if extra and self.policy.packs and planted(both) <= self.budget:
+            return [collate(units, range(len(units)), groups, self.policy.device, measured=extra)]
+        return self.batches(units, groups)
+
     @torch.no_grad()
-    def reference_point(
-        self, units: list[Encoded], groups: list[int], progress: Callable[[Batch], None]
-    ) -> tuple[Tensor, Tensor]:
-        """z0 and its unclamped value, [groups] each (nats), from the mismatched units of the whole step."""
+    def mismatched_sums(self, batch: Batch, logp: Tensor, ref: Tensor | None) -> Tensor:
+        """Sums and counts of the mismatched sequences of a micro-batch, by reference point: [2, groups]."""
         assert self.method.loss.statistic is not None
+        assert ref is not None
+        sums = seq_view(batch, logp, ref)
+        return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.groups)
+
+    @torch.no_grad()
+    def apart(
+        self, units: Sequence[Encoded], groups: Sequence[int], progress: Callable[[Batch], None]
+    ) -> Iterator[tuple[Batch, Tensor]]:
+        """Mismatched units in passes of their own: micro-batches and their sums."""
         assert self.reference is not None
-        parts: list[Tensor] = []
         for batch in self.batches(units, groups):
-            sums = seq_view(batch, self.policy(batch).logp, self.reference(batch))
-            parts.append(self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, max(groups) + 1))
+            sums = self.mismatched_sums(batch, self.policy(batch).logp, self.reference(batch))
             progress(batch)
-        return stats.reference_point(self.group.sum(torch.stack(parts).sum(0)))
+            yield batch, sums
 
     def run(
         self,
@@ -109,32 +124,37 @@ class Objective:
         progress: Callable[[Batch], None] = lambda _: None,
     ) -> Outcome:
         """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients to the weights."""
-        loss_row = self.method.loss
         extra: list[Encoded] = []
         groups: list[int] | None = None
-        shared: dict[str, Tensor] = {}
-        metrics: dict[str, list[Mean | Ranked]] = {}
         if self.method.mismatches:
             extra, groups = self.mismatched(units, following)
-            shared["z0"], raw = self.reference_point(extra, groups, progress)
-            metrics |= {"kl": [_mean(shared["z0"])], "kl/raw": [_mean(raw)]}
-        batches = self.batches(units, groups)
-        count = self.group.sum(average.count(loss_row.average, batches))
-        total = torch.zeros((), dtype=torch.float64)
+        batches = self.laid_out(units, extra if backward else (), groups)
+        count = self.group.sum(average.count(self.method.loss.average, [batch.part(trains=True) for batch in batches]))
         outcome = Outcome(
-            loss=total,
-            metrics=metrics,
+            loss=torch.zeros(()),
             micro_batches=len(batches),
-            tokens=sum(u.tokens for u in (*units, *extra)),
-            distinct_tokens=_distinct(units, extra),
+            tokens=sum(len(batch.tokens) for batch in batches),
+            distinct_tokens=planted([strand for unit in (*units, *extra) for strand in strands(unit)]),
             largest=max(len(batch.tokens) for batch in batches),
         )
+        sums: Tensor | None = None
+        if groups and all(batches[0].trains):
+            passes = list(self.apart(extra, groups, progress))
+            sums = torch.stack([found for _, found in passes]).sum(0)
+            outcome.tokens += sum(len(batch.tokens) for batch, _ in passes)
+        shared = self._shared(sums, outcome) if sums is not None else {}
+        parts: list[Tensor] = []
         for batch in batches:
-            losses = self._micro_batch(batch, shared, count, outcome, backward=backward, rows=rows)
-            outcome.loss = outcome.loss + losses.cpu().double()
+            parts.append(self._micro_batch(batch, shared, count, outcome, backward=backward, rows=rows))
             progress(batch)
-        outcome.loss = self.group.sum(outcome.loss)
+        outcome.loss = self.group.sum(torch.stack(parts).cpu().double().sum())  # one wait for the device in a step
         return outcome
+
+    def _shared(self, sums: Tensor, outcome: Outcome) -> dict[str, Tensor]:
+        """The step's statistics for its losses: z0 [groups] (nats), of which the metrics also tell the unclamped value."""
+        z0, raw = stats.reference_point(self.group.sum(sums))
+        outcome.metrics |= {"kl": [_mean(z0)], "kl/raw": [_mean(raw)]}
+        return {"z0": z0}
 
     def _micro_batch(
         self, batch: Batch, shared: dict[str, Tensor], count: Tensor, outcome: Outcome, *, backward: bool, rows: bool
@@ -144,6 +164,9 @@ class Objective:
         ref = self.reference(batch) if self.reference else None
         with torch.set_grad_enabled(backward):
             logp = self.policy(batch).logp
+            if not all(batch.trains):
+                shared = self._shared(self.mismatched_sums(batch.part(trains=False), logp.detach(), ref), outcome)
+                batch = batch.part(trains=True)
             view = VIEWS[loss_row.view](batch, logp, ref)
             view |= {name: values[batch.group] for name, values in shared.items()}
             loss = loss_row(view, self.settings)
@@ -195,9 +218,3 @@ def optimizer_step(
 
 def _mean(values: Tensor) -> Mean:
     return Mean(values.sum(), values.new_tensor(values.numel()))
-
-
-def _distinct(units: Sequence[Encoded], extra: Sequence[Encoded]) -> int:
-    """Tokens of the step when every prompt is counted once: what no layout can avoid running."""
-    prompts = {unit.prompt_ids for unit in (*units, *extra)}
-    return sum(map(len, prompts)) + sum(len(a.ids) for unit in (*units, *extra) for a in unit.answers)

@@ -1,0 +1,188 @@
+"""Attention over a forest against its formula, by each way that it runs on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.forests import Segments, dense_attention, forests, path, seen
+from valence.engine import attention, layout, native
+from valence.engine.attention import Memory, attend, remembering
+from valence.engine.flex import Visible
+from valence.engine.layout import split, table
+
+WAYS: dict[str, Callable[..., Tensor]] = {"attend": attend, "sdpa": attention._by_sdpa}
+SCALE = 0.3
+few = settings(max_examples=25)
+
+
+@contextmanager
+def plain_products() -> Iterator[None]:
+    """Without the compiled kernel."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(native, "serves", lambda *_: False)
+        yield
+
+
+def heads(rows: int, number: int = 4, shared: int = 2, d: int = 6, d_v: int = 10, dtype: Any = torch.float64) -> list[Tensor]:
+    """Random q, k, v as a model makes them: [1, H, T, D], of which the heads of a token lie together."""
+    made = torch.Generator().manual_seed(rows)
+    shapes = ((number, d), (shared, d), (shared, d_v))
+    drawn = [torch.randn(1, rows, *shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes]
+    return [x.transpose(1, 2).requires_grad_() for x in drawn]
+
+
+def with_slopes(out: Tensor, given: list[Tensor]) -> list[Tensor]:
+    slope = torch.randn(out.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return [out, *torch.autograd.grad(out, given, slope.to(out.dtype))]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@few
+@given(forests(), st.sampled_from([0, 1, 3, 20]), st.sampled_from([0.0, 0.8]), st.sampled_from([1 << 21, 700]))
+def test_values_and_gradients_are_those_of_the_formula(
+    way: str, segments: Segments, window: int, softcap: float, at_once: int
+) -> None:
+    given = heads(segments[-1][1])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "ELEMENTS", at_once)
+        found = with_slopes(WAYS[way](*given, table(segments), SCALE, window, softcap), given)
+    wanted = with_slopes(dense_attention(*given, seen(segments, window), SCALE, softcap), given)
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
+def test_rounding_is_that_of_the_type(dtype: torch.dtype, most: float) -> None:
+    segments = [(0, 90, -1), (90, 100, 0), (100, 230, 0), (230, 231, 2), (231, 300, 2), (300, 420, -1)]
+    given = heads(420, d=64, d_v=64, dtype=dtype)
+    exact = [x.detach().double().requires_grad_() for x in given]
+    with plain_products():
+        found = with_slopes(attend(*given, table(segments), 0.125, 0, 0.0), given)
+    wanted = with_slopes(dense_attention(*exact, seen(segments), 0.125), exact)
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert (ours.double() - theirs).norm() / theirs.norm() < most
+
+
+LEAKS = pytest.mark.xfail(strict=True, reason="what pads the keys of a block are rows of the next sequence, times a weight of 0")
+
+
+@pytest.mark.parametrize(("way", "together"), [
+    ("attend", True), pytest.param("attend", False, marks=LEAKS), ("sdpa", True), ("sdpa", False),
+])  # fmt: skip
+@pytest.mark.parametrize("window", [0, 4])
+def test_what_is_not_a_number_stays_in_its_sequence(
+    way: str, window: int, together: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values and gradients of the others are as they are without it, whether runs share a block or have one each."""
+    monkeypatch.setattr(layout, "CALL", layout.CALL if together else 0)
+    layout.blocks.cache_clear()
+    segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
+    rows = torch.tensor([r < 20 or r >= 43 for r in range(57)])
+    given = heads(57)
+    right = with_slopes(WAYS[way](*given, table(segments), SCALE, window, 0.0), given)
+    with torch.no_grad():
+        for x in given:
+            x[:, :, 20:43] = torch.nan
+    found = with_slopes(WAYS[way](*given, table(segments), SCALE, window, 0.0), given)
+    torch.testing.assert_close(found[0][:, rows], right[0][:, rows])
+    assert found[0][:, ~rows].isnan().all()
+    for ours, before in zip(found[1:], right[1:], strict=True):
+        torch.testing.assert_close(ours[:, :, rows], before[:, :, rows])
+
+
+@pytest.mark.parametrize("way", WAYS)
+@few
+@given(forests(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
+def test_a_second_pass_over_what_the_first_one_kept(way: str, segments: Segments, window: int, number: int) -> None:
+    paths = [path(segments, k) for k in range(len(segments))]
+    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))])
+    if not len(parts.rest):
+        return
+    given = heads(segments[-1][1])
+    whole = dense_attention(*given, seen(segments, window), SCALE)
+    memory = Memory(len(parts.rows))
+    found: list[Tensor] = []
+    for rows, forest, reading in ((parts.rows, parts.first, False), (parts.rest, parts.second, True)):
+        with torch.no_grad(), remembering(memory, reading=reading):
+            found += [WAYS[way](*(x[:, :, rows] for x in given), forest, SCALE, window, 0.0)]
+    torch.testing.assert_close(found[0], whole[:, parts.rows])
+    torch.testing.assert_close(found[1], whole[:, parts.rest])
+
+
+@few
+@given(forests(segments=7, longest=30), st.integers(0, 6))
+def test_the_masks_for_cuda_say_what_is_seen(segments: Segments, number: int) -> None:
+    """Of a whole forest, and of a second pass behind a first one."""
+    windows = (0, 1, 4, 20)
+    paths = [path(segments, k) for k in range(len(segments))]
+    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))])
+    order = torch.cat([parts.rows, parts.rest])
+    whole = torch.arange(segments[-1][1])
+    for forest, keys, queries in ((table(segments), whole, whole), (parts.second, order, parts.rest)):
+        if not len(queries):
+            continue
+        visible = Visible(forest, windows, torch.device("cpu"))
+        zero, rows, columns = torch.tensor(0), torch.arange(len(queries))[:, None], torch.arange(len(keys))[None]
+        for window, mask in visible.masks.items():
+            assert mask.shape == (1, 1, len(queries), len(keys))
+            assert torch.equal(mask.mask_mod(zero, zero, rows, columns), seen(segments, window)[queries][:, keys])
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.compile.*")
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
+@pytest.mark.parametrize("window", [0, 5])
+def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
+    segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
+    q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
+    visible = Visible(table(segments), (0, 5), torch.device("cpu"))
+    wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
+    torch.testing.assert_close(visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_the_operators_are_what_the_compiler_takes_them_for() -> None:
+    forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    given = heads(40, dtype=torch.float32)
+    torch.library.opcheck(attend, (*given, forest, SCALE, 0, 0.0))
+    out = attend(*given, forest, SCALE, 0, 0.0).detach()
+    plain = [x.detach() for x in given]
+    torch.library.opcheck(attention.attend_backward, (torch.randn_like(out), out, *plain, forest, SCALE, 0, 0.0))
+
+
+def test_a_layer_that_hands_no_forest_over_says_so() -> None:
+    q = torch.randn(1, 2, 5, 4)
+    with pytest.raises(attention.CannotPackError, match="where the sequences begin"):
+        attention.forest_attention(nn.Module(), q, q, q, None)
+
+
+@pytest.mark.parametrize(("others", "message"), [
+    ({"attention_mask": torch.full((1, 1, 1, 1), 4)}, "a window of 4 tokens, and its attention is told of None"),
+    ({"sliding_window": 4}, "a window of None tokens, and its attention is told of 4"),
+    ({"s_aux": torch.zeros(2)}, "depends on s_aux"),
+])  # fmt: skip
+def test_what_is_not_done_here_is_refused(others: dict[str, object], message: str) -> None:
+    q = torch.randn(1, 2, 5, 4)
+    asked = {"attention_mask": None, "forest": table([(0, 5, -1)])} | others
+    with pytest.raises(attention.CannotPackError, match=message):
+        attention.forest_attention(nn.Module(), q, q, q, **asked)  # type: ignore[arg-type]
+
+
+def test_autocast_narrows_what_comes_in_and_nothing_inside() -> None:
+    """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
+    forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
+    wide = heads(40, d=16, d_v=16, dtype=torch.float32)
+    found: list[list[Tensor]] = []
+    for asked, autocast in ((wide, True), ([x.detach().bfloat16().requires_grad_() for x in wide], False)):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out, _ = attention.forest_attention(nn.Module(), *asked, None, forest=forest)
+        assert out.dtype == torch.bfloat16
+        found.append(with_slopes(out, asked))
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.equal(ours.bfloat16(), theirs)

@@ -1,0 +1,116 @@
+"""Random forests, and what is true of them by definition: which token sees which, and what a sequence's tokens are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.units import unit
+from valence.data import forest
+from valence.data.forest import Strand
+from valence.types import Answer, Encoded
+
+Segments = list[tuple[int, int, int]]
+
+
+@contextmanager
+def sharing(least: int) -> Iterator[None]:
+    """Inside the block common beginnings of so many tokens are shared."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(forest, "SHARE", least)
+        yield
+
+
+@st.composite
+def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[Strand]:
+    """Sequences that grow out of each other, of few letters, so that many begin alike; some are the same."""
+    found: list[tuple[int, ...]] = []
+    for _ in range(draw(st.integers(1, 7))):
+        stem = draw(st.sampled_from(found)) if found and draw(st.booleans()) else ()
+        more = draw(st.lists(st.integers(0, 1), min_size=0 if stem else 1, max_size=9))
+        found.append((*stem[: draw(st.integers(0, len(stem)))], *more) or (0,))
+    strands: list[Strand] = []
+    for ids in draw(st.permutations(found)):
+        mask = [False] * len(ids)
+        prompt = draw(st.integers(1, len(ids)))
+        if measured:
+            free = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))
+            mask = [i >= prompt for i in range(len(ids))] if draw(st.booleans()) else draw(free)
+            mask[0] = False
+        strands.append(Strand(ids, tuple(mask), prompt))
+    return strands
+
+
+def encoded(strand: Strand, name: str = "") -> Encoded:
+    """A demonstration whose only sequence is this one."""
+    ids, mask, cut = strand.ids, strand.mask, strand.prompt
+    answer = Answer(ids[cut:], mask[cut:])
+    return replace(unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,))
+
+
+def conversations() -> list[Encoded]:
+    """A prompt with three answers, two turns of one talk judged by themselves (what the first is measured on is context of the
+    second), and two sequences that nothing is shared with."""
+    made = torch.Generator().manual_seed(1)
+
+    def ids(length: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, 97, (length,), generator=made).tolist())
+
+    first, turn = ids(7), ids(5)
+    return [
+        unit("three", "ranking", ids(9), ids(7), ids(2), ids(5)),
+        unit("first", "judgement", first, turn),
+        unit("second", "judgement", first + turn + ids(4), ids(3)),
+        unit("long", "judgement", ids(4), ids(12)),
+        unit("short", "judgement", ids(1), ids(1)),
+    ]
+
+
+@st.composite
+def forests(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
+    """(first row, last row + 1, parent) of each segment, depth first. Lengths are up to ``longest``, short ones oftener."""
+    found: Segments = []
+    path: list[int] = []
+    for k in range(draw(st.integers(1, segments))):
+        depth = draw(st.integers(0, len(path)))
+        start = found[-1][1] if found else 0
+        length = draw(st.integers(1, draw(st.sampled_from([3, longest]))))
+        found.append((start, start + length, path[depth - 1] if depth else -1))
+        path = [*path[:depth], k]
+    return found
+
+
+def path(segments: Segments, k: int) -> list[int]:
+    """The segments from the root to this one."""
+    return [*(path(segments, segments[k][2]) if segments[k][2] >= 0 else []), k]
+
+
+def rows(segments: Segments, k: int) -> list[int]:
+    """Rows on the path to the end of a segment, in order."""
+    return [row for j in path(segments, k) for row in range(*segments[j][:2])]
+
+
+def seen(segments: Segments, window: int = 0) -> Tensor:
+    """[T, T], True where the token of a row sees that of a column: one on its path, itself or before it, and with a window
+    (0: none) less than so many tokens before it."""
+    found = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
+    for k, (start, end, _) in enumerate(segments):
+        whole = rows(segments, k)
+        for row in range(start, end):
+            before = whole[: whole.index(row) + 1]
+            found[row, before[-window:] if window else before] = True
+    return found
+
+
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
+    """Attention by its formula. q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v], visible[T, T] -> [1, T, H, D_v]."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+    return (torch.softmax(scores.masked_fill(~visible, -torch.inf), -1) @ v).transpose(1, 2)

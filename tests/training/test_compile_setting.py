@@ -1,0 +1,73 @@
+"""When the layers of a run are compiled."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence.config.load import load_recipe
+from valence.engine.logprobs import Engine
+from valence.engine.reference import Frozen
+from valence.errors import UserError
+from valence.training import setup
+from valence.training.methods import method_of
+from valence.training.setup import build_models, prepare
+
+ROWS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)]
+
+
+@pytest.fixture
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+    """The engines that were compiled (only noted here: the compiler takes its time)."""
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (tmp_path / "recipe.yaml").write_text("method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(setup, "why_not", lambda device: None)
+    found: list[Engine] = []
+
+    def note(engine: Engine) -> None:
+        engine.compiled = True
+        found.append(engine)
+
+    monkeypatch.setattr(setup, "compile_layers", note)
+    return found
+
+
+def build(*overrides: str, training: bool = True) -> list[Engine]:
+    """The policy and the reference's engine."""
+    prepared = prepare(load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"], method_of=method_of))
+    policy, reference = build_models(prepared, fills=training)
+    assert isinstance(reference, Frozen)
+    return [policy, reference.engine]
+
+
+def test_policy_and_reference_are_compiled_alike(compiled: list[Engine]) -> None:
+    assert build("train.compile=on") == compiled
+
+
+def test_only_what_trains_is_compiled(compiled: list[Engine]) -> None:
+    build("train.compile=on", training=False)
+    assert compiled == []
+
+
+def test_auto_compiles_what_is_long_enough(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    build()
+    build("train.compile=off")
+    assert compiled == []
+    monkeypatch.setitem(setup.WORTH_COMPILING, "cpu", 1.0)
+    assert build() == compiled
+
+
+def test_asked_for_without_a_compiler_is_an_error(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(setup, "why_not", lambda device: "there is no C++ compiler")
+    with pytest.raises(UserError, match=r"train\.compile.*no C\+\+ compiler"):
+        build("train.compile=on")
+    build()
+    assert compiled == []

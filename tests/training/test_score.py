@@ -1,0 +1,268 @@
+"""The reference cache in whole runs: filled beforehand or on the way, by several processes, for every run of a sweep."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence.engine.reference import AdapterOff, Frozen, Later
+from valence.errors import UserError
+from valence.training import setup
+from valence.training.score import score
+
+ROOT = Path(__file__).parents[2]
+COUNT = 13
+ROWS = [
+    {"prompt": [{"role": "user", "content": f"question {i // 2}"}], "completion": f"answer {i * i}", "label": i % 3 == 0}
+    for i in range(COUNT)
+]
+PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(COUNT)]
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, rows and a recipe for each method, which is the current one."""
+    tokenizer = tiny_tokenizer()
+    for name, seed in (("model", 0), ("other", 1)):
+        tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer.save_pretrained(tmp_path / name)
+    for method, rows in (("kto", ROWS), ("dpo", PAIRS)):
+        (tmp_path / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (tmp_path / f"{method}.yaml").write_text(
+            f"method: {method}\n"
+            "model: {name: ./model}\n"
+            f"data: {{train: {method}.jsonl, eval: [{{path: {method}.jsonl, limit: 5}}], max_length: 128}}\n"
+            "train: {batch_size: 4, learning_rate: 1e-3, epochs: 2}\n"
+        )
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def train(recipe: str, run: str, *settings: str) -> Any:
+    return valence.train(recipe, overrides=[f"run.dir={run}", *settings], quiet=True)
+
+
+def counts(run: str) -> tuple[int, int]:
+    found = json.loads(Path(run, "run.json").read_text())["reference_cache"]
+    return found["hits"], found["misses"]
+
+
+def records(run: str) -> list[dict[str, Any]]:
+    timed = ("seconds", "tokens/s")
+    lines = Path(run, "metrics.jsonl").read_text().splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in timed} for line in lines]
+
+
+@pytest.fixture
+def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From now on, no reference may be run."""
+
+    def fail(*_: Any) -> None:
+        pytest.fail("a reference was run")
+
+    monkeypatch.setattr(Frozen, "__call__", fail)
+    monkeypatch.setattr(AdapterOff, "__call__", fail)
+
+
+FIRST: dict[str, tuple[str, ...]] = {
+    "all weights": (),
+    "an adapter": ("model.lora.rank=2",),
+    "another reference": ("reference.model=./other",),
+}
+LATER = ("loss.beta=0.5", "train.learning_rate=1e-4", "train.micro_batch_tokens=200", "train.weight_decay=0.1")
+
+
+@pytest.mark.parametrize("kind", FIRST)
+@pytest.mark.parametrize("method", ["kto", "dpo"])
+def test_the_second_run_of_a_sweep_runs_no_reference(method: str, kind: str, place: Path, request: pytest.FixtureRequest) -> None:
+    shared = ("reference.cache=kept", *FIRST[kind])
+    train(f"{method}.yaml", "runs/1", *shared)
+    request.getfixturevalue("forbidden")
+    train(f"{method}.yaml", "runs/2", *shared, *LATER)
+    hits, misses = counts("runs/2")
+    assert (hits > COUNT, misses) == (True, 0)
+    assert records("runs/1") != records("runs/2")
+
+
+def test_another_seed_or_batch_size_finds_all_that_it_has_in_common(place: Path, request: pytest.FixtureRequest) -> None:
+    """kto puts other answers behind the prompts; its own sequences are found."""
+    train("kto.yaml", "runs/1", "reference.cache=kept")
+    run = train("kto.yaml", "runs/2", "reference.cache=kept", "train.seed=5", "train.batch_size=3")
+    assert run.reference.hits >= 2 * COUNT
+    assert 0 < run.reference.misses <= 2 * COUNT
+    train("dpo.yaml", "runs/3", "reference.cache=kept")
+    request.getfixturevalue("forbidden")
+    train("dpo.yaml", "runs/4", "reference.cache=kept", "train.seed=5", "train.batch_size=3", "train.epochs=3")
+    assert counts("runs/4")[1] == 0
+
+
+@pytest.mark.parametrize("method", ["kto", "dpo"])
+def test_the_log_is_the_same_with_and_without_a_cache(method: str, place: Path) -> None:
+    train(f"{method}.yaml", "runs/off", "reference.cache=off")
+    train(f"{method}.yaml", "runs/auto")
+    train(f"{method}.yaml", "runs/first", "reference.cache=kept")
+    train(f"{method}.yaml", "runs/second", "reference.cache=kept")
+    expected = records("runs/off")
+    for run in ("runs/auto", "runs/first", "runs/second"):
+        for found, line in zip(records(run), expected, strict=True):
+            assert found == pytest.approx(line, rel=1e-3, abs=1e-5)
+    assert "reference_cache" not in json.loads(Path("runs/off/run.json").read_text())
+
+
+def test_a_run_keeps_a_cache_of_its_own(place: Path) -> None:
+    """Later epochs and evaluations compute nothing again, and other runs know nothing of it."""
+    run = train("dpo.yaml", "runs/1")
+    assert run.reference.misses == 2 * COUNT
+    assert counts("runs/1")[0] > 2 * COUNT
+    assert list(Path("runs/1/reference").rglob("*.index"))
+    assert train("dpo.yaml", "runs/2").reference.misses == 2 * COUNT
+
+
+def test_measuring_a_run_reads_its_cache_and_adds_nothing(place: Path) -> None:
+    run = train("dpo.yaml", "runs/1")
+    before = {path: path.stat().st_size for path in Path("runs/1/reference").rglob("*")}
+    from valence.training.restore import restore
+
+    again = restore(Path("runs/1"), quiet=True)
+    assert again.evaluate().metrics == run.evaluate().metrics
+    again.evaluate([PAIRS[0] | {"chosen": "something new"}])
+    assert again.reference.hits > 0  # type: ignore[union-attr]
+    assert {path: path.stat().st_size for path in Path("runs/1/reference").rglob("*")} == before
+
+
+def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(place: Path) -> None:
+    """After full training against the starting policy, of which nothing is left in memory."""
+    first = train("dpo.yaml", "runs/1", "reference.cache=kept")
+    assert isinstance(first.reference.inner, Frozen)
+    run = train("dpo.yaml", "runs/2", "reference.cache=kept", "loss.beta=0.3")
+    assert isinstance(run.reference.inner, Later)
+    rows = [row | {"chosen": "something new"} for row in PAIRS[:2]]
+    expected = [(row["ref_chosen"], row["ref_rejected"]) for row in first.evaluate(rows).rows]
+    found = [(row["ref_chosen"], row["ref_rejected"]) for row in run.evaluate(rows).rows]
+    assert found == expected
+    train("dpo.yaml", "runs/3", "reference.cache=kept", "model.lora.rank=2", "reference.model=./other")
+    run = train("dpo.yaml", "runs/4", "reference.cache=kept", "model.lora.rank=2", "reference.model=./other")
+    assert isinstance(run.reference.inner, Later)
+
+
+@pytest.mark.parametrize("method", ["kto", "dpo"])
+@pytest.mark.parametrize("kept", ["auto", "kept"])
+def test_a_run_whose_rows_were_scored_runs_no_reference(
+    method: str, kept: str, place: Path, request: pytest.FixtureRequest
+) -> None:
+    settings = (f"reference.cache={kept}", f"data.test={method}.jsonl")
+    cached = score(f"{method}.yaml", [*settings, "run.dir=runs/1"], verify=6, quiet=True)
+    assert cached.misses >= COUNT
+    assert Path("runs/1").exists() == (kept == "auto")
+    request.getfixturevalue("forbidden")
+    run = train(f"{method}.yaml", "runs/1", *settings)
+    assert run.reference.misses == 0
+    assert [path.name for path in Path("runs").iterdir()] == ["1"]
+
+
+def test_two_processes_share_the_work(place: Path) -> None:
+    """Each scores what the other does not, and together it is everything."""
+
+    class Half:
+        def __init__(self, rank: int) -> None:
+            self.rank, self.size = rank, 2
+
+    settings = ("reference.cache=kept", "train.micro_batch_tokens=60")
+    found = [score("kto.yaml", settings, group=Half(rank), quiet=True) for rank in (0, 1)]  # type: ignore[arg-type]
+    assert all(cached.misses > COUNT // 2 for cached in found)
+    assert score("kto.yaml", settings, quiet=True).misses == 0
+
+
+def test_scoring_that_was_stopped_goes_on_where_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = score("kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True).misses
+    computed: list[int] = []
+    compute = Frozen.__call__
+
+    def stopping(self: Frozen, batch: Any) -> Any:
+        if len(computed) == 3:
+            raise KeyboardInterrupt
+        computed.append(batch.sequences)
+        return compute(self, batch)
+
+    monkeypatch.setattr(Frozen, "__call__", stopping)
+    settings = ["reference.cache=kept", "train.micro_batch_tokens=60"]
+    with pytest.raises(KeyboardInterrupt):
+        score("kto.yaml", settings, quiet=True)
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    assert score("kto.yaml", settings, quiet=True).misses == whole - sum(computed)
+
+
+def test_the_command_survives_being_killed(place: Path) -> None:
+    """kill -9 while it fills; then it is called again, and once more with nothing left to do."""
+    command = [sys.executable, "-m", "valence", "score", "kto.yaml", "reference.cache=kept", "train.epochs=200"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 120
+    while time.monotonic() < until and not any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index")):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    command[-1] = "train.epochs=2"
+    said = subprocess.run([*command, "--verify", "4"], env=env, capture_output=True, text=True, check=True).stdout
+    assert "reference cache: " in said
+    assert "computed 4 sequences again" in said
+    cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)
+    assert (cached.misses, cached.ledger.damaged) == (0, 0)
+
+
+def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score("dpo.yaml", ["reference.cache=kept"], quiet=True)
+    compute = Frozen.__call__
+    monkeypatch.setattr(Frozen, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask)
+    with pytest.raises(UserError, match="nats a token"):
+        score("dpo.yaml", ["reference.cache=kept"], quiet=True, verify=4)
+
+
+def test_a_cache_of_others_is_mentioned(place: Path) -> None:
+    train("dpo.yaml", "runs/1", "reference.cache=kept", "reference.model=./other")
+    train("dpo.yaml", "runs/2", "reference.cache=kept")
+    notes = json.loads(Path("runs/2/run.json").read_text())["notes"]
+    assert any("only 26 sequences of ./other in float32" in note for note in notes)
+
+
+@pytest.mark.parametrize(("recipe", "settings", "said"), [
+    ("dpo.yaml", ["reference.cache=off"], "there is no cache to fill"),
+    ("dpo.yaml", ["reference.cache=dpo.jsonl"], "dpo.jsonl is a file"),
+    ("dpo.yaml", ["reference.cache=dpo.jsonl/inside"], "cannot be used"),
+    ("kto.yaml", ["method=sft", "data.convert=null"], "reads no reference"),
+])  # fmt: skip
+def test_a_recipe_without_a_cache_is_refused(recipe: str, settings: list[str], said: str, place: Path) -> None:
+    with pytest.raises(UserError, match=said):
+        score(recipe, settings, quiet=True)
+
+
+def test_a_loss_without_a_reference_loads_none(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+    load = setup.load_model
+    monkeypatch.setattr(setup, "load_model", lambda name, **how: loaded.append(name) or load(name, **how))
+    (place / "sft.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"question {i} ", "completion": "x"}) + "\n" for i in range(4))
+    )
+    run = train("kto.yaml", "runs/1", "method=sft", "data.train=sft.jsonl", "data.eval=[]")
+    assert (run.reference, len(loaded)) == (None, 1)
+    assert not Path("runs/1/reference").exists()
+
+
+def test_passes_are_what_a_run_asks_for(place: Path) -> None:
+    """Neither more nor less than the run's own keys, so that scoring computes nothing in vain."""
+    scored = score("kto.yaml", ["reference.cache=scored"], quiet=True)
+    run = train("kto.yaml", "runs/1", "reference.cache=trained")
+    assert set(scored.ledger._places) == set(run.reference.ledger._places)

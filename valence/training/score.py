@@ -1,0 +1,104 @@
+"""The reference's log-probabilities of every sequence that a run will need, computed and kept before the run."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rich.console import Console
+
+from valence.config.load import load_recipe
+from valence.data.sampler import canonical_order
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.engine.cache import Cached
+from valence.errors import UserError
+from valence.report.console import Progress
+from valence.training.folder import RunFolder, now
+from valence.training.loop import Run
+from valence.training.methods import method_of
+from valence.training.setup import build_models, prepare
+from valence.types import Encoded
+
+
+def score(
+    recipe: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    verify: int = 0,
+    group: Group | None = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    command: str = "valence.score(...)",
+) -> Cached:
+    """Fills the reference cache of a recipe, each process of the group with its share. What is there already is not computed.
+
+    verify: of how many sequences the values are computed again afterwards and compared. Raises UserError when the recipe keeps no
+    cache, or what it keeps is not what the reference gives.
+    """
+    console = console or Console()
+    source = load_recipe(recipe, overrides, method_of=method_of)
+    where = source.recipe.reference.cache
+    with source.placing():
+        if not method_of(source.recipe.method).needs_reference:
+            raise UserError(f"{source.recipe.method} reads no reference", where="method", fix="there is nothing to score")
+        if where == "off":
+            raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
+    folder = RunFolder(Path(source.recipe.run.dir)) if where == "auto" else None
+    prepared = prepare(source)
+    if folder:
+        folder.claim()
+        folder.state(command=command, started=now(), status="scored")
+    policy, cached = build_models(prepared, fills=True)
+    assert isinstance(cached, Cached)
+    run = Run(prepared, policy, cached, console=console, quiet=quiet)
+    with run.stop.listening():
+        _fill(run, cached, group or Single())
+    said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
+    for line in said if not quiet else []:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    return cached
+
+
+def passes(run: Run) -> Iterator[list[Encoded]]:
+    """The units whose sequences a run compares with its reference, as they come together: those of each step that is left, of an
+    evaluation and of the test; behind them those of the mismatched sequences that go with them."""
+    for units, following in _own(run):
+        yield units
+        if run.prepared.method.mismatches:
+            yield run.objective.mismatched(units, following)[0]
+
+
+def _own(run: Run) -> Iterator[tuple[list[Encoded], Iterator[Encoded]]]:
+    """Units of steps, evaluation and test, with those that follow in their epoch."""
+    if run.sampler:
+        units = run.sampler.units
+        for step in range(run.step, run.total_steps):
+            ours, following = run.sampler.step(step)
+            yield [units[i] for i in ours], map(units.__getitem__, following)
+    for name, most in (("eval", run.recipe.eval.max_examples), ("test", None)):
+        if name in run.prepared.corpora:
+            units = run.prepared.corpora[name].units[:most]
+            yield [units[i] for i in canonical_order(units, 0, 0)], iter(())
+
+
+def _fill(run: Run, cached: Cached, group: Group) -> None:
+    own = sum(len(unit.answers) for units, _ in _own(run) for unit in units)
+    total, done, tokens = own * (2 if run.prepared.method.mismatches else 1), 0, 0
+    with Progress(run.console, "scoring", total, quiet=run.quiet) as bar:
+        for units in passes(run):
+            for batch in run.objective.batches(units)[group.rank :: group.size]:
+                cached(batch)
+                done += batch.sequences * group.size
+                tokens += len(batch.tokens)
+                bar.update(min(done, total), tokens=tokens)
+
+
+def _verified(run: Run, cached: Cached, number: int) -> str:
+    """What to say after so many sequences, drawn from all rows, were computed again. Raises UserError when they differ."""
+    units = [unit for corpus in run.prepared.corpora.values() for unit in corpus.units]
+    chosen = random.Random(run.recipe.train.seed).sample(units, min(number, len(units)))
+    found = [cached.check(batch) for batch in run.objective.batches(chosen)]
+    count, largest = sum(count for count, _ in found), max(difference for _, difference in found)
+    return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"
