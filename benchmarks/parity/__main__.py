@@ -6,7 +6,6 @@ Exit status: 0 all figures held, 1 some fell short, 2 there is no environment wi
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,10 +17,9 @@ from transformers.utils.logging import disable_progress_bar
 from benchmarks.parity.cases import CASES, Case
 from benchmarks.parity.sides import Figures, ours, theirs
 from benchmarks.parity.stages import Stage, real_stage, tiny_stage
+from benchmarks.peers import HOW_TO, peer_python
 
 BAR = 1e-4
-PEER = Path(__file__).resolve().parents[2] / ".peers" / "trl"
-HOW_TO = "no environment with TRL: `make peers` builds one in .peers/trl, or VALENCE_PEER_TRL names one (its folder)"
 
 
 @dataclass(frozen=True)
@@ -48,12 +46,6 @@ class Difference:
 def compared(case: Case, mine: Figures, other: Figures) -> list[Difference]:
     missing = float("nan")
     return [Difference(case, name, mine.get(name, missing), other.get(name, missing)) for name in case.figures]
-
-
-def peer_python() -> Path | None:
-    """The interpreter of TRL's environment, if there is one."""
-    python = Path(os.environ.get("VALENCE_PEER_TRL") or PEER) / "bin" / "python"
-    return python if python.exists() else None
 
 
 def run(stage_of: Callable[[Path], Stage], python: Path) -> list[Difference]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ import torch
 
 from benchmarks.parity.cases import CASES, Case
 from benchmarks.parity.stages import Stage
+from benchmarks.peers import surroundings
 from valence.dist.single import Single
 from valence.engine.models import build_policy, build_reference, load_model
 from valence.report.metrics import Meter
@@ -72,9 +72,8 @@ def theirs(python: Path, stage: Stage, scratch: Path) -> Theirs:
     job, results = scratch / "job.json", scratch / "results.json"
     job.write_text(json.dumps(jobs))
     script = Path(__file__).with_name("trl_side.py")
-    alone = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
     command = [str(python), str(script), str(job), str(results)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=alone)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=surroundings())
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     found = json.loads(results.read_text())

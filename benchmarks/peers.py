@@ -1,0 +1,20 @@
+"""Other libraries that the benchmarks run beside Valence, each in an environment of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+HOW_TO = "no environment with TRL: `make peers` builds one in .peers/trl, or VALENCE_PEER_TRL names one (its folder)"
+
+
+def peer_python() -> Path | None:
+    """The interpreter of TRL's environment, if there is one."""
+    python = Path(os.environ.get("VALENCE_PEER_TRL") or ROOT / ".peers" / "trl") / "bin" / "python"
+    return python if python.exists() else None
+
+
+def surroundings() -> dict[str, str]:
+    """This process's environment variables, without those that would lead another interpreter to this one's packages."""
+    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}

@@ -1,0 +1,1 @@
+"""What a step costs against its size."""

@@ -1,0 +1,116 @@
+"""python -m benchmarks.size [--quick]: does the cost of a pass grow with its tokens, and with nothing else?
+
+Forward and backward of one micro-batch by the engine (bfloat16 over float32 masters, compiled layers where there is a compiler),
+on random tokens: (1) answers of 256 tokens to prompts of 256, filling 1k to 64k tokens; (2) 1 to 64 answers of 64 tokens to one
+prompt of 512.
+Exit status: 0 all figures held, 1 some fell short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.step import THREADS
+from benchmarks.step.cases import SMALL
+from benchmarks.step.memory import peak_above_idle
+from benchmarks.step.stage import save_models
+from valence.data.pack import collate
+from valence.engine.compiling import compile_layers, why_not
+from valence.engine.logprobs import Engine
+from valence.engine.models import build_policy, load_model
+from valence.types import Answer, Batch, Encoded, Origin
+
+SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+ANSWERS = (1, 2, 4, 8, 16, 32, 64)
+SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
+"""Least tokens per second of the largest against those at 4k; most memory per token against that at 4k; most time per
+distinct token with many answers against that of one."""
+
+
+def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random) -> Batch:
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, SMALL.vocabulary) for _ in range(count))
+
+    units = [
+        Encoded(
+            id=str(i), origin=Origin("made", i + 1), kind="ranking", prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
+            answers=tuple(Answer(ids(answer), (True,) * answer) for _ in range(answers)),
+        )
+        for i in range(prompts)
+    ]  # fmt: skip
+    return collate(units, range(prompts))
+
+
+def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:
+    """Seconds (the median) and peak memory above idle (MB) of a pass, gradients of the weights left out of the memory."""
+
+    def step() -> float:
+        began = time.perf_counter()
+        engine(batch).logp.sum().backward()
+        return time.perf_counter() - began
+
+    step()  # what is compiled or faulted in at first
+    seconds, peak = peak_above_idle(step)
+    return median([seconds, *(step() for _ in range(repeats - 1))]), peak
+
+
+def sizes(engine: Engine, largest: int, repeats: int) -> list[tuple[int, float, float]]:
+    """Tokens, tokens per second, and bytes of memory per token."""
+    print(f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'kB/token':>10}", flush=True)
+    found: list[tuple[int, float, float]] = []
+    for tokens in (size for size in SIZES if size <= largest):
+        batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens))
+        seconds, peak = measured(engine, batch, repeats)
+        found.append((tokens, tokens / seconds, peak * 1e6 / tokens))
+        print(f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}{peak * 1e3 / tokens:10.1f}", flush=True)
+    return found
+
+
+def many_answers(engine: Engine, most: int, repeats: int) -> list[tuple[int, float]]:
+    """Answers, and seconds per distinct token."""
+    print(f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}", flush=True)
+    found: list[tuple[int, float]] = []
+    for answers in (count for count in ANSWERS if count <= most):
+        batch = micro_batch(512, 64, 1, answers, random.Random(answers))
+        seconds, _ = measured(engine, batch, repeats)
+        laid, apart = len(batch.tokens), answers * (512 + 64)
+        found.append((answers, seconds / laid))
+        print(f"{answers:8}{laid:9}{apart:9}{seconds:9.3f}{laid / seconds:10.0f}{apart / seconds:10.0f}", flush=True)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.size", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="up to 8k tokens and 16 answers")
+    quick = parser.parse_args().quick
+    torch.set_num_threads(THREADS)
+    disable_progress_bar()
+    with TemporaryDirectory() as scratch:
+        folder = save_models(SMALL, Path(scratch), lora=False).policy
+        engine = build_policy(load_model(str(folder), dtype=torch.float32), dtype=torch.bfloat16)
+    if not why_not(engine.device):
+        compile_layers(engine)
+    by_size = sizes(engine, 8192 if quick else SIZES[-1], 3)
+    by_answers = many_answers(engine, 16 if quick else ANSWERS[-1], 5)
+    rate, memory = next((rate, memory) for tokens, rate, memory in by_size if tokens == 4096)
+    figures = [
+        ("speed", by_size[-1][1] / rate, SLOWER, by_size[-1][1] / rate >= SLOWER),
+        ("memory", by_size[-1][2] / memory, LARGER, by_size[-1][2] / memory <= LARGER),
+        ("answers", by_answers[-1][1] / by_answers[0][1], DEARER, by_answers[-1][1] / by_answers[0][1] <= DEARER),
+    ]
+    said = " ".join(f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}" for name, value, bar, held in figures)
+    print(f"\n{said}")
+    return 0 if all(held for *_, held in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

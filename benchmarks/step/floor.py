@@ -1,0 +1,112 @@
+"""The least time that a step can take on this machine: its necessary products at the rates that torch reaches for their shapes.
+
+Necessary is: each distinct prompt token and each trained token once through the layers, forward and backward; each measured token
+(KTO's mismatched completions) forward; the head at trained and measured tokens alone; attention over what each token sees.
+Nothing is counted for norms, rotations, activations, softmax, casts, or reading weights.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from benchmarks.step.cases import Case, Shape
+from benchmarks.step.ours import mismatched
+from valence.types import Encoded
+
+REPEATS = 5
+GRAIN = 128  # tokens: rates are measured at multiples of it
+RANK = 16  # of an adapter
+
+
+@dataclass(frozen=True)
+class Work:
+    """Necessary tokens of some steps: through the layers with a gradient and without, through the head with and without.
+    seen: pairs of a token with one that it sees (itself included), likewise. mean: length of a sequence."""
+
+    layers: tuple[int, int]
+    head: tuple[int, int]
+    seen: tuple[int, int]
+    mean: int
+
+
+def floor(case: Case, units: list[Encoded]) -> float:
+    """Seconds that these units of one step cannot do without."""
+    shape, work = case.shape, work_of(case, units)
+    trained, measured = work.layers
+    total = 0.0
+    for inputs, outputs, count in linear_layers(shape):
+        forward, to_inputs, to_weights = linear_seconds(_rounded(trained), inputs, outputs)
+        backward = to_inputs + (RANK / inputs + RANK / outputs) * 3 * forward if case.lora else to_inputs + to_weights
+        total += count * shape.layers * (trained * (forward + backward) + measured * forward)
+    forward, to_inputs, to_weights = linear_seconds(_rounded(work.head[0]), shape.hidden, shape.vocabulary)
+    total += work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights)) + work.head[1] * forward
+    scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
+    # Backward: the gradient of the scores' weights, and those of queries, keys and values.
+    seen, seen_only = work.seen
+    return total + shape.layers * (seen * (2 * scores + 4 * mixed) + seen_only * (scores + mixed))
+
+
+def work_of(case: Case, units: list[Encoded]) -> Work:
+    prompts = {unit.prompt_ids for unit in units}
+    answers = [(len(unit.prompt_ids), len(answer.ids)) for unit in units for answer in unit.answers]
+    extra = [(len(u.prompt_ids), len(u.answers[0].ids)) for u in mismatched(units)] if case.method == "kto" else []
+    trained, measured = sum(n for _, n in answers), sum(n for _, n in extra)
+    seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
+    return Work(
+        layers=(sum(map(len, prompts)) + trained, measured), head=(trained, measured),
+        seen=(seen, sum(_pairs(p, n) for p, n in extra)), mean=sum(p + n for p, n in answers) // len(answers),
+    )  # fmt: skip
+
+
+def _pairs(before: int, count: int) -> int:
+    """What ``count`` tokens behind ``before`` others see, each itself included."""
+    return count * before + count * (count + 1) // 2
+
+
+def linear_layers(shape: Shape) -> list[tuple[int, int, int]]:
+    """(inputs, outputs, how many) of the matrices of one layer."""
+    own, shared = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return [
+        (shape.hidden, own, 1), (shape.hidden, shared, 2), (own, shape.hidden, 1),
+        (shape.hidden, shape.intermediate, 2), (shape.intermediate, shape.hidden, 1),
+    ]  # fmt: skip
+
+
+@cache
+def linear_seconds(tokens: int, inputs: int, outputs: int) -> tuple[float, float, float]:
+    """Seconds per token, bfloat16: the product, its gradient to the inputs, and that to the weights."""
+    x, w, g = _random(tokens, inputs), _random(outputs, inputs), _random(tokens, outputs)
+    found = [_seconds(lambda: x @ w.t()), _seconds(lambda: g @ w), _seconds(lambda: g.t() @ x)]
+    return found[0] / tokens, found[1] / tokens, found[2] / tokens
+
+
+@cache
+def attention_seconds(length: int, heads: int, width: int) -> tuple[float, float]:
+    """Seconds per pair of tokens, all heads, bfloat16: the product over the heads' width, and one over tokens."""
+    q, k, weights = _random(heads, length, width), _random(heads, length, width), _random(heads, length, length)
+    found = [_seconds(lambda: q @ k.transpose(1, 2)), _seconds(lambda: weights @ k)]
+    return found[0] / length**2, found[1] / length**2
+
+
+def _random(*sizes: int) -> Tensor:
+    return torch.randn(sizes, dtype=torch.bfloat16)
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // GRAIN) * GRAIN
+
+
+def _seconds(call: Callable[[], Tensor]) -> float:
+    call()
+    times = []
+    for _ in range(REPEATS):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)

@@ -1,0 +1,147 @@
+"""Valence's side, in this process.
+
+KTO, DPO and SFT are ``Objective.run``, the part of Valence that every training step runs. There is no policy-gradient method
+yet: for "grpo" the clipped loss is written here, over the engine's log-probabilities, and measures the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.parity.cases import z0_of_trl
+from benchmarks.step.cases import Case
+from benchmarks.step.memory import peak_above_idle
+from benchmarks.step.stage import MAX_LENGTH, Models
+from valence.data.mismatch import mismatch_groups
+from valence.data.pack import collate, pack
+from valence.dist.single import Single
+from valence.engine.cache import Cached
+from valence.engine.compiling import compile_layers, why_not
+from valence.engine.logprobs import Engine
+from valence.engine.models import build_policy, build_reference, load_model
+from valence.engine.reference import Reference
+from valence.training.methods import METHODS
+from valence.training.step import Objective
+from valence.types import Encoded
+
+BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
+CLIP = 0.2  # TRL's default
+SETTINGS = {"kto": z0_of_trl(8), "dpo": {}, "sft": {}}
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One step without an update: what it gave, how long it took (s), and its peak memory above idle (MB; 0: not measured)."""
+
+    loss: float
+    grad_norm: float
+    seconds: float
+    peak: float = 0.0
+
+
+class Ours:
+    """A policy with its reference's values kept in a folder, and the rows of several steps."""
+
+    def __init__(
+        self, case: Case, models: Models, sets: list[list[Encoded]], cache: Path, *, dtype: torch.dtype, checkpointing: bool
+    ) -> None:
+        self.case, self.sets = case, sets
+        adapter = str(models.adapter) if models.adapter else None
+        base = load_model(str(models.policy), dtype=torch.float32)
+        self.policy = build_policy(base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off")
+        if dtype == torch.bfloat16 and not why_not(self.policy.device):
+            compile_layers(self.policy)
+        self.reference: Cached | None = None
+        if case.method != "sft":  # for grpo it is the policy that the completions came from
+            other = load_model(str(models.reference), dtype=torch.float32)
+            self.reference = Cached(build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache)
+
+    def rows(self, number: int) -> list[dict[str, Any]]:
+        """The rows of a step as TRL's side is told of them, with the reference's values, which are in the cache from now on."""
+        units = self.sets[number]
+        told: list[dict[str, Any]] = [
+            {"prompt": unit.prompt_ids, "answers": [answer.ids for answer in unit.answers], "label": unit.label,
+             "advantages": unit.scores} for unit in units
+        ]  # fmt: skip
+        if self.reference is not None:
+            for row, unit in zip(told, units, strict=True):
+                row["old"] = self._values(unit)
+                row["ref"] = [sum(values) for values in row["old"]]
+        if self.case.method == "kto":
+            for row, unit in zip(told, mismatched(units), strict=True):
+                row["mismatched_ref"] = sum(self._values(unit)[0])
+        return told
+
+    def _values(self, unit: Encoded) -> list[list[float]]:
+        """The reference's log-probabilities of each answer's tokens."""
+        assert self.reference is not None
+        batch = collate([unit], [0], None, self.policy.device)
+        values, owner = self.reference(batch)[batch.mask], batch.seq[batch.mask]
+        found = [values[owner == side].tolist() for side in range(len(unit.answers))]
+        if [len(each) for each in found] != [len(answer.ids) for answer in unit.answers]:
+            raise RuntimeError(f"{unit.id}: the reference has no value for some tokens")
+        return found
+
+    def step(self, number: int, *, memory: bool = False) -> Figures:
+        """Forward and backward of one optimizer step."""
+        units = self.sets[number]
+
+        def run() -> tuple[float, float]:
+            begin = time.perf_counter()
+            if self.case.method == "grpo":
+                assert self.reference is not None
+                loss = policy_update(self.policy, self.reference, units)
+            else:
+                method = METHODS[self.case.method]
+                settings = method.resolve(SETTINGS[self.case.method])
+                objective = Objective(method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH)
+                loss = objective.run(units, backward=True).loss
+            return loss.item(), time.perf_counter() - begin
+
+        missed = self.reference.misses if self.reference else 0
+        (loss, seconds), peak = peak_above_idle(run) if memory else (run(), 0.0)
+        if self.reference and self.reference.misses > missed:
+            raise RuntimeError(f"{self.case.name}: the step computed values of the reference, which TRL was given")
+        grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(grads).item()
+        self.policy.zero_grad(set_to_none=True)
+        return Figures(loss, norm, seconds, peak)
+
+
+def policy_update(engine: Engine, reference: Reference, units: list[Encoded]) -> Tensor:
+    """Mean over tokens of -min(r A, clip(r) A), r the ratio to the reference's probability, with its gradients.
+
+    A, a ranking's scores, belongs to a whole answer.
+    """
+    advantages = torch.tensor([unit.scores for unit in units])
+    count = sum(len(answer.ids) for unit in units for answer in unit.answers)
+    total = torch.zeros(())
+    for dealt in pack(units, BUDGET):
+        batch = collate([units[i] for i in dealt], dealt, None, engine.device)
+        ratio = (engine(batch).logp - reference(batch))[batch.mask].exp()
+        owner = batch.seq[batch.mask]
+        advantage = advantages[batch.unit[owner], batch.side[owner]]
+        loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum() / count
+        loss.backward()
+        total = total + loss.detach()
+    return total
+
+
+def mismatched(units: list[Encoded]) -> list[Encoded]:
+    """What a step of KTO measures for its reference point: behind each prompt the completion of the row before."""
+    return mismatch_groups(units, len(units), "previous", max_length=MAX_LENGTH)
+
+
+def apart(units: list[Encoded]) -> list[Encoded]:
+    """Every answer behind a prompt of its own, which differs from the others in its first token: nothing can be shared."""
+    return [
+        replace(unit, prompt_ids=(3 + number * len(unit.answers) + k, *unit.prompt_ids[1:]), prompt_mask=unit.prompt_mask,
+                answers=(answer,), scores=(unit.scores[k],))
+        for number, unit in enumerate(units) for k, answer in enumerate(unit.answers)
+    ]  # fmt: skip

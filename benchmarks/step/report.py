@@ -1,0 +1,81 @@
+"""The table, and the line that says what held."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from benchmarks.step.cases import APART_BAR, CHECKPOINTED_BAR, FLOOR_BAR, MEMORY_BAR
+from benchmarks.step.measure import Result, Side, Spread
+
+HEAD = (
+    f"  {'':30}{'s/step':>8} {'(from-to)':14}{'times Valence':>14} {'(from-to)':14}"
+    f"{'of floor':>9}{'peak MB':>9}{'recomputed':>11}"
+)
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure and its bar. ``least``: the bar is the least that it should be, else the most."""
+
+    name: str
+    value: float
+    bar: float
+    least: bool = True
+
+    @property
+    def held(self) -> bool:
+        return self.value >= self.bar if self.least else self.value <= self.bar
+
+    def __str__(self) -> str:
+        sign = (">=" if self.held else "<") if self.least else ("<=" if self.held else ">")
+        return f"{self.name} {self.value:.2f}{sign}{self.bar:g}"
+
+
+def table(result: Result) -> str:
+    """A case's figures, one line for each side; none of them when losses or gradients differ."""
+    case = result.case
+    title = f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, {case.shape.name} model"
+    if result.differ:
+        return f"{title}\n  no time is shown, the sides do not compute the same: {result.differ}"
+    lines = [f"{title}; losses and gradient norms agree to {result.agreement:.0e}", HEAD, _line(result.ours, None, result.floor)]
+    lines += [_line(side, result.ratio(name), result.floor) for name, side in result.others.items()]
+    return "\n".join(lines)
+
+
+def _line(side: Side, ratio: Spread | None, floor: float) -> str:
+    step = side.per_step()
+    faster = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
+    # The floor is that of all sets, which a side that ran on some of them alone has no share of.
+    share = f"{floor / step.median:9.2f}" if len(side.seconds) > 1 else f"{'':9}"
+    peaks = f"{_megabytes(side.peak):>9}{_megabytes(side.checkpointed):>11}"
+    return f"  {side.name:30}{step.median:8.3f} {_range(step)}{faster}{share}{peaks}"
+
+
+def _megabytes(peak: float | None) -> str:
+    return "" if peak is None else f"{peak:.0f}"
+
+
+def _range(spread: Spread) -> str:
+    return f"{f'({spread.low:.2f}-{spread.high:.2f})':14}"
+
+
+def figures(results: list[Result]) -> list[Figure]:
+    """Every figure with a bar. A case whose sides differ has a ratio of zero."""
+    found = [Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar) for r in results if r.case.bar]
+    good = [r for r in results if r.case.bar and not r.differ]
+    if good:
+        found.append(Figure("floor", min(r.share for r in good), FLOOR_BAR))
+    for name, which, bar in (("memory", "peak", MEMORY_BAR), ("recomputed", "checkpointed", CHECKPOINTED_BAR)):
+        shares = [share for r in good if (share := r.memory(which)) is not None]
+        if shares:
+            found.append(Figure(name, max(shares), bar, least=False))
+    found += [Figure("sharing", r.ratio("apart").median, APART_BAR) for r in results if r.case.apart and not r.differ]
+    return found
+
+
+def verdict(results: list[Result]) -> tuple[str, bool]:
+    """The last line, and whether everything held."""
+    all_of_them = figures(results)
+    held = all(figure.held for figure in all_of_them) and not any(result.differ for result in results)
+    differ = "".join(f"{result.case.name} differs " for result in results if result.differ)
+    return f"{' '.join(map(str, all_of_them))} {differ}{'held' if held else 'short'}", held

@@ -1,0 +1,108 @@
+"""What both sides are given: models in folders, and rows as tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from benchmarks.step.cases import Case, Lengths, Shape
+from valence.types import Answer, Encoded, Kind, Origin
+
+KINDS: dict[str, Kind] = {"kto": "judgement", "dpo": "preference", "sft": "demonstration", "grpo": "ranking"}
+EOS = 2
+LONGEST_PROMPT, LONGEST_COMPLETION = 2048, 512
+MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
+"""Nothing is cut, a mismatched completion included."""
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders of a policy, of a reference near it, and of an adapter for the policy if the case trains one."""
+
+    shape: Shape
+    policy: Path
+    reference: Path
+    adapter: Path | None = None
+
+
+def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.1) -> Models:
+    """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:
+    how far the reference is from the policy, as a share of each matrix's spread. A tenth leaves few tokens at the edge of
+    GRPO's clipping, where the rounding of bfloat16 logits would decide."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
+        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS,
+    )  # fmt: skip
+    model = Qwen3ForCausalLM(config).bfloat16()
+    matrices = [weights for weights in model.parameters() if weights.ndim > 1]
+    models = Models(shape, folder / "policy", folder / "reference", folder / "adapter" if lora else None)
+    with torch.no_grad():
+        for weights in matrices:
+            weights.mul_(scale)
+        model.save_pretrained(models.policy)
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+        for weights in matrices:
+            weights += noise * weights.std() * torch.randn_like(weights)
+        model.save_pretrained(models.reference)
+    model.load_state_dict(kept)
+    if models.adapter:
+        _save_adapter(model, models)
+    return models
+
+
+def _save_adapter(model: Qwen3ForCausalLM, models: Models) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    model.name_or_path = model.config.name_or_path = str(models.policy)
+    random_both = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    get_peft_model(model, random_both).save_pretrained(str(models.adapter))
+
+
+def draw_sets(case: Case, sets: int) -> list[list[Encoded]]:
+    """The rows of ``sets`` steps, the same at every call. Their lengths are evenly spaced quantiles in random order: few rows
+    stand for the whole distribution."""
+    draw = random.Random(case.name)
+    prompts = _lengths(case.prompt, sets * case.prompts, LONGEST_PROMPT, draw)
+    answers = _lengths(case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, draw)
+
+    def unit(number: int) -> Encoded:
+        return _unit(case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], draw)
+
+    return [[unit(step * case.prompts + i) for i in range(case.prompts)] for step in range(sets)]
+
+
+def _lengths(spread: Lengths, count: int, longest: int, draw: random.Random) -> list[int]:
+    normal = NormalDist(math.log(spread.median), math.log(spread.p95 / spread.median) / NormalDist().inv_cdf(0.95))
+    found = [min(longest, max(2, round(math.exp(normal.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+    draw.shuffle(found)
+    return found
+
+
+def _unit(case: Case, number: int, prompt: int, answers: list[int], draw: random.Random) -> Encoded:
+    """One prompt with its answers, each of which ends with EOS. A ranking's scores are its answers' advantages."""
+
+    def ids(count: int) -> tuple[int, ...]:
+        return tuple(draw.randrange(3, case.shape.vocabulary) for _ in range(count))
+
+    return Encoded(
+        id=f"{case.name} {number}", origin=Origin("made", number + 1), kind=KINDS[case.method],
+        prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
+        answers=tuple(Answer((*ids(length - 1), EOS), (True,) * length) for length in answers),
+        label=number % 2 == 0 if case.method == "kto" else None,
+        # All of one sign: the loss would be a small difference of large numbers, and two sides that agree would seem not to.
+        scores=tuple((1.5, 0.5)[(number + k) % 2] for k in range(len(answers))) if case.method == "grpo" else (),
+    )  # fmt: skip
+
+
+def padded_tokens(units: list[Encoded]) -> int:
+    """Places in these rows when all are padded to the longest."""
+    lengths = [len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers]
+    return len(lengths) * max(lengths)
