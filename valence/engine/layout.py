@@ -81,9 +81,8 @@ def segments_of(layout: Tensor) -> Table:
 @lru_cache(maxsize=32)
 def blocks(segments: Table, device: torch.device) -> tuple[Block, ...]:
     """The blocks of a table, made once for all layers of a pass."""
-    rows = max(end for _, end, _, _ in segments)
     pieces = [piece for run in runs(segments) for piece in _pieces(run)]
-    return tuple(_block(bucket, rows, device) for bucket in _buckets(pieces))
+    return tuple(_block(bucket, device) for bucket in _buckets(pieces))
 
 
 @lru_cache(maxsize=256)
@@ -167,13 +166,15 @@ def _up(length: int) -> int:
     return -(-length // STRIDE) * STRIDE
 
 
-def _block(runs: Sequence[Run], rows: int, device: torch.device) -> Block:
-    n, length = _up(max(len(run.own) for run in runs)), _up(max(len(run.keys) for run in runs))
+def _block(runs: Sequence[Run], device: torch.device) -> Block:
+    n, length = _up(max(len(run.own) for run in runs)), max(len(run.keys) for run in runs)
+    start = runs[0].keys[0]
+    successive = len(runs) == 1 and runs[0].keys == list(range(start, start + length))
+    if not successive:  # else what pads the keys would be rows of others, and what is not a number there would come along
+        length = _up(length)
     queries = [run.own + [run.own[-1]] * (n - len(run.own)) for run in runs]
     keys = [run.keys + [run.keys[-1]] * (length - len(run.keys)) for run in runs]
     real = torch.tensor([[i < len(run.own) for i in range(n)] for run in runs], device=device)
-    start = runs[0].keys[0]
-    successive = len(runs) == 1 and runs[0].keys == list(range(start, start + len(runs[0].keys)))
     above = [run.above for run in runs]
     return Block(
         queries=torch.tensor(queries, device=device),
@@ -181,5 +182,5 @@ def _block(runs: Sequence[Run], rows: int, device: torch.device) -> Block:
         real=None if all(len(run.own) == n for run in runs) else real,
         above=torch.tensor(above, device=device),
         least=min(above),
-        span=(start, start + length) if successive and start + length <= rows else None,
+        span=(start, start + length) if successive else None,
     )
