@@ -11,7 +11,7 @@ from valence.engine.checkpointing import Checkpointing
 from valence.engine.head import AREA, KEEP, KEEP_CUDA
 from valence.engine.shape import Shape
 
-PROGRAM = 500_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
+PROGRAM = 400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
 HIDDEN = 14  # numbers of hidden size that a layer keeps for the backward pass, per token
 INNER = 4  # and of the size inside its feed-forward layer
 COMPILED = 0.55  # share of it that a compiled layer keeps, all in the type of the products
@@ -51,11 +51,6 @@ def predict(
 
     Weights that train are float32 masters (float64 in float64), with a gradient and two moments each, and copies for products in
     bfloat16. The gradient of the head is there twice for a moment.
-    Largest resident set of two steps on a CPU, predicted and measured in GB. A model of 135 million weights, 1400 tokens at once,
-    all weights in bfloat16 and a copy as the reference: 5.6 and 5.0, selective 4.8 and 4.5, full 4.0 and 4.0, compiled 4.4 and
-    4.0, compiled and full 3.9 and 3.7; in float32 5.9 and 5.6; an adapter in bfloat16 2.2 and 2.2, compiled 1.7 and 1.6, full
-    with 3000 tokens 1.3 and 1.5, in float32 4.5 and 4.5. One of 50 million, 4096 tokens, no reference: in bfloat16 3.0 and 2.8,
-    compiled 2.2 and 2.0; in float32 3.3 and 3.3, compiled 2.5 and 2.5.
     """
     masters = max(width, 4)
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
@@ -74,7 +69,7 @@ def predict(
         gradient=shape.trained * masters + (shape.vocabulary * shape.hidden * masters if shape.full else 0),
         optimizer=int(shape.trained * (MOMENTS[optimizer] if width < 8 else 16)),
         head=_head(device),
-        per_token=int((1 - again) * kept + again * (inputs + 2 * kept / shape.layers)),  # of one layer also the gradients
+        per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
     )
 
 
