@@ -28,7 +28,7 @@ lint: setup
 	$(BIN)/pyright
 
 # Other libraries that the benchmarks compare with, each in an environment of its own.
-TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0
+TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0 peft==0.21.2
 peers: .peers/trl/.ready
 .peers/trl/.ready:
 	test -x .peers/trl/bin/python || $(PYTHON) -m venv .peers/trl
