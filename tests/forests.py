@@ -43,13 +43,14 @@ def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[Strand]:
             free = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))
             mask = [i >= prompt for i in range(len(ids))] if draw(st.booleans()) else draw(free)
             mask[0] = False
-        strands.append(Strand(ids, tuple(mask), prompt))
+        strands.append(Strand(ids, tuple(mask)))
     return strands
 
 
 def encoded(strand: Strand, name: str = "") -> Encoded:
     """A demonstration whose only sequence is this one."""
-    ids, mask, cut = strand.ids, strand.mask, strand.prompt
+    ids, mask = strand.ids, strand.mask
+    cut = mask.index(True) if True in mask else len(ids) - 1
     answer = Answer(ids[cut:], mask[cut:])
     return replace(unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,))
 

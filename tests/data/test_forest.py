@@ -7,7 +7,7 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.forests import sharing, strand_sets
@@ -15,10 +15,10 @@ from valence.data import forest
 from valence.data.forest import Forest, Strand, plant, planted
 
 
-def strand(ids: list[int] | str, mask: str = "", prompt: int | None = None) -> Strand:
+def strand(ids: list[int] | str, mask: str = "") -> Strand:
     """``mask``: an x for each token that is measured; what it does not say is not."""
     read = tuple(c == "x" for c in mask.ljust(len(ids)))
-    return Strand(tuple(map(int, ids)), read, read.index(True) if prompt is None else prompt)
+    return Strand(tuple(map(int, ids)), read)
 
 
 shares = st.sampled_from([1, 2, 3, 4, forest.SHARE])
@@ -86,7 +86,6 @@ def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(strands: l
 
 
 @given(strand_sets(), shares, st.randoms(use_true_random=False))
-@example([Strand((0,) * 14, (False,) * 10 + (True,) * 4, prompt) for prompt in (2, 7)], 4, Random(1))
 def test_the_order_of_the_sequences_costs_no_row(strands: list[Strand], least: int, draw: Random) -> None:
     with sharing(least):
         found = planted(strands)
@@ -146,15 +145,6 @@ def test_what_two_sequences_measure_is_laid_for_each() -> None:
     found = plant([same, same])
     assert found.segments == ((0, 20, -1), (20, 22, 0), (22, 24, 0))
     assert sorted(found.leaf) == [1, 2]
-
-
-def test_answers_part_at_the_end_of_their_prompt() -> None:
-    """And not a token later, where two of them happen to begin alike; but a long common beginning is shared."""
-    with sharing(4):
-        assert planted([strand("0000" + a, "    xx") for a in ("12", "13")]) == 8
-        free = [strand("0000" + a, "", prompt=4) for a in ("1112", "1113")]
-        assert plant(free).segments == ((0, 4, -1), (4, 8, 0), (8, 12, 0))
-        assert planted([strand("0000" + a, "", prompt=4) for a in ("11112", "11113")]) == 10
 
 
 @pytest.mark.parametrize("strands", [[strand("1", "x")], [strand("12", " x"), strand("12", "xx")]])

@@ -17,11 +17,10 @@ SHARE = 16  # tokens; a shorter common piece costs more in attention calls than 
 
 @dataclass(frozen=True, slots=True)
 class Strand:
-    """One sequence to be laid: its tokens, which of them it measures, and where its prompt ends (a good place to part)."""
+    """One sequence to be laid: its tokens, and which of them it measures."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
-    prompt: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,25 +84,11 @@ def planted(strands: Sequence[Strand]) -> int:
 def _cuts(strands: Sequence[Strand]) -> Iterable[tuple[int, int]]:
     """For each sequence in the order of laying: its index, and the depth up to which the one before has laid its tokens."""
     before = owned = np.empty(0, np.int64)
-    parted = [0]  # depths at which the path is parted already
-    for s in sorted(range(len(strands)), key=lambda s: (strands[s].ids, strands[s].mask, strands[s].prompt)):
+    for s in sorted(range(len(strands)), key=lambda s: (strands[s].ids, strands[s].mask)):
         ids, mask = np.array(strands[s].ids), np.array(strands[s].mask)
         both = min(len(ids), len(before))
         stops = np.flatnonzero((ids[:both] != before[:both]) | (mask[:both] & owned[:both]))
-        cut = _snapped(int(stops[0]) if len(stops) else both, strands[s].prompt, parted)
+        common = int(stops[0]) if len(stops) else both
+        cut = common if common >= SHARE else 0
         before, owned = ids, np.concatenate([owned[:cut] | mask[:cut], mask[cut:]]).astype(np.bool_)
-        parted = [*(depth for depth in parted if depth < cut), cut, len(ids)]
         yield s, cut
-
-
-def _snapped(common: int, prompt: int, parted: list[int]) -> int:
-    """The depth at which to part from a path with ``common`` tokens in common: no piece between two partings may be short,
-    and it is better to part at the end of the prompt than a few tokens into two answers."""
-    known = {depth for depth in parted if depth <= common}
-    pieces = known | ({prompt} if SHARE <= prompt <= common else set())
-    for cut in sorted(pieces | {common}, reverse=True):
-        if cut < SHARE:
-            return 0
-        if cut in known or cut - max(depth for depth in pieces if depth < cut) >= SHARE:
-            return cut
-    return 0

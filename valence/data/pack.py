@@ -60,8 +60,7 @@ def _families(units: Sequence[Encoded], budget: int) -> list[tuple[int, list[int
 
 def strands(unit: Encoded) -> list[Strand]:
     """The sequences of a unit: its prompt with each answer."""
-    prompt = len(unit.prompt_ids)
-    return [Strand(unit.prompt_ids + a.ids, unit.prompt_mask + a.mask, prompt) for a in unit.answers]
+    return [Strand(unit.prompt_ids + a.ids, unit.prompt_mask + a.mask) for a in unit.answers]
 
 
 def collate(

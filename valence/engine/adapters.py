@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import warnings
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     config = _fresh(model, lora) if adapter is None else _saved(adapter)
     config.inference_mode = False
     return _wrapped(model, config)
+
+
+def adapted(model: nn.Module) -> bool:
+    """Whether there is an adapter on the model."""
+    return hasattr(model, "peft_config")
+
+
+def inputs_as_they_come(module: nn.Module) -> AbstractContextManager[None]:
+    """Inside the block an adapter's layers do not first widen their input, which autocast would narrow again."""
+    from peft.helpers import disable_input_dtype_casting
+
+    return disable_input_dtype_casting(module)
 
 
 def _fresh(model: nn.Module, lora: Any) -> Any:

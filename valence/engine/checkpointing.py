@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Literal
 
@@ -11,12 +13,12 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from valence.engine.adapters import adapted, inputs_as_they_come
 from valence.errors import UserError
 
 Checkpointing = Literal["off", "selective", "full", "offloaded"]
 
 HOSTED = ("cpu", "mps")  # devices whose memory is the host's
-recompute = partial(checkpoint, use_reentrant=False)  # dropout draws the same random numbers again
 
 
 def recompute_layers(model: nn.Module, how: Checkpointing, device: torch.device) -> None:
@@ -40,10 +42,19 @@ def recompute_layers(model: nn.Module, how: Checkpointing, device: torch.device)
     for i, layer in enumerate(reversed(layers)):
         # The last layer's activations are needed first: to drop them would save nothing.
         layer.gradient_checkpointing = how != "selective" or i % 2 == 1
-        layer._gradient_checkpointing_func = _recompute_offloaded if how == "offloaded" else recompute  # type: ignore[assignment]
+        # Dropout draws the same random numbers again.
+        # The engine takes care of what is around an adapter's layer in its first run, but not in the second.
+        around = {"context_fn": partial(_around, layer)} if adapted(model) else {}
+        recompute = partial(checkpoint, use_reentrant=False, **around)
+        run = partial(_recompute_offloaded, recompute) if how == "offloaded" else recompute
+        layer._gradient_checkpointing_func = run  # type: ignore[assignment]
 
 
-def _recompute_offloaded(layer: Any, *inputs: Tensor) -> Any:
+def _around(layer: nn.Module) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), inputs_as_they_come(layer)
+
+
+def _recompute_offloaded(recompute: Callable[..., Any], layer: Any, *inputs: Tensor) -> Any:
     with save_on_cpu(pin_memory=True, device_type=inputs[0].device.type):
         return recompute(layer, *inputs)
 

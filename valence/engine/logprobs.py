@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from valence.engine.adapters import adapted, inputs_as_they_come
 from valence.engine.attention import NAME, Memory, remembering
 from valence.engine.check import check, rotary_by_length
 from valence.engine.flex import Visible
@@ -86,9 +87,8 @@ class Engine(nn.Module):
         if self.compute is None:
             yield
             return
-        # An adapter's layers would first widen their input, which autocast narrows again.
-        adapted = hasattr(self.model, "peft_config")
-        with torch.autocast(self.device.type, self.compute), _as_it_comes(self.model) if adapted else nullcontext():
+        narrow = inputs_as_they_come(self.model) if adapted(self.model) else nullcontext()
+        with torch.autocast(self.device.type, self.compute), narrow:
             yield
 
     def _as_forest(self, batch: Batch, entropy: bool) -> TokenOut:
@@ -176,12 +176,6 @@ class Engine(nn.Module):
         Raises UserError when the model is not causal.
         """
         check(self)
-
-
-def _as_it_comes(adapted: nn.Module) -> AbstractContextManager[None]:
-    from peft.helpers import disable_input_dtype_casting
-
-    return disable_input_dtype_casting(adapted)
 
 
 def _scatter(batch: Batch, found: list[tuple[Tensor, Tensor, Tensor | None]]) -> TokenOut:
