@@ -23,28 +23,30 @@ def answer(ids: tuple[int, ...]) -> Answer:
 
 def unit(
     name: str, kind: Kind, prompt: tuple[int, ...], *answers: tuple[int, ...], label: bool | None = None, weight: float = 1.0,
-    margin: float = 0.0,
+    margin: float = 0.0, **more: Any,
 ) -> Encoded:  # fmt: skip
     return Encoded(
         id=name, origin=Origin("made.jsonl", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
-        answers=tuple(answer(a) for a in answers), label=label, weight=weight, margin=margin,
+        answers=tuple(answer(a) for a in answers), label=label, weight=weight, margin=margin, **more,
     )  # fmt: skip
 
 
 def units(kind: Kind, count: int = 9, seed: int = 0) -> list[Encoded]:
-    """Units of uneven lengths, classes and weights."""
+    """Units of uneven lengths, classes, weights, margins, soft labels and scores."""
     draw = random.Random(seed)
 
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, 97) for _ in range(draw.randint(low, high)))
 
-    sides = 2 if kind == "preference" else 1
+    sides = {"preference": 2, "ranking": 3}.get(kind, 1)
     return [
         unit(
             f"row{i}", kind, ids(1, 9), *(ids(1, 12) for _ in range(sides)),
             label=(i % 3 != 0) if kind == "judgement" else None,
             weight=[1.0, 0.5, 2.0, 0.0][i % 4],
             margin=0.25 * (i % 2) if kind == "preference" else 0.0,
+            soft=0.7 if kind == "preference" and i % 4 == 2 else None,
+            scores=tuple(draw.choice([0.0, 0.5, 2.0]) for _ in range(sides)) if kind == "ranking" else (),
         )
         for i in range(count)
     ]  # fmt: skip

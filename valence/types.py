@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 """One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...)."""
 
-Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt"]
+Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
+"""What a method reads. ``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,34 +66,40 @@ def content_id(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One completion with a verdict: thumbs up (``label=True``) or down, or a ``score``, or both."""
+    """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of several ``attributes`` by
+    their names, or more than one of these."""
 
     prompt: Content
     completion: Content
     label: bool | None = None
     score: float | None = None
+    attributes: Mapping[str, float] = field(default_factory=dict[str, float])
     weight: float = 1.0
     origin: Origin
 
     @property
     def id(self) -> str:
-        return content_id("judgement", self.prompt, self.completion, self.label, self.score)
+        more = (dict(self.attributes),) if self.attributes else ()
+        return content_id("judgement", self.prompt, self.completion, self.label, self.score, *more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two completions of one prompt, the first preferred. ``margin``: by how much (0 when unknown)."""
+    """Two completions of one prompt, the first preferred. ``margin``: by how much (0 when unknown). ``soft``: the
+    probability that the first is the better one (None when unknown)."""
 
     prompt: Content
     chosen: Content
     rejected: Content
     margin: float = 0.0
+    soft: float | None = None
     weight: float = 1.0
     origin: Origin
 
     @property
     def id(self) -> str:
-        return content_id("preference", self.prompt, self.chosen, self.rejected, self.margin)
+        more = () if self.soft is None else (self.soft,)
+        return content_id("preference", self.prompt, self.chosen, self.rejected, self.margin, *more)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +161,9 @@ class Answer:
 class Encoded:
     """One unit of training as tokens: a prompt and its answers, which stay together in one micro-batch.
 
-    A judgement or demonstration has one answer; a preference has (chosen, rejected); a prompt has none.
-    ``prompt_mask`` is False throughout unless earlier assistant turns are trained on too.
+    A judgement or demonstration has one answer; a preference has (chosen, rejected); a ranking k; a prompt has none.
+    ``prompt_mask`` is False throughout unless earlier assistant turns are trained on too. ``scores``: one for each answer of
+    a ranking, or that of a judgement, or none. ``attributes``: (name, score), sorted by name. ``soft``: see Preference.
     """
 
     id: str
@@ -166,7 +174,9 @@ class Encoded:
     answers: tuple[Answer, ...]
     label: bool | None = None
     scores: tuple[float, ...] = ()
+    attributes: tuple[tuple[str, float], ...] = ()
     margin: float = 0.0
+    soft: float | None = None
     weight: float = 1.0
     source: str = ""
 
@@ -196,6 +206,8 @@ class Batch:
     label[S]    True desirable, False undesirable; None when the data has no labels
     weight[S]   the row's weight
     margin[S]   the pair's margin (the same on both sides)
+    soft[S]     probability that the pair's chosen side is the better one (NaN where the row does not say)
+    target[S, A] scores that the data gives an answer (NaN: none), one for each attribute; None when the data has none
     group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
     groups      how many such groups the step has
     ids[S]      content id of each sequence's row, for messages and tables
@@ -216,6 +228,8 @@ class Batch:
     label: Tensor | None
     weight: Tensor
     margin: Tensor
+    soft: Tensor
+    target: Tensor | None
     group: Tensor
     groups: int
     ids: tuple[str, ...]
@@ -249,21 +263,25 @@ class Batch:
         read = self.read[:, owner >= 0]
         read[1] = owner[owner >= 0]
         seq = number.to(self.seq.device)[self.seq]
-        columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "group")}
+        columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "soft", "group")}
         return replace(
             self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=read[0].to(self.seq.device), read=read,
             leaf=tuple(self.leaf[s] for s in kept), trains=(trains,) * len(kept),
-            label=None if self.label is None else self.label[index], ids=tuple(self.ids[s] for s in kept), **columns,
+            label=None if self.label is None else self.label[index],
+            target=None if self.target is None else self.target[index], ids=tuple(self.ids[s] for s in kept), **columns,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
     """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
-    float32 (or float64 when the model is), 0 where ``mask`` is False. ``entropy[T]``: nats, when asked for."""
+    float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats) and ``sum_sq[T]``,
+    the sum over the vocabulary of squared probabilities. ``score[S, A]``: of a reward model, whose logp is 0 throughout."""
 
     logp: Tensor
     entropy: Tensor | None = None
+    sum_sq: Tensor | None = None
+    score: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

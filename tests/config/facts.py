@@ -1,9 +1,10 @@
-"""Two made-up methods for the tests of recipes."""
+"""Made-up methods for the tests of recipes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -30,11 +31,19 @@ class Facts:
     needs_reference: bool
     settings: type[BaseModel]
 
+    def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        return {}
+
+    def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        return {}
+
 
 METHODS = {
     "kto": Facts("kto", "judgement", True, KtoLoss),
     "dpo": Facts("dpo", "preference", True, KtoLoss),
     "sft": Facts("sft", "demonstration", False, NoSettings),
+    "pointwise": Facts("pointwise", "scored", False, NoSettings),
+    "grpo": Facts("grpo", "ranking", True, NoSettings),
 }
 
 

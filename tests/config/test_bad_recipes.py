@@ -256,6 +256,24 @@ SENSELESS: dict[str, tuple[list[str], str, str, str]] = {
         "has no effect",
         "set data.convert",
     ),
+    "threshold of rankings": (
+        ["method=grpo", "data.convert=scores_to_rankings", "data.threshold=1"],
+        "data.threshold",
+        "scores_to_all_pairs",
+        "set data.convert",
+    ),
+    "converted to scores for labels": (
+        ["data.convert=rankings_to_scored"],
+        "data.convert",
+        "rankings_to_scored does not make what kto reads: judgements",
+        "another method",
+    ),
+    "converted to pairs for scores": (
+        ["method=pointwise", "data.convert=scores_to_pairs"],
+        "data.convert",
+        "does not make what pointwise reads: scored answers",
+        "another method",
+    ),
     "turns of a judgement": (["data.train_on=assistant"], "data.train_on", "kto reads judgements", "a method like sft"),
     "strata of pairs": (["method=dpo", "data.stratify=true"], "data.stratify", "dpo reads preferences", "a method like kto"),
     "export without adapter": (["run.export=adapter"], "run.export", "no adapter", "set model.lora"),
@@ -303,6 +321,11 @@ EFFECTIVE: dict[str, list[str]] = {
     "threshold": ["data.convert=scores_to_judgements", "data.threshold=3"],
     "difference": ["method=dpo", "data.convert=scores_to_pairs", "data.threshold=0.5"],
     "any difference": ["method=dpo", "data.convert=scores_to_pairs"],
+    "difference of all pairs": ["method=dpo", "data.convert=scores_to_all_pairs", "data.threshold=0.5"],
+    "rankings": ["method=grpo", "data.convert=scores_to_rankings"],
+    "judgements as verdicts": ["method=pointwise", "data.convert=pairs_to_judgements"],
+    "scores as verdicts": ["method=pointwise", "data.convert=rankings_to_scored"],
+    "strata of verdicts": ["method=pointwise", "data.stratify=true"],
     "chosen": ["method=sft", "data.convert=chosen_to_demonstrations"],
 }
 

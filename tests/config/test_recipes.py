@@ -21,6 +21,13 @@ def test_a_shipped_recipe_loads_anywhere(path: Path, tmp_path: Path, monkeypatch
     assert load_recipe("config.yaml", method_of=method_of).recipe == loaded.recipe
 
 
-def test_every_method_has_a_recipe():
+def test_every_kind_of_rows_has_a_recipe():
     used = {load_recipe(path, method_of=method_of, training=False).recipe.method for path in RECIPES}
-    assert used == set(METHODS)
+    assert {METHODS[name].kind for name in used} == {method.kind for method in METHODS.values()}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
+    rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "feedback.jsonl")
+    loaded = load_recipe({"method": name, "model": {"name": "some/model"}, "data": {"train": rows}}, method_of=method_of)
+    assert loaded.recipe.loss.keys() == METHODS[name].loss.settings.keys()

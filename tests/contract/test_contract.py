@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,16 +13,29 @@ from torch import Tensor
 from tests.units import objective, policy_and_reference, units
 from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
-from valence.losses.average import weighted_sum
-from valence.losses.stats import reference_point
-from valence.losses.views import VIEWS
+from valence.losses.stats import RewardShift, reference_point
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective, Outcome
-from valence.types import Encoded, Mean
+from valence.types import Encoded, Mean, TokenOut
 
 ROWS = sorted(LOSSES)
+SUMMED = {"ipo": {"normalize": False}}
+"""What makes a row read sums over whole answers, which some modifiers ask for."""
 NEVER_ALONE = 10_000
+ON: dict[str, dict[str, Any]] = {
+    "humanline": {"humanline": (-0.05, 0.1)}, "ld_alpha": {"ld_alpha": 0.3}, "smoothing": {"label_smoothing": 0.2},
+    "f_divergence": {"f_divergence": "js"}, "wpo": {"wpo": True}, "nll": {"nll_weight": 0.7},
+}  # fmt: skip
+"""Settings that turn each modifier on."""
+CASES = [(name, {}) for name in ROWS] + [
+    (name, SUMMED.get(name, {}) | ON[modifier]) for name in ROWS for modifier in LOSSES[name].modifiers
+]
+CASES += [
+    ("dpo", {"nll_weight": 1.0, "nll_average": "sequence"}),
+    ("dpo", {"f_divergence": "forward_kl", "humanline": (-1.0, 0.3)}),
+]
+NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
 
 def in_order(rows: list[Encoded]) -> list[Encoded]:
@@ -40,27 +55,44 @@ def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[s
     return outcome, meter.reduce(objective.group), flat
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str) -> None:
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
+def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
     policy, reference = policy_and_reference()
     rows = units(METHODS[name].kind)
-    whole, numbers, grad = gradient(objective(name, policy, reference, budget=NEVER_ALONE), rows)
+
+    def made(budget: int) -> Objective:
+        found = objective(name, policy, reference, budget=budget, **settings)
+        found.shift = RewardShift(0.3, 2)
+        return found
+
+    whole, numbers, grad = gradient(made(NEVER_ALONE), rows)
     assert whole.micro_batches == 1
     assert grad.norm() > 1e-6
     seen = set()
     for budget, seed in ((1, 0), (24, 1), (33, 2), (60, 3), (NEVER_ALONE, 4)):
         shuffled = random.Random(seed).sample(rows, len(rows))
-        cut, cut_numbers, cut_grad = gradient(objective(name, policy, reference, budget=budget), shuffled)
+        cut, cut_numbers, cut_grad = gradient(made(budget), shuffled)
         seen.add(cut.micro_batches)
         assert cut_numbers.keys() == numbers.keys()
         for key, value in numbers.items():
             assert cut_numbers[key] == pytest.approx(value, rel=1e-10, abs=1e-12), key
         torch.testing.assert_close(cut_grad, grad, rtol=1e-10, atol=1e-12)
+        if whole.class_sums is not None:
+            torch.testing.assert_close(cut.class_sums, whole.class_sums, rtol=1e-10, atol=1e-12)
     assert {1, len(rows)} <= seen
     assert len(seen) >= 3
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
+def test_a_modifier_that_is_on_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
+    policy, reference = policy_and_reference()
+    rows = units(METHODS[name].kind)
+    _, _, plain = gradient(objective(name, policy, reference, **SUMMED.get(name, {})), rows)
+    _, _, changed = gradient(objective(name, policy, reference, **settings), rows)
+    assert (changed - plain).norm() > 1e-3 * plain.norm()
+
+
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_reference])
 def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
     policy, _ = policy_and_reference()
     _, same = policy_and_reference()
@@ -76,34 +108,40 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
-    """At r = 0, by the gradient of the loss with respect to every token's log-probability."""
+    """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's log-probability."""
     policy, reference = policy_and_reference()
     made = objective(name, policy, reference)
-    rows = [row for row in units(METHODS[name].kind) if row.weight > 0]
+    loss = made.method.loss
+    rows = [replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0]
     (batch,) = made.batches(rows)
-    logp = policy(batch).logp.detach().requires_grad_()
+    n = torch.bincount(batch.read[1])[batch.seq].double()
+    logp = (-batch.mask.double() / n).requires_grad_()
     ref = logp.detach() if made.method.needs_reference else None
-    view = VIEWS[made.method.loss.view](batch, logp, ref)
+    count, shared = made._counted([batch])
     if made.method.mismatches:
-        view["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
-    weighted_sum(made.method.loss(view, made.settings), view["weight"]).backward()
+        shared["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
+    plain, view = loss.read(batch, TokenOut(logp), ref, made.settings, shared)
+    loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
     assert (logp.grad[~batch.mask] == 0).all()
-    sides = {
-        "chosen": batch.label if batch.label is not None else batch.side == 0,
-        "rejected": ~batch.label if batch.label is not None else batch.side == 1,
-    }
-    for side, direction in made.method.loss.direction.items():
+    good = batch.side == 0 if batch.label is None else batch.label
+    sides = {"chosen": good, "rejected": ~good}
+    if loss.credit is not None:
+        assert batch.target is not None
+        credit = loss.credit(batch.target[:, 0].double(), batch.unit, shared["moments"])
+        sides = {"chosen": credit > 0, "rejected": credit < 0}
+    for side, direction in loss.direction.items():
         tokens = batch.mask & sides[side][batch.seq]
         assert tokens.any()
-        assert (torch.sign(-logp.grad[tokens]) == direction).all(), side
+        found = -logp.grad[tokens]
+        if loss.couples and batch.label is not None:  # some of the larger class are left out
+            found = found[found != 0]
+        assert (torch.sign(found) == direction).all(), side
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_weight_multiplies_and_never_divides(name: str) -> None:
     """sum(w * loss) / count: doubling all weights doubles loss and gradient."""
-    from dataclasses import replace
-
     policy, reference = policy_and_reference()
     rows = units(METHODS[name].kind)
     once, _, grad = gradient(objective(name, policy, reference), rows)
@@ -128,16 +166,14 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     assert numbers["kl/raw"] == pytest.approx(float(raw), rel=1e-10)
     policy.zero_grad()
     for batch in made.batches(rows):
-        view = VIEWS[made.method.loss.view](batch, policy(batch).logp, reference(batch))
-        view["z0"] = torch.full((batch.sequences,), float(z0), dtype=torch.float64)
-        (weighted_sum(made.method.loss(view, made.settings), view["weight"]) / len(rows)).backward()
+        shared = {"z0": torch.full((batch.sequences,), float(z0), dtype=torch.float64)}
+        plain, view = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, shared)
+        made.method.loss.total(plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}).backward()
     fixed = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
     torch.testing.assert_close(grad, fixed, rtol=1e-10, atol=1e-12)
 
 
 def test_an_absent_class_is_left_out_and_never_zero() -> None:
-    from dataclasses import replace
-
     policy, reference = policy_and_reference()
     rows = [replace(row, label=True) for row in units("judgement")]
     _, numbers, grad = gradient(objective("kto", policy, reference), rows)

@@ -73,9 +73,16 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7}, judged("1+1=", "2", None, score=0.7)),
     ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7, "label": None}, judged("1+1=", "2", None, score=0.7)),
+    (
+        "attributes",
+        {"prompt": "1+1=", "completion": "2", "scores": {"help": 3, "truth": 4.5}},
+        judged("1+1=", "2", None, attributes={"help": 3.0, "truth": 4.5}),
+    ),
+    ("scored_messages", {"messages": [ASK, HI], "score": 3}, judged(chat(ASK), chat(HI), None, score=3.0)),
     ("judged_messages", {"messages": [SYSTEM, ASK, HI], "label": False, "id": 7}, judged(chat(SYSTEM, ASK), chat(HI), False)),
     # pairs
     ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}, pair("1+1=", "2", "3", margin=0.5)),
+    ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "soft": 0.8}, pair("1+1=", "2", "3", soft=0.8)),
     ("preference", {"prompt": [ASK], "chosen": [HI], "rejected": [BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
     ("preference", {"prompt": "Say hi.", "chosen": [ASK, HI], "rejected": [ASK, BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
     (
@@ -150,6 +157,16 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
         pair(chat(ASK), chat(BYE), chat(HI)),
     ),
     # others
+    (
+        "helpsteer",
+        {"prompt": "1+1=", "response": "2", "helpfulness": 4, "correctness": 3, "coherence": 2, "complexity": 1, "verbosity": 0},
+        judged(
+            "1+1=",
+            "2",
+            None,
+            attributes={"helpfulness": 4.0, "correctness": 3.0, "coherence": 2.0, "complexity": 1.0, "verbosity": 0.0},
+        ),
+    ),
     ("nemo_aligner", {"prompt": "1+1=", "response": "3", "preference": "rejected"}, judged("1+1=", "3", False)),
     (
         "colossalchat",

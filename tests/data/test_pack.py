@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -26,6 +27,14 @@ def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget
     for rows in dealt:
         assert rows == sorted(rows)
         assert len(rows) == 1 or sum(sizes[i] for i in rows) <= budget
+
+
+def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_trains_on_them() -> None:
+    """Two conversations that begin alike: one trains on the earlier answer (token 6), the other does not."""
+    first, second = unit("a", "demonstration", (5, 6, 7), (8, 9)), unit("b", "demonstration", (5, 6, 7), (8, 10))
+    batch = collate([replace(first, prompt_mask=(False, True, False)), second], [0, 1])
+    read = sorted((s, int(batch.tokens[row])) for row, s in batch.read.T.tolist())
+    assert read == [(0, 6), (0, 8), (0, 9), (1, 8), (1, 10)]
 
 
 @given(lengths, st.integers(1, 60))

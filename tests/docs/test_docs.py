@@ -151,7 +151,7 @@ def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.
     [(name, made)] = namespace["row"].items()
     monkeypatch.setitem(LOSSES, name, made)
     monkeypatch.setitem(METHODS, name, Method(name, made))
-    test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name)
+    test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name, {})
     test_contract.test_prompts_get_no_gradient_and_answers_the_declared_direction(name)
     assert {row.name for row in settings_table(METHODS[name].settings)} == {"beta"}
 

@@ -170,7 +170,7 @@ def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
     engine.lay_out(packed=packed)
     engine.along = along
     batch = forest_of(conversations(), PATTERNS[1])
-    found = engine(batch, entropy=True).entropy
+    found = engine(batch, ["entropy"]).entropy
     assert found is not None
     assert (found[~batch.mask] == 0).all()
     for s in range(batch.sequences):

@@ -7,10 +7,9 @@ import math
 import pytest
 import torch
 
-from tests.units import objective, policy_and_reference, units
-from valence.data.mismatch import mismatch
-from valence.losses import LOSSES, apo_zero_unpaired, dpo, kto, sft
-from valence.training.methods import METHODS
+from valence.losses.imitation import sft
+from valence.losses.preference import dpo
+from valence.losses.unpaired import apo_zero_unpaired, kto
 
 
 def s(x: float) -> float:
@@ -65,61 +64,17 @@ def test_apo_zero_unpaired(beta: float) -> None:
 @pytest.mark.parametrize(("beta", "e"), [(0.1, 0.0), (0.3, 0.2)])
 def test_dpo(beta: float, e: float, margin: float) -> None:
     other, other_ref = LOGP.flip(0), REF.flip(0) + 0.5
-    found = dpo(LOGP, other, REF, other_ref, torch.full((4,), margin, dtype=torch.float64), beta=beta, label_smoothing=e)
+    margins, wrong = (torch.full((4,), x, dtype=torch.float64) for x in (margin, e))
+    found = dpo(LOGP, other, REF, other_ref, margins, wrong, beta=beta)
     ds = ((LOGP - REF) - (other - other_ref)).tolist()
     assert found.tolist() == pytest.approx([dpo_formula(d, beta, e, margin) for d in ds], rel=1e-12)
 
 
 def test_dpo_by_hand() -> None:
     zero = column(0.0)
-    assert dpo(zero, zero, zero, zero, zero).item() == pytest.approx(math.log(2))
-    assert dpo(column(-1e4), zero, zero, zero, zero, beta=1.0).item() == pytest.approx(1e4)  # no overflow
+    assert dpo(zero, zero, zero, zero, zero, zero).item() == pytest.approx(math.log(2))
+    assert dpo(column(-1e4), zero, zero, zero, zero, zero, beta=1.0).item() == pytest.approx(1e4)  # no overflow
 
 
 def test_sft() -> None:
     assert sft(column(-0.5, -2.0)).tolist() == [0.5, 2.0]
-
-
-def sums(policy: object, prompt: tuple[int, ...], completion: tuple[int, ...]) -> float:
-    """Summed log-probability of a completion, from the model's own logits, one sequence at a time."""
-    model = policy.causal  # type: ignore[attr-defined]
-    ids = torch.tensor([*prompt, *completion])
-    with policy.stock(), torch.no_grad():  # type: ignore[attr-defined]
-        logits = model(input_ids=ids[None], use_cache=False).logits[0]
-    total = 0.0
-    for t in range(len(prompt), len(ids)):
-        row = logits[t - 1].tolist()
-        top = max(row)
-        total += row[int(ids[t])] - top - math.log(sum(math.exp(v - top) for v in row))
-    return total
-
-
-@pytest.mark.parametrize("name", sorted(LOSSES))
-def test_a_whole_step_from_logits_to_the_number(name: str) -> None:
-    """The step's loss from nothing but logits, plain Python and the formula book: weights, counts, z0, averages included."""
-    policy, reference = policy_and_reference()
-    rows = units(METHODS[name].kind)
-    settings = {"kto": {"desirable_weight": 1.3}, "dpo": {"label_smoothing": 0.1}}.get(name, {})
-    outcome = objective(name, policy, reference, budget=40, **settings).run(rows, backward=False)
-    engines = policy, reference.engine  # type: ignore[attr-defined]
-    measured = [[[sums(e, row.prompt_ids, a.ids) for a in row.answers] for e in engines] for row in rows]
-    if name == "sft":
-        tokens = sum(len(row.answers[0].ids) for row in rows)
-        wanted = -sum(row.weight * m[0][0] for row, m in zip(rows, measured, strict=True)) / tokens
-    elif name == "dpo":
-        ds = [(m[0][0] - m[1][0]) - (m[0][1] - m[1][1]) for m in measured]
-        wanted = sum(row.weight * dpo_formula(d, 0.1, 0.1, row.margin) for row, d in zip(rows, ds, strict=True)) / len(rows)
-    else:
-        rs = [m[0][0] - m[1][0] for m in measured]
-        z0 = 0.0
-        if name == "kto":
-            wrong = mismatch(rows, max_length=64)
-            kl = [
-                sums(engines[0], u.prompt_ids, u.answers[0].ids) - sums(engines[1], u.prompt_ids, u.answers[0].ids) for u in wrong
-            ]
-            z0 = max(0.0, sum(kl) / len(kl))
-            terms = [kto_formula(r, bool(row.label), z0, 0.1, 1.3, 1.0) for row, r in zip(rows, rs, strict=True)]
-        else:
-            terms = [apo_formula(r, bool(row.label), 0.1) for row, r in zip(rows, rs, strict=True)]
-        wanted = sum(row.weight * term for row, term in zip(rows, terms, strict=True)) / len(rows)
-    assert float(outcome.loss) == pytest.approx(wanted, rel=1e-9)

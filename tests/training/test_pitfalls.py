@@ -19,11 +19,11 @@ from valence.dist.single import Single
 from valence.engine.models import build_policy, build_reference
 from valence.engine.reference import Frozen
 from valence.errors import UserError
-from valence.losses import stats
-from valence.losses.views import VIEWS, seq_view, token_view
+from valence.losses import LOSSES, stats
+from valence.losses.views import seq_view, token_columns, token_view
 from valence.training.loop import Run
 from valence.training.step import Objective
-from valence.types import Encoded
+from valence.types import Encoded, TokenOut
 
 
 def rows(count: int, offset: int = 0) -> list[dict[str, Any]]:
@@ -92,11 +92,11 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
         return float(outcome.loss), {key: float(mean.total / mean.count) for key, mean in means.items()}  # type: ignore[union-attr]
 
     _, alone = run("kto", Single())
-    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (): torch.tensor(3)}))
+    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (1,): torch.tensor([3]), (): torch.tensor(0)}))
     assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
     assert both["kl"] == max(0.0, both["kl/raw"])
     whole, _ = run("apo_zero_unpaired", Single())
-    more, _ = run("apo_zero_unpaired", WithAnother({(): torch.tensor(3)}))  # adds 3 to the count and to the loss
+    more, _ = run("apo_zero_unpaired", WithAnother({(1,): torch.tensor([3]), (): torch.tensor(3)}))
     assert more == pytest.approx(whole * 5 / (5 + 3) + 3)
 
 
@@ -145,23 +145,26 @@ def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
     """A log-probability of exactly 0 is a token like any other."""
     (batch,) = _made().batches(units("judgement", 3))
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    view = seq_view(batch, zeros, zeros)
+    columns = token_columns(batch, TokenOut(zeros), zeros)
+    view = seq_view(batch, columns)
     assert view["n"].tolist() == [len(u.answers[0].ids) for u in units("judgement", 3)]
-    assert len(token_view(batch, zeros, None)["logp_t"]) == sum(view["n"].tolist())
+    assert len(token_view(batch, columns)["logp_t"]) == sum(view["n"].tolist())
 
 
 def test_views_hold_one_number_per_sequence_pair_or_token() -> None:
     """No [S] is ever spread over a [S, T]: every named tensor of a view has the same single axis."""
-    for name in ("kto", "apo_zero_unpaired", "dpo", "sft"):
+    for name in LOSSES:
         made = _made(name)
-        kind = made.method.kind
+        kind, loss = made.method.kind, made.method.loss
+        if loss.view.startswith("score"):
+            continue
         (batch,) = made.batches(units(kind, 4))
         logp = torch.randn(len(batch.tokens), dtype=torch.float64)
-        view = VIEWS[made.method.loss.view](batch, logp, logp)
-        expected = {"seq": (4,), "pair": (4,), "token": (int(batch.mask.sum()),)}[made.method.loss.view]
-        assert {tuple(t.shape) for t in view.values()} == {expected}, name
-        view["z0"] = torch.zeros(expected)
-        assert made.method.loss(view, made.settings).shape == expected
+        expected = {"seq": (4,), "pair": (4,), "token": (int(batch.mask.sum()),)}[loss.view]
+        _, shared = made._counted([batch])
+        for view in loss.read(batch, TokenOut(logp), logp, made.settings, shared):
+            assert {tuple(t.shape) for key, t in view.items() if key not in shared} == {expected}, name
+        assert loss(view | {"z0": torch.zeros(expected)}, made.settings).shape == expected
 
 
 def test_a_row_counts_as_one_however_long_it_is() -> None:
@@ -170,7 +173,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     made = _made("apo_zero_unpaired")
     (batch,) = made.batches([short, long])
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
-    view = seq_view(batch, logp, torch.zeros_like(logp.detach()))
+    view = seq_view(batch, token_columns(batch, TokenOut(logp), torch.zeros_like(logp.detach())))
     made.method.loss(view, made.settings).sum().backward()
     assert logp.grad is not None
     assert len(set(logp.grad[batch.mask].tolist())) == 1

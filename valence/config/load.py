@@ -206,6 +206,11 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
         for path, setting in settings.items():
             if fnmatchcase(dotted(path), rule.setting) and not setting.is_default:
                 yield messages.no_effect(given, path, rule.why.format(**case.words), rule.fix)
+    for name, needed in case.method.without_effect(case.recipe.loss).items():
+        if not settings["loss", name].is_default:
+            yield messages.no_effect(
+                given, ("loss", name), f"loss.{needed.split(':')[0]} does not turn it on", f"set loss.{needed}"
+            )
     for name in LISTS:
         for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
@@ -219,6 +224,9 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
         yield UserError(rule.why.format(**case.words), where=given.where(path), fix=rule.fix)
+    for name, other in case.method.contradictions(case.recipe.loss).items():
+        what = f"it weighs the tokens of a sum over the answer, and with loss.{other} {case.method.name} reads a mean"
+        yield UserError(what, where=given.where(("loss", name)), fix=f"remove one of loss.{name} and loss.{other}")
 
 
 def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,7 +12,7 @@ from valence.config.schema import Recipe
 class MethodFacts(Protocol):
     """What a recipe is checked against: the method's name, the rows it reads, and the settings of its loss.
 
-    ``kind`` is judgement, preference or demonstration. ``settings`` is a pydantic model (the class) that forbids unknown
+    ``kind`` is one of ``valence.types.Kind``. ``settings`` is a pydantic model (the class) that forbids unknown
     names; it is declared as Any so that a cached property may provide it.
     """
 
@@ -24,16 +24,30 @@ class MethodFacts(Protocol):
     def needs_reference(self) -> bool: ...
     @property
     def settings(self) -> Any: ...
+    def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        """Settings of the loss that change nothing under the others, and what would turn each on."""
+        ...
+
+    def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        """Settings of the loss that another one rules out, and that one."""
+        ...
 
 
 MAKES = {
     "pairs_to_judgements": "judgement",
-    "scores_to_judgements": "judgement",
+    "pairs_to_rankings": "ranking",
     "judgements_to_pairs": "preference",
+    "scores_to_judgements": "judgement",
     "scores_to_pairs": "preference",
+    "scores_to_all_pairs": "preference",
+    "scores_to_rankings": "ranking",
+    "rankings_to_scored": "scored",
     "chosen_to_demonstrations": "demonstration",
 }
 """Kind of the examples that each ``data.convert`` makes."""
+
+THRESHOLD = ("scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
+"""Conversions that read ``data.threshold``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,14 +61,23 @@ class Case:
     @property
     def words(self) -> dict[str, str | None]:
         """What a rule's ``why`` may name."""
-        return {"method": self.method.name, "kind": self.method.kind, "convert": self.recipe.data.convert}
+        kinds = "scored answers" if self.method.kind == "scored" else f"{self.method.kind}s"
+        return {"method": self.method.name, "kinds": kinds, "convert": self.recipe.data.convert}
+
+    @property
+    def converts_astray(self) -> bool:
+        """Does ``data.convert`` make what the method does not read? A judgement is a scored answer, too."""
+        if self.recipe.data.convert is None:
+            return False
+        makes = MAKES[self.recipe.data.convert]
+        return makes != self.method.kind and (makes, self.method.kind) != ("judgement", "scored")
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
     """A mistake about ``setting`` (a pattern of dotted names) that is there when ``broken`` says so.
 
-    ``why`` may name ``{method}``, ``{kind}`` and ``{convert}``.
+    ``why`` may name ``{method}``, ``{kinds}`` and ``{convert}``.
     """
 
     setting: str
@@ -71,20 +94,20 @@ NO_EFFECT = (
     Rule("reference.*", lambda c: not c.method.needs_reference, "{method} reads no reference", "choose a method that reads one"),
     Rule(
         "data.threshold",
-        lambda c: not (c.recipe.data.convert or "").startswith("scores_"),
-        "only data.convert: scores_to_judgements and scores_to_pairs read it",
+        lambda c: c.recipe.data.convert not in THRESHOLD,
+        f"only data.convert: {', '.join(THRESHOLD[:-1])} and {THRESHOLD[-1]} read it",
         "set data.convert",
     ),
     Rule(
         "data.train_on",
         lambda c: c.method.kind != "demonstration",
-        "{method} reads {kind}s, and only demonstrations have other turns to train on",
+        "{method} reads {kinds}, and only demonstrations have other turns to train on",
         "choose a method like sft",
     ),
     Rule(
         "data.stratify",
-        lambda c: c.method.kind != "judgement",
-        "{method} reads {kind}s, and only judgements are thumbs up or down",
+        lambda c: c.method.kind not in ("judgement", "scored"),
+        "{method} reads {kinds}, and only judgements are thumbs up or down",
         "choose a method like kto",
     ),
     Rule(
@@ -117,8 +140,8 @@ NO_EFFECT = (
 CONTRADICTIONS = (
     Rule(
         "data.convert",
-        lambda c: c.recipe.data.convert is not None and MAKES[c.recipe.data.convert] != c.method.kind,
-        "{convert} does not make what {method} reads: {kind}s",
+        lambda c: c.converts_astray,
+        "{convert} does not make what {method} reads: {kinds}",
         "choose another data.convert or another method",
     ),
     Rule(

@@ -110,14 +110,25 @@ class Data(Section):
     """Wrap rows whose prompt is plain text as one user turn in the chat template."""
     convert: (
         Literal[
-            "pairs_to_judgements", "judgements_to_pairs", "scores_to_judgements", "scores_to_pairs", "chosen_to_demonstrations"
+            "pairs_to_judgements",
+            "pairs_to_rankings",
+            "judgements_to_pairs",
+            "scores_to_judgements",
+            "scores_to_pairs",
+            "scores_to_all_pairs",
+            "scores_to_rankings",
+            "rankings_to_scored",
+            "chosen_to_demonstrations",
         ]
         | None
     ) = None
-    """Turn the rows into what the method needs, when they are something else."""
+    """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the best against the worst
+    answer of each prompt; scores_to_all_pairs: every two that differ in score; scores_to_rankings: all judged answers of a
+    prompt, by score or by label (up 1, down -1); pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer
+    with its score."""
     threshold: float | None = None
-    """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs: smallest difference
-    that makes a pair."""
+    """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs and scores_to_all_pairs: smallest
+    difference that makes a pair."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
     stratify: bool = False

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from valence.data.encode import EncodedSet, Encoder, Unusable
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
-from valence.types import Chat, Encoded, Example, Judgement, Preference, content_id
+from valence.types import Chat, Encoded, Example, Judgement, Preference, Ranking, content_id
 
 ROWS_SHOWN = 5
 """Rows that are named for each finding."""
@@ -309,6 +309,8 @@ def _findings(examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder
         "contradictions": _contradictions(examples),
         "duplicates": _duplicates(examples),
         "equal_sides": [str(e.origin) for e in examples if isinstance(e, Preference) and e.chosen == e.rejected],
+        "tied_scores": [str(e.origin) for e in examples if isinstance(e, Ranking) and len(set(e.scores)) == 1],
+        "missing_attributes": _missing_attributes(units),
         **{name: [str(o) for o in origins] for name, origins in encoded.notes.items()},
         **_ends(encoded),
     }
@@ -333,12 +335,18 @@ def _of_the_whole(examples: Sequence[Example], units: Sequence[Encoded], encoder
     means = list(_mean_answer(units).values())
     if len(means) == 2 and max(means) >= LENGTH_BIAS * min(means):
         found.append("length_bias")
-    judged = [u for u in units if u.kind == "judgement"]
+    judged = [u for u in units if u.label is not None]
     if judged and (len({u.prompt_ids for u in judged}) < 2 or len({u.answers[0].ids for u in judged}) < 2):
         found.append("no_mismatch")
     if any(isinstance(e.prompt, Chat) for e in examples) and "strftime_now" in encoder.template.source():
         found.append("dated_template")
     return found
+
+
+def _missing_attributes(units: Sequence[Encoded]) -> list[str]:
+    """Rows with some attributes that lack one which others have."""
+    names = {name for u in units for name, _ in u.attributes}
+    return [str(u.origin) for u in units if u.attributes and len(u.attributes) < len(names)]
 
 
 def _duplicates(examples: Sequence[Example]) -> list[str]:
@@ -371,9 +379,10 @@ def _verdict(example: Example) -> tuple[str, bool] | None:
     """What was judged, and which way."""
     if isinstance(example, Judgement) and example.label is not None:
         return content_id(example.prompt, example.completion), example.label
-    if isinstance(example, Preference) and example.chosen != example.rejected:
+    if isinstance(example, Preference) and example.chosen != example.rejected and example.soft != 0.5:
         chosen, rejected = content_id(example.chosen), content_id(example.rejected)
-        return content_id(example.prompt, *sorted((chosen, rejected))), chosen < rejected
+        better = (chosen < rejected) is (example.soft is None or example.soft > 0.5)
+        return content_id(example.prompt, *sorted((chosen, rejected))), better
     return None
 
 

@@ -21,6 +21,7 @@ WARNINGS = {
     "special_tokens_in_text": "texts hold the names of special tokens, which they become: {rows}",
     "tools_ignored": "rows have tools, which the chat template does not print: {rows}",
     "equal_sides": "pairs with twice the same answer: {rows}",
+    "tied_scores": "rankings give all of their answers the same score, so nothing is learnt from them: {rows}",
     "length_bias": "length alone tells the answers apart: see the mean lengths above",
 }
 """What may spoil a result, by the name of the finding."""
@@ -29,6 +30,7 @@ REMARKS = {
     "prompts_in_train": "of the other rows share their prompt with a row of data.train: {rows}",
     "text_has_no_turns": "prompts are text, where data.train_on: assistant finds no earlier answers to train on: {rows}",
     "duplicates": "repeat an earlier row: {rows}",
+    "missing_attributes": "lack an attribute that other rows have: {rows}",
     "end_of_turn_added": "the chat template ends no turn; end-of-sequence was appended to the answers: {rows}",
     "boundary_merges": "prompt and answer would merge into one token, and were kept apart: {rows}",
     "bos_in_text": "prompts bring BOS along; none was added: {rows}",

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Literal, TypeVar
 
+from valence.data.verdicts import shared_verdicts
 from valence.types import Content, Demonstration, Example, Judgement, Kind, Preference, Ranking, content_id
 
 Converted = tuple[list[Example], list[tuple[Example, str]]]
@@ -15,10 +17,12 @@ T = TypeVar("T", bound=Example)
 
 
 def pairs_to_judgements(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """Each chosen answer judged up and, next to it, its rejected one judged down."""
+    """Each chosen answer judged up and, next to it, its rejected one judged down. Margin and soft label are not kept."""
     made, unused = _nothing()
     for e in examples:
-        if isinstance(e, Preference):
+        if _is_undecided(e):
+            unused.append((e, UNDECIDED))
+        elif isinstance(e, Preference):
             made += [
                 Judgement(prompt=e.prompt, completion=side, label=label, weight=e.weight, origin=e.origin)
                 for side, label in ((e.chosen, True), (e.rejected, False))
@@ -26,25 +30,52 @@ def pairs_to_judgements(examples: Sequence[Example], threshold: float | None) ->
     return made, unused
 
 
+def pairs_to_rankings(examples: Sequence[Example], threshold: float | None) -> Converted:
+    """The chosen answer with the score 1 and the rejected one with -1. Margin and soft label are not kept."""
+    made, unused = _nothing()
+    for e in examples:
+        if _is_undecided(e):
+            unused.append((e, UNDECIDED))
+        elif isinstance(e, Preference):
+            sides = (e.chosen, e.rejected)
+            made.append(Ranking(prompt=e.prompt, completions=sides, scores=(1.0, -1.0), weight=e.weight, origin=e.origin))
+    return made, unused
+
+
 def scores_to_judgements(examples: Sequence[Example], threshold: float | None) -> Converted:
     """Thumbs up at the threshold or above. A ranking gives one judgement per answer."""
     assert threshold is not None
+    scored = (j for e in examples for j in ([e] if isinstance(e, Judgement) else _answers_of(e)))
+    return [replace(j, label=j.score >= threshold) for j in scored if j.score is not None], []
+
+
+def rankings_to_scored(examples: Sequence[Example], threshold: float | None) -> Converted:
+    """Each answer of a ranking with its score (of k ranks: -1 down to -k), and no label."""
+    return [judgement for e in examples for judgement in _answers_of(e)], []
+
+
+def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> Converted:
+    """All judged answers of a prompt as one ranking, by their scores, or else by their labels: 1 for up and -1 for down.
+
+    A ranking's weight is the smallest of its rows'. Raises UserError when some rows have only a score and others only a label.
+    """
     made, unused = _nothing()
-    for e in examples:
-        if isinstance(e, Judgement) and e.score is not None:
-            made.append(replace(e, label=e.score >= threshold))
-        elif isinstance(e, Ranking):
-            made += [
-                Judgement(
-                    prompt=e.prompt,
-                    completion=completion,
-                    label=score >= threshold,
-                    score=score,
-                    weight=e.weight,
-                    origin=e.origin,
-                )
-                for completion, score in zip(e.completions, e.scores, strict=True)
-            ]
+    judged = [e for e in examples if isinstance(e, Judgement)]
+    by_score = "score" in shared_verdicts(judged, ("score", "label"))
+    for group in _by_prompt(judged):
+        if len(group) == 1:
+            unused.append((group[0], "its prompt has no other judged answer"))
+            continue
+        given = (e.score if by_score else (1.0 if e.label else -1.0) for e in group)
+        made.append(
+            Ranking(
+                prompt=group[0].prompt,
+                completions=tuple(e.completion for e in group),
+                scores=tuple(score for score in given if score is not None),
+                weight=min(e.weight for e in group),
+                origin=group[0].origin,
+            )
+        )
     return made, unused
 
 
@@ -52,8 +83,8 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
     """The chosen answer of a pair, an answer judged up, or the best of a ranking, to be imitated."""
     made, unused = _nothing()
     for e in examples:
-        if isinstance(e, Judgement) and not e.label:
-            unused.append((e, "judged down"))
+        if _is_undecided(e) or (isinstance(e, Judgement) and not e.label):
+            unused.append((e, "judged down" if isinstance(e, Judgement) else UNDECIDED))
             continue
         if isinstance(e, Preference):
             completion = e.chosen
@@ -80,46 +111,76 @@ def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) ->
         if not up or not down:
             unused += [(e, f"its prompt has no other answer judged {'down' if e.label else 'up'}") for e in up + down]
             continue
-        made += [_pair(up[i % len(up)], down[i % len(down)]) for i in range(max(len(up), len(down)))]
+        rounds = ((up[i % len(up)], down[i % len(down)]) for i in range(max(len(up), len(down))))
+        made += [_pair(u, u.completion, d, d.completion) for u, d in rounds]
     return made, unused
 
 
 def scores_to_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
     """The best against the worst answer of each ranking, and of each prompt with scored answers.
 
-    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do.
+    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
     """
+    return _paired(examples, threshold or 0.0, _best_worst, "its score is between the best and the worst of its prompt")
+
+
+def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
+    """Every two answers of each ranking, and of each prompt with scored answers, whose scores differ.
+
+    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
+    """
+    return _paired(examples, threshold or 0.0, _all_pairs, "its score is within the threshold of all others of its prompt")
+
+
+Scored = tuple[Content, float, Judgement | Ranking]
+"""An answer, its score, and the row that it is from."""
+
+
+def _paired(
+    examples: Sequence[Example],
+    threshold: float,
+    choose: Callable[[Sequence[Scored]], Iterable[tuple[Scored, Scored]]],
+    left: str,
+) -> Converted:
+    """The pairs that ``choose`` finds, as far as they tell two answers apart. ``left``: why a row is in no pair of its group."""
     made, unused = _nothing()
     groups = _by_prompt(e for e in examples if isinstance(e, Judgement))
     for group in (*groups, *([e] for e in examples if isinstance(e, Ranking))):
         answers = [answer for e in group for answer in _scored(e)]
-        best, worst = max(answers, key=lambda a: a[1]), min(answers, key=lambda a: a[1])
-        reason = _no_pair(len(answers), best, worst, threshold or 0.0)
-        if reason is not None:
-            unused += [(e, reason) for e in group]
-            continue
-        made.append(
-            Preference(
-                prompt=group[0].prompt,
-                chosen=best[0],
-                rejected=worst[0],
-                weight=min(best[2].weight, worst[2].weight),
-                origin=best[2].origin,
-            )
-        )
-        unused += [
-            (e, "its score is between the best and the worst of its prompt")
-            for e in group
-            if e is not best[2] and e is not worst[2]
-        ]
+        pairs = [(a, b) for a, b in choose(answers) if a[0] != b[0] and a[1] > b[1] and a[1] - b[1] >= threshold]
+        used = {id(e) for pair in pairs for _, _, e in pair}
+        reason = left if pairs else _no_pair(answers, threshold)
+        unused += [(e, reason) for e in group if id(e) not in used]
+        made += [_pair(up, better, down, worse) for (better, _, up), (worse, _, down) in pairs]
     return made, unused
+
+
+def _best_worst(answers: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
+    return [(max(answers, key=lambda a: a[1]), min(answers, key=lambda a: a[1]))]
+
+
+def _all_pairs(answers: Sequence[Scored]) -> list[tuple[Scored, Scored]]:
+    """Every two answers, the better one first."""
+    return list(combinations(sorted(answers, key=lambda a: -a[1]), 2))
 
 
 def _nothing() -> Converted:
     return [], []
 
 
-Scored = tuple[Content, float, Judgement | Ranking]
+UNDECIDED = "its soft label does not say that the chosen answer is the better one"
+
+
+def _is_undecided(e: Example) -> bool:
+    return isinstance(e, Preference) and e.soft is not None and e.soft <= 0.5
+
+
+def _answers_of(e: Example) -> list[Judgement]:
+    assert isinstance(e, Ranking)
+    return [
+        Judgement(prompt=e.prompt, completion=completion, score=score, weight=e.weight, origin=e.origin)
+        for completion, score in zip(e.completions, e.scores, strict=True)
+    ]
 
 
 def _scored(e: Example) -> list[Scored]:
@@ -130,20 +191,19 @@ def _scored(e: Example) -> list[Scored]:
     return [(e.completion, e.score, e)]
 
 
-def _no_pair(count: int, best: Scored, worst: Scored, threshold: float) -> str | None:
-    if count < 2:
+def _no_pair(answers: Sequence[Scored], threshold: float) -> str:
+    scores = [score for _, score, _ in answers]
+    if len(answers) < 2:
         return "its prompt has no other scored answer"
-    if best[1] == worst[1]:
+    if max(scores) == min(scores):
         return "all answers of its prompt have the same score"
-    if best[1] - worst[1] < threshold:
+    if max(scores) - min(scores) < threshold:
         return "the scores of its prompt differ by less than the threshold"
-    return "the best and the worst answer are the same" if best[0] == worst[0] else None
+    return "the best and the worst answer are the same"
 
 
-def _pair(up: Judgement, down: Judgement) -> Preference:
-    return Preference(
-        prompt=up.prompt, chosen=up.completion, rejected=down.completion, weight=min(up.weight, down.weight), origin=up.origin
-    )
+def _pair(up: Judgement | Ranking, better: Content, down: Judgement | Ranking, worse: Content) -> Preference:
+    return Preference(prompt=up.prompt, chosen=better, rejected=worse, weight=min(up.weight, down.weight), origin=up.origin)
 
 
 def _by_prompt(examples: Iterable[T]) -> Iterable[list[T]]:
@@ -167,16 +227,32 @@ def _is_labelled(e: Example) -> bool:
     return isinstance(e, Judgement) and e.label is not None
 
 
+def _is_pair(e: Example) -> bool:
+    return isinstance(e, Preference)
+
+
+def _is_ranking(e: Example) -> bool:
+    return isinstance(e, Ranking)
+
+
+def _is_scored_judgement(e: Example) -> bool:
+    return isinstance(e, Judgement) and e.score is not None
+
+
 def _is_scored(e: Example) -> bool:
-    return isinstance(e, Ranking) or (isinstance(e, Judgement) and e.score is not None)
+    return _is_ranking(e) or _is_scored_judgement(e)
 
 
 CONVERSIONS: dict[str, Conversion] = {
-    "pairs_to_judgements": Conversion(pairs_to_judgements, lambda e: isinstance(e, Preference), "judgement"),
+    "pairs_to_judgements": Conversion(pairs_to_judgements, _is_pair, "judgement"),
+    "pairs_to_rankings": Conversion(pairs_to_rankings, _is_pair, "ranking"),
     "judgements_to_pairs": Conversion(judgements_to_pairs, _is_labelled, "preference"),
     "scores_to_judgements": Conversion(scores_to_judgements, _is_scored, "judgement", "needed"),
     "scores_to_pairs": Conversion(scores_to_pairs, _is_scored, "preference", "optional"),
+    "scores_to_all_pairs": Conversion(scores_to_all_pairs, _is_scored, "preference", "optional"),
+    "scores_to_rankings": Conversion(scores_to_rankings, lambda e: _is_labelled(e) or _is_scored_judgement(e), "ranking"),
+    "rankings_to_scored": Conversion(rankings_to_scored, _is_ranking, "scored"),
     "chosen_to_demonstrations": Conversion(
-        chosen_to_demonstrations, lambda e: isinstance(e, Preference | Ranking) or _is_labelled(e), "demonstration"
+        chosen_to_demonstrations, lambda e: _is_pair(e) or _is_ranking(e) or _is_labelled(e), "demonstration"
     ),
 }

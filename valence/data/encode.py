@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,7 +22,6 @@ from valence.types import (
     Example,
     Ids,
     Judgement,
-    Kind,
     Origin,
     Preference,
     Prompt,
@@ -169,8 +168,8 @@ class Encoder:
         return EncodedSet(tuple(units), tuple(unusable), by_name, tuple(lengths))
 
     def _encode(self, example: Example, source: str, row: _Row) -> Encoded | Unusable:
-        kind, completions, label, scores, margin = _parts(example)
-        trained_prompt = kind == "demonstration" and self.train_on == "assistant"
+        completions, verdict = _parts(example)
+        trained_prompt = isinstance(example, Demonstration) and self.train_on == "assistant"
         try:
             prompt = self._form(example.prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
@@ -185,15 +184,12 @@ class Encoder:
         return Encoded(
             id=example.id,
             origin=example.origin,
-            kind=kind,
             prompt_ids=fitted.prompt,
             prompt_mask=fitted.prompt_mask,
             answers=fitted.answers,
-            label=label,
-            scores=scores,
-            margin=margin,
             weight=example.weight,
             source=source,
+            **verdict,
         )
 
     # --- a prompt and its answers as tokens
@@ -343,20 +339,21 @@ class Encoder:
         )
 
 
-def _parts(example: Example) -> tuple[Kind, tuple[Content, ...], bool | None, tuple[float, ...], float]:
-    """Kind, completions, label, scores, margin."""
+def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:
+    """The completions, and what an Encoded says of them: its kind and what is known about their worth."""
     match example:
         case Judgement():
             scores = () if example.score is None else (example.score,)
-            return "judgement", (example.completion,), example.label, scores, 0.0
+            judged = {"label": example.label, "scores": scores, "attributes": tuple(sorted(example.attributes.items()))}
+            return (example.completion,), {"kind": "judgement", **judged}
         case Preference():
-            return "preference", (example.chosen, example.rejected), None, (), example.margin
+            return (example.chosen, example.rejected), {"kind": "preference", "margin": example.margin, "soft": example.soft}
         case Demonstration():
-            return "demonstration", (example.completion,), None, (), 0.0
+            return (example.completion,), {"kind": "demonstration"}
         case Ranking():
-            return "ranking", example.completions, None, example.scores, 0.0
+            return example.completions, {"kind": "ranking", "scores": example.scores}
         case Prompt():
-            return "prompt", (), None, (), 0.0
+            return (), {"kind": "prompt"}
 
 
 def _turns(content: Content, role: str) -> Chat:

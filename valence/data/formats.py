@@ -142,12 +142,21 @@ def judged_ids(row: Columns) -> Judgement:
     return _judgement(row, *_ids(row, "prompt", "completion"))
 
 
+def helpsteer(row: Columns) -> Judgement:
+    """Attributes in a column each."""
+    prompt, (completion,) = exchange(row, "completion")
+    given = {name: row.parse(name, values.number, None) for name in HELPSTEER_ATTRIBUTES.split()}
+    attributes = {name: score for name, score in given.items() if score is not None}
+    return Judgement(prompt=prompt, completion=completion, attributes=attributes, **row.common)
+
+
 def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
     return Judgement(
         prompt=prompt,
         completion=completion,
         label=row.parse("label", values.label, None),
         score=row.parse("score", values.number, None),
+        attributes=row.parse("scores", values.attributes, {}),
         **row.common,
     )
 
@@ -178,7 +187,12 @@ def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Conten
     if chosen == rejected:
         raise UserError("the chosen and the rejected answer are the same", fix="leave out pairs without a difference")
     return Preference(
-        prompt=prompt, chosen=chosen, rejected=rejected, margin=row.parse("margin", values.number, 0.0), **row.common
+        prompt=prompt,
+        chosen=chosen,
+        rejected=rejected,
+        margin=row.parse("margin", values.number, 0.0),
+        soft=row.parse("soft", values.probability, None),
+        **row.common,
     )
 
 
@@ -271,33 +285,40 @@ class Format:
 IDS = {"prompt_ids": "prompt", "completion_ids": "completion", "chosen_ids": "chosen", "rejected_ids": "rejected"}
 HALOS = {"output": "completion", "reward": "score"}
 NEMO = {"response": "completion", "preference": "label"}
+HELPSTEER = {"response": "completion"}
+HELPSTEER_ATTRIBUTES = "helpfulness correctness coherence complexity verbosity"
 OPENRLHF = {"input": "prompt", "output": "completion"}
 SHARED = {"conversations": "messages", "kto_tag": "label"}
 ALPACA = {"output": "completion", "kto_tag": "label"}
 MORE = "input system history"
 
 FORMATS: dict[str, Format] = {
-    "judgement": Format(judgement, "judgement", "prompt completion label", "score tools"),
-    "scored": Format(judgement, "judgement", "prompt completion score", "tools"),
-    "judged_messages": Format(judged_messages, "judgement", "messages label", "score tools"),
-    "preference": Format(preference, "preference", "chosen rejected", "prompt margin tools"),
+    "judgement": Format(judgement, "judgement", "prompt completion label", "score scores tools"),
+    "scored": Format(judgement, "judgement", "prompt completion score", "scores tools"),
+    "attributes": Format(judgement, "judgement", "prompt completion scores", "tools"),
+    "judged_messages": Format(judged_messages, "judgement", "messages label", "score scores tools"),
+    "scored_messages": Format(judged_messages, "judgement", "messages score", "scores tools"),
+    "preference": Format(preference, "preference", "chosen rejected", "prompt margin soft tools"),
     "demonstration": Format(demonstration, "demonstration", "prompt completion", "tools"),
     "messages": Format(messages, "demonstration", "messages", "tools"),
     "ranking": Format(ranking, "ranking", "prompt completions", "scores ranks tools"),
     "prompt": Format(prompt, "prompt", "prompt", "tools"),
     # Token ids, taken as they are
     "judgement_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids label", "score", IDS),
-    "preference_ids": Format(preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin", IDS),
+    "preference_ids": Format(preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin soft", IDS),
     "demonstration_ids": Format(demonstrated_ids, "demonstration", "prompt_ids completion_ids", "", IDS),
     # HALOs: what its labelling script writes
     "binary_feedback": Format(judgement, "judgement", "prompt output label", "reward type", HALOS),
     "scalar_feedback": Format(judgement, "judgement", "prompt output reward", "type", HALOS),
     "pairwise_feedback": Format(pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"),
-    # NeMo-Aligner, ColossalChat, OpenRLHF
+    # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF
+    "helpsteer": Format(
+        helpsteer, "judgement", "prompt response helpfulness", "correctness coherence complexity verbosity", HELPSTEER
+    ),
     "nemo_aligner": Format(judgement, "judgement", "prompt response preference", "", NEMO),
     "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
     "openrlhf": Format(judgement, "judgement", "input output label", "", OPENRLHF),
-    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin", OPENRLHF),
+    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin soft", OPENRLHF),
     # LLaMA-Factory
     "sharegpt": Format(messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT),
     "sharegpt_kto": Format(judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT),

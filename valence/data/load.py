@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,12 +10,12 @@ from itertools import chain, islice
 from typing import Any, Literal, Protocol
 
 from valence.data import values
-from valence.data.convert import CONVERSIONS, Conversion
 from valence.data.detect import detect, is_another_format
 from valence.data.formats import FORMATS, columns_read, read_example
+from valence.data.kinds import conversion_to, of_kind
 from valence.data.sources import BadRow, Row, read_rows
 from valence.errors import UserError
-from valence.types import Demonstration, Example, Judgement, Kind, Origin, Preference, Prompt, Ranking
+from valence.types import Example, Judgement, Kind, Origin, Preference, Ranking
 
 DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
@@ -125,12 +124,13 @@ def load(
     on_bad_row: OnBadRow = "stop",
 ) -> Loaded:
     """The Examples of these files, all of the kind asked for. A file's weight multiplies the weight of its rows.
+    Of the kind ``scored`` are judgements that all have a label, or all a score, or all attributes.
 
     ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into ``kind``, and puts
     them after those that are of that kind already. Raises UserError at the first row that cannot be used, unless
     ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
     """
-    conversion = _conversion(convert, threshold, kind)
+    conversion = conversion_to(kind, convert, threshold)
     read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
         left = None if limit is None else limit - sum(file.rows for files, _, _ in read for file in files)
@@ -139,7 +139,7 @@ def load(
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
     if twice:
         raise UserError("this file is listed twice", where=twice[0], fix="list it once, with weight: 2 if it is to count twice")
-    examples, unused = _of_kind([e for _, made, _ in read for e in made], kind, conversion, threshold)
+    examples, unused = of_kind([e for _, made, _ in read for e in made], kind, conversion, threshold)
     bad = tuple(row for _, _, rows in read for row in rows)
     if not examples:
         raise _nothing_left(files, bad, unused)
@@ -183,7 +183,7 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
             seen.update(column for column, value in row.value.items() if value is not None)
             row = _example(row, name, source)
         elif isinstance(row, Example):
-            row = _weighted(row, source)
+            row = _given(row, source)
         if isinstance(row, BadRow):
             if on_bad_row == "stop":
                 raise UserError(
@@ -265,6 +265,36 @@ def _example(row: Row, name: str, source: Source) -> Example | BadRow:
     return _weighted(example, source)
 
 
+def _given(example: Example, source: Source) -> Example | BadRow:
+    """An Example that a program made, with its numbers checked as those of a file are."""
+    try:
+        _check_numbers(example)
+    except UserError as error:
+        return BadRow(example.origin, error.what, error.fix or "mend the row or leave it out")
+    return _weighted(example, source)
+
+
+def _check_numbers(example: Example) -> None:
+    match example:
+        case Judgement(score=score, attributes=attributes):
+            named = {name: number for name, number in {"score": score, **attributes}.items() if number is not None}
+        case Preference(soft=soft):
+            named = {"margin": example.margin}
+            if soft is not None:
+                values.probability(soft, "soft")
+        case Ranking(scores=scores):
+            named = {f"number {n} of scores": score for n, score in enumerate(scores, 1)}
+            if len(scores) != len(example.completions) or len(scores) < 2:
+                raise UserError(
+                    f"the ranking has {len(example.completions)} completions and {len(scores)} scores",
+                    fix="give two or more completions, and a score for each",
+                )
+        case _:
+            named = {}
+    for name, number in named.items():
+        values.number(number, name)
+
+
 def _weighted(example: Example, source: Source) -> Example | BadRow:
     try:
         return replace(example, weight=values.weight(example.weight, "weight") * source.weight)
@@ -272,97 +302,7 @@ def _weighted(example: Example, source: Source) -> Example | BadRow:
         return BadRow(example.origin, error.what, error.fix or "mend the row or leave it out")
 
 
-# The kind that is needed
-
-KINDS: dict[type[Example], Kind] = {
-    Judgement: "judgement",
-    Preference: "preference",
-    Demonstration: "demonstration",
-    Ranking: "ranking",
-    Prompt: "prompt",
-}
-WORDS: dict[Kind, str] = {
-    "judgement": "answers judged up or down",
-    "preference": "pairs of a chosen and a rejected answer",
-    "demonstration": "answers to imitate",
-    "ranking": "several scored answers to each prompt",
-    "prompt": "prompts alone",
-}
-
-
-def _conversion(name: str | None, threshold: float | None, kind: Kind) -> Conversion | None:
-    conversion = CONVERSIONS.get(name) if name is not None else None
-    if name is not None and conversion is None:
-        raise UserError(f"there is no conversion {name!r}", where="data.convert", fix=f"use one of {', '.join(CONVERSIONS)}")
-    if conversion is not None and conversion.gives != kind:
-        raise UserError(
-            f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
-            where="data.convert",
-            fix="remove it, or choose another conversion or method",
-        )
-    use = conversion.threshold if conversion else "none"
-    if threshold is None and use == "needed":
-        raise UserError(
-            f"{name} needs a threshold", where="data.threshold", fix="set it to the score from which an answer is good"
-        )
-    if threshold is not None and (use == "none" or not math.isfinite(threshold)):
-        raise UserError(
-            f"{threshold} has no effect here",
-            where="data.threshold",
-            fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
-        )
-    return conversion
-
-
-def _of_kind(
-    examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
-) -> tuple[tuple[Example, ...], list[tuple[Example, str]]]:
-    ready = [e for e in examples if _is(e, kind)]
-    other = [e for e in examples if not _is(e, kind)]
-    for e in other:
-        if conversion is None or not conversion.takes(e):
-            raise _wrong_kind(e, kind)
-    if conversion is None:
-        return tuple(ready), []
-    for e in ready:
-        if conversion.takes(e):
-            raise UserError(
-                "the row has a label already, and the conversion would make it from the score",
-                where=str(e.origin),
-                fix="remove data.convert, or set format: scored to read the score alone",
-            )
-    made, unused = conversion.run(other, threshold)
-    return (*ready, *made), unused
-
-
-def _is(e: Example, kind: Kind) -> bool:
-    return KINDS[type(e)] == kind and not _is_only_scored(e)
-
-
-def _is_only_scored(e: Example) -> bool:
-    return isinstance(e, Judgement) and e.label is None
-
-
-def _wrong_kind(e: Example, kind: Kind) -> UserError:
-    found = "answers with a score and no label" if _is_only_scored(e) else WORDS[KINDS[type(e)]]
-    ways = [
-        f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
-        for name, c in CONVERSIONS.items()
-        if c.gives == kind and c.takes(e)
-    ]
-    if kind == "prompt":
-        ways.append("format: prompt on this file, to read only its prompts")
-    if isinstance(e, Prompt) and e.info:
-        ways.append(f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the answers")
-    return UserError(
-        f"the rows are {found}, and the method needs {WORDS[kind]}",
-        where=str(e.origin),
-        fix=(
-            f"set {', or '.join(ways)}; or choose a method for such rows"
-            if ways
-            else "choose a method for such rows, or other data: no conversion makes the one of the other"
-        ),
-    )
+# What remains
 
 
 def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, str]]) -> UserError:

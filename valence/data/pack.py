@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Sequence
 
 import torch
@@ -100,7 +101,19 @@ def collate(
         label=None if None in labels else column(labels, torch.bool),
         weight=column([unit.weight for unit, *_ in rows], torch.float32),
         margin=column([unit.margin for unit, *_ in rows], torch.float32),
+        soft=column([math.nan if unit.soft is None else unit.soft for unit, *_ in rows], torch.float32),
+        target=_targets(
+            [unit.scores[side : side + 1] if unit.kind == "ranking" else unit.scores for unit, _, side, _ in rows], device
+        ),
         group=column([groups[number] if groups else 0 for _, number, _, _ in rows], torch.long),
         groups=max(groups) + 1 if groups else 1,
         ids=tuple(unit.id for unit, *_ in rows),
     )
+
+
+def _targets(rows: Sequence[Sequence[float]], device: torch.device | str) -> torch.Tensor | None:
+    """[S, A], or None when no row has any."""
+    width = max(map(len, rows))
+    if not width:
+        return None
+    return torch.tensor([list(row) or [math.nan] * width for row in rows], dtype=torch.float32, device=device)

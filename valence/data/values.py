@@ -76,6 +76,30 @@ def weight(value: object, name: str) -> float:
     return result
 
 
+def probability(value: object, name: str) -> float:
+    """A number from 0 to 1."""
+    result = number(value, name)
+    if not 0 <= result <= 1:
+        raise UserError(
+            f"{name} is {result:g}, and must be a probability",
+            fix="give a number from 0 to 1: how likely it is that the chosen answer is the better one",
+        )
+    return result
+
+
+def attributes(value: object, name: str) -> dict[str, float]:
+    """Scores by the name of what they are about. Null (a table's filling) is a score that was not given."""
+    if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value):
+        raise UserError(
+            f"{name} is {shown(value)}, and must be an object of attributes with a score each",
+            fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else needs another name',
+        )
+    found = {each: number(score, f"{each} in {name}") for each, score in value.items() if score is not None}
+    if not found:
+        raise UserError(f"{name} has no score", fix="give at least one attribute a score, or leave the row out")
+    return found
+
+
 def ids(value: object, name: str) -> Ids:
     """Token ids: a list of integers from 0, at least one."""
     if (

@@ -141,6 +141,6 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
         scored=rows[mask], read=torch.stack([rows[mask], torch.cat([seq.new_zeros(above), seq])[mask]]).cpu(),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
         leaf=tuple(range(len(trunk), len(trunk) + len(spans))), trains=(True,) * len(spans),
-        unit=each, side=each, label=None, weight=torch.ones(len(spans)), margin=torch.zeros(len(spans)), group=each, groups=1,
-        ids=("",) * len(spans),
+        unit=each, side=each, label=None, weight=torch.ones(len(spans)), margin=torch.zeros(len(spans)),
+        soft=torch.full((len(spans),), torch.nan), target=None, group=each, groups=1, ids=("",) * len(spans),
     )  # fmt: skip

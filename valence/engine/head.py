@@ -67,6 +67,17 @@ class Head:
             found: Any = LinearLogProb.apply(hidden, weight, bias, target, self, entropy, grad)
             return found
 
+    @torch.no_grad()
+    def sum_sq(self, hidden: Tensor) -> Tensor:
+        """sum_v p_v^2 under softmax(logits) [N], without a gradient."""
+        found: list[Tensor] = []
+        with torch.autocast(hidden.device.type, enabled=False):
+            for rows in hidden.split(ROWS // 8):
+                logits = self.layer(rows.to(next(self.layer.parameters()).dtype))
+                p = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype))).softmax(-1)
+                found.append(p.square_().sum(-1))
+        return torch.cat(found)
+
     def finish(self, logits: Tensor) -> Tensor:
         """The layer's product, scaled and capped."""
         if self.scale != 1.0:

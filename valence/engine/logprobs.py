@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ from valence.engine.head import Head, TargetLogProb
 from valence.engine.layout import split, table
 from valence.types import Batch, TokenOut
 
+_Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Rows, and what was found there: log-probability, entropy, sum of squared probabilities."""
 ROUND = 64  # tokens; passes are filled up to multiples of it, on CUDA up to an eighth of a power of two
 
 
@@ -74,12 +75,13 @@ class Engine(nn.Module):
     def device(self) -> torch.device:
         return next(self.model.parameters()).device
 
-    def forward(self, batch: Batch, entropy: bool = False) -> TokenOut:
+    def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
 
-        Only those of sequences that train have a gradient.
+        Only those of sequences that train have a gradient. want: what else to tell, of entropy and sum_sq (see TokenOut; the
+        latter has no gradient).
         """
-        return self._as_forest(batch, entropy) if self.packs else self._one_by_one(batch, entropy)
+        return self._as_forest(batch, want) if self.packs else self._one_by_one(batch, want)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -91,8 +93,8 @@ class Engine(nn.Module):
         with torch.autocast(self.device.type, self.compute), narrow:
             yield
 
-    def _as_forest(self, batch: Batch, entropy: bool) -> TokenOut:
-        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    def _as_forest(self, batch: Batch, want: Collection[str]) -> TokenOut:
+        found: list[_Found] = []
         with self._autocast():
             hidden = self._hidden(batch)
             half = (self.compute or hidden.dtype) == torch.bfloat16
@@ -100,7 +102,9 @@ class Engine(nn.Module):
             for trains in sorted(set(batch.trains), reverse=True):
                 ours = batch.part(trains=trains).scored
                 with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-                    found.append((ours, *head(hidden[batch.source[ours]], batch.tokens[ours], entropy)))
+                    before = hidden[batch.source[ours]]
+                    squares = head.sum_sq(before) if "sum_sq" in want else None
+                    found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares))
         return _scatter(batch, found)
 
     def _hidden(self, batch: Batch) -> Tensor:
@@ -149,8 +153,8 @@ class Engine(nn.Module):
         own = getattr(self.causal.config.get_text_config(), "sliding_window", None)
         return (0, own) if isinstance(own, int) else (0,)
 
-    def _one_by_one(self, batch: Batch, entropy: bool) -> TokenOut:
-        found: list[tuple[Tensor, Tensor, Tensor | None]] = []
+    def _one_by_one(self, batch: Batch, want: Collection[str]) -> TokenOut:
+        found: list[_Found] = []
         rotary = rotary_by_length(self.causal)
         for s, trains in enumerate(batch.trains):
             path = batch.rows(s)
@@ -163,11 +167,10 @@ class Engine(nn.Module):
                 with self._autocast():
                     logits = self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=read - 1).logits[0]
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
-                spread = None
-                if entropy:
-                    logps = torch.log_softmax(logits, -1)
-                    spread = -(logps.exp() * logps).sum(-1)
-                found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread))
+                logps = torch.log_softmax(logits, -1) if want else logits
+                spread = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
+                squares = (2 * logps.detach()).exp().sum(-1) if "sum_sq" in want else None
+                found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread, squares))
         return _scatter(batch, found)
 
     def check_layout(self) -> None:
@@ -178,11 +181,11 @@ class Engine(nn.Module):
         check(self)
 
 
-def _scatter(batch: Batch, found: list[tuple[Tensor, Tensor, Tensor | None]]) -> TokenOut:
+def _scatter(batch: Batch, found: list[_Found]) -> TokenOut:
     """Puts values where their rows are, and 0 elsewhere."""
-    rows, logps, spreads = zip(*found, strict=True)
+    rows, logps, *others = zip(*found, strict=True)
     index = (torch.cat(rows),)
     logp = torch.cat(logps)
     blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
-    out = TokenOut(blank.index_put(index, logp))
-    return out if spreads[0] is None else replace(out, entropy=blank.index_put(index, torch.cat(spreads)))
+    entropy, sum_sq = (None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others)
+    return TokenOut(blank.index_put(index, logp), entropy, sum_sq)

@@ -8,27 +8,30 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torch import Tensor
 
-from valence.losses import metrics, stats
-from valence.losses.average import Average
-from valence.losses.imitation import sft
-from valence.losses.preference import dpo
-from valence.losses.unpaired import apo_zero_unpaired, kto
-from valence.losses.views import View
-from valence.types import Kind
+from valence.losses import advantage, coupled, imitation, metrics, policy, preference, stats, unpaired
+from valence.losses.average import Average, weighted_sum
+from valence.losses.modifiers import MODIFIERS, Modifier
+from valence.losses.views import VIEWS, Named, View, token_columns
+from valence.types import Batch, Kind, TokenOut
 
-__all__ = ["LOSSES", "Loss", "apo_zero_unpaired", "dpo", "kto", "sft"]
+__all__ = ["LOSSES", "Loss"]
 
 Direction = Literal[-1, 0, 1]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Loss:
-    """One row. ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down)."""
+    """One row. ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down).
+
+    statistic: of mismatched sequences, for z0. credit: scores[S], units[S] and the step's mean and spread of scores -> advantages[S].
+    shifts: it reads BCO's running delta. couples: its value at one sequence depends on the others of the whole step.
+    defaults: of settings, where they differ from a modifier's own. clashes: (setting, value, modifier) that cannot go together.
+    """
 
     fn: Callable[..., Tensor]
     view: View
@@ -37,7 +40,13 @@ class Loss:
     metrics: Callable[..., metrics.Metrics]
     direction: Mapping[str, Direction]
     reward: metrics.Reward | None = None
+    modifiers: tuple[str, ...] = ()
     statistic: Callable[..., Tensor] | None = None
+    credit: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    shifts: bool = False
+    couples: bool = False
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    clashes: tuple[tuple[str, Any, str], ...] = ()
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -46,30 +55,156 @@ class Loss:
 
     @property
     def needs_reference(self) -> bool:
-        return any(name.startswith("ref") for name in self.reads)
+        """Stored answers have no record of the policy that gave them, for which the reference stands in."""
+        return any(name.startswith(("ref", "old")) for name in self.reads)
+
+    @property
+    def functions(self) -> tuple[Callable[..., Any], ...]:
+        """All whose keyword-only parameters are its settings."""
+        return (self.fn, *([self.statistic] if self.statistic else []), *(MODIFIERS[name].fn for name in self.modifiers))
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
-        """The keyword-only parameters of the function and of its step statistic: what a recipe may set."""
-        functions = [self.fn] + ([self.statistic] if self.statistic else [])
-        parameters = [p for fn in functions for p in inspect.signature(fn, eval_str=True).parameters.values()]
-        return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
+        """What a recipe may set: types and defaults."""
+        parameters = [p for fn in self.functions for p in inspect.signature(fn, eval_str=True).parameters.values()]
+        return {p.name: p.replace(default=self.defaults.get(p.name, p.default)) for p in parameters if p.kind is p.KEYWORD_ONLY}
+
+    def acting(self, stage: str, settings: Mapping[str, Any]) -> list[Modifier]:
+        """The modifiers of a stage that change something under these settings."""
+        own = (MODIFIERS[name] for name in self.modifiers)
+        return [modifier for modifier in own if modifier.stage == stage and modifier.acts(settings)]
+
+    def wants(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """What the engine is to tell besides log-probabilities."""
+        return ("sum_sq",) if settings.get("wpo") else ()
+
+    def without_effect(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Settings that change nothing under the others, and the setting that would turn each on."""
+        own = [MODIFIERS[name] for name in self.modifiers]
+        idle = {name: m.idle[0] for m in own if m.idle and not m.acts(settings) for name in m.idle_settings}
+        return idle if settings.get("f_divergence", "alpha") == "alpha" else idle | {"f_alpha": "f_divergence: alpha"}
+
+    def contradictions(self, settings: Mapping[str, Any]) -> dict[str, str]:
+        """Settings of a modifier that another setting rules out, and that setting."""
+        return {
+            (MODIFIERS[name].idle or (name,))[0]: f"{setting}: {str(value).lower()}"
+            for setting, value, name in self.clashes
+            if settings[setting] == value and MODIFIERS[name].acts(settings)
+        }
+
+    def averages(self, settings: Mapping[str, Any]) -> list[Average]:
+        """Those of its terms: what a step counts before its first forward pass."""
+        more: list[Average] = []
+        if "nll" in self.modifiers and MODIFIERS["nll"].acts(settings):
+            more = ["chosen_token_mean" if settings["nll_average"] == "token" else "pair_mean"]
+        return list(dict.fromkeys([self.average, *more]))
+
+    def read(
+        self, batch: Batch, out: TokenOut, ref: Tensor | None, settings: Mapping[str, Any], shared: Mapping[str, Tensor] | None = None,
+        view: View | None = None,
+    ) -> tuple[Named, Named]:  # fmt: skip
+        """The micro-batch as it was measured, and as the loss reads it under these settings. ``shared``: what holds for the whole
+        step (z0, delta); ``view``: another one than the row's."""
+        columns = token_columns(batch, out, ref)
+        if self.credit is not None:
+            assert batch.target is not None
+            assert shared is not None
+            columns["adv"] = self.credit(batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"])
+        lay = VIEWS[view or self.view]
+        plain = lay(batch, columns) | dict(shared or {})
+        changed = columns
+        for modifier in self.acting("tokens", settings):
+            changed = modifier(changed, batch, settings=settings)
+        if changed is not columns:
+            changed = {name: values for name, values in changed.items() if name != "sum_sq_t"}
+        found = plain if changed is columns else plain | lay(batch, changed)
+        for modifier in self.acting("view", settings) if view is None else ():
+            found = modifier(found, settings=settings)
+        return plain, found
 
     def __call__(self, view: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
         """The unreduced loss of a view, under a recipe's settings."""
         own = {p.name for p in inspect.signature(self.fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
         return self.fn(*(view[name] for name in self.reads), **{k: v for k, v in settings.items() if k in own})
 
+    def total(
+        self,
+        plain: Mapping[str, Tensor],
+        view: Mapping[str, Tensor],
+        settings: Mapping[str, Any],
+        count: Mapping[Average, Tensor],
+    ) -> Tensor:
+        """The part of the step's loss that these sequences are: each term's weighted sum by its own count."""
+        total = weighted_sum(self.average, self(view, settings), view) / count[self.average]
+        for modifier in self.acting("term", settings):
+            average, values = modifier(plain, settings=settings)
+            total = total + weighted_sum(average, values, plain) / count[average]
+        return total
+
+    def measure(
+        self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Mapping[str, Tensor], settings: Mapping[str, Any]
+    ) -> metrics.Metrics:
+        """The numbers that it reports of a micro-batch as it was measured."""
+        numbers = self.metrics(plain, self.reward, settings)
+        if settings.get("humanline") is not None:
+            numbers |= metrics.unclamped(token_columns(batch, out, ref), settings)
+        return numbers
+
 
 _UP_DOWN: Mapping[str, Direction] = {"chosen": 1, "rejected": -1}
-_REWARD = metrics.log_ratio_reward
+_LONG = ("humanline", "ld_alpha", "wpo", "nll")  # of rows that read the sum over a whole answer, and a reference
+_NORM = ("humanline", "wpo", "nll")
+_SOFT = ("smoothing",)
+_F = ("f_divergence",)
+
+
+def _unpaired(fn: Callable[..., Tensor], **more: Any) -> Loss:
+    base: dict[str, Any] = {
+        "view": "seq", "average": "seq_mean", "data": "judgement", "metrics": metrics.unpaired, "direction": _UP_DOWN,
+        "reward": metrics.log_ratio, "modifiers": ("humanline",),
+    }  # fmt: skip
+    return Loss(fn, **(base | more))
+
+
+def _paired(
+    fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metrics.Reward = metrics.log_ratio, **more: Any
+) -> Loss:
+    base: dict[str, Any] = {
+        "view": "pair", "average": "pair_mean", "data": "preference", "metrics": metrics.paired, "direction": _UP_DOWN,
+        "reward": reward, "modifiers": modifiers,
+    }  # fmt: skip
+    return Loss(fn, **(base | more))
+
 
 # fmt: off
 LOSSES: dict[str, Loss] = {
-    #                         function           view     average       data             metrics           direction      reward   statistic
-    "kto":               Loss(kto,               "seq",   "seq_mean",   "judgement",     metrics.unpaired, _UP_DOWN,      _REWARD, stats.mismatched_kl),
-    "apo_zero_unpaired": Loss(apo_zero_unpaired, "seq",   "seq_mean",   "judgement",     metrics.unpaired, _UP_DOWN,      _REWARD),
-    "dpo":               Loss(dpo,               "pair",  "pair_mean",  "preference",    metrics.paired,   _UP_DOWN,      _REWARD),
-    "sft":               Loss(sft,               "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
+    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl),
+    "apo_zero_unpaired": _unpaired(unpaired.apo_zero_unpaired),
+    "bco":               _unpaired(unpaired.bco, shifts=True),
+    "aot_unpaired":      _unpaired(coupled.aot_unpaired, average="class_mean", couples=True),
+    "dpo":               _paired(preference.dpo,        _LONG + _SOFT + _F),
+    "dpo_norm":          _paired(preference.dpo_norm,   _NORM + _SOFT + _F, metrics.log_ratio_per_token),
+    "robust_dpo":        _paired(preference.robust_dpo, _LONG + _SOFT + _F),
+    "ipo":               _paired(preference.ipo,        _LONG + _F, metrics.log_ratio_tau, clashes=(("normalize", True, "ld_alpha"),)),
+    "hinge":             _paired(preference.hinge,      _LONG + _F),
+    "slic":              _paired(preference.slic,       ("ld_alpha",), metrics.likelihood),
+    "simpo":             _paired(preference.simpo,      (*_SOFT, "nll"), metrics.likelihood_per_token),
+    "cpo":               _paired(preference.cpo,        ("ld_alpha", "nll"), metrics.likelihood, defaults={"nll_weight": 1.0}),
+    "orpo":              _paired(preference.orpo,       (), metrics.likelihood_per_token),
+    "apo_zero":          _paired(preference.apo_zero,   _LONG),
+    "apo_down":          _paired(preference.apo_down,   _LONG, direction={"chosen": 0, "rejected": -1}),
+    "exo":               _paired(preference.exo,        _LONG + _SOFT + _F, defaults={"label_smoothing": 1e-3}),
+    "nca":               _paired(preference.nca,        _LONG),
+    "bco_pair":          _paired(preference.bco_pair,   _LONG, shifts=True),
+    "sppo":              _paired(preference.sppo,       _LONG),
+    "dpop":              _paired(preference.dpop,       _LONG),
+    "discopop":          _paired(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
+    "aot":               _paired(coupled.aot,           _LONG + _SOFT, couples=True),
+    "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
+    "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
+    "grpo":              Loss(policy.ppo_clip, "token", "seq_mean_token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
+                              modifiers=("humanline",), credit=advantage.within_group),
+    "ppo":               Loss(policy.ppo_clip, "token", "token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
+                              modifiers=("humanline",), credit=advantage.over_step),
 }
 # fmt: on

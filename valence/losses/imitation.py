@@ -13,3 +13,14 @@ def sft(logp_t: Tensor) -> Tensor:
     logp_t[T]: log-probability of each trained token (nats).
     """
     return -logp_t
+
+
+def dft(logp_t: Tensor) -> Tensor:
+    """Dynamic fine-tuning: likelihood weighted by the probability itself, so that unlikely tokens do not dominate the step.
+
+    -sg(p_t)*logp_t, p_t = exp(logp_t), sg = no gradient; averaged over all trained tokens of the optimizer step.
+    Wu et al. 2025, arXiv 2508.05629.
+
+    logp_t[T]: log-probability of each trained token (nats).
+    """
+    return -logp_t.detach().exp() * logp_t

@@ -1,11 +1,11 @@
 """Numbers a loss reports about itself, as pure functions of its view: name -> value with its reduction.
 
-``reward`` is the implicit reward of the loss, a function of summed log-probabilities (beta * (logp - ref) for most).
+``reward`` is the implicit reward of the loss: a function of summed log-probabilities (beta * (logp - ref) for most).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch import Tensor
 from valence.types import Mean, Ranked
 
 Metrics = dict[str, "Mean | Ranked"]
-Reward = Callable[..., Tensor]
+Sums = Mapping[str, Tensor]
+Reward = Callable[[Sums, Mapping[str, Any]], Tensor]
 
 
-def _mean(values: Tensor) -> Mean:
+def mean(values: Tensor) -> Mean:
     return Mean(values.sum(), values.new_tensor(values.numel()))
 
 
@@ -25,39 +26,94 @@ def _mean_of(values: Tensor, rows: Tensor) -> Mean:
     return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
 
 
-def log_ratio_reward(logp: Tensor, ref: Tensor, *, beta: float, **_: Any) -> Tensor:
+# Implicit rewards. sums: logp, ref (nats), n (tokens).
+
+
+def log_ratio(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
     """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than the reference does."""
-    return beta * (logp - ref)
+    return settings["beta"] * (sums["logp"] - sums["ref"])
 
 
-def unpaired(view: dict[str, Tensor], reward: Reward, settings: dict[str, Any]) -> Metrics:
+def log_ratio_tau(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+    """tau * (logp - ref)."""
+    return settings["tau"] * (sums["logp"] - sums["ref"])
+
+
+def log_ratio_per_token(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+    """beta * (logp - ref) / n."""
+    return log_ratio(sums, settings) / sums["n"]
+
+
+def likelihood(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+    """beta * logp, or logp where the loss has no beta."""
+    return settings.get("beta", 1.0) * sums["logp"]
+
+
+def likelihood_per_token(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+    """beta * logp / n."""
+    return likelihood(sums, settings) / sums["n"]
+
+
+# What is reported
+
+
+def unpaired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
     """Means over each class. An absent class has a count of zero and is left out of the log, never shown as 0."""
-    up = view["label"]
-    rewards = reward(view["logp"], view["ref"], **settings).detach()
+    up, sums = view["label"], _detached(view, "logp", "ref", "n")
+    rewards = reward(sums, settings)
     numbers: Metrics = {}
     for name, rows in (("chosen", up), ("rejected", ~up)):
         numbers[f"rewards/{name}"] = _mean_of(rewards, rows)
-        numbers[f"logps/{name}"] = _mean_of(view["logp"].detach(), rows)
-        numbers[f"logratio/{name}"] = _mean_of((view["logp"] - view["ref"]).detach(), rows)
+        numbers[f"logps/{name}"] = _mean_of(sums["logp"], rows)
+        numbers[f"logratio/{name}"] = _mean_of(sums["logp"] - sums["ref"], rows)
     numbers["rewards/auc"] = Ranked(rewards, up)
     return numbers
 
 
-def paired(view: dict[str, Tensor], reward: Reward, settings: dict[str, Any]) -> Metrics:
+def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
     """Means over chosen and rejected, and the share of pairs whose chosen side has the larger reward (a tie counts half)."""
     numbers: Metrics = {}
     rewards: dict[str, Tensor] = {}
     for name, side in (("chosen", "w"), ("rejected", "l")):
-        logp, ref = view[f"logp_{side}"].detach(), view[f"ref_{side}"]
-        rewards[name] = reward(logp, ref, **settings)
-        numbers[f"rewards/{name}"] = _mean(rewards[name])
-        numbers[f"logps/{name}"] = _mean(logp)
-        numbers[f"logratio/{name}"] = _mean(logp - ref)
-    margin = rewards["chosen"] - rewards["rejected"]
-    numbers["rewards/accuracies"] = _mean((margin > 0).to(margin) + 0.5 * (margin == 0).to(margin))
+        sums = {key: view[f"{key}_{side}"].detach() for key in ("logp", "ref", "n") if f"{key}_{side}" in view}
+        rewards[name] = reward(sums, settings)
+        numbers[f"rewards/{name}"] = mean(rewards[name])
+        numbers[f"logps/{name}"] = mean(sums["logp"])
+        if "ref" in sums:
+            numbers[f"logratio/{name}"] = mean(sums["logp"] - sums["ref"])
+    numbers["rewards/accuracies"] = _share_won(rewards["chosen"] - rewards["rejected"])
     return numbers
 
 
-def imitation(view: dict[str, Tensor], reward: Reward | None, settings: dict[str, Any]) -> Metrics:
+def imitation(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
     """Mean log-probability of a demonstrated token (nats)."""
-    return {"logps/token": _mean(view["logp_t"].detach())}
+    return {"logps/token": mean(view["logp_t"].detach())}
+
+
+def policy_gradient(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
+    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, the share of tokens whose ratio the
+    clipping cut off, and the part of advantages above zero."""
+    ratio = (view["logp_t"].detach() - view["old_t"]).exp()
+    up = view["adv_t"] > 0
+    cut = (up & (ratio > 1 + settings["eps_high"])) | (~up & (view["adv_t"] < 0) & (ratio < 1 - settings["eps_low"]))
+    return {
+        "logps/token": mean(view["logp_t"].detach()),
+        "logratio/token": mean(view["logp_t"].detach() - view["old_t"]),
+        "clipped": mean(cut.to(ratio)),
+        "advantages/positive": mean(up.to(ratio)),
+    }
+
+
+def unclamped(columns: Sums, settings: Mapping[str, Any]) -> Metrics:
+    """The share of tokens whose log-ratio lies inside the range of ``humanline``."""
+    low, high = settings["humanline"]
+    d = columns["logp_t"].detach() - columns["ref_t"]
+    return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
+
+
+def _share_won(margin: Tensor) -> Mean:
+    return mean((margin > 0).to(margin) + 0.5 * (margin == 0).to(margin))
+
+
+def _detached(view: Sums, *names: str) -> dict[str, Tensor]:
+    return {name: view[name].detach() for name in names if name in view}

@@ -1,7 +1,9 @@
-"""Step statistics: numbers that a loss needs about the whole optimizer step before its first gradient."""
+"""Numbers that a loss needs about the whole optimizer step before its first gradient, and those it keeps from step to step."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 import torch
@@ -41,3 +43,45 @@ def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:
     """
     raw = sums[0] / sums[1]
     return raw.clamp(min=0), raw
+
+
+def powers(scores: Tensor) -> Tensor:
+    """Count, sum and sum of squares of scores[S]: [3], to be added up over processes."""
+    return torch.stack([scores.new_tensor(scores.numel()), scores.sum(), (scores * scores).sum()])
+
+
+def moments(powers: Tensor) -> Tensor:
+    """Mean and (population) standard deviation: [2]."""
+    n, total, squares = powers
+    mean = total / n
+    return torch.stack([mean, (squares / n - mean * mean).clamp(min=0).sqrt()])
+
+
+def class_sums(view: Mapping[str, Tensor]) -> Tensor:
+    """Sum of logp - ref (nats) and count of desirable (or chosen) and of undesirable (or rejected) answers: [2, 2], to be added
+    up over micro-batches and processes."""
+    if "label" in view:
+        ratios, up = (view["logp"] - view["ref"]).detach(), view["label"]
+        return torch.stack([torch.stack([ratios.masked_fill(~rows, 0).sum(), rows.sum().to(ratios)]) for rows in (up, ~up)])
+    ratios = [(view[f"logp_{side}"] - view[f"ref_{side}"]).detach() for side in "wl"]
+    return torch.stack([torch.stack([r.sum(), r.new_tensor(r.numel())]) for r in ratios])
+
+
+@dataclass(frozen=True, slots=True)
+class RewardShift:
+    """BCO's delta: the running mean over steps of the point half-way between the mean rewards of both classes.
+
+    m_k = (mean over desirable + mean over undesirable) / 2 of beta*r; delta_k = delta_{k-1} + (m_k - delta_{k-1}) / k from
+    delta_0 = 0.
+    Jung et al. 2024, arXiv 2404.04656, Sec. 3.1. A step that lacks a class leaves it as it is.
+    """
+
+    delta: float = 0.0
+    steps: int = 0
+
+    def after(self, sums: Tensor, beta: float) -> RewardShift:
+        """With the ``class_sums`` of one more step."""
+        if not bool(sums[:, 1].all()):
+            return self
+        middle = beta * float((sums[:, 0] / sums[:, 1]).mean())
+        return RewardShift(self.delta + (middle - self.delta) / (self.steps + 1), self.steps + 1)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
 import torch
-from annotated_types import Ge, Gt
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
-Beta = Annotated[float, Gt(0)]
-Weight = Annotated[float, Ge(0)]
+from valence.losses.preference import Beta, Weight
 
 
 def kto(
@@ -50,3 +47,18 @@ def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 
     """
     reward = beta * (logp - ref)
     return torch.where(label, torch.sigmoid(-reward), torch.sigmoid(reward))
+
+
+def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
+    """Binary classifier optimisation: the implicit reward shall tell thumbs up from thumbs down at the threshold delta.
+
+    desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref.
+    Jung et al. 2024, arXiv 2404.04656.
+
+    logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
+    delta[]: running mean of the implicit rewards of both kinds (units of beta*r), no gradient.
+
+    beta: scale of the implicit reward.
+    """
+    x = beta * (logp - ref) - delta
+    return -logsigmoid(torch.where(label, x, -x))

@@ -1,62 +1,117 @@
-"""What a loss may read: named tensors taken out of a micro-batch and the engine's log-probabilities.
+"""What a loss may read: named tensors taken out of a micro-batch and the engine's answer.
 
-A loss names its inputs by its positional parameters; ``view`` supplies exactly those.
+A loss names its inputs by its positional parameters; a view supplies exactly those. It is made of token columns, which have a
+number for every token that is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal
 
-import torch
 from torch import Tensor
 
-from valence.types import Batch
+from valence.types import Batch, TokenOut
 
-View = Literal["token", "seq", "pair"]
+View = Literal["token", "seq", "pair", "score", "score_pair"]
+Named = dict[str, Tensor]
+
+
+def token_columns(batch: Batch, out: TokenOut, ref: Tensor | None) -> Named:
+    """logp_t[N], ref_t[N] (log-probabilities, nats), sum_sq_t[N] (of all probabilities, when asked for): tokens that are read,
+    in batch order; score[S, A]: what a reward model says."""
+    rows = batch.scored
+    columns = {"logp_t": out.logp[rows]}
+    if ref is not None:
+        columns["ref_t"] = ref[rows]
+    if out.sum_sq is not None:
+        columns["sum_sq_t"] = out.sum_sq[rows]
+    if out.score is not None:
+        columns["score"] = out.score
+    return columns
 
 
 def seq_sum(values: Tensor, batch: Batch) -> Tensor:
-    """Sums a token column [T] over the trained tokens of each sequence: [S]."""
-    kept = torch.where(batch.mask, values, values.new_zeros(()))
-    return values.new_zeros(batch.sequences).index_add(0, batch.seq, kept)
+    """Sums a token column [N] over each sequence: [S]."""
+    return values.new_zeros(batch.sequences).index_add(0, batch.seq[batch.scored], values)
 
 
-def token_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
-    """Trained tokens only, in batch order. logp_t[T'], ref_t[T'], weight[T'] (that of the token's row)."""
-    rows = batch.scored
-    named = {"logp_t": logp[rows], "weight": batch.weight.to(logp.dtype)[batch.seq[rows]]}
-    return named if ref is None else named | {"ref_t": ref[rows]}
+def lengths(batch: Batch, like: Tensor) -> Tensor:
+    """n[S]: how many tokens of each sequence are read."""
+    return seq_sum(like.new_ones(len(batch.scored)), batch)
 
 
-def seq_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
-    """One number per sequence. logp[S], ref[S] (sums over trained tokens, nats), n[S] (tokens), label[S], weight[S]."""
-    named = {
-        "logp": seq_sum(logp, batch),
-        "n": seq_sum(torch.ones_like(logp), batch),
-        "weight": batch.weight.to(logp.dtype),
-        "group": batch.group,
-    }
+def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for stored answers the reference
+    stands in), n_t (tokens of its sequence), weight (of its row), adv_t (its sequence's advantage): [N] each."""
+    seq, logp = batch.seq[batch.scored], columns["logp_t"]
+    named = {"logp_t": logp, "weight": batch.weight.to(logp.dtype)[seq], "n_t": lengths(batch, logp)[seq]}
+    if "ref_t" in columns:
+        named |= {"ref_t": columns["ref_t"], "old_t": columns["ref_t"]}
+    if "adv" in columns:
+        named["adv_t"] = columns["adv"][seq]
+    return named
+
+
+def seq_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens), label[S], weight[S]."""
+    logp = columns["logp_t"]
+    named = {name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns}
+    named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype)}
+    if "sum_sq_t" in columns:  # the confidence that WPO weighs by: mean over tokens of log(p / sum_v p_v^2)
+        named["confidence"] = seq_sum((logp - columns["sum_sq_t"].log()).detach(), batch) / named["n"]
     if batch.label is not None:
         named["label"] = batch.label
-    return named if ref is None else named | {"ref": seq_sum(ref, batch)}
+    return named
 
 
-def pair_view(batch: Batch, logp: Tensor, ref: Tensor | None) -> dict[str, Tensor]:
-    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l, margin, weight, all [P], in unit order."""
+def sides(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Indices of the chosen and of the rejected sequence of each pair, both [P], in the order of their units."""
     # All chosen sides come first, then as many rejected ones: no device has to be asked how many there are.
     order = (batch.side * (batch.unit.max() + 1) + batch.unit).argsort()
     chosen, rejected = order.chunk(2)
-    sums = seq_view(batch, logp, ref)
-    named = {"margin": batch.margin.to(logp.dtype)[chosen], "weight": sums["weight"][chosen]}
-    for name in ("logp", "ref", "n"):
+    return chosen, rejected
+
+
+def pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN: none), weight: all [P]."""
+    sums = seq_view(batch, columns)
+    named = _of_pairs(batch, sums["weight"])
+    chosen, rejected = sides(batch)
+    for name in ("logp", "ref", "n", "confidence"):
         if name in sums:
             named |= {f"{name}_w": sums[name][chosen], f"{name}_l": sums[name][rejected]}
     return named
 
 
-VIEWS: dict[View, Callable[[Batch, Tensor, Tensor | None], dict[str, Tensor]]] = {
+def _of_pairs(batch: Batch, weight: Tensor) -> Named:
+    chosen, _ = sides(batch)
+    margin, soft = (values.to(weight.dtype)[chosen] for values in (batch.margin, batch.soft))
+    return {"margin": margin, "soft": soft, "weight": weight[chosen]}
+
+
+def score_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """What a reward model is trained on, answer by answer: score[S, A], target[S, A], given[S, A] (False where the row gives no
+    target, which is then 0), weight[S]."""
+    score = columns["score"]
+    named = {"score": score, "weight": batch.weight.to(score.dtype)}
+    if batch.target is not None:
+        given = ~batch.target.isnan()
+        named |= {"target": batch.target.nan_to_num().to(score.dtype), "given": given}
+    return named
+
+
+def score_pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """What a reward model says of a pair: score_w[P], score_l[P]; margin[P], soft[P], weight[P]."""
+    score = columns["score"][:, 0]
+    chosen, rejected = sides(batch)
+    return _of_pairs(batch, batch.weight.to(score.dtype)) | {"score_w": score[chosen], "score_l": score[rejected]}
+
+
+VIEWS: dict[View, Callable[[Batch, Mapping[str, Tensor]], Named]] = {
     "token": token_view,
     "seq": seq_view,
     "pair": pair_view,
+    "score": score_view,
+    "score_pair": score_pair_view,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from valence.dist.single import Single
 from valence.engine.logprobs import Engine
 from valence.engine.reference import AdapterOff, Reference
 from valence.errors import UserError
+from valence.losses.stats import RewardShift
 from valence.report.console import Progress
 from valence.report.metrics import Meter
 from valence.report.sinks import FanOut, JsonlSink, Sink
@@ -287,6 +289,7 @@ class Run:
             "scheduler": self.scheduler.state_dict(),
             "random": store.random_state(),
             "micro_batch_tokens": self.objective.budget,
+            "reward_shift": astuple(self.objective.shift),
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "examples_seen": self.examples_seen,
@@ -300,6 +303,7 @@ class Run:
         self.scheduler.load_state_dict(state["scheduler"])
         store.set_random_state(state["random"])
         self.objective.budget = state["micro_batch_tokens"]
+        self.objective.shift = RewardShift(*state["reward_shift"])
         for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
             setattr(self, name, state[name])
 

@@ -37,11 +37,16 @@ class Method:
         """Does a step also measure completions behind prompts that they do not answer (for z0)?"""
         return self.loss.statistic is not None
 
+    def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        return self.loss.without_effect(settings)
+
+    def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
+        return self.loss.contradictions(settings)
+
     @cached_property
     def settings(self) -> type[BaseModel]:
         """The ``loss`` section of a recipe, derived from the signatures: types, bounds, defaults and what each means."""
-        functions = [self.loss.fn] + ([self.loss.statistic] if self.loss.statistic else [])
-        meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
+        meanings = {k: v for fn in self.loss.functions for k, v in setting_docs(fn.__doc__ or "").items()}
         fields: dict[str, Any] = {
             name: (p.annotation, Field(default=p.default, description=meanings.get(name)))
             for name, p in self.loss.settings.items()

@@ -160,14 +160,7 @@ def _check(prepared: Prepared) -> None:
     if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
         raise UserError(f"{kept} is a file", where="reference.cache", fix="name a folder, new or old")
     for name, corpus in prepared.corpora.items():
-        if "margin" not in method.loss.reads:
-            odd = next((unit for unit in corpus.units if unit.margin != 0), None)
-            if odd is not None:
-                raise UserError(
-                    f"the row has a margin, which {method.name} does not read",
-                    where=str(odd.origin),
-                    fix="remove the column, or use a method that reads it (dpo)",
-                )
+        _check_columns(method, corpus.units)
         if method.mismatches and prepared.recipe.loss["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
@@ -176,6 +169,25 @@ def _check(prepared: Prepared) -> None:
             f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",
+        )
+
+
+def _check_columns(method: Method, units: Sequence[Encoded]) -> None:
+    """No row has a column that the method would ignore."""
+    for column, reads, has in (
+        ("margin", "margin", [unit for unit in units if unit.margin != 0]),
+        ("soft label", "wrong", [unit for unit in units if unit.soft is not None]),
+    ):
+        if has and reads not in method.loss.reads:
+            raise UserError(
+                f"the row has a {column}, which {method.name} does not read",
+                where=str(has[0].origin),
+                fix="remove the column, or use a method that reads it (dpo)",
+            )
+    even = next((unit for unit in units if unit.soft == 0.5), None)
+    if even is not None and method.name == "robust_dpo":  # it divides by 1 - 2e
+        raise UserError(
+            "a soft label of 0.5 says nothing, and robust_dpo divides by that", where=str(even.origin), fix="leave the row out"
         )
 
 

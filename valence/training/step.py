@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,10 +16,12 @@ from valence.data.pack import collate, pack, strands
 from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
-from valence.losses import average, stats
-from valence.losses.views import VIEWS, seq_view
+from valence.losses import stats
+from valence.losses.average import Average, counts, divisors
+from valence.losses.metrics import mean
+from valence.losses.views import seq_view, token_columns
 from valence.training.methods import Method
-from valence.types import Batch, Encoded, Mean, Ranked
+from valence.types import Batch, Encoded, Mean, Ranked, TokenOut
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class SequenceRow:
 @dataclass
 class Outcome:
     """What a pass over the units of one step gave. ``metrics`` are to be pooled over micro-batches; ``tokens`` are those that ran
-    through the policy, ``distinct_tokens`` those that any layout has to run."""
+    through the policy, ``distinct_tokens`` those that any layout has to run; ``class_sums``: see there, for BCO's delta."""
 
     loss: Tensor
     micro_batches: int
@@ -46,6 +49,7 @@ class Outcome:
     metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
     rows: list[SequenceRow] = field(default_factory=list[SequenceRow])
+    class_sums: Tensor | None = None
 
     def not_finite(self) -> list[str]:
         """Content ids of the rows whose log-probability is not finite; of all rows of a micro-batch when only its loss is not."""
@@ -72,6 +76,7 @@ class Objective:
     group: Group
     budget: int
     max_length: int
+    shift: stats.RewardShift = field(default_factory=stats.RewardShift)
 
     def batches(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> list[Batch]:
         """The micro-batches of these units."""
@@ -96,11 +101,10 @@ class Objective:
         return self.batches(units, groups)
 
     @torch.no_grad()
-    def mismatched_sums(self, batch: Batch, logp: Tensor, ref: Tensor | None) -> Tensor:
+    def mismatched_sums(self, batch: Batch, out: TokenOut, ref: Tensor | None) -> Tensor:
         """Sums and counts of the mismatched sequences of a micro-batch, by reference point: [2, groups]."""
         assert self.method.loss.statistic is not None
-        assert ref is not None
-        sums = seq_view(batch, logp, ref)
+        _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
         return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.groups)
 
     @torch.no_grad()
@@ -110,7 +114,7 @@ class Objective:
         """Mismatched units in passes of their own: micro-batches and their sums."""
         assert self.reference is not None
         for batch in self.batches(units, groups):
-            sums = self.mismatched_sums(batch, self.policy(batch).logp, self.reference(batch))
+            sums = self.mismatched_sums(batch, self.policy(batch), self.reference(batch))
             progress(batch)
             yield batch, sums
 
@@ -121,15 +125,15 @@ class Objective:
         *,
         backward: bool,
         rows: bool = False,
+        weight: float = 1.0,
         progress: Callable[[Batch], None] = lambda _: None,
     ) -> Outcome:
-        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients to the weights."""
+        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss."""
         extra: list[Encoded] = []
         groups: list[int] | None = None
         if self.method.mismatches:
             extra, groups = self.mismatched(units, following)
         batches = self.laid_out(units, extra if backward else (), groups)
-        count = self.group.sum(average.count(self.method.loss.average, [batch.part(trains=True) for batch in batches]))
         outcome = Outcome(
             loss=torch.zeros(()),
             micro_batches=len(batches),
@@ -137,60 +141,134 @@ class Objective:
             distinct_tokens=planted([strand for unit in (*units, *extra) for strand in strands(unit)]),
             largest=max(len(batch.tokens) for batch in batches),
         )
-        sums: Tensor | None = None
+        count, shared = self._counted([batch.part(trains=True) for batch in batches])
         if groups and all(batches[0].trains):
             passes = list(self.apart(extra, groups, progress))
-            sums = torch.stack([found for _, found in passes]).sum(0)
             outcome.tokens += sum(len(batch.tokens) for batch, _ in passes)
-        shared = self._shared(sums, outcome) if sums is not None else {}
-        parts: list[Tensor] = []
-        for batch in batches:
-            parts.append(self._micro_batch(batch, shared, count, outcome, backward=backward, rows=rows))
-            progress(batch)
-        outcome.loss = self.group.sum(torch.stack(parts).cpu().double().sum())  # one wait for the device in a step
+            shared |= self._z0(torch.stack([found for _, found in passes]).sum(0), outcome)
+        step = _Pass(self, outcome, count, shared, weight=weight, backward=backward, rows=rows, progress=progress)
+        if self.method.loss.couples and len(batches) > 1:
+            parts = [step.coupled(batches)]
+        else:
+            parts = [step.alone(batch) for batch in batches]
+        # A sum in float64, where the device has it: the last bits do not depend on how the step was cut.
+        wide = torch.float32 if parts[0].device.type == "mps" else torch.float64
+        outcome.loss = self.group.sum(torch.stack(parts).to(wide).sum())
+        if outcome.class_sums is not None:
+            outcome.class_sums = self.group.sum(outcome.class_sums)
         return outcome
 
-    def _shared(self, sums: Tensor, outcome: Outcome) -> dict[str, Tensor]:
-        """The step's statistics for its losses: z0 [groups] (nats), of which the metrics also tell the unclamped value."""
+    def learn(self, outcome: Outcome) -> None:
+        """Takes what a step measured into the running statistics, after it was applied."""
+        if outcome.class_sums is not None:
+            self.shift = self.shift.after(outcome.class_sums, self.settings["beta"])
+
+    def _counted(self, batches: Sequence[Batch]) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
+        """What the whole step's averages divide by, and what its losses share that needs no forward pass."""
+        loss = self.method.loss
+        names = loss.averages(self.settings)
+        count = divisors(names, self.group.sum(counts(names, batches)))
+        shared: dict[str, Tensor] = {}
+        if loss.shifts:
+            shared["delta"] = torch.tensor(self.shift.delta, device=self.policy.device)
+        if loss.credit is not None:
+            scores = torch.cat([batch.target[:, 0] for batch in batches if batch.target is not None]).double()
+            shared["moments"] = stats.moments(self.group.sum(stats.powers(scores)))
+        return count, shared
+
+    def _z0(self, sums: Tensor, outcome: Outcome) -> dict[str, Tensor]:
+        """kto's reference points z0 [groups] (nats), of which the metrics also tell the unclamped value."""
         z0, raw = stats.reference_point(self.group.sum(sums))
-        outcome.metrics |= {"kl": [_mean(z0)], "kl/raw": [_mean(raw)]}
+        outcome.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(raw)]}
         return {"z0": z0}
 
-    def _micro_batch(
-        self, batch: Batch, shared: dict[str, Tensor], count: Tensor, outcome: Outcome, *, backward: bool, rows: bool
-    ) -> Tensor:
-        """This micro-batch's part of the step's loss."""
-        loss_row = self.method.loss
-        ref = self.reference(batch) if self.reference else None
-        with torch.set_grad_enabled(backward):
-            logp = self.policy(batch).logp
+
+@dataclass
+class _Pass:
+    """The forward (and backward) passes of one step: what all of its micro-batches share."""
+
+    of: Objective
+    outcome: Outcome
+    count: dict[Average, Tensor]
+    shared: dict[str, Tensor]
+    weight: float
+    backward: bool
+    rows: bool
+    progress: Callable[[Batch], None]
+
+    def alone(self, batch: Batch) -> Tensor:
+        """A micro-batch's part of the step's loss."""
+        loss, settings = self.of.method.loss, self.of.settings
+        ref = self.of.reference(batch) if self.of.reference else None
+        with torch.set_grad_enabled(self.backward):
+            out = self.of.policy(batch, loss.wants(settings))
             if not all(batch.trains):
-                shared = self._shared(self.mismatched_sums(batch.part(trains=False), logp.detach(), ref), outcome)
+                self.shared |= self.of._z0(self.of.mismatched_sums(batch.part(trains=False), out, ref), self.outcome)
                 batch = batch.part(trains=True)
-            view = VIEWS[loss_row.view](batch, logp, ref)
-            view |= {name: values[batch.group] for name, values in shared.items()}
-            loss = loss_row(view, self.settings)
-            part = average.weighted_sum(loss, view["weight"]) / count
-            if backward:
-                part.backward()
-        sums = seq_view(batch, logp.detach(), ref)
-        finite = torch.isfinite(sums["logp"] - sums.get("ref", torch.zeros(())))
-        outcome.checks.append((batch.ids, finite, torch.isfinite(part.detach())))
-        for name, metric in loss_row.metrics(view, loss_row.reward, self.settings).items():
-            outcome.metrics.setdefault(name, []).append(metric)
-        if rows:
-            outcome.rows += self._rows(batch, logp.detach(), ref)
+            plain, view = loss.read(batch, out, ref, settings, self._shared_of(batch))
+            part = loss.total(plain, view, settings, self.count)
+            if self.backward:
+                (self.weight * part).backward()
+        self._note(batch, out, ref, plain, part.detach())
         return part.detach()
 
-    def _rows(self, batch: Batch, logp: Tensor, ref: Tensor | None) -> list[SequenceRow]:
-        sums = seq_view(batch, logp, ref)
-        reward = self.method.loss.reward
-        rewards = reward(sums["logp"], sums["ref"], **self.settings).tolist() if reward else [None] * batch.sequences
-        refs = sums["ref"].tolist() if ref is not None else [None] * batch.sequences
+    def coupled(self, batches: Sequence[Batch]) -> Tensor:
+        """The step's loss where it depends on sequences of all micro-batches together. Its gradient with respect to every
+        log-probability comes first; each micro-batch then runs once more, backward through sum(logp * gradient)."""
+        loss, settings = self.of.method.loss, self.of.settings
+        leaves: list[Tensor] = []
+        reads: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
+        for batch in batches:
+            ref = self.of.reference(batch) if self.of.reference else None
+            with torch.no_grad():
+                out = self.of.policy(batch, loss.wants(settings))
+            out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
+            leaves.append(out.logp)
+            reads.append(loss.read(batch, out, ref, settings, self._shared_of(batch)))
+            self._note(batch, out, ref, reads[-1][0], torch.zeros(()))
+        plain, view = (_joined([read[side] for read in reads]) for side in (0, 1))
+        part = loss.total(plain, view, settings, self.count)
+        if self.backward:
+            (self.weight * part).backward()
+            for batch, leaf in zip(batches, leaves, strict=True):
+                (self.of.policy(batch).logp * leaf.grad).sum().backward()
+        return part.detach()
+
+    def _shared_of(self, batch: Batch) -> dict[str, Tensor]:
+        """What holds for the whole step, and the reference point of each sequence."""
+        return {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
+
+    def _note(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: dict[str, Tensor], part: Tensor) -> None:
+        """What a micro-batch measured, for the log, for guards, and for tables of rows."""
+        loss, outcome = self.of.method.loss, self.outcome
+        out = replace(out, logp=out.logp.detach())
+        sums = seq_view(batch, token_columns(batch, out, ref))
+        finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
+        if out.score is not None:
+            finite &= torch.isfinite(out.score.detach()).all(1)
+        outcome.checks.append((batch.ids, finite, torch.isfinite(part)))
+        for name, metric in loss.measure(batch, out, ref, plain, self.of.settings).items():
+            outcome.metrics.setdefault(name, []).append(metric)
+        if loss.shifts:
+            found = stats.class_sums(plain)
+            outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found
+        if self.rows:
+            outcome.rows += self._rows(batch, sums)
+        self.progress(batch)
+
+    def _rows(self, batch: Batch, sums: dict[str, Tensor]) -> list[SequenceRow]:
+        reward = self.of.method.loss.reward
+        rewards = reward(sums, self.of.settings).tolist() if reward else [None] * batch.sequences
+        refs = sums["ref"].tolist() if "ref" in sums else [None] * batch.sequences
         columns = zip(
             batch.unit.tolist(), batch.side.tolist(), sums["logp"].tolist(), refs, rewards, sums["n"].tolist(), strict=True
         )
         return [SequenceRow(u, side, lp, rf, rw, int(n)) for u, side, lp, rf, rw, n in columns]
+
+
+def _joined(views: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The views of several micro-batches as one. What has no axis holds for the whole step."""
+    return {name: torch.cat([view[name] for view in views]) if value.ndim else value for name, value in views[0].items()}
 
 
 def optimizer_step(
@@ -209,12 +287,10 @@ def optimizer_step(
     outcome = objective.run(units, following, backward=True, progress=progress)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm if clip_norm is not None else float("inf"))
-    applied = bool(torch.isfinite(norm)) and bool(torch.isfinite(outcome.loss))
+    size, loss = torch.stack([norm.to(outcome.loss), outcome.loss]).tolist()  # the one time that the device is waited for
+    applied = math.isfinite(size) and math.isfinite(loss)
     if applied:
         optimizer.step()
+        objective.learn(outcome)
     optimizer.zero_grad(set_to_none=True)
-    return outcome, float(norm), applied
-
-
-def _mean(values: Tensor) -> Mean:
-    return Mean(values.sum(), values.new_tensor(values.numel()))
+    return outcome, size, applied

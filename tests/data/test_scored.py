@@ -1,0 +1,246 @@
+"""Verdicts beyond thumbs: scores, attributes and soft labels, and the kind of rows that takes any of them."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.rows import ASSISTANT, USER, Source, load_rows, write
+from tests.tiny import tiny_tokenizer
+from valence.data.audit import audit
+from valence.data.audit_text import render
+from valence.data.detect import detect
+from valence.data.encode import Encoder
+from valence.data.load import InMemory, Loaded, load
+from valence.errors import UserError
+from valence.types import Encoded, Judgement, Origin, Preference, Ranking
+
+HERE = Origin("rows.jsonl", 1)
+ANSWER = {"prompt": "p", "completion": "a"}
+PAIR = {"prompt": "p", "chosen": "a", "rejected": "b"}
+STARS = {"prompt": "p", "completion": "a", "score": 4}
+RATED = {"prompt": "p", "completion": "a", "scores": {"truth": 3, "help": 1.5}}
+
+
+def encoded(loaded: Loaded) -> list[Encoded]:
+    encoder = Encoder(tiny_tokenizer(None), max_length=100)
+    found = encoder.encode_all(loaded.examples, loaded.sources)
+    assert not found.unusable
+    return list(found.units)
+
+
+# Soft labels
+
+
+@pytest.mark.parametrize("soft", [0, 0.25, 0.5, 1, "0.75"])
+def test_a_soft_label_reaches_the_tokens(tmp_path: Path, soft: Any):
+    loaded = load_rows(tmp_path, "preference", {**PAIR, "soft": soft, "margin": 0.5}, PAIR)
+    assert [(e.soft, e.margin) for e in loaded.examples if isinstance(e, Preference)] == [(float(soft), 0.5), (None, 0.0)]
+    assert [(u.soft, u.margin) for u in encoded(loaded)] == [(float(soft), 0.5), (None, 0.0)]
+    assert loaded.ignored_columns == {}
+
+
+@pytest.mark.parametrize("soft", [-0.01, 1.01, 75])
+def test_a_soft_label_is_a_probability(tmp_path: Path, soft: float):
+    with pytest.raises(UserError, match=r"rows.jsonl:2: soft is .*, and must be a probability\n.*from 0 to 1"):
+        load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft})
+    loaded = load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft}, on_bad_row="skip")
+    assert [bad.origin.line for bad in loaded.bad] == [2]
+
+
+@pytest.mark.parametrize("soft", ["nan", True, "high", [0.5]])
+def test_a_soft_label_is_a_finite_number(tmp_path: Path, soft: Any):
+    with pytest.raises(UserError, match=r"rows.jsonl:1: soft is .*, and must be a finite number"):
+        load_rows(tmp_path, "preference", {**PAIR, "soft": soft})
+
+
+def test_the_soft_label_of_token_ids_and_of_another_name(tmp_path: Path):
+    row = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], "soft": 0.9}
+    named = {**row, "p": 0.9, "soft": 0.1}
+    [ours], [theirs] = (load_rows(tmp_path, "preference", r, keys=k).examples for r, k in ((row, {}), (named, {"soft": "p"})))
+    assert isinstance(ours, Preference)
+    assert ours.soft == 0.9
+    assert ours == theirs
+
+
+@pytest.mark.parametrize(("convert", "kind"), [("pairs_to_judgements", "judgement"), ("pairs_to_rankings", "ranking")])
+def test_pairs_whose_soft_label_decides_nothing_are_not_turned_into_verdicts(tmp_path: Path, convert: str, kind: str):
+    rows = [{**PAIR, "soft": soft} for soft in (0.2, 0.5, 0.51)]
+    loaded = load_rows(tmp_path, kind, *rows, convert=convert)
+    assert {e.origin.line for e in loaded.examples} == {3}
+    assert loaded.files[0].unused == {"its soft label does not say that the chosen answer is the better one": 2}
+    assert [e.origin.line for e in load_rows(tmp_path, "demonstration", *rows, convert="chosen_to_demonstrations").examples] == [
+        3
+    ]
+
+
+def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
+    """Caches know rows by them."""
+    judgement = Judgement(prompt="p", completion="a", label=True, score=0.5, origin=HERE)
+    pair = Preference(prompt="p", chosen="a", rejected="b", margin=0.5, origin=HERE)
+    assert (judgement.id, pair.id) == ("c7bb24aa6c39938a", "5a87de0053349ddf")
+    others = {
+        *(replace(pair, soft=soft).id for soft in (0.0, 0.5, 1.0)),
+        *(replace(judgement, attributes=given).id for given in ({"a": 1.0}, {"a": 2.0}, {"b": 1.0})),
+    }
+    assert len(others | {judgement.id, pair.id}) == 8
+    there, back = ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})
+    assert replace(judgement, attributes=there).id == replace(judgement, attributes=back).id
+
+
+def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
+    def contradictions(*pairs: tuple[str, str, float | None]) -> int:
+        examples = [Preference(prompt="p", chosen=a, rejected=b, soft=soft, origin=HERE) for a, b, soft in pairs]
+        encoder = Encoder(tiny_tokenizer(None), max_length=100)
+        loaded = load([InMemory(examples)], "preference")
+        found = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder).findings.get("contradictions")
+        return found.count if found else 0
+
+    assert contradictions(("a", "b", None), ("b", "a", 0.3)) == 0
+    assert contradictions(("a", "b", None), ("b", "a", 0.5)) == 0
+    assert contradictions(("a", "b", None), ("b", "a", 0.7)) == 1
+    assert contradictions(("a", "b", 0.7), ("a", "b", 0.3)) == 1
+
+
+# Attributes
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("attributes", RATED),
+        ("judgement", {**RATED, "label": True}),
+        ("scored", {**RATED, "score": 4}),
+        ("judgement", {**RATED, "score": 4, "label": True}),
+        ("judged_messages", {"messages": [USER, ASSISTANT], "scores": {"help": 1}, "label": True}),
+        ("scored_messages", {"messages": [USER, ASSISTANT], "scores": {"help": 1}, "score": 0}),
+        ("helpsteer", {"prompt": "p", "response": "a", "helpfulness": 3, "verbosity": 0}),
+    ],
+)
+def test_rows_with_attributes_are_told_by_their_columns(name: str, row: dict):
+    assert detect([row]) == name
+
+
+def test_attributes_reach_the_tokens_sorted_by_name(tmp_path: Path):
+    loaded = load_rows(tmp_path, "scored", RATED, {**RATED, "scores": {"help": 2, "truth": None}})
+    assert [e.attributes for e in loaded.examples if isinstance(e, Judgement)] == [{"truth": 3.0, "help": 1.5}, {"help": 2.0}]
+    assert [u.attributes for u in encoded(loaded)] == [(("help", 1.5), ("truth", 3.0)), (("help", 2.0),)]
+    assert [(u.kind, u.label, u.scores) for u in encoded(loaded)] == [("judgement", None, ())] * 2
+
+
+def test_helpsteer_has_a_column_for_each_attribute(tmp_path: Path):
+    row = {"prompt": "p", "response": "a", "helpfulness": 3, "correctness": "4", "coherence": None, "verbosity": 0}
+    [example] = load_rows(tmp_path, "scored", row).examples
+    assert isinstance(example, Judgement)
+    assert example.attributes == {"helpfulness": 3.0, "correctness": 4.0, "verbosity": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "says"),
+    [
+        ([1, 2], r"scores is \[1, 2\], and must be an object of attributes"),
+        (3, "scores is 3, and must be an object"),
+        ({}, "scores has no score"),
+        ({"help": None}, "scores has no score"),
+        ({"help": "nan"}, "help in scores is 'nan', and must be a finite number"),
+        ({"help": {"a": 1}}, "help in scores is .* must be a finite number"),
+        ({"": 1}, "scores is .* must be an object of attributes"),
+    ],
+)
+def test_attributes_that_cannot_be_read(tmp_path: Path, scores: Any, says: str):
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: {says}.*\n.*to fix it"):
+        load_rows(tmp_path, "scored", {**ANSWER, "scores": scores}, format="attributes")
+
+
+def test_rows_that_lack_an_attribute_of_others_are_remarked_on(tmp_path: Path):
+    loaded = load_rows(tmp_path, "scored", RATED, {**ANSWER, "scores": {"help": 2}})
+    encoder = Encoder(tiny_tokenizer(None), max_length=100)
+    result = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder)
+    assert result.findings["missing_attributes"].rows == (str(loaded.examples[1].origin),)
+    assert "lack an attribute that other rows have" in render(result)
+    assert result.classes == {"scored": 2}
+    assert "no_mismatch" not in result.findings  # which speaks of labels
+
+
+# The kind ``scored``
+
+
+@pytest.mark.parametrize("row", [STARS, RATED, {**ANSWER, "label": True}, {"messages": [USER, ASSISTANT], "score": 2}])
+def test_any_verdict_is_enough_for_scored(tmp_path: Path, row: dict):
+    [unit] = encoded(load_rows(tmp_path, "scored", row))
+    assert (unit.kind, unit.scores) == ("judgement", (row["score"],) if "score" in row else ())
+
+
+def test_labels_and_scores_are_not_mixed(tmp_path: Path):
+    rows = [{**ANSWER, "label": True, "score": 1}, {**ANSWER, "label": True}]
+    assert len(load_rows(tmp_path, "scored", *rows).examples) == 2
+    files = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", STARS)]
+    with pytest.raises(UserError, match=r"b.jsonl:1: the row has a score, and a label is what the rows before it share\n.*alike"):
+        load([Source(path) for path in files], "scored")
+    files = [write(tmp_path / "c.jsonl", STARS), write(tmp_path / "d.jsonl", RATED)]
+    with pytest.raises(UserError, match=r"d.jsonl:1: the row has attributes, and a score is what the rows before it share"):
+        load([Source(path) for path in files], "scored")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        (PAIR, "pairs of.* label, a score or attributes\n.*data.convert: pairs_to_judgements"),
+        ({"prompt": "p", "completions": ["a", "b"], "scores": [1, 2]}, "several scored.*\n.*data.convert: .*rankings_to_scored"),
+        (ANSWER, "answers to imitate.*\n.*choose a method"),
+    ],
+)
+def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(tmp_path: Path, row: dict, message: str):
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: the rows are {message}"):
+        load_rows(tmp_path, "scored", row)
+
+
+def test_rows_without_a_label_are_refused_where_one_is_needed(tmp_path: Path):
+    with pytest.raises(UserError, match="are answers with attributes and no label, and the method needs answers judged"):
+        load_rows(tmp_path, "judgement", RATED)
+    with pytest.raises(UserError, match="answers that nobody judged"):
+        load([InMemory([Judgement(prompt="p", completion="a", origin=HERE)])], "scored")
+    with pytest.raises(UserError, match="score and no label.*imitate\n.*format: demonstration"):
+        load_rows(tmp_path, "demonstration", STARS)
+    assert len(load_rows(tmp_path, "demonstration", STARS, format="demonstration").examples) == 1
+
+
+def test_conversions_that_make_verdicts_serve_scored_too(tmp_path: Path):
+    made = load_rows(tmp_path, "scored", PAIR, convert="pairs_to_judgements").examples
+    assert [e.label for e in made if isinstance(e, Judgement)] == [True, False]
+    made = load_rows(tmp_path, "scored", STARS, convert="scores_to_judgements", threshold=4).examples
+    assert [(e.label, e.score) for e in made if isinstance(e, Judgement)] == [(True, 4.0)]
+    with pytest.raises(
+        UserError, match="data.convert: rankings_to_scored makes answers with a label, a score or attributes, and"
+    ):
+        load_rows(tmp_path, "judgement", {**ANSWER, "label": True}, convert="rankings_to_scored")
+
+
+def test_a_conversion_does_not_hide_a_mixture(tmp_path: Path):
+    files = [write(tmp_path / "pairs.jsonl", PAIR), write(tmp_path / "stars.jsonl", STARS)]
+    with pytest.raises(UserError, match="pairs.jsonl:1: the row has a label, and a score is what the rows before it share"):
+        load([Source(path) for path in files], "scored", convert="pairs_to_judgements")
+
+
+# Rows in memory
+
+
+@pytest.mark.parametrize(
+    ("example", "kind", "says"),
+    [
+        (Judgement(prompt="p", completion="a", score=math.nan, origin=HERE), "scored", "score is nan"),
+        (Judgement(prompt="p", completion="a", attributes={"help": math.inf}, origin=HERE), "scored", "help is inf"),
+        (Preference(prompt="p", chosen="a", rejected="b", soft=2.0, origin=HERE), "preference", "soft is 2, and must be a prob"),
+        (Preference(prompt="p", chosen="a", rejected="b", margin=math.nan, origin=HERE), "preference", "margin is nan"),
+        (Ranking(prompt="p", completions=("a", "b"), scores=(1, math.nan), origin=HERE), "ranking", "number 2 of scores is nan"),
+        (Ranking(prompt="p", completions=("a", "b"), scores=(1.0,), origin=HERE), "ranking", "2 completions and 1 scores"),
+        (Ranking(prompt="p", completions=("a",), scores=(1.0,), origin=HERE), "ranking", "1 completions and 1 scores"),
+    ],
+)
+def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, says: str):
+    with pytest.raises(UserError, match=rf"rows.jsonl:1: .*({says})"):
+        load([InMemory([example])], kind)

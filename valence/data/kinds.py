@@ -1,0 +1,121 @@
+"""The kind of rows that a method reads: which Examples are of it, which conversion makes it, and what to say of others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from valence.data.convert import CONVERSIONS, Conversion
+from valence.data.verdicts import shared_verdicts, verdicts
+from valence.errors import UserError
+from valence.types import Demonstration, Example, Judgement, Kind, Preference, Prompt, Ranking
+
+KINDS: dict[type[Example], Kind] = {
+    Judgement: "judgement",
+    Preference: "preference",
+    Demonstration: "demonstration",
+    Ranking: "ranking",
+    Prompt: "prompt",
+}
+WORDS: dict[Kind, str] = {
+    "judgement": "answers judged up or down",
+    "preference": "pairs of a chosen and a rejected answer",
+    "demonstration": "answers to imitate",
+    "ranking": "several scored answers to each prompt",
+    "prompt": "prompts alone",
+    "scored": "answers with a label, a score or attributes",
+}
+
+
+def conversion_to(kind: Kind, name: str | None, threshold: float | None) -> Conversion | None:
+    """The conversion of this name. Raises UserError when it does not make ``kind``, or does not go with the threshold."""
+    conversion = CONVERSIONS.get(name) if name is not None else None
+    if name is not None and conversion is None:
+        raise UserError(f"there is no conversion {name!r}", where="data.convert", fix=f"use one of {', '.join(CONVERSIONS)}")
+    if conversion is not None and not _serves(conversion.gives, kind):
+        raise UserError(
+            f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
+            where="data.convert",
+            fix="remove it, or choose another conversion or method",
+        )
+    use = conversion.threshold if conversion else "none"
+    if threshold is None and use == "needed":
+        raise UserError(
+            f"{name} needs a threshold", where="data.threshold", fix="set it to the score from which an answer is good"
+        )
+    if threshold is not None and (use == "none" or not math.isfinite(threshold)):
+        raise UserError(
+            f"{threshold} has no effect here",
+            where="data.threshold",
+            fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
+        )
+    return conversion
+
+
+def _serves(made: Kind, kind: Kind) -> bool:
+    """Can a method that reads ``kind`` read what is ``made``?"""
+    return made == kind or (made == "judgement" and kind == "scored")
+
+
+def of_kind(
+    examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
+) -> tuple[tuple[Example, ...], list[tuple[Example, str]]]:
+    """These examples as the kind, and those that the conversion made nothing of, each with the reason. Raises UserError at
+    the first that is of another kind and is not converted, and where ``scored`` answers share no sort of verdict."""
+    made = conversion.gives if conversion else kind
+    ready: list[Example] = []
+    other: list[Example] = []
+    for e in examples:
+        takes = conversion is not None and conversion.takes(e)
+        is_ready = _is(e, made) or (_is(e, kind) and not takes)
+        if is_ready and takes:
+            raise UserError(
+                "the row has a label already, and the conversion would make it from the score",
+                where=str(e.origin),
+                fix="remove data.convert, or set format: scored to read the score alone",
+            )
+        if not is_ready and not takes:
+            raise _wrong_kind(e, kind)
+        (ready if is_ready else other).append(e)
+    converted, unused = conversion.run(other, threshold) if conversion else ([], [])
+    found = (*ready, *converted)
+    if kind == "scored":
+        shared_verdicts(e for e in found if isinstance(e, Judgement))
+    return found, unused
+
+
+def _is(e: Example, kind: Kind) -> bool:
+    if isinstance(e, Judgement) and kind in ("judgement", "scored"):
+        return e.label is not None or (kind == "scored" and bool(verdicts(e)))
+    return KINDS[type(e)] == kind
+
+
+def _wrong_kind(e: Example, kind: Kind) -> UserError:
+    ways = [
+        f"data.convert: {name}{' and data.threshold' if c.threshold == 'needed' else ''}"
+        for name, c in CONVERSIONS.items()
+        if _serves(c.gives, kind) and c.takes(e)
+    ]
+    if kind == "prompt":
+        ways.append("format: prompt on this file, to read only its prompts")
+    if kind == "demonstration" and isinstance(e, Judgement) and e.label is None:
+        ways.append("format: demonstration (or messages) on this file, to imitate every answer whatever its score")
+    if isinstance(e, Prompt) and e.info:
+        ways.append(f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the answers")
+    return UserError(
+        f"the rows are {_described(e)}, and the method needs {WORDS[kind]}",
+        where=str(e.origin),
+        fix=(
+            f"set {', or '.join(ways)}; or choose a method for such rows"
+            if ways
+            else "choose a method for such rows, or other data: no conversion makes the one of the other"
+        ),
+    )
+
+
+def _described(e: Example) -> str:
+    if not isinstance(e, Judgement) or e.label is not None:
+        return WORDS[KINDS[type(e)]]
+    if e.score is not None:
+        return "answers with a score and no label"
+    return "answers with attributes and no label" if e.attributes else "answers that nobody judged"

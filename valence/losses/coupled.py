@@ -1,0 +1,59 @@
+"""Losses that compare the rows of a whole optimizer step with each other, through ranks. Not reduced.
+
+They are exact only on all rows of the step at once. Ties are broken by the order of the rows.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+from annotated_types import Ge, Lt
+from torch import Tensor
+
+from valence.losses.preference import Beta, logistic
+
+
+def aot(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1) -> Tensor:
+    """Alignment by optimal transport: the policy's gaps between chosen and rejected shall exceed the reference's, rank by rank.
+
+    -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(logp_w - logp_l) - sort(ref_w - ref_l), e = wrong; the loss [P] at
+    a pair is the one of the rank of its own policy gap. Melnyk et al. 2024, arXiv 2406.05882, Sec. 3 (paired).
+
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of all pairs of the step (nats); wrong[P]: probability.
+
+    beta: strength of the pull towards the reference.
+    """
+    gap = logp_w - logp_l
+    rank = gap.argsort(stable=True).argsort()
+    return logistic(beta * (gap - (ref_w - ref_l).sort().values[rank]), wrong)
+
+
+def aot_unpaired(
+    logp: Tensor, ref: Tensor, label: Tensor, *,
+    beta: Beta = 0.1, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0,
+) -> Tensor:  # fmt: skip
+    """Alignment by optimal transport without pairs: log-ratios of thumbs up shall exceed those of thumbs down, rank by rank.
+
+    -(1-e) log s(beta*D) - e log s(-beta*D), D = sort(r of thumbs up) - sort(r of thumbs down), r = logp - ref. The larger
+    class is thinned out to k, the size of the smaller one, at evenly spaced quantiles. Half of the loss of a rank is given
+    to each of its two sequences, 0 to those left out: the sum over [S] is to be divided by k.
+    Melnyk et al. 2024, arXiv 2406.05882, Sec. 3 (unpaired).
+
+    logp, ref [S]: summed log-probabilities of all completions of the step (nats); label[S]: True is thumbs up.
+
+    beta: strength of the pull towards the reference.
+    label_smoothing: assumed share of verdicts that are wrong (e).
+    """
+    r = logp - ref
+    up, down = label.nonzero().squeeze(1), (~label).nonzero().squeeze(1)
+    k = min(len(up), len(down))
+    up, down = _quantiles(r, up, k), _quantiles(r, down, k)
+    half = logistic(beta * (r[up] - r[down]), label_smoothing) / 2
+    return torch.zeros_like(r).index_add(0, torch.cat([up, down]), torch.cat([half, half]))
+
+
+def _quantiles(r: Tensor, rows: Tensor, k: int) -> Tensor:
+    """The k of these rows at the midpoints of k equal shares of their ascending r: position floor((i + 1/2)*m/k) of m."""
+    position = (2 * torch.arange(k, device=rows.device) + 1) * len(rows) // max(2 * k, 1)
+    return rows[r[rows].argsort(stable=True)[position]]
