@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from valence.dist.single import Single
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
 from valence.engine.reference import Reference
+from valence.losses import LOSSES
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Answer, Encoded, Kind, Origin
@@ -57,6 +60,28 @@ def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[E
     policy = build_policy(tiny(architecture, **changes), dtype=torch.float64)
     reference = build_reference(policy, fresh_adapter=False, model=tiny(architecture, seed=5, **changes), name="another")
     return policy, reference
+
+
+def models_for(name: str) -> tuple[Engine, Reference | None]:
+    """What a row of the table of losses is run with: policy and reference, or a reward model."""
+    from tests.engine.test_scores import reward_model
+
+    loss = LOSSES[name]
+    if not loss.of_scores:
+        return policy_and_reference()
+    levels = 5 if "levels" in loss.settings else None
+    model = reward_model(attributes=2 if name == "pointwise" else 1)
+    return build_policy(model, dtype=torch.float64, levels=levels), None
+
+
+def units_for(name: str, count: int = 9, seed: int = 0) -> list[Encoded]:
+    """Units that a row of the table of losses reads; a reward model's with targets, of which some may be missing."""
+    made = units(LOSSES[name].data, count, seed)
+    if LOSSES[name].data != "scored":
+        return made
+    if name == "ordinal":
+        return [replace(unit, scores=(float(1 + i % 5),)) for i, unit in enumerate(made)]
+    return [replace(unit, scores=(float(i % 2), 0.3 * (i % 4) if i % 3 else math.nan)) for i, unit in enumerate(made)]
 
 
 def objective(

@@ -21,12 +21,13 @@ from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer, without_dropout
 from valence.errors import UserError
 from valence.report.sinks import Sink
+from valence.training.build import build_models
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
 from valence.training.methods import method_of
 from valence.training.plan import describe, make_plan
-from valence.training.setup import Prepared, build_models, class_weight_warning, prepare
+from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
 from valence.types import Kind
 

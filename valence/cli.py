@@ -94,16 +94,49 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
 
 @app.command()
 def score(
-    recipe: RecipeArg,
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL|RUN", help="A recipe; with --data also a model's folder or hub id, or a run's folder."
+        ),
+    ],
     overrides: Overrides = None,
-    verify: Annotated[int, typer.Option(min=0, help="Compute this many sequences once more afterwards, and compare.")] = 0,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="Score the answers of this file of rows; may be given several times.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the rows with their scores to this .jsonl; go on with it where it ends.")
+    ] = None,
+    reference: Annotated[str | None, typer.Option("--reference", help="A model to compare with: adds rewards.")] = None,
+    beta: Annotated[float | None, typer.Option("--beta", help="Of the rewards. Default: the recipe's, or 0.1.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float64.")] = None,
+    max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,
+    format: Annotated[str | None, typer.Option("--format", help="Format of the rows. Default: detected.")] = None,
+    column: Annotated[str, typer.Option("--column", help="Name of the new column.")] = "valence",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")] = False,
+    verify: Annotated[
+        int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
+    ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
 ) -> None:
-    """Fill a recipe's reference cache, so that its training runs no reference. Stopped, it goes on where it was."""
-    from valence.training.score import score as fill
-
+    """With --data and --out: write log-probabilities and rewards of every answer beside its row. Else: fill a recipe's reference
+    cache, so that its training runs no reference. Stopped, it goes on where it was."""
+    settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
+    ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
     try:
-        fill(recipe, overrides or [], verify=verify, console=console, quiet=quiet, command=_command())
+        if data and out and not verify:
+            from valence.training.score_rows import score_rows
+
+            score_rows(
+                target, data, out, overrides=[*(overrides or []), *ours], format=format, beta=beta, tokens=tokens, column=column,
+                fresh=fresh, console=console, quiet=quiet,
+            )  # fmt: skip
+        else:
+            _check_fills(target, any((data, out, ours, beta, tokens, format, fresh, column != "valence")))
+            from valence.training.score import score as fill
+
+            fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=_command())
     except KeyboardInterrupt:
         console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
         sys.exit(STOPPED)
@@ -248,16 +281,27 @@ def export(
 def _run_of(target: Path, overrides: list[str]) -> Any:
     """The run of a folder with its newest weights, or that of a recipe before its first step."""
     from valence.config.load import load_recipe
+    from valence.training.build import build_models
     from valence.training.loop import Run
     from valence.training.methods import method_of
     from valence.training.restore import restore
-    from valence.training.setup import build_models, prepare
+    from valence.training.setup import prepare
 
     overrides = ["data.train=[]", "data.test=[]", *overrides]
     if target.is_dir():
         return restore(target, overrides=overrides, console=console)
     prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
     return Run(prepared, *build_models(prepared), console=console)
+
+
+def _check_fills(target: str, for_rows: bool) -> None:
+    """Raises UserError unless `score` was called as it is to fill a reference cache."""
+    if for_rows or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
+        raise UserError(
+            "rows are scored with --data FILE and --out FILE, a recipe's reference cache is filled with neither",
+            where="score",
+            fix="give both (and not --verify), or a recipe alone",
+        )
 
 
 def _settings_table(*columns: str) -> Table:

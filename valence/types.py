@@ -294,10 +294,12 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Numbers [S] and whether each belongs to the class that should rank higher [S]; pooled into the area under the ROC curve."""
+    """Numbers [S] beside others [S] (NaN: none, such a row does not count), pooled into a statistic of both columns: of classes
+    (1 should rank higher) the area under the ROC curve or the calibration error of probabilities, of numbers a correlation."""
 
     values: Tensor
-    positive: Tensor
+    others: Tensor
+    statistic: Literal["auc", "calibration_error", "pearson", "spearman"] = "auc"
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from valence.types import Kind
 
 ROWS = 8
+
+Settings = Mapping[str, Any]
+Peer = Literal["TRL", "HALOs"]
+SOURCES: dict[str, Kind] = {
+    "kto": "judgement", "dpo": "preference", "cpo": "preference", "orpo": "preference", "sft": "demonstration",
+    "halos kto": "judgement", "halos pairs": "preference", "halos scored": "ranking", "halos sft": "demonstration",
+}  # fmt: skip
+"""What the rows of each trainer are. Valence reads the same, as the kind that its method wants."""
 
 
 @dataclass(frozen=True)
 class Case:
     """One step of ROWS rows.
 
-    ours, theirs: settings of Valence's loss and of TRL's configuration. figures: what both report. batch: rows of one batch of
-    TRL, which accumulates over all. swapped: policy and reference change places.
+    ours, theirs: settings of Valence's loss and of the other side's configuration. trainer: a key of SOURCES. figures: what both
+    report and is compared. batch: rows of one batch of the other side, which accumulates over all. swapped: policy and reference
+    change places. short: prompts of one token. steps: the last of so many is compared, without updates between them. names: what
+    Valence calls a figure that the other side calls otherwise. real: with the real model, too (each kind of loss once).
     """
 
     name: str
     method: str
-    ours: Mapping[str, Any]
     trainer: str
-    theirs: Mapping[str, Any]
     figures: tuple[str, ...]
+    ours: Settings = field(default_factory=dict[str, Any])
+    theirs: Settings = field(default_factory=dict[str, Any])
     batch: int = ROWS
     swapped: bool = False
+    short: bool = False
+    steps: int = 1
+    names: Mapping[str, str] = field(default_factory=dict[str, str])
+    real: bool = False
+
+    @property
+    def source(self) -> Kind:
+        return SOURCES[self.trainer]
+
+    @property
+    def peer(self) -> Peer:
+        return "HALOs" if self.trainer.startswith("halos") else "TRL"
 
 
 def z0_of_trl(batch: int) -> dict[str, Any]:
@@ -32,23 +56,148 @@ def z0_of_trl(batch: int) -> dict[str, Any]:
     return {"z0_scope": {"group": batch, "pairing": "previous"}}
 
 
-WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
-STEP = ("loss", "grad_norm")
-APO = (*STEP, "rewards/chosen", "rewards/rejected", "rewards/margins")
-KTO = (*APO, "kl")
-DPO = (*APO, "rewards/accuracies")
+def z0_of_halos(batch: int) -> dict[str, Any]:
+    """The same where each prompt gets the completion of the next row."""
+    return {"z0_scope": {"group": batch, "pairing": "next"}}
 
-CASES = (
-    Case("kto", "kto", z0_of_trl(ROWS), "kto", {}, KTO),
-    Case("kto, models swapped, class weights", "kto", z0_of_trl(ROWS) | WEIGHTS, "kto", WEIGHTS, KTO, swapped=True),
-    # Rewards are left out here: over several batches TRL logs the mean of their means, Valence the mean over all rows.
-    Case("kto, two batches accumulated", "kto", z0_of_trl(ROWS // 2), "kto", {}, (*STEP, "kl"), batch=ROWS // 2),
-    Case("apo_zero_unpaired", "apo_zero_unpaired", {}, "kto", {"loss_type": "apo_zero_unpaired"}, APO),
-    Case("dpo", "dpo", {}, "dpo", {"loss_type": "sigmoid"}, DPO),
-    # TRL's sigmoid loss does not read label_smoothing. Its aot loss does, and on a batch of one pair it is this one.
-    Case(
-        "dpo, label smoothing 0.1", "dpo", {"label_smoothing": 0.1}, "dpo", {"loss_type": "aot", "label_smoothing": 0.1}, DPO,
-        batch=1,
+
+STEP = ("loss", "grad_norm")
+REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins")
+KTO = (*STEP, *REWARDS, "kl")
+PAIRS = (*STEP, *REWARDS, "rewards/accuracies")
+UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/rejected"}
+"""HALOs' rewards of kto are log-ratios, which have a name of their own in Valence."""
+
+
+def trl(
+    name: str, method: str, loss_type: Any = None, trainer: str = "dpo", figures: tuple[str, ...] = PAIRS, **more: Any
+) -> Case:
+    """A case of TRL's DPOTrainer, if it does not name another trainer."""
+    theirs = {**more.pop("theirs", {}), **({} if loss_type is None else {"loss_type": loss_type})}
+    return Case(name, method, trainer, figures, theirs=theirs, **more)
+
+
+def both(**settings: Any) -> dict[str, Any]:
+    """Settings that both sides call the same."""
+    return {"ours": settings, "theirs": settings}
+
+
+WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
+UNPAIRED = (
+    trl("kto", "kto", None, "kto", KTO, ours=z0_of_trl(ROWS), real=True),
+    trl(
+        "kto, models swapped, class weights", "kto", None, "kto", KTO, ours=z0_of_trl(ROWS) | WEIGHTS, theirs=WEIGHTS,
+        swapped=True,
     ),
-    Case("sft", "sft", {}, "sft", {}, STEP),
+    trl("kto, two batches accumulated", "kto", None, "kto", (*STEP, "kl"), ours=z0_of_trl(ROWS // 2), batch=ROWS // 2),
+    trl("apo_zero_unpaired", "apo_zero_unpaired", "apo_zero_unpaired", "kto", (*STEP, *REWARDS)),
 )  # fmt: skip
+
+PAIRED = (
+    trl("dpo", "dpo", "sigmoid", real=True),
+    # TRL's sigmoid loss does not read label_smoothing. Its aot loss does, and on a batch of one pair it is this one.
+    trl("dpo, label smoothing", "dpo", "aot", **both(label_smoothing=0.1), batch=1),
+    trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
+    trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
+    trl("hinge", "hinge", "hinge", **both(beta=0.3)),
+    trl("ipo", "ipo", "ipo", ours={"tau": 0.2}, theirs={"beta": 0.2}, real=True),
+    trl("exo", "exo", "exo_pair", **both(label_smoothing=1e-3)),
+    trl("nca", "nca", "nca_pair"),
+    trl("bco_pair, first step", "bco_pair", "bco_pair"),
+    trl("sppo", "sppo", "sppo_hard"),
+    trl("apo_zero", "apo_zero", "apo_zero"),
+    trl("apo_down", "apo_down", "apo_down"),
+    trl("discopop", "discopop", "discopop", ours={"tau": 0.1}, theirs={"discopop_tau": 0.1}),
+    trl("aot", "aot", "aot", real=True),
+    trl("aot, label smoothing", "aot", "aot", **both(label_smoothing=0.1)),
+    trl("aot_unpaired", "aot_unpaired", "aot_unpaired", figures=(*STEP, *REWARDS)),
+    trl("sft of the chosen side", "sft", "sft", figures=STEP),
+)
+
+
+def divergence(method: str, loss_type: str, ours: str, theirs: str, settings: Settings, **more: Any) -> Case:
+    mine, other = settings.get("ours", {}), settings.get("theirs", {})
+    return trl(
+        f"{method}, {ours}", method, loss_type, ours={**mine, "f_divergence": ours},
+        theirs={**other, "f_divergence_type": theirs}, **more,
+    )  # fmt: skip
+
+
+def alpha(value: float) -> dict[str, Settings]:
+    return {"ours": {"f_alpha": value}, "theirs": {"f_alpha_divergence_coef": value}}
+
+
+MODIFIED = (
+    divergence("dpo", "sigmoid", "forward_kl", "forward_kl", {}),
+    divergence("dpo", "sigmoid", "js", "js_divergence", {}),
+    divergence("dpo", "sigmoid", "alpha", "alpha_divergence", alpha(0.3)),
+    divergence("dpo_norm", "sigmoid_norm", "js", "js_divergence", both(beta=5.0), figures=STEP),
+    divergence("robust_dpo", "robust", "alpha", "alpha_divergence", alpha(0.5)),
+    divergence("hinge", "hinge", "js", "js_divergence", {}),
+    divergence("ipo", "ipo", "forward_kl", "forward_kl", {}),
+    divergence("exo", "exo_pair", "js", "js_divergence", both(label_smoothing=1e-3)),
+    divergence("discopop", "discopop", "js", "js_divergence", {}),
+    trl("dpo, ld_alpha", "dpo", "sigmoid", figures=STEP, **both(ld_alpha=0.5)),
+    trl("nca, ld_alpha 0", "nca", "nca_pair", figures=STEP, **both(ld_alpha=0.0)),
+    trl("dpo, wpo", "dpo", "sigmoid", ours={"wpo": True}, theirs={"use_weighting": True}, real=True),
+    trl("ipo, wpo", "ipo", "ipo", ours={"wpo": True}, theirs={"use_weighting": True}),
+    trl("dpo + nll", "dpo", ["sigmoid", "sft"], ours={"nll_weight": 0.2}, theirs={"loss_weights": [1.0, 0.2]}, real=True),
+    trl("sppo + nll", "sppo", ["sppo_hard", "sft"], ours={"nll_weight": 3.0}, theirs={"loss_weights": [1.0, 3.0]}),
+    trl("dpo + nll by answer", "dpo", ["sigmoid", "sft"], ours={"nll_weight": 1.0, "nll_average": "sequence"}, batch=1),
+)
+
+NO_NLL = {"cpo_alpha": 0.0}
+SIMPO = {"simpo_gamma": 1.0, "beta": 2.0}
+REFERENCE_FREE = (
+    trl("cpo", "cpo", "sigmoid", "cpo"),
+    trl("cpo, without nll", "cpo", "sigmoid", "cpo", ours={"nll_weight": 0.0}, theirs=NO_NLL),
+    trl("simpo", "simpo", "simpo", "cpo", theirs=SIMPO | NO_NLL, real=True),
+    trl(
+        "simpo, label smoothing", "simpo", "simpo", "cpo", ours={"label_smoothing": 0.1},
+        theirs=SIMPO | NO_NLL | {"label_smoothing": 0.1},
+    ),
+    trl("simpo + nll", "simpo", "simpo", "cpo", ours={"nll_weight": 0.5}, theirs=SIMPO | {"cpo_alpha": 0.5}),
+    trl("slic, without nll", "slic", "hinge", "cpo", ours={"nll_weight": 0.0}, theirs=NO_NLL | {"beta": 1.0}),
+    # Here the answer is all that there is to predict, and a batch of one pair has one answer's length.
+    trl("orpo, prompts of one token", "orpo", None, "orpo", batch=1, short=True, swapped=True),
+    trl("sft", "sft", None, "sft", STEP, real=True),
+    trl("dft", "dft", "dft", "sft", STEP),
+)  # fmt: skip
+
+
+def halos(name: str, method: str, formula: str, figures: tuple[str, ...] = PAIRS, kind: str = "pairs", **more: Any) -> Case:
+    """A case of a formula in halos_side.py, for which ``formula`` is a setting."""
+    return Case(name, method, f"halos {kind}", figures, theirs={**more.pop("theirs", {}), "formula": formula}, **more)
+
+
+LINE = {"humanline": (-1.0, 1.5)}
+LOGS = {"log_epsilon_P": -1.0, "log_epsilon_R": 1.5}
+CLAMPED: dict[str, Any] = {"ours": LINE, "theirs": LOGS}
+HALOS_KTO = (*STEP, "rewards/chosen", "rewards/rejected", "kl")
+
+OF_HALOS = (
+    halos("kto", "kto", "kto", HALOS_KTO, "kto", ours=z0_of_halos(ROWS), names=UNSCALED),
+    halos(
+        "kto, class weights", "kto", "kto", HALOS_KTO, "kto", ours=z0_of_halos(ROWS) | WEIGHTS, theirs=WEIGHTS, names=UNSCALED,
+    ),
+    halos(
+        "kto, four micro-batches", "kto", "kto", (*STEP, "kl"), "kto", ours=z0_of_halos(ROWS // 4), batch=ROWS // 4,
+    ),
+    halos(
+        "kto, humanline", "kto", "kto", (*STEP, "kl"), "kto", ours=z0_of_halos(ROWS) | LINE, theirs=LOGS, real=True,
+    ),
+    halos("dpo", "dpo", "dpo"),
+    halos("dpo, humanline", "dpo", "dpo", STEP, **CLAMPED),
+    halos("cdpo", "dpo", "cdpo", ours={"label_smoothing": 0.1}, theirs={"epsilon": 0.1}),
+    halos("ipo", "ipo", "ipo", STEP, **both(tau=0.1)),
+    halos("ipo, humanline", "ipo", "ipo", STEP, ours={"tau": 0.1} | LINE, theirs={"tau": 0.1} | LOGS),
+    halos("simpo", "simpo", "simpo", STEP, **both(beta=2.0, gamma_beta_ratio=0.5)),
+    halos("slic", "slic", "slic", ours={"margin": 1.0, "nll_weight": 0.1}, theirs={"beta": 1.0, "lambda_coef": 0.1}),
+    halos("grpo, stored answers", "grpo", "grpo", STEP, "scored", real=True),
+    halos("grpo, stored answers, humanline", "grpo", "grpo", STEP, "scored", **CLAMPED),
+    halos("ppo, stored answers", "ppo", "ppo", STEP, "scored"),
+    halos("ppo, stored answers, humanline", "ppo", "ppo", STEP, "scored", **CLAMPED),
+    halos("sft", "sft", "sft", STEP, "sft"),
+)  # fmt: skip
+
+CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS)

@@ -1,4 +1,4 @@
-"""A case's step by Valence, in this process, and by TRL, in a process with its own environment."""
+"""A case's step by Valence, by the formulas of HALOs, and by TRL, in a process with its own environment."""
 
 from __future__ import annotations
 
@@ -6,16 +6,22 @@ import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
 
-from benchmarks.parity.cases import CASES, Case
-from benchmarks.parity.stages import Stage
+from benchmarks.parity.cases import Case
+from benchmarks.parity.halos_side import Side, halos
+from benchmarks.parity.stages import Stage, as_kind, shortened
 from benchmarks.peers import surroundings
 from valence.dist.single import Single
+from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference, load_model
+from valence.engine.reference import Reference
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective
@@ -26,6 +32,69 @@ BUDGET = 400
 """Tokens of a micro-batch of Valence: small, so that its step is cut where TRL's batch is whole."""
 
 
+def folders(case: Case, stage: Stage) -> tuple[Path, Path]:
+    """Folders of the policy and of the reference."""
+    return (stage.second, stage.first) if case.swapped else (stage.first, stage.second)
+
+
+def source_rows(case: Case, stage: Stage) -> tuple[Encoded, ...]:
+    """The rows that the other side reads."""
+    rows = stage.rows(case.source)
+    return shortened(rows) if case.short else rows
+
+
+def max_length(units: Sequence[Encoded]) -> int:
+    """That of the longest row: only mismatched completions are cut."""
+    return max(len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers)
+
+
+class Here:
+    """The sides that run in this process, with models that are loaded once. No case changes a weight."""
+
+    def __init__(self, stage: Stage) -> None:
+        self.stage = stage
+        self.engines = cache(self._engines)
+        self.plain = cache(self._plain)
+
+    def _engines(self, policy: Path, reference: Path) -> tuple[Engine, Reference]:
+        engine = build_policy(load_model(str(policy), dtype=torch.float32), dtype=torch.float32)
+        other = load_model(str(reference), dtype=torch.float32)
+        return engine, build_reference(engine, fresh_adapter=False, model=other, name="second")
+
+    def _plain(self, policy: Path, reference: Path) -> tuple[nn.Module, nn.Module]:
+        """As transformers has them: an engine would bring attention of its own."""
+        first, second = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (policy, reference))
+        return first.eval(), second.eval()
+
+    def ours(self, case: Case) -> Figures:
+        """One step without an update, by the part of Valence that every training step runs."""
+        method = METHODS[case.method]
+        source = source_rows(case, self.stage)
+        units = as_kind(source, method.kind)
+        policy, other = self.engines(*folders(case, self.stage))
+        policy.zero_grad()
+        reference = other if method.needs_reference else None
+        objective = Objective(method, method.resolve(case.ours), policy, reference, Single(), BUDGET, max_length(source))
+        for _ in range(case.steps - 1):
+            objective.learn(objective.run(units, backward=False))
+        outcome = objective.run(units, backward=True)
+        meter = Meter()
+        meter.pool(outcome.metrics)
+        meter.add({"loss": Mean(outcome.loss, torch.ones(()))})
+        return meter.reduce(objective.group) | {"grad_norm": grad_norm(policy)}
+
+    def formulas(self, case: Case) -> Figures:
+        """The step by the formulas of HALOs."""
+        rows = source_rows(case, self.stage)
+        policy, reference = self.plain(*folders(case, self.stage))
+        found = halos(Side(policy, reference, case.theirs, max_length(rows)), rows, case.batch)
+        return found | {"grad_norm": grad_norm(policy)}
+
+
+def grad_norm(model: nn.Module) -> float:
+    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+
+
 @dataclass(frozen=True)
 class Theirs:
     """TRL's figures of every case, and the versions that gave them."""
@@ -34,41 +103,9 @@ class Theirs:
     figures: tuple[Figures, ...]
 
 
-def max_length(units: Sequence[Encoded]) -> int:
-    """That of the longest row: only mismatched completions are cut."""
-    return max(len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers)
-
-
-def models(case: Case, stage: Stage) -> tuple[Path, Path]:
-    """Folders of the policy and of the reference."""
-    return (stage.second, stage.first) if case.swapped else (stage.first, stage.second)
-
-
-def ours(case: Case, stage: Stage) -> Figures:
-    """One step without an update, by the part of Valence that every training step runs."""
-    method = METHODS[case.method]
-    units = stage.rows(method.kind)
-    policy_folder, reference_folder = models(case, stage)
-    policy = build_policy(load_model(str(policy_folder), dtype=torch.float32), dtype=torch.float32)
-    reference = None
-    if method.needs_reference:
-        other = load_model(str(reference_folder), dtype=torch.float32)
-        reference = build_reference(policy, fresh_adapter=False, model=other, name="second")
-    settings = method.resolve(case.ours)
-    objective = Objective(method, settings, policy, reference, Single(), BUDGET, max_length(units))
-    outcome = objective.run(units, backward=True)
-    meter = Meter()
-    for name, parts in outcome.metrics.items():
-        for part in parts:
-            meter.add({name: part})
-    meter.add({"loss": Mean(outcome.loss, torch.ones(()))})
-    grads = [p.grad for p in policy.parameters() if p.grad is not None]
-    return meter.reduce(objective.group) | {"grad_norm": torch.nn.utils.get_total_norm(grads).item()}
-
-
-def theirs(python: Path, stage: Stage, scratch: Path) -> Theirs:
+def theirs(cases: Sequence[Case], python: Path, stage: Stage, scratch: Path) -> Theirs:
     """All cases by TRL. Raises RuntimeError when TRL fails, or trains on other tokens than Valence."""
-    jobs = [_job(case, stage) for case in CASES]
+    jobs = [_job(case, stage) for case in cases]
     job, results = scratch / "job.json", scratch / "results.json"
     job.write_text(json.dumps(jobs))
     script = Path(__file__).with_name("trl_side.py")
@@ -77,14 +114,14 @@ def theirs(python: Path, stage: Stage, scratch: Path) -> Theirs:
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
     found = json.loads(results.read_text())
-    for case, asked, got in zip(CASES, jobs, found["cases"], strict=True):
+    for case, asked, got in zip(cases, jobs, found["cases"], strict=True):
         _check_tokens(case, asked, got["rows"])
     return Theirs(found["versions"], tuple(got["figures"] for got in found["cases"]))
 
 
 def _job(case: Case, stage: Stage) -> dict[str, Any]:
-    units = stage.rows(METHODS[case.method].kind)
-    policy, reference = models(case, stage)
+    units = source_rows(case, stage)
+    policy, reference = folders(case, stage)
     return {
         "trainer": case.trainer, "config": dict(case.theirs), "rows": [_row(unit) for unit in units], "batch": case.batch,
         "policy": str(policy), "reference": str(reference), "max_length": max_length(units), "eos": stage.eos,
@@ -104,6 +141,8 @@ def _check_tokens(case: Case, asked: Mapping[str, Any], got: Sequence[Mapping[st
     for row, prepared in zip(asked["rows"], got, strict=True):
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]
+        elif case.trainer in ("cpo", "orpo"):
+            same = all(prepared[f"{side}_input_ids"] == row["prompt"] + row[side] for side in ("chosen", "rejected"))
         else:
             same = all(prepared[f"{name}_ids"] == row[name] for name in row if name != "label")
         if not same:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,7 +38,35 @@ class Stage:
     def rows(self, kind: Kind) -> tuple[Encoded, ...]:
         if kind == "demonstration":
             return tuple(replace(unit, kind=kind, label=None) for unit in self.judgements)
+        if kind == "ranking":
+            return _ranked(self.preferences)
         return self.preferences if kind == "preference" else self.judgements
+
+
+def as_kind(rows: Sequence[Encoded], kind: Kind) -> tuple[Encoded, ...]:
+    """Pairs as what another method reads of them: two judgements each, or the chosen side as a demonstration."""
+    if rows[0].kind == kind:
+        return tuple(rows)
+    sides = (True,) if kind == "demonstration" else (True, False)
+    return tuple(
+        replace(row, id=f"{row.id} {up}", kind=kind, answers=(answer,), label=None if kind == "demonstration" else up)
+        for row in rows
+        for up, answer in zip(sides, row.answers, strict=False)
+    )
+
+
+def shortened(rows: Sequence[Encoded]) -> tuple[Encoded, ...]:
+    """The rows with the last token of their prompts alone."""
+    return tuple(replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:]) for row in rows)
+
+
+def _ranked(pairs: Sequence[Encoded]) -> tuple[Encoded, ...]:
+    """Three scored answers of each prompt: those of its pair, and the next pair's first."""
+    draw = random.Random(2)
+    return tuple(
+        replace(row, kind="ranking", answers=(*row.answers, other.answers[0]), scores=tuple(draw.gauss(0, 1) for _ in range(3)))
+        for row, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True)
+    )
 
 
 def tiny_stage(folder: Path) -> Stage:

@@ -6,6 +6,9 @@ Rows come as token ids. They go through the trainers' own preparation (pairing, 
 is spelled out, under a tokenizer that reads such text and nothing else. What the trainers made of them is handed back.
 """
 
+# pyright: reportMissingImports=false
+# (TRL is in the other environment.)
+
 from __future__ import annotations
 
 import json
@@ -15,6 +18,7 @@ import tempfile
 from typing import Any
 
 os.environ.setdefault("TQDM_DISABLE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 import torch
 import transformers
@@ -22,13 +26,21 @@ import trl
 from datasets import Dataset, disable_progress_bars
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from trl.experimental.cpo import CPOConfig, CPOTrainer
+from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
 TRAINERS = {
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "cpo": (CPOTrainer, CPOConfig),
+    "orpo": (ORPOTrainer, ORPOConfig),
 }
+WITH_REFERENCE = ("kto", "dpo")
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
+TOKEN_COLUMNS = (
+    "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "input_ids", "chosen_input_ids", "rejected_input_ids",
+)  # fmt: skip
 
 
 def spelled(ids: list[int]) -> str:
@@ -52,7 +64,7 @@ def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     )  # fmt: skip
     policy = AutoModelForCausalLM.from_pretrained(case["policy"], dtype=torch.float32)
     extra = {}
-    if case["trainer"] != "sft":
+    if case["trainer"] in WITH_REFERENCE:
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(case["reference"], dtype=torch.float32)
     tokenizer = tokenizer_of_ids(policy.config.vocab_size, case["eos"])
     return trainer(model=policy, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **extra)
@@ -69,11 +81,12 @@ def step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
         part.backward()
         loss += part.item()
     grads = [p.grad for p in trainer.model.parameters() if p.grad is not None]
-    metrics = {name: sum(values) / len(values) for name, values in trainer._metrics["train"].items()}
-    numeric = ("prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "KL_completion_ids", "input_ids", "labels")
-    rows = [{k: row[k] for k in numeric if k in row} for row in trainer.train_dataset]
+    # CPO's and ORPO's trainers keep what they log under another name.
+    logged = trainer._stored_metrics if hasattr(trainer, "_stored_metrics") else trainer._metrics
+    metrics = {name: sum(values) / len(values) for name, values in logged["train"].items()}
+    rows = [{k: row[k] for k in TOKEN_COLUMNS if k in row} for row in trainer.train_dataset]
     figures = {"loss": loss, "grad_norm": torch.nn.utils.get_total_norm(grads).item()} | metrics
-    return {"figures": figures, "rows": rows, "batches": len(batches)}
+    return {"figures": figures, "rows": rows}
 
 
 def main(job: str, results: str) -> None:

@@ -30,6 +30,7 @@ class Facts:
     kind: str
     needs_reference: bool
     settings: type[BaseModel]
+    of_scores: bool = False
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         return {}

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.units import objective, policy_and_reference, units
+from tests.units import models_for, objective, policy_and_reference, units, units_for
 from valence.data.sampler import canonical_order
+from valence.engine.scores import Scorer
 from valence.losses import LOSSES
 from valence.losses.stats import RewardShift, reference_point
 from valence.report.metrics import Meter
@@ -57,8 +58,8 @@ def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[s
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = policy_and_reference()
-    rows = units(METHODS[name].kind)
+    policy, reference = models_for(name)
+    rows = units_for(name)
 
     def made(budget: int) -> Objective:
         found = objective(name, policy, reference, budget=budget, **settings)
@@ -85,8 +86,8 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name:
 
 @pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
 def test_a_modifier_that_is_on_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = policy_and_reference()
-    rows = units(METHODS[name].kind)
+    policy, reference = models_for(name)
+    rows = units_for(name)
     _, _, plain = gradient(objective(name, policy, reference, **SUMMED.get(name, {})), rows)
     _, _, changed = gradient(objective(name, policy, reference, **settings), rows)
     assert (changed - plain).norm() > 1e-3 * plain.norm()
@@ -106,7 +107,7 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
     assert numbers.get("rewards/accuracies", 0.5) == 0.5
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].of_scores])
 def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
     """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's log-probability."""
     policy, reference = policy_and_reference()
@@ -139,11 +140,38 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
         assert (torch.sign(found) == direction).all(), side
 
 
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].of_scores])
+def test_scores_move_in_the_declared_direction(name: str) -> None:
+    """From scores of zero. What the data gives no target for gets no gradient."""
+    policy, _ = models_for(name)
+    assert isinstance(policy, Scorer)
+    made = objective(name, policy, None)
+    loss, rows = made.method.loss, [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0]
+    (batch,) = made.batches(rows)
+    count, shared = made._counted([batch])
+    if policy.thresholds is not None:
+        shared["thresholds"] = policy.thresholds.detach()
+    attributes = 1 if batch.target is None else batch.target.shape[1]
+    score = torch.zeros(batch.sequences, attributes, dtype=torch.float64, requires_grad=True)
+    blank = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    plain, view = loss.read(batch, TokenOut(blank, score=score), None, made.settings, shared)
+    loss.total(plain, view, made.settings, count).backward()
+    assert score.grad is not None
+    if batch.target is None:
+        up, down = (batch.side == 0)[:, None], (batch.side == 1)[:, None]
+    else:
+        middle = 3.0 if "thresholds" in shared else 0.5
+        up, down = batch.target > middle, batch.target < middle
+        assert (score.grad[batch.target.isnan()] == 0).all()
+    assert (torch.sign(-score.grad[up]) == loss.direction["chosen"]).all()
+    assert (torch.sign(-score.grad[down]) == loss.direction["rejected"]).all()
+
+
 @pytest.mark.parametrize("name", ROWS)
 def test_a_weight_multiplies_and_never_divides(name: str) -> None:
     """sum(w * loss) / count: doubling all weights doubles loss and gradient."""
-    policy, reference = policy_and_reference()
-    rows = units(METHODS[name].kind)
+    policy, reference = models_for(name)
+    rows = units_for(name)
     once, _, grad = gradient(objective(name, policy, reference), rows)
     twice, _, doubled = gradient(objective(name, policy, reference), [replace(r, weight=2 * r.weight) for r in rows])
     assert float(twice.loss) == pytest.approx(2 * float(once.loss), rel=1e-12)
@@ -185,9 +213,9 @@ def test_an_absent_class_is_left_out_and_never_zero() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_token_of_the_prompt_is_context_only(name: str) -> None:
     """Summed log-probabilities are over completions: a longer prompt leaves the counts as they are."""
-    policy, reference = policy_and_reference()
+    policy, reference = models_for(name)
     made = objective(name, policy, reference)
-    rows = in_order(units(METHODS[name].kind))
+    rows = in_order(units_for(name))
     outcome = made.run(rows, backward=False, rows=True)
     measured = {(r.unit, r.side): r.tokens for r in outcome.rows}
     assert measured == {(i, side): len(a.ids) for i, row in enumerate(rows) for side, a in enumerate(row.answers)}

@@ -1,4 +1,4 @@
-"""``python -m tests.docs.settings`` writes docs/settings.md from the schema and the losses' signatures."""
+"""``python -m tests.docs.settings`` writes docs/settings.md from the schema."""
 
 from __future__ import annotations
 
@@ -6,27 +6,23 @@ from collections.abc import Sequence
 
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
-from valence.training.methods import METHODS
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting of a recipe. `N` stands for an index in a list. On the command line: `valence train RECIPE train.seed=1`. Made by
-`python -m tests.docs.settings`.
+Every setting of a recipe. Those of its `loss` section are its method's, and in [losses.md](losses.md). `N` stands for an index in
+a list. On the command line: `valence train RECIPE train.seed=1`. Made by `python -m tests.docs.settings`.
 """
 
 
 def page() -> str:
     """The page as it should be now."""
-    parts = [HEAD, _table([row for row in settings_table() if row.name != "loss"])]
-    for name, method in METHODS.items():
-        rows = settings_table(method.settings, "loss.")
-        parts += [f"## The loss of `method: {name}`\n", _table(rows) if rows else "No settings.\n"]
-    return "\n".join(parts)
+    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}"
 
 
-def _table(rows: Sequence[SettingRow]) -> str:
+def table(rows: Sequence[SettingRow]) -> str:
+    """A table of settings."""
     lines = ["| setting | takes | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |" for row in rows]
     return "\n".join(lines) + "\n"

@@ -17,15 +17,19 @@ import pytest
 import torch
 
 from tests.contract import test_contract
+from tests.docs import losses as losses_page
 from tests.docs import settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
+from tests.golden import test_paired, test_whole_step
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli, losses
-from valence.config.describe import settings_table
 from valence.config.load import load_recipe
 from valence.data.formats import FORMATS
-from valence.losses import LOSSES, preference
+from valence.losses import LOSSES, Loss, preference
+from valence.losses.guide import GUIDE
+from valence.losses.modifiers import MODIFIERS
+from valence.training.explain import Doc, facts, read_doc
 from valence.training.methods import METHODS, Method, method_of
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -142,27 +146,55 @@ def _check_recipe(block: Block) -> None:
 
 
 def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function and the row of CONTRIBUTING.md, put into the tables and held to what every row must satisfy."""
-    function, row = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
-    namespace = {**vars(preference), "torch": torch}
+    """The function, the row and the golden of CONTRIBUTING.md, put into the tables and held to what every row must satisfy."""
+    function, row, golden = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
+    name, made = _added(function, row, monkeypatch)
+    for given in ({}, *(test_contract.ON[modifier] for modifier in made.modifiers)):
+        test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name, given)
+    for test in (
+        test_contract.test_finite_and_exact_when_policy_equals_reference,
+        test_contract.test_prompts_get_no_gradient_and_answers_the_declared_direction,
+        test_contract.test_a_weight_multiplies_and_never_divides,
+    ):
+        test(name)
+    of_modifiers = {setting for modifier in made.modifiers for setting in MODIFIERS[modifier].settings}
+    assert METHODS[name].loss.settings.keys() == {"beta", *of_modifiers}
+    assert f"### {name}\n" in losses_page.page()
+    found = {**vars(test_whole_step), **vars(test_paired)}
+    exec(golden, found)
+    formula, several = found["formula"][name]
+    monkeypatch.setitem(test_paired.DIRECTIONS, name, (1, -1))
+    for given in several:
+        test_paired.test_value_and_gradient(name, formula, given)
+        test_paired.test_far_away(name, formula, given)
+    test_paired.test_where_a_first_step_goes(name)
+    for case in found["by_hand"]:
+        test_paired.test_by_hand(*case)
+    monkeypatch.setitem(test_whole_step.WHOLE_STEP, name, found["whole_step"][name])
+    for given in ({}, *(on for modifier in made.modifiers for on in test_whole_step.ON[modifier])):
+        test_whole_step.test_a_whole_step_from_logits_to_the_number(name, given)
+
+
+def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[str, Loss]:
+    """The name and the row of a loss, now in the tables."""
+    namespace = dict(vars(preference))
     exec(function, namespace)
-    namespace = {**vars(losses), **{name: namespace[name] for name in re.findall(r"^def (\w+)", function, re.MULTILINE)}}
+    for name in re.findall(r"^def (\w+)", function, re.MULTILINE):
+        monkeypatch.setattr(preference, name, namespace[name], raising=False)
+    namespace = dict(vars(losses))
     exec(row, namespace)
     [(name, made)] = namespace["row"].items()
+    assert name not in LOSSES
     monkeypatch.setitem(LOSSES, name, made)
     monkeypatch.setitem(METHODS, name, Method(name, made))
-    test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name, {})
-    test_contract.test_prompts_get_no_gradient_and_answers_the_declared_direction(name)
-    assert {row.name for row in settings_table(METHODS[name].settings)} == {"beta"}
+    return name, made
 
 
 # What is named
 
 
-def test_the_readme_names_every_loss_format_command_and_status() -> None:
-    words = set(re.findall(r"`([^`\s]+)", README))
-    assert set(METHODS) == set(LOSSES) <= words
-    assert set(FORMATS) <= words
+def test_the_readme_names_every_format_command_and_status() -> None:
+    assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", README))
     assert {f"valence {c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
         f"valence {name}" for name in re.findall(r"^\| `valence (\w+)", README, re.MULTILINE)
     }
@@ -174,12 +206,67 @@ def test_the_page_of_settings_is_up_to_date() -> None:
     assert settings.PAGE.read_text(encoding="utf-8") == settings.page(), "run `python -m tests.docs.settings`"
 
 
+def test_the_page_of_losses_is_up_to_date_and_has_them_all() -> None:
+    assert losses_page.PAGE.read_text(encoding="utf-8") == losses_page.page(), "run `python -m tests.docs.losses`"
+    assert set(METHODS) == set(LOSSES) <= headings(losses_page.PAGE)
+    assert {next(iter(modifier.settings)) for modifier in MODIFIERS.values()} <= headings(losses_page.PAGE)
+
+
+def test_the_guide_speaks_of_losses_that_exist() -> None:
+    assert set(GUIDE) <= set(LOSSES)
+    assert all(guide.when and guide.curves for guide in GUIDE.values())
+
+
+STARTS = {name: re.match(r"The loss starts at (?:[^.]* = |half .*\()?([\d.]+\d|\d+)", g.curves) for name, g in GUIDE.items()}
+
+
+@pytest.mark.parametrize("name", [name for name, start in STARTS.items() if start])
+def test_a_curve_starts_where_the_guide_says(name: str) -> None:
+    """One chosen and one rejected answer where policy and reference agree, with the default settings."""
+    loss, settings = LOSSES[name], METHODS[name].resolve({})
+    view: dict[str, Any] = dict.fromkeys(loss.reads, torch.zeros(1))
+    if METHODS[name].kind == "judgement":
+        view = dict.fromkeys(loss.reads, torch.zeros(2)) | {"label": torch.tensor([True, False])}
+    view |= {name: torch.ones(1) for name in ("n_w", "n_l") if name in view}
+    view |= {"wrong": torch.tensor([settings.get("label_smoothing", 0.0)])}
+    found = loss(view, settings)
+    value = float(found.sum() if loss.average == "class_mean" else found.mean())
+    start = STARTS[name]
+    assert start is not None
+    assert float(f"{value:.{len(start[1].partition('.')[2])}f}") == float(start[1])
+
+
+def test_a_loss_without_a_guide_is_explained_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = facts(METHODS["dpo"])
+    monkeypatch.delitem(GUIDE, "dpo")
+    assert told.keys() - facts(METHODS["dpo"]).keys() == {"when", "curves"}
+
+
+def test_formula_and_source_are_told_apart() -> None:
+    doc = read_doc(preference.dpo.__doc__ or "")
+    assert doc.summary.startswith("Direct preference")
+    assert doc.formula == "-(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong."
+    assert doc.source.startswith("Rafailov et al. 2023, arXiv 2305.18290")
+    assert doc.tensors.startswith("logp_w, logp_l")
+    assert read_doc("One line.\n\nx: a setting.") == Doc("One line.", "", "", "")
+
+
+def headings(path: Path) -> set[str]:
+    """What links may name behind a #."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     folder = (ROOT / page).parent
     for target in re.findall(r"\]\(([^)\s]+)\)", text(page)):
-        if not target.startswith(("http:", "https:", "#")):
-            assert (folder / target.split("#")[0]).exists(), f"{page}: {target}"
+        if target.startswith(("http:", "https:")):
+            continue
+        name, _, heading = target.partition("#")
+        path = folder / name if name else ROOT / page
+        assert path.exists(), f"{page}: {target}"
+        assert not heading or heading in headings(path), f"{page}: {target}"
 
 
 @pytest.mark.parametrize("page", PAGES)

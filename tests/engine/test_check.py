@@ -106,7 +106,7 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
         return kept(self, key, value)
 
     monkeypatch.setattr(Memory, "__call__", shuffled)
-    with pytest.warns(UserWarning, match="log-probabilities differ"):
+    with pytest.warns(UserWarning, match="log-probabilities or scores differ"):
         Engine(tiny(dtype=torch.float32)).check_layout()
 
 

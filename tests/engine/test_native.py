@@ -69,6 +69,23 @@ def test_one_sequence_of_any_length(length: int) -> None:
         assert ours <= max(1.5 * plain, 2**-8)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("width", "columns"), [(16, 1), (48, 130), (64, 64), (80, 200)])
+def test_what_a_softmax_needs_of_any_number_of_columns(width: int, columns: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(33, width, dtype=torch.bfloat16), torch.randn(columns, width, dtype=dtype)
+    target, found = torch.arange(33) - 1, torch.empty(4, 33)
+    kept = native.measure(hidden, weight, target, found, 0.5, True)
+    logits = 0.5 * hidden.double() @ weight.bfloat16().double().t()
+    top = logits.amax(1)
+    far = logits - top[:, None]
+    inside = (target >= 0) & (target < columns)
+    hit = torch.where(inside, logits.gather(1, target.clamp(0, columns - 1)[:, None])[:, 0], 0)
+    wanted = torch.stack([top, far.exp().sum(1), (far * far.exp()).sum(1), hit])
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(kept, far.exp().bfloat16(), rtol=2**-7, atol=1e-6)
+
+
 @pytest.mark.parametrize("shared", [1, 2, 5])
 def test_the_number_of_threads_changes_no_bit(shared: int) -> None:
     given = heads(335, 2 * shared, shared, 32, 32, torch.bfloat16)

@@ -80,6 +80,16 @@ def test_the_example_is_python_for_this_model(adapter, chat):
     assert ("apply_chat_template" in code) == chat
 
 
+@pytest.mark.parametrize("chat", [True, False])
+def test_a_reward_model_is_shown_scoring(chat):
+    card = model_card(replace(FACTS, reward_model=True, chat=chat))
+    code = card.split("```python\n")[1].split("\n```")[0]
+    names = {node.id for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Name)}
+    assert "AutoModelForSequenceClassification" in names
+    assert "generate" not in code
+    assert ModelCard(card).data.pipeline_tag == "text-classification"
+
+
 def test_limitations_are_facts_of_the_run():
     assert "## Limitations" not in model_card(replace(FACTS, audit={}))
     out = html(model_card(replace(FACTS, audit={}, before=None, after=None, finished=False)))

@@ -13,9 +13,10 @@ from valence.config.load import load_recipe
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Frozen
 from valence.errors import UserError
-from valence.training import setup
+from valence.training import build as building
+from valence.training.build import build_models
 from valence.training.methods import method_of
-from valence.training.setup import build_models, prepare
+from valence.training.setup import prepare
 
 ROWS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)]
 
@@ -29,14 +30,14 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "recipe.yaml").write_text("method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(setup, "why_not", lambda device: None)
+    monkeypatch.setattr(building, "why_not", lambda device: None)
     found: list[Engine] = []
 
     def note(engine: Engine) -> None:
         engine.compiled = True
         found.append(engine)
 
-    monkeypatch.setattr(setup, "compile_layers", note)
+    monkeypatch.setattr(building, "compile_layers", note)
     return found
 
 
@@ -61,12 +62,12 @@ def test_auto_compiles_what_is_long_enough(compiled: list[Engine], monkeypatch: 
     build()
     build("train.compile=off")
     assert compiled == []
-    monkeypatch.setitem(setup.WORTH_COMPILING, "cpu", 1.0)
+    monkeypatch.setitem(building.WORTH_COMPILING, "cpu", 1.0)
     assert build() == compiled
 
 
 def test_asked_for_without_a_compiler_is_an_error(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(setup, "why_not", lambda device: "there is no C++ compiler")
+    monkeypatch.setattr(building, "why_not", lambda device: "there is no C++ compiler")
     with pytest.raises(UserError, match=r"train\.compile.*no C\+\+ compiler"):
         build("train.compile=on")
     build()

@@ -260,6 +260,6 @@ def test_a_pass_over_rows_leaves_them_as_they_were() -> None:
 def test_held_out_rows_without_partners_are_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one prompt cannot be measured by kto, and this must not be found out when the training is over."""
     same = [row | {"prompt": "the same question "} for row in rows(4)]
-    monkeypatch.setattr("valence.training.setup.build_policy", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr("valence.training.build.build_policy", lambda *_, **__: pytest.fail("a model was built"))
     with pytest.raises(UserError, match="prompt"):
         train(tmp_path, rows(4), held_out=same, eval={"at_start": False})

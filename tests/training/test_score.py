@@ -19,7 +19,7 @@ from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence.engine.reference import AdapterOff, Frozen, Later
 from valence.errors import UserError
-from valence.training import setup
+from valence.training import build
 from valence.training.score import score
 
 ROOT = Path(__file__).parents[2]
@@ -251,8 +251,8 @@ def test_a_recipe_without_a_cache_is_refused(recipe: str, settings: list[str], s
 
 def test_a_loss_without_a_reference_loads_none(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[str] = []
-    load = setup.load_model
-    monkeypatch.setattr(setup, "load_model", lambda name, **how: loaded.append(name) or load(name, **how))
+    load = build.load_model
+    monkeypatch.setattr(build, "load_model", lambda name, **how: loaded.append(name) or load(name, **how))
     (place / "sft.jsonl").write_text(
         "".join(json.dumps({"prompt": f"question {i} ", "completion": "x"}) + "\n" for i in range(4))
     )

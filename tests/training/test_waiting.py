@@ -8,10 +8,8 @@ import pytest
 import torch
 
 from tests.fetched import Fetched
-from tests.models import tiny
-from tests.units import objective, units
+from tests.units import models_for, objective, units_for
 from valence.data.pack import pack
-from valence.engine.models import build_policy, build_reference
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
 
@@ -20,9 +18,8 @@ ROWS = 8
 
 @pytest.mark.parametrize("method", METHODS)
 def test_more_micro_batches_are_not_waited_for_more_often(method: str) -> None:
-    policy = build_policy(tiny(dtype=torch.float32), dtype=torch.float32)
-    reference = build_reference(policy, fresh_adapter=False)
-    rows = units(METHODS[method].kind, ROWS)
+    policy, reference = models_for(method)
+    rows = units_for(method, ROWS)
     stands_still = torch.optim.SGD(policy.parameters(), lr=0.0)
     found: list[Counter[str]] = []
     cuts = {len(pack(rows, budget)): budget for budget in range(400, 10, -1)}

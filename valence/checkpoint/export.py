@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,16 +21,18 @@ def export(
     what: Literal["auto", "merged", "adapter"],
     card: str,
     chat_template: str | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> Path:
     """Writes weights (safetensors), tokenizer with its template, generation settings and card (README.md).
 
     what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without an adapter: all weights.
-    chat_template: kept with the tokenizer when it has none of its own.
+    chat_template: kept with the tokenizer when it has none of its own. config: entries of config.json besides the model's own.
     """
     adapted = hasattr(model, "peft_config")
     whole: Any = model
     if adapted and what != "adapter":
         whole = copy.deepcopy(model).merge_and_unload()  # type: ignore[operator]
+    whole.config.update(config or {})
     with written_aside(target) as folder:
         whole.save_pretrained(folder)
         if tokenizer.chat_template is None and chat_template is not None:

@@ -87,14 +87,22 @@ def load_recipe(
     given = _short_forms(given)
     for assignment in overrides:
         given = _short_forms(override(given, assignment))
-    recipe, facts = _checked_shape(given, method_of)
+    recipe, facts, mixed = _checked_shape(given, method_of)
     problems: list[UserError] = []
     for name in LISTS:
         needed = training and name not in in_memory
-        recipe = _with_files_found(recipe, name, given, folder, problems if needed else [])
+        found = _files_found(getattr(recipe.data, name), ("data", name), given, folder, problems if needed else [])
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={name: found})})
+    mix = [
+        part.model_copy(
+            update={"train": _files_found(part.train, ("mix", i, "train"), given, folder, problems if training else [])}
+        )
+        for i, part in enumerate(recipe.mix)
+    ]
+    recipe = recipe.model_copy(update={"mix": mix})
     settings = _settings(recipe, facts, given)
     rows = {*in_memory, *(name for name in LISTS if getattr(recipe.data, name))}
-    case = Case(recipe, facts, rows)
+    case = Case(recipe, facts, rows, mixed)
     if training:
         problems += _without_effect(case, given, settings)
     problems += _contradictions(case, given)
@@ -121,7 +129,17 @@ def _short_forms(given: Given) -> Given:
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)
         values["data"] = {name: _sources(value) if name in LISTS else value for name, value in section.items()}
+    mix = values.get("mix")
+    if isinstance(mix, list):
+        values["mix"] = [_with_files_as_sources(part) for part in cast(list[object], mix)]
     return Given(values, given.places)
+
+
+def _with_files_as_sources(part: object) -> object:
+    if not isinstance(part, dict) or "train" not in part:
+        return cast(object, part)
+    section = cast(dict[str, Any], part)
+    return {**section, "train": _sources(section["train"])}
 
 
 def _sources(value: object) -> object:
@@ -133,35 +151,47 @@ def _sources(value: object) -> object:
     return [{"path": item} if isinstance(item, str) else item for item in cast(list[object], items)]
 
 
-def _checked_shape(given: Given, method_of: Callable[[str], MethodFacts]) -> tuple[Recipe, MethodFacts]:
-    """Names, types and ranges of every setting. Raises one UserError about all that are wrong."""
+def _checked_shape(given: Given, method_of: Callable[[str], MethodFacts]) -> tuple[Recipe, MethodFacts, tuple[MethodFacts, ...]]:
+    """Names, types and ranges of every setting; facts about the method and those of `mix`. Raises one UserError about all that
+    are wrong."""
     problems: list[UserError] = []
     recipe = _validate(Recipe, given, (), problems)
-    facts = _facts(given, method_of, problems)
-    loss: BaseModel | None = None
-    if facts is not None and isinstance(given.values.get("loss", {}), dict):
-        loss = _validate(facts.settings, given, ("loss",), problems)
-    if recipe is None or facts is None or loss is None:
+    facts, loss = _method(given, (), method_of, problems)
+    mix = given.values.get("mix")
+    parts = cast(list[object], mix) if isinstance(mix, list) else []
+    mixed = [_method(given, ("mix", i), method_of, problems) for i in range(len(parts))]
+    if problems or recipe is None or facts is None or loss is None:
         raise messages.all_of(problems, given.place(()))
-    return recipe.model_copy(update={"loss": loss.model_dump()}), facts
+    with_losses = [p.model_copy(update={"loss": own}) for p, (_, own) in zip(recipe.mix, mixed, strict=True)]
+    return recipe.model_copy(update={"loss": loss, "mix": with_losses}), facts, tuple(f for f, _ in mixed if f is not None)
 
 
-def _facts(given: Given, method_of: Callable[[str], MethodFacts], problems: list[UserError]) -> MethodFacts | None:
-    name = given.values.get("method")
+def _method(
+    given: Given, path: Key, method_of: Callable[[str], MethodFacts], problems: list[UserError]
+) -> tuple[MethodFacts | None, dict[str, Any] | None]:
+    """The method that the section at ``path`` names, and the settings of its loss."""
+    section: Any = given.values
+    for part in path:
+        section = section[part]
+    name: Any = cast(dict[str, Any], section).get("method") if isinstance(section, dict) else None
     if not isinstance(name, str) or not name:
-        return None
+        return None, None
     try:
-        return method_of(name)
+        facts = method_of(name)
     except UserError as error:
-        problems.append(UserError(error.what, where=given.where(("method",)), fix=error.fix))
-        return None
+        problems.append(UserError(error.what, where=given.where((*path, "method")), fix=error.fix))
+        return None, None
+    if not isinstance(cast(dict[str, Any], section).get("loss", {}), dict):
+        return facts, None
+    loss = _validate(facts.settings, given, (*path, "loss"), problems)
+    return facts, None if loss is None else loss.model_dump()
 
 
 def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]) -> M | None:
     """The values at ``path`` as a model, or None after adding what is wrong with them to ``problems``."""
     values = given.values
     for part in path:
-        values = values.get(part, {})
+        values = values[part] if isinstance(part, int) else values.get(part, {})
     try:
         # As JSON, so that strict types still take a list for a tuple and a whole number for a float.
         return model.model_validate_json(json.dumps(values), strict=True)
@@ -186,8 +216,10 @@ def _path_of(error: ErrorDetails, values: Any) -> Key:
     return path
 
 
-def _with_files_found(recipe: Recipe, name: str, given: Given, folder: Path | None, problems: list[UserError]) -> Recipe:
-    """The recipe with the data paths of one list as they were found; missing files are added to ``problems``."""
+def _files_found(
+    sources: Sequence[Source], path: Key, given: Given, folder: Path | None, problems: list[UserError]
+) -> list[Source]:
+    """A list of files, with their paths as they were found; missing files are added to ``problems``."""
 
     def found(source: Source, path: Key) -> Source:
         try:
@@ -196,8 +228,7 @@ def _with_files_found(recipe: Recipe, name: str, given: Given, folder: Path | No
             problems.append(UserError(error.what, where=given.where((*path, "path")), fix=error.fix))
             return source
 
-    sources = [found(source, ("data", name, index)) for index, source in enumerate(getattr(recipe.data, name))]
-    return recipe.model_copy(update={"data": recipe.data.model_copy(update={name: sources})})
+    return [found(source, (*path, index)) for index, source in enumerate(sources)]
 
 
 def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -> Iterator[UserError]:
@@ -208,9 +239,8 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
                 yield messages.no_effect(given, path, rule.why.format(**case.words), rule.fix)
     for name, needed in case.method.without_effect(case.recipe.loss).items():
         if not settings["loss", name].is_default:
-            yield messages.no_effect(
-                given, ("loss", name), f"loss.{needed.split(':')[0]} does not turn it on", f"set loss.{needed}"
-            )
+            why = "under the other settings of the loss it is not read"
+            yield messages.no_effect(given, ("loss", name), why, f"set loss.{needed}")
     for name in LISTS:
         for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):

@@ -62,6 +62,7 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
     """Which setting was meant, and which ones the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
     elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
+    elsewhere = [found for found in elsewhere if ".N." not in found] or elsewhere  # rather than one inside a list
     near = elsewhere or [dotted((*path[:-1], n)) for n in get_close_matches(name, names, n=1)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"

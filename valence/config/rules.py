@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -22,6 +22,11 @@ class MethodFacts(Protocol):
     def kind(self) -> str: ...
     @property
     def needs_reference(self) -> bool: ...
+    @property
+    def of_scores(self) -> bool:
+        """Whether it trains a reward model."""
+        ...
+
     @property
     def settings(self) -> Any: ...
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
@@ -52,11 +57,17 @@ THRESHOLD = ("scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a rule looks at. ``rows``: which of train, eval and test there are, in files or in memory."""
+    """What a rule looks at. ``rows``: which of train, eval and test there are, in files or in memory; ``mixed``: the methods of
+    `mix`."""
 
     recipe: Recipe
     method: MethodFacts
     rows: Set[str]
+    mixed: Sequence[MethodFacts] = ()
+
+    @property
+    def needs_reference(self) -> bool:
+        return any(method.needs_reference for method in (self.method, *self.mixed))
 
     @property
     def words(self) -> dict[str, str | None]:
@@ -91,7 +102,14 @@ NO_EFFECT = (
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("reference.*", lambda c: not c.method.needs_reference, "{method} reads no reference", "choose a method that reads one"),
+    Rule("reference.*", lambda c: not c.needs_reference, "{method} reads no reference", "choose a method that reads one"),
+    Rule(
+        "reference.sync_mix",
+        lambda c: c.recipe.reference.sync_every is None,
+        "the reference does not move",
+        "set reference.sync_every",
+    ),
+    Rule("model.attributes", lambda c: not c.method.of_scores, "{method} trains no reward model", "choose pointwise"),
     Rule(
         "data.threshold",
         lambda c: c.recipe.data.convert not in THRESHOLD,
@@ -139,6 +157,18 @@ NO_EFFECT = (
 
 CONTRADICTIONS = (
     Rule(
+        "reference.cache",
+        lambda c: c.recipe.reference.sync_every is not None and c.recipe.reference.cache not in ("auto", "off"),
+        "a reference that moves with the policy (reference.sync_every) has no values that could be kept",
+        "remove reference.cache, or reference.sync_every",
+    ),
+    Rule(
+        "reference.model",
+        lambda c: c.recipe.reference.sync_every is not None and c.recipe.reference.model is not None,
+        "a reference that moves with the policy (reference.sync_every) is a copy of it",
+        "remove reference.model, or reference.sync_every",
+    ),
+    Rule(
         "data.convert",
         lambda c: c.converts_astray,
         "{convert} does not make what {method} reads: {kinds}",
@@ -149,6 +179,24 @@ CONTRADICTIONS = (
         lambda c: c.recipe.data.convert == "scores_to_judgements" and c.recipe.data.threshold is None,
         "{convert} needs the score from which an answer is thumbs up",
         "set data.threshold",
+    ),
+    Rule(
+        "run.export",
+        lambda c: c.method.of_scores and c.recipe.run.export == "adapter",
+        "an adapter does not say what a reward model's scores are of",
+        "set run.export: merged",
+    ),
+    Rule(
+        "run.samples.prompts",
+        lambda c: c.method.of_scores and c.recipe.run.samples.prompts > 0,
+        "a reward model ({method}) scores answers and gives none",
+        "remove run.samples",
+    ),
+    Rule(
+        "mix",
+        lambda c: bool(c.mixed) and any(method.of_scores is not c.method.of_scores for method in c.mixed),
+        "a step trains a reward model or a policy, and not both",
+        "mix methods that train the same",
     ),
     Rule(
         "model.lora",

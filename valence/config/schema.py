@@ -63,6 +63,8 @@ class Model(Section):
     """Folder or hub id of the tokenizer. Default: the model's own."""
     gguf_file: Text | None = None
     """Name of a GGUF file inside the model folder to read the weights from."""
+    attributes: list[Text] | None = None
+    """For a reward model: names of what it scores. Default: those of the training rows, or `reward` for a single number."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -71,8 +73,13 @@ class Reference(Section):
     model: Text | None = None
     """A folder or hub id. Default: the policy as it starts."""
     cache: Text = "auto"
-    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the run's folder; off: none, they
-    are computed whenever they are needed."""
+    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the run's folder, or none with
+    sync_every; off: none, they are computed whenever they are needed."""
+    sync_every: PositiveInt | None = None
+    """Move the reference to the policy every so many optimizer steps (TR-DPO, arXiv 2404.09656; with `loss.humanline` 1 was
+    published). null: it stays where it started."""
+    sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """How far it moves, as a share of the way from its weights to the policy's: 1 copies them, less is a soft update."""
 
 
 class Source(Section):
@@ -88,6 +95,19 @@ class Source(Section):
     """Multiplies the weight of every row of this file."""
     limit: RowCount | None = None
     """Use only the first so many rows."""
+
+
+Convert = Literal[
+    "pairs_to_judgements",
+    "pairs_to_rankings",
+    "judgements_to_pairs",
+    "scores_to_judgements",
+    "scores_to_pairs",
+    "scores_to_all_pairs",
+    "scores_to_rankings",
+    "rankings_to_scored",
+    "chosen_to_demonstrations",
+]
 
 
 class Data(Section):
@@ -108,20 +128,7 @@ class Data(Section):
     """Tokens a demonstration trains on: the last answer, or every assistant turn."""
     as_chat: bool = False
     """Wrap rows whose prompt is plain text as one user turn in the chat template."""
-    convert: (
-        Literal[
-            "pairs_to_judgements",
-            "pairs_to_rankings",
-            "judgements_to_pairs",
-            "scores_to_judgements",
-            "scores_to_pairs",
-            "scores_to_all_pairs",
-            "scores_to_rankings",
-            "rankings_to_scored",
-            "chosen_to_demonstrations",
-        ]
-        | None
-    ) = None
+    convert: Convert | None = None
     """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the best against the worst
     answer of each prompt; scores_to_all_pairs: every two that differ in score; scores_to_rankings: all judged answers of a
     prompt, by score or by label (up 1, down -1); pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer
@@ -133,6 +140,25 @@ class Data(Section):
     """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
     stratify: bool = False
     """Give every step the same share of thumbs up and down as the whole data set."""
+
+
+class Mix(Section):
+    """Another method's loss on rows of its own, added to that of every step."""
+
+    method: Text
+    """Name of a method."""
+    train: list[Source]
+    """Files to train on."""
+    weight: PositiveFloat = 1.0
+    """Multiplies its loss, which is averaged over its own rows."""
+    batch_size: PositiveInt | None = None
+    """Its examples per optimizer step. Default: train.batch_size."""
+    convert: Convert | None = None
+    """As data.convert."""
+    threshold: float | None = None
+    """As data.threshold."""
+    loss: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Settings of its loss."""
 
 
 class Train(Section):
@@ -215,6 +241,8 @@ class Recipe(Section):
     """Rows to learn from and to measure on."""
     loss: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Settings of the loss; see `valence losses NAME`."""
+    mix: list[Mix] = Field(default_factory=list[Mix])
+    """Other methods that every step also trains with, each on rows of its own."""
     train: Train = Train()
     """The optimizer and its steps."""
     eval: Eval = Eval()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 from valence.data import values
 from valence.data.detect import detect, is_another_format
@@ -21,6 +21,7 @@ DETECT_ROWS = 20
 """Rows at the start of a file that its format is detected from."""
 
 OnBadRow = Literal["stop", "skip"]
+R = TypeVar("R")
 Rows = Iterable[Mapping[str, Any] | Example]
 """Rows that a program holds: dictionaries in any format that a file may have, or Examples."""
 
@@ -163,6 +164,23 @@ def read_sources(sources: Sequence[Source], limit: int | None = None) -> Iterato
     return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
 
 
+def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
+    """Each row of a file with the Example of whatever kind that it holds, or why it holds none, read when it is asked for.
+
+    Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row, at its end."""
+    head, rest = _head(read_rows(source.path, split=source.split, limit=source.limit), "skip")
+    name = _format(source, [row.value for row in head if isinstance(row, Row)])
+    absent = set(source.keys.values())
+    for row in chain(head, rest):
+        if isinstance(row, Row) and name:
+            absent -= row.value.keys()
+            yield row, _example(row, name, source)
+        elif isinstance(row, BadRow):
+            yield row, row
+    if absent and source.limit is None:
+        raise UserError(f"keys: no row has a column {min(absent)!r}", where=source.path, fix="name a column that the file has")
+
+
 def _rows(source: Source, limit: int | None) -> Iterator[Row | BadRow | Example]:
     return source.read(limit) if isinstance(source, InMemory) else read_rows(source.path, split=source.split, limit=limit)
 
@@ -207,11 +225,9 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
     return files, examples, bad
 
 
-def _head(
-    rows: Iterator[Row | BadRow | Example], on_bad_row: OnBadRow
-) -> tuple[list[Row | BadRow | Example], Iterator[Row | BadRow | Example]]:
+def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]]:
     """The first rows, of which at least one is readable if any is, and the others. Examples have no format to detect."""
-    head: list[Row | BadRow | Example] = []
+    head: list[R] = []
     readable = 0
     for row in rows:
         head.append(row)

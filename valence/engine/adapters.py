@@ -17,13 +17,21 @@ from valence.errors import UserError
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     """The model with the adapter of a folder, which trains on, or else with a fresh one (rank, alpha, dropout, targets).
 
-    Raises UserError when the adapter cannot be loaded, or a target is no layer. Warns of an adapter made for another model.
+    Raises UserError when the adapter cannot be loaded or lacks a reward model's head, or a target is no layer. Warns of an
+    adapter made for another model.
     """
     from peft import PeftModel
 
     if adapter is None:
         return _wrapped(model, _fresh(model, lora))
-    _check_base(_saved(adapter), adapter, model)
+    saved = _saved(adapter)
+    _check_base(saved, adapter, model)
+    if _task(model) == "SEQ_CLS" != saved.task_type:
+        raise UserError(
+            f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
+            where="model.adapter",
+            fix="merge it into its model and start from that, or continue the adapter of a reward model",
+        )
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
         return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
@@ -59,8 +67,13 @@ def _fresh(model: nn.Module, lora: Any) -> Any:
         lora_alpha=lora.alpha if lora.alpha is not None else 2 * lora.rank,
         lora_dropout=lora.dropout,
         target_modules=lora.targets,
-        task_type="CAUSAL_LM",
+        task_type=_task(model),
     )
+
+
+def _task(model: nn.Module) -> str:
+    """What peft calls it. With the former it trains and saves the head as well."""
+    return "SEQ_CLS" if hasattr(model, "score") else "CAUSAL_LM"
 
 
 def _saved(adapter: str) -> Any:

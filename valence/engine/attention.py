@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import register_flop_formula
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from valence.engine import native
@@ -237,6 +238,12 @@ def _slopes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 attend.register_autograd(_slopes, setup_context=_keep)
+
+
+@register_flop_formula(torch.ops.valence.forest_attention)
+def _(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    """As if all saw all: told to the compiler, which would think it free, and run it again in the backward pass."""
+    return 2 * q[1] * q[2] * q[2] * (q[3] + v[3])
 
 
 @lru_cache(maxsize=32)

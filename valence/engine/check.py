@@ -1,7 +1,8 @@
 """What is asked of a model before it is used: that it is causal, and that its packed layout equals its own forward.
 
-Where influence must be absent, gradients are asked: the log-probability of one token has exactly no slope in the embedding of
-another. Rounding cannot hide a leak from that, nor look like one, whatever the type of the weights.
+Where influence must be absent, gradients are asked: what is said of one token (its log-probability, or its sequence's score) has
+exactly no slope in the embedding of another. Rounding cannot hide a leak from that, nor look like one, whatever the type of the
+weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from valence.engine.logprobs import Engine
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Largest difference (nats per token) between the layouts that rounding explains. Another computation shows as more."""
+"""Largest difference (nats per token, or of a score) between the layouts that rounding explains. Another computation shows as
+more."""
 
 PROMPT, CUT = 6, 14  # tokens of the prompt, and with the first answer, of 24
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError)
@@ -59,8 +61,8 @@ def rotary_by_length(model: nn.Module) -> list[Any]:
 def _check_causal(engine: Engine, tokens: Tensor) -> None:
     """Raises UserError when a token's probability depends on tokens after it."""
     with _embedding(engine.causal) as seen:
-        logits = engine.causal(input_ids=tokens[None], use_cache=False).logits[0, :-1]
-    (slope,) = torch.autograd.grad(torch.log_softmax(logits, -1)[:, 0].sum(), seen[0])
+        outputs = engine.outputs(tokens)[:-1]
+    (slope,) = torch.autograd.grad(outputs.sum(), seen[0])
     if _influence(slope[:, -1]):
         raise UserError(
             f"{type(engine.causal).__name__} is not a causal language model: a token's probability depends on later tokens",
@@ -74,14 +76,15 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
     if rotary_by_length(engine.causal):
         return "its rotary positions depend on the longest sequence that runs with it"
     with torch.no_grad():
-        alone = engine(batch).logp
+        alone = said(engine, batch)
     engine.lay_out(packed=True)
     try:
         with _embedding(engine.causal) as seen:
-            packed = engine(batch).logp
-        slopes = [torch.autograd.grad(part.sum(), seen[0], retain_graph=True)[0] for part in (packed[:CUT], packed[CUT:])]
+            packed = said(engine, batch)
+        answers = packed.tensor_split([CUT if packed.ndim == 1 else 1])
+        slopes = [torch.autograd.grad(part.sum(), seen[0], retain_graph=True)[0] for part in answers]
         engine.along = 0  # the second answer is now read over the first pass's keys and values
-        behind = engine(replace(batch, trains=(True, False))).logp.detach()
+        behind = said(engine, replace(batch, trains=(True, False))).detach()
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
@@ -91,10 +94,16 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
     finally:
         engine.along = type(engine).along
     if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
-        return "the tokens of one sequence change the log-probabilities of another"
+        return "the tokens of one sequence change what is said of another"
     difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype
-    return None if difference <= TOLERANCE[dtype] else f"log-probabilities differ by {difference:.2g} nats"
+    return None if difference <= TOLERANCE[dtype] else f"log-probabilities or scores differ by {difference:.2g}"
+
+
+def said(engine: Engine, batch: Batch) -> Tensor:
+    """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores [S, A]."""
+    out = engine(batch)
+    return out.logp if out.score is None else out.score
 
 
 @contextmanager

@@ -38,7 +38,7 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
     weights = {
         name.replace("base_model.model.", "").replace(".base_layer.", "."): weight
         for name, weight in model.state_dict().items()
-        if adapter or "lora_" not in name
+        if adapter or not ("lora_" in name or ".modules_to_save." in name)  # the latter: a head that trains with the adapter
     }
     names = sorted(weights)
     with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run

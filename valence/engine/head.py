@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import mmap
+import os
+import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -29,6 +32,10 @@ KEEP = 128 * 2**20
 KEEP_CUDA = 1 / 32
 """The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how much is free)."""
 LOG2E = 1 / math.log(2)
+FRESH = 2**25
+"""Bytes from which on the C library gives freed memory back to the system; what is smaller it uses again by itself."""
+HELD_HERE = 3
+"""References to a block of memory that no tensor holds: of the cache, of a variable, and of the call that counts."""
 TINY = 1e-30
 """A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can hold."""
 
@@ -166,14 +173,15 @@ class LinearLogProb(torch.autograd.Function):
             wide = tiles.memory.dtype
             to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
             in_place = want_weight and _only_adds(ctx.next_functions[1][0], weight, wide)
-            to_weight = (weight.grad if in_place else torch.zeros_like(weight, dtype=wide)) if want_weight else None
+            to_weight = (weight.grad if in_place else _blank(weight, wide)) if want_weight else None
             to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
                 slope, factor = slopes(k, start, stop)
                 if to_hidden is not None:
                     to_hidden.addcmul_(_product(slope, tiles.operand(start, stop), wide), factor)
                 if to_weight is not None:
-                    _add_product(to_weight[start:stop], slope.t(), (tiles.exact * factor).to(slope.dtype))
+                    other = (tiles.exact * factor).to(slope.dtype)
+                    _put_product(to_weight[start:stop], slope.t(), other, add=in_place)
                 if to_bias is not None:
                     to_bias[start:stop] = (slope * factor).sum(0)
         return (
@@ -340,7 +348,9 @@ def _inside(column: Tensor, width: int) -> tuple[Tensor, Tensor]:
 def _put(values: Tensor, column: Tensor, value: Tensor) -> None:
     """values[i, column[i]] = value[i] where there is such a column."""
     inside, place = _inside(column, values.shape[1])
-    values.scatter_(1, place, torch.where(inside, value[:, None].to(values.dtype), values.gather(1, place)))
+    found = torch.where(inside, value[:, None].to(values.dtype), values.gather(1, place))
+    # Not by ``scatter_``, which on a CPU copies all values first.
+    values[torch.arange(len(values), device=values.device), place[:, 0]] = found[:, 0]
 
 
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
@@ -348,14 +358,32 @@ def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, as in ``_product``."""
-    if one.dtype == total.dtype:
-        total.addmm_(one, other)
+def _blank(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Memory for a gradient. On a CPU it stays for the next one as soon as nobody holds this one: fresh pages of so much
+    would take as long as a third of the product that fills them."""
+    size = weight.numel() * dtype.itemsize
+    if weight.is_cpu and size >= FRESH and os.name == "posix":
+        block = _block(size)
+        if sys.getrefcount(block) == HELD_HERE:
+            return torch.frombuffer(block, dtype=dtype).view(weight.shape)
+    return torch.empty_like(weight, dtype=dtype)
+
+
+@cache
+def _block(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+def _put_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
+    """out = one @ other, or out += it, as in ``_product``."""
+    if one.dtype == out.dtype:
+        out.addmm_(one, other, beta=int(add))
     elif one.is_cuda:
-        torch.addmm(total, one, other, out_dtype=total.dtype, out=total)
+        torch.addmm(out, one, other, beta=int(add), out_dtype=out.dtype, out=out)
+    elif add:
+        out.add_(one @ other)
     else:
-        total.add_(one @ other)
+        out.copy_(one @ other)
 
 
 def _only_adds(node: Any, weight: Tensor, dtype: torch.dtype) -> bool:

@@ -155,23 +155,30 @@ class Engine(nn.Module):
 
     def _one_by_one(self, batch: Batch, want: Collection[str]) -> TokenOut:
         found: list[_Found] = []
-        rotary = rotary_by_length(self.causal)
         for s, trains in enumerate(batch.trains):
             path = batch.rows(s)
             read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
             tokens = batch.tokens[path]
-            for module in rotary:  # the lengths of earlier sequences must not stay in the frequencies
-                module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
-                module.max_seq_len_cached = module.original_max_seq_len
             with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-                with self._autocast():
-                    logits = self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=read - 1).logits[0]
+                logits = self.outputs(tokens, read - 1)
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
                 logps = torch.log_softmax(logits, -1) if want else logits
                 spread = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
                 squares = (2 * logps.detach()).exp().sum(-1) if "sum_sq" in want else None
                 found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread, squares))
         return _scatter(batch, found)
+
+    def outputs(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
+        """What the model's own forward says of one sequence tokens[n] by itself, at these places (None: all): logits [n, V]."""
+        self._forget_lengths()
+        with self._autocast():
+            return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=0 if at is None else at).logits[0]
+
+    def _forget_lengths(self) -> None:
+        """The lengths of earlier sequences must not stay in rotary frequencies."""
+        for module in rotary_by_length(self.causal):
+            module.inv_freq = module.original_inv_freq.to(module.inv_freq.device, copy=True)
+            module.max_seq_len_cached = module.original_max_seq_len
 
     def check_layout(self) -> None:
         """Chooses the layout: packed where that is the same computation as the model's own forward, else (with a warning) not.

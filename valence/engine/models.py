@@ -1,22 +1,33 @@
-"""Loading a causal model and its tokenizer, putting an adapter on it, and saying which weights train."""
+"""Loading a causal or a reward model and its tokenizer, putting an adapter on it, and saying which weights train."""
 
 from __future__ import annotations
 
 import copy
 import re
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
 from valence.engine.adapters import with_adapter
 from valence.engine.checkpointing import Checkpointing, recompute_layers
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
-from valence.engine.reference import AdapterOff, Frozen, Reference
+from valence.engine.reference import AdapterOff, Following, Frozen, Reference
+from valence.engine.scores import Scorer, is_reward_model, widen_head
+from valence.errors import UserError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 BARS = sys.stderr.isatty()  # transformers' own bars are noise in a log
@@ -33,8 +44,19 @@ def load_tokenizer(name: str, *, gguf_file: str | None = None, trust_remote_code
         raise cannot_load("tokenizer", name, error) from error
 
 
-def load_model(name: str, *, dtype: torch.dtype, gguf_file: str | None = None, trust_remote_code: bool = False) -> nn.Module:
-    """A causal language model with its weights in ``dtype``. Raises UserError when it cannot be loaded."""
+def load_model(
+    name: str,
+    *,
+    dtype: torch.dtype,
+    attributes: Sequence[str] | None = None,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
+) -> nn.Module:
+    """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model, which scores each of them.
+
+    A reward model's head is the one that was saved with it; on a language model it is fresh, drawn from torch's generator.
+    Raises UserError when the model cannot be loaded, or was trained on other attributes.
+    """
     must_exist(name, "model.name")
     if not BARS:
         disable_progress_bar()
@@ -47,12 +69,54 @@ def load_model(name: str, *, dtype: torch.dtype, gguf_file: str | None = None, t
         config = AutoConfig.from_pretrained(
             name, trust_remote_code=trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})
         )
-        model = AutoModelForCausalLM.from_pretrained(
-            name, dtype=dtype, trust_remote_code=trust_remote_code, config=config, **extra
-        )
+        extra |= {"dtype": dtype, "trust_remote_code": trust_remote_code, "config": config}
+        if attributes is None:
+            return AutoModelForCausalLM.from_pretrained(name, **extra)
+        _name_attributes(config, attributes, name)
+        with _quiet():
+            model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **extra)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
-    return model
+    absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
+    if not is_reward_model(model):
+        why = f"{type(model).__name__} has no linear head `score`"
+    elif absent:
+        why = f"the folder lacks weights, such as {absent[0]}"
+    else:
+        return model
+    raise UserError(why, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers tells at length that a head is new, and that the one over the vocabulary is not used."""
+    before = get_verbosity()
+    set_verbosity_error()
+    try:
+        yield
+    finally:
+        set_verbosity(before)
+
+
+def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
+    """Gives the head its size and names. Raises UserError when the model has a head for others, or can have none."""
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not getattr(config, "auto_map", None):
+        raise UserError(
+            f"transformers knows no {config.model_type} with a head for scores, and could not load what would be saved",
+            where=f"model.name: {name}",
+            fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
+        )
+    saved = list(config.id2label.values())
+    given = any("SequenceClassification" in kind for kind in config.architectures or [])
+    unnamed = len(saved) == 1 or all(label.startswith("LABEL_") for label in saved)
+    if given and saved != list(attributes) and not (unnamed and len(saved) == len(attributes)):
+        raise UserError(
+            f"the reward model scores {', '.join(saved)}, the data {', '.join(attributes)}",
+            where=f"model.name: {name}",
+            fix="use data with the same attributes, or start from a language model",
+        )
+    config.id2label = dict(enumerate(attributes))
+    config.label2id = {attribute: i for i, attribute in enumerate(attributes)}
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
@@ -89,30 +153,38 @@ def build_policy(
     lora: Any = None,
     adapter: str | None = None,
     checkpointing: Checkpointing = "off",
+    levels: int | None = None,
 ) -> Engine:
     """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or with a continued one.
 
+    A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its thresholds (None: it has none).
     lora: rank, alpha, dropout, targets. dtype: of the computation.
     Weights that train are float32 masters, whatever the type that the model comes in (float64 stays, and comes with float64);
     those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``.
     Raises UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed as asked.
     """
-    model = without_dropout(model)
+    model, scores = without_dropout(model), is_reward_model(model)
     full = lora is None and adapter is None
     if full:
         wide = torch.float64 in (dtype, next(model.parameters()).dtype) and dtype != torch.bfloat16
         _cast(model, torch.float64 if wide else torch.float32)
     else:
         _cast(model, dtype)
+        if scores:
+            widen_head(model)
         model = with_adapter(model, lora, adapter)
     recompute_layers(model, checkpointing, next(model.parameters()).device)
-    engine = Engine(model, compute=torch.bfloat16 if dtype == torch.bfloat16 else None)
+    compute = torch.bfloat16 if dtype == torch.bfloat16 else None
+    engine = Scorer(model, compute=compute, levels=levels) if scores else Engine(model, compute=compute)
     engine.check_layout()
     return engine.train()
 
 
-def build_reference(policy: Engine, *, fresh_adapter: bool, model: nn.Module | None = None, name: str = "") -> Reference:
+def build_reference(
+    policy: Engine, *, fresh_adapter: bool, model: nn.Module | None = None, name: str = "", follows: bool = False
+) -> Reference:
     """The reference: a model of its own, or the policy as it starts (adapter off if that started from zero, else a copy).
+    follows: a copy that can be moved.
 
     A model of its own is computed as the policy is, in the types of the policy's weights and products: the same weights have a
     reward of exactly zero. Raises UserError when it is not causal.
@@ -122,6 +194,8 @@ def build_reference(policy: Engine, *, fresh_adapter: bool, model: nn.Module | N
         engine = Engine(without_dropout(model), compute=policy.compute)
         engine.check_layout()
         return Frozen(engine, name)
+    if follows:
+        return Following(policy)
     return AdapterOff(policy) if fresh_adapter else Frozen(copy.deepcopy(policy))
 
 

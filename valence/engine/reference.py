@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -58,6 +59,27 @@ class Frozen:
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
         return self.engine(batch).logp
+
+
+class Following(Frozen):
+    """A copy of the policy that moves towards it from time to time. Both share the weights that the policy does not train."""
+
+    def __init__(self, policy: Engine) -> None:
+        shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
+        self.trained = [name for name, p in policy.named_parameters() if p.requires_grad]
+        super().__init__(copy.deepcopy(policy, shared), "a copy that follows the policy")
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Those that move, by name."""
+        own = dict(self.engine.named_parameters())
+        return {name: own[name] for name in self.trained}
+
+    @torch.no_grad()
+    def follow(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
+        """Moves this share of the way to weights that have the policy's names (Gorbatovski et al. 2024, arXiv 2404.09656)."""
+        for name, own in self.weights.items():
+            own.copy_(weights[name] if mix == 1 else torch.lerp(own, weights[name].to(own), mix))
 
 
 class Later:

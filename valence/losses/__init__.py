@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from valence.losses import advantage, coupled, imitation, metrics, policy, preference, stats, unpaired
+from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
 from valence.losses.average import Average, weighted_sum
 from valence.losses.modifiers import MODIFIERS, Modifier
 from valence.losses.views import VIEWS, Named, View, token_columns
@@ -28,8 +28,8 @@ Direction = Literal[-1, 0, 1]
 class Loss:
     """One row. ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down).
 
-    statistic: of mismatched sequences, for z0. credit: scores[S], units[S] and the step's mean and spread of scores -> advantages[S].
-    shifts: it reads BCO's running delta. couples: its value at one sequence depends on the others of the whole step.
+    statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights. credit: scores[S], units[S] and
+    the step's mean and spread of scores -> advantages[S]. shifts: it reads BCO's running delta. couples: its value at one sequence depends on the others of the whole step.
     defaults: of settings, where they differ from a modifier's own. clashes: (setting, value, modifier) that cannot go together.
     """
 
@@ -43,6 +43,7 @@ class Loss:
     modifiers: tuple[str, ...] = ()
     statistic: Callable[..., Tensor] | None = None
     credit: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None
+    balances: Callable[..., tuple[float, float]] | None = None
     shifts: bool = False
     couples: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -59,9 +60,15 @@ class Loss:
         return any(name.startswith(("ref", "old")) for name in self.reads)
 
     @property
+    def of_scores(self) -> bool:
+        """Whether it trains a reward model."""
+        return self.view.startswith("score")
+
+    @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All whose keyword-only parameters are its settings."""
-        return (self.fn, *([self.statistic] if self.statistic else []), *(MODIFIERS[name].fn for name in self.modifiers))
+        own = [fn for fn in (self.statistic, self.balances) if fn is not None]
+        return (self.fn, *own, *(MODIFIERS[name].fn for name in self.modifiers))
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
@@ -81,8 +88,12 @@ class Loss:
     def without_effect(self, settings: Mapping[str, Any]) -> dict[str, str]:
         """Settings that change nothing under the others, and the setting that would turn each on."""
         own = [MODIFIERS[name] for name in self.modifiers]
-        idle = {name: m.idle[0] for m in own if m.idle and not m.acts(settings) for name in m.idle_settings}
-        return idle if settings.get("f_divergence", "alpha") == "alpha" else idle | {"f_alpha": "f_divergence: alpha"}
+        idle: dict[str, str] = {name: m.idle[0] for m in own if m.idle and not m.acts(settings) for name in m.idle_settings}
+        if settings.get("f_divergence", "alpha") != "alpha":
+            idle["f_alpha"] = "f_divergence: alpha"
+        if settings.get("class_weights") == "auto":
+            idle |= dict.fromkeys(("desirable_weight", "undesirable_weight"), "class_weights: given")
+        return idle
 
     def contradictions(self, settings: Mapping[str, Any]) -> dict[str, str]:
         """Settings of a modifier that another setting rules out, and that setting."""
@@ -178,7 +189,7 @@ def _paired(
 
 # fmt: off
 LOSSES: dict[str, Loss] = {
-    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl),
+    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl, balances=stats.class_weights),
     "apo_zero_unpaired": _unpaired(unpaired.apo_zero_unpaired),
     "bco":               _unpaired(unpaired.bco, shifts=True),
     "aot_unpaired":      _unpaired(coupled.aot_unpaired, average="class_mean", couples=True),
@@ -200,6 +211,9 @@ LOSSES: dict[str, Loss] = {
     "dpop":              _paired(preference.dpop,       _LONG),
     "discopop":          _paired(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
     "aot":               _paired(coupled.aot,           _LONG + _SOFT, couples=True),
+    "bradley_terry":     Loss(reward.bradley_terry, "score_pair", "pair_mean", "preference", reward.paired_scores, _UP_DOWN),
+    "pointwise":         Loss(reward.pointwise, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
+    "ordinal":           Loss(reward.ordinal, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
     "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "grpo":              Loss(policy.ppo_clip, "token", "seq_mean_token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,

@@ -36,12 +36,12 @@ def whiten(score: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 
 def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """``group_norm``: the step's moments do not matter."""
+    """The score against those of the same prompt: (R - mean_g)/(std_g + 1e-4). Shao et al. 2024, arXiv 2402.03300 (GRPO)."""
     del moments
     return group_norm(score, group)
 
 
 def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """``whiten`` by the mean and standard deviation of all scores of the optimizer step, moments[2]."""
+    """The score against all of the optimizer step: (R - mean)/(std + 1e-4), with moments[2] = (mean, std)."""
     del group
     return whiten(score, *moments.to(score.dtype).unbind())

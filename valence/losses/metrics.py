@@ -21,7 +21,7 @@ def mean(values: Tensor) -> Mean:
     return Mean(values.sum(), values.new_tensor(values.numel()))
 
 
-def _mean_of(values: Tensor, rows: Tensor) -> Mean:
+def mean_of(values: Tensor, rows: Tensor) -> Mean:
     """Over the rows where ``rows`` is True: without picking them, as a device would have to say how many they are."""
     return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
 
@@ -63,9 +63,9 @@ def unpaired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics
     rewards = reward(sums, settings)
     numbers: Metrics = {}
     for name, rows in (("chosen", up), ("rejected", ~up)):
-        numbers[f"rewards/{name}"] = _mean_of(rewards, rows)
-        numbers[f"logps/{name}"] = _mean_of(sums["logp"], rows)
-        numbers[f"logratio/{name}"] = _mean_of(sums["logp"] - sums["ref"], rows)
+        numbers[f"rewards/{name}"] = mean_of(rewards, rows)
+        numbers[f"logps/{name}"] = mean_of(sums["logp"], rows)
+        numbers[f"logratio/{name}"] = mean_of(sums["logp"] - sums["ref"], rows)
     numbers["rewards/auc"] = Ranked(rewards, up)
     return numbers
 
@@ -81,7 +81,7 @@ def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
         numbers[f"logps/{name}"] = mean(sums["logp"])
         if "ref" in sums:
             numbers[f"logratio/{name}"] = mean(sums["logp"] - sums["ref"])
-    numbers["rewards/accuracies"] = _share_won(rewards["chosen"] - rewards["rejected"])
+    numbers["rewards/accuracies"] = share_won(rewards["chosen"] - rewards["rejected"])
     return numbers
 
 
@@ -111,7 +111,7 @@ def unclamped(columns: Sums, settings: Mapping[str, Any]) -> Metrics:
     return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
-def _share_won(margin: Tensor) -> Mean:
+def share_won(margin: Tensor) -> Mean:
     return mean((margin > 0).to(margin) + 0.5 * (margin == 0).to(margin))
 
 

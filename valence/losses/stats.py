@@ -45,6 +45,22 @@ def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:
     return raw.clamp(min=0), raw
 
 
+def class_weights(n_up: int, n_down: int, *, class_weights: Literal["given", "auto"] = "given") -> tuple[float, float]:
+    """Weights (desirable, undesirable) under which both classes count the same: the smaller one's is raised.
+
+    (desirable_weight * n_up) / (undesirable_weight * n_down) = 1. arXiv 2402.01306, Sec. 4.2, advises 1 to 4/3.
+
+    n_up, n_down: examples of each class. With a class that is absent both are 1.
+
+    class_weights: given (desirable_weight and undesirable_weight, as they are set), or auto (the weight of the smaller class is
+        set so that both classes count the same).
+    """
+    del class_weights  # says whether this is asked
+    if not n_up or not n_down:
+        return 1.0, 1.0
+    return max(1.0, n_down / n_up), max(1.0, n_up / n_down)
+
+
 def powers(scores: Tensor) -> Tensor:
     """Count, sum and sum of squares of scores[S]: [3], to be added up over processes."""
     return torch.stack([scores.new_tensor(scores.numel()), scores.sum(), (scores * scores).sum()])

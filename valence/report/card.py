@@ -28,6 +28,13 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")
 """
 
+LOAD_REWARD_MODEL = """\
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", dtype="auto")
+"""
+
 ENCODE_CHAT = """\
 messages = [{"role": "user", "content": "What is the capital of France?"}]
 inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
@@ -35,6 +42,22 @@ inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, ret
 
 ENCODE_TEXT = """\
 inputs = tokenizer("The capital of France is", return_tensors="pt")
+"""
+
+SCORE_CHAT = """\
+messages = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."}]
+text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the score is read at the end of the turn
+inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
+"""
+
+SCORE_TEXT = """\
+inputs = tokenizer("The capital of France is Paris." + (tokenizer.eos_token or ""), return_tensors="pt")
+"""
+
+SCORE = """\
+score = model(**inputs).logits[0]
+normalised = (score - score.new_tensor(model.config.reward_mean)) / score.new_tensor(model.config.reward_std)
+print({model.config.id2label[i]: number for i, number in enumerate(normalised.tolist())})
 """
 
 GENERATE = """\
@@ -50,7 +73,7 @@ class CardFacts:
     settings: those of the training worth a line (dotted names). audit: of the training rows, as in ``audit.json``; what
     it holds against them becomes limitations. before, after: metrics on held-out rows at the first and at the last
     evaluation. chat: the tokenizer has a chat template. steps: optimizer steps. finished: False when the training was
-    stopped before its end.
+    stopped before its end. reward_model: it scores answers instead of giving them.
     """
 
     name: str
@@ -69,6 +92,7 @@ class CardFacts:
     steps: int
     seconds: float
     finished: bool = True
+    reward_model: bool = False
 
 
 def model_card(facts: CardFacts) -> str:
@@ -79,18 +103,23 @@ def model_card(facts: CardFacts) -> str:
         f"for {text(facts.steps)} optimizer steps ({duration(facts.seconds)})."
     )
     settings = {**{f"loss.{name}": value for name, value in facts.loss.items()}, **facts.settings}
-    load = "\n".join((LOAD_ADAPTER if facts.adapter else LOAD_MERGED, (ENCODE_CHAT if facts.chat else ENCODE_TEXT) + GENERATE))
     versions = table(("package", "version"), facts.versions.items())
     sections = (
         ("Method", table(("setting", "value"), ((name, exact(value)) for name, value in settings.items()))),
         ("Data", _data(facts.audit)),
         ("Results on held-out rows", _results(facts)),
-        ("How to load it", fenced(load, "python")),
+        ("How to load it", fenced(_usage(facts), "python")),
         ("How it was made", f"{fenced(facts.command, 'sh')}\n\n{versions}"),
         ("Limitations", "\n".join(f"- {markdown(line)}" for line in _limitations(facts))),
     )
     body = "\n\n".join(f"## {title}\n\n{part}" for title, part in sections if part)
     return f"---\n{_head(facts)}---\n\n# {markdown(facts.name)}\n\n{intro}\n\n{body}\n"
+
+
+def _usage(facts: CardFacts) -> str:
+    if facts.reward_model:
+        return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT if facts.chat else SCORE_TEXT}{SCORE}"
+    return f"{LOAD_ADAPTER if facts.adapter else LOAD_MERGED}\n{ENCODE_CHAT if facts.chat else ENCODE_TEXT}{GENERATE}"
 
 
 def _head(facts: CardFacts) -> str:
@@ -102,7 +131,8 @@ def _head(facts: CardFacts) -> str:
         head["base_model_relation"] = "adapter" if facts.adapter else "finetune"
     if facts.license:
         head["license"] = visible(facts.license)
-    head |= {"pipeline_tag": "text-generation", "tags": ["valence", visible(facts.method)] + ["lora"] * facts.adapter}
+    task = "text-classification" if facts.reward_model else "text-generation"
+    head |= {"pipeline_tag": task, "tags": ["valence", visible(facts.method)] + ["lora"] * facts.adapter}
     out = io.StringIO()
     YAML(typ="safe", pure=True).dump(head, out)
     return out.getvalue()

@@ -20,7 +20,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.means: dict[str, Mean] = {}
-        self.ranked: dict[str, list[Ranked]] = {}
+        self.ranked: dict[str, list[Ranked]] = {}  # of each name one statistic
 
     def add(self, metrics: Mapping[str, Mean | Ranked]) -> None:
         for name, metric in metrics.items():
@@ -42,10 +42,11 @@ class Meter:
             return {}
         sums, ranked = self._unpacked(group.gather(self._packed()).cpu())
         found = {name: total / count for name, (total, count) in zip(self.means, sums.tolist(), strict=True) if count}
-        for name, (values, positive) in zip(self.ranked, ranked, strict=True):
-            area = auc(values, positive.bool())
-            if area is not None:
-                found[name] = area
+        for (name, parts), (values, others) in zip(self.ranked.items(), ranked, strict=True):
+            kept = ~others.isnan()
+            number = STATISTICS[parts[0].statistic](values[kept], others[kept])
+            if number is not None:
+                found[name] = number
         if "rewards/chosen" in found and "rewards/rejected" in found:
             found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
         return dict(sorted(found.items()))
@@ -61,11 +62,11 @@ class Meter:
             return torch.cat([value.to(device, wide).flatten() for value in values])
 
         sizes = torch.tensor([sum(len(part.values) for part in columns) for columns in self.ranked.values()])
-        columns = [laid([getattr(p, side) for p in c]) for c in self.ranked.values() for side in ("values", "positive")]
+        columns = [laid([getattr(p, side) for p in c]) for c in self.ranked.values() for side in ("values", "others")]
         return laid([sizes, *(m.total for m in self.means.values()), *(m.count for m in self.means.values()), *columns])
 
     def _unpacked(self, messages: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Totals and counts over all processes [means, 2], and each ranked column of all of them: values [S], classes [S]."""
+        """Totals and counts over all processes [means, 2], and each ranked column of all of them: values [S], others [S]."""
         sums = torch.zeros(2, len(self.means), dtype=torch.float64)
         columns: list[list[Tensor]] = [[] for _ in self.ranked]
         while len(messages):
@@ -80,7 +81,7 @@ class Meter:
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
     """P(a positive's value is above a negative's), ties counting half (Mann-Whitney). None when a class is absent."""
-    up, down = values[positive].double(), values[~positive].double()
+    up, down = values[positive.bool()].double(), values[~positive.bool()].double()
     if not len(up) or not len(down):
         return None
     if bool(torch.isnan(values).any()):
@@ -89,3 +90,37 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
     below = torch.searchsorted(ordered, up)
     not_above = torch.searchsorted(ordered, up, right=True)
     return ((below + not_above).double().mean() / (2 * len(down))).item()
+
+
+def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> float | None:
+    """Expected calibration error: |share of positives - mean probability| in bins of equal width, weighted by how many each
+    holds. probability[N] in 0..1. None of nothing."""
+    if not len(probability):
+        return None
+    which = (probability * bins).long().clamp(0, bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, which, (positive.double() - probability.double()))
+    return (gaps.abs().sum() / len(probability)).item()
+
+
+def pearson(values: Tensor, others: Tensor) -> float | None:
+    """Linear correlation of two columns [N]; None when one of them is constant."""
+    if not len(values) or any(bool(column.min() == column.max()) for column in (values, others)):
+        return None
+    x, y = (column.double() - column.double().mean() for column in (values, others))
+    return (x @ y / (x.norm() * y.norm())).item()
+
+
+def spearman(values: Tensor, others: Tensor) -> float | None:
+    """Correlation of ranks, ties having the mean of theirs; None when a column is constant."""
+    if bool(torch.isnan(values).any()):
+        return float("nan")  # it has no rank
+    return pearson(_ranks(values), _ranks(others))
+
+
+def _ranks(values: Tensor) -> Tensor:
+    """Twice the mean rank of each value [N]: what is below, and what is not above."""
+    ordered = values.sort().values
+    return torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True)
+
+
+STATISTICS = {"auc": auc, "calibration_error": calibration_error, "pearson": pearson, "spearman": spearman}

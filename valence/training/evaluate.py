@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from valence.data.sampler import canonical_order
 from valence.report.metrics import Meter
 from valence.training.step import Objective, SequenceRow
-from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference
+from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference, Ranking
 
 
 @dataclass(frozen=True)
@@ -55,9 +55,10 @@ def _row(
     row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin)}
     if unit.label is not None:
         row["label"] = unit.label
-    names = ("",) if len(measured) == 1 else ("_chosen", "_rejected")
-    for name, side in zip(names, measured, strict=True):
-        numbers = {"reward": side.reward, "logp": side.logp, "ref": side.ref, "tokens": side.tokens}
+    names = {1: ("",), 2: ("_chosen", "_rejected")}.get(len(measured) if unit.kind != "ranking" else 0)
+    for name, side in zip(names or [f"_{n}" for n in range(len(measured))], measured, strict=True):
+        scores = list(side.scores) or None
+        numbers = {"reward": side.reward, "scores": scores, "logp": side.logp, "ref": side.ref, "tokens": side.tokens}
         row |= {f"{key}{name}": value for key, value in numbers.items() if value is not None}
     return row | ({} if example is None else texts(example, tokenizer))
 
@@ -70,6 +71,8 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
             shown["completion"] = as_text(example.completion, tokenizer)
         case Preference():
             shown |= {"chosen": as_text(example.chosen, tokenizer), "rejected": as_text(example.rejected, tokenizer)}
+        case Ranking():
+            shown |= {f"completion_{n}": as_text(each, tokenizer) for n, each in enumerate(example.completions)}
         case _:
             pass
     return shown

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from valence.checkpoint.export import export
 from valence.engine.cache import Cached
+from valence.engine.scores import Scorer, with_padding
 from valence.errors import UserError
 from valence.report.card import CardFacts, model_card
 from valence.report.page import write_page
@@ -124,6 +126,9 @@ def _samples(run: Run) -> list[dict[str, str]]:
 def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter"]) -> None:
     """The policy as it is, for others to load, with its card."""
     recipe, encoder = run.recipe, run.prepared.encoder
+    scores = isinstance(run.policy, Scorer)
+    if scores and what == "adapter":
+        raise UserError("an adapter does not say what a reward model's scores are of", where="run.export", fix="write it merged")
     adapted = recipe.model.lora is not None or recipe.model.adapter is not None
     steps = sorted(run.evaluations)
     card = CardFacts(
@@ -141,12 +146,30 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
         versions=versions(),
         steps=run.step,
         seconds=float(run.facts.get("seconds", 0.0)),
+        reward_model=scores,
         finished=run.facts.get("status") != "interrupted",
     )
+    tokenizer, config = _of_reward_model(run, run.policy) if isinstance(run.policy, Scorer) else (encoder.tokenizer, None)
     with run.policy.stock():
         export(
-            run.policy.model, encoder.tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback
-        )
+            run.policy.model, tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback,
+            config=config,
+        )  # fmt: skip
+
+
+@torch.no_grad()
+def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
+    """The tokenizer to save with a reward model, and what its configuration says: how training answers score, where to read."""
+    encoder, units = run.prepared.encoder, run.prepared.corpora["train"].units
+    policy.eval()
+    try:
+        found = [policy(batch).score for batch in run.objective.batches(units)]
+    finally:
+        policy.train()
+    ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
+    tokenizer = with_padding(encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0])
+    described = policy.description(torch.cat([score for score in found if score is not None]))
+    return tokenizer, described | {"pad_token_id": tokenizer.pad_token_id}
 
 
 def _settings_of_the_card(run: Run) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from rich.console import Console
 from valence.checkpoint import store
 from valence.dist.single import Single
 from valence.engine.logprobs import Engine
-from valence.engine.reference import AdapterOff, Reference
+from valence.engine.reference import AdapterOff, Following, Reference
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
 from valence.report.console import Progress
@@ -22,11 +22,12 @@ from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
 from valence.training.folder import RunFolder, now, versions
+from valence.training.methods import Method
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.plan import make_plan
-from valence.training.setup import Corpus, Prepared, read_corpus
+from valence.training.setup import Corpus, Part, Prepared, read_corpus
 from valence.training.signals import Stop
-from valence.training.step import Objective, Outcome, optimizer_step
+from valence.training.step import Objective, Outcome, Share, optimizer_step
 from valence.types import Batch, Completion, Content, Mean
 
 Callback = Callable[["Run", Mapping[str, Any]], None]
@@ -66,15 +67,10 @@ class Run:
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
         train = self.recipe.train
-        self.objective = Objective(
-            prepared.method,
-            dict(self.recipe.loss),
-            policy,
-            reference,
-            Single(),
-            micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens,
-            self.recipe.data.max_length,
-        )
+        budget = micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens
+        self.objective = self._objective(prepared.method, self.recipe.loss, budget)
+        mixed = prepared.mixed if "train" in prepared.corpora else ()
+        self.mixed = [(part, self._objective(part.method, part.settings, budget)) for part in mixed]
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
         self.total_steps = prepared.total_steps if self.sampler else 0
         self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
@@ -97,6 +93,15 @@ class Run:
         self.base: str | None = None
         self.facts: dict[str, Any] = folder.facts if folder else {}
         self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
+
+    def _objective(self, method: Method, settings: Mapping[str, Any], budget: int) -> Objective:
+        reference = self.reference if method.needs_reference else None
+        return Objective(method, dict(settings), self.policy, reference, Single(), budget, self.recipe.data.max_length)
+
+    @property
+    def objectives(self) -> list[Objective]:
+        """All that a step trains with."""
+        return [self.objective, *(objective for _, objective in self.mixed)]
 
     # ------------------------------------------------------------------ training
 
@@ -145,13 +150,18 @@ class Run:
         ours, following = self.sampler.step(self.step)
         units = self.sampler.units
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
+        shares = [self._share(part, objective) for part, objective in self.mixed]
+        chosen, later = [units[i] for i in ours], (units[i] for i in following)
         outcome, norm, applied = optimizer_step(
-            self.objective, self.optimizer, [units[i] for i in ours], (units[i] for i in following), self.recipe.train.clip_norm
+            self.objective, self.optimizer, chosen, later, self.recipe.train.clip_norm, shares
         )
         self.scheduler.step()
         self.step += 1
+        every = self.recipe.reference.sync_every
+        if isinstance(self.reference, Following) and every and self.step % every == 0:
+            self.reference.follow(self.trained, self.recipe.reference.sync_mix)
         self.tokens_seen += outcome.tokens
-        self.examples_seen += len(ours)
+        self.examples_seen += len(ours) + sum(len(share.units) for share in shares)
         self.whole = True
         self._guard(outcome, norm, applied)
         if applied:
@@ -165,6 +175,17 @@ class Run:
         if outcome.largest > most:
             self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
         return outcome, learning_rate
+
+    def _share(self, part: Part, objective: Objective) -> Share:
+        """What a method of `mix` trains on in this step."""
+        ours, following = part.sampler.step(self.step)
+        units = part.sampler.units
+        return Share(part.name, objective, part.weight, [units[i] for i in ours], (units[i] for i in following))
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """The weights that train, by name."""
+        return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def _guard(self, outcome: Outcome, norm: float, applied: bool) -> None:
         """A step that was not finite is named; too many in a row end the run."""
@@ -186,7 +207,8 @@ class Run:
             )
 
     def _origins(self, names: Sequence[str]) -> str:
-        found = [str(u.origin) for u in self.prepared.corpora["train"].units if u.id in set(names)]
+        trained_on = (corpus for name, corpus in self.prepared.corpora.items() if name.endswith("train"))
+        found = [str(u.origin) for corpus in trained_on for u in corpus.units if u.id in set(names)]
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         return ", ".join(found[:8]) + more
 
@@ -281,15 +303,15 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on: trained weights, optimizer, schedule, position, counters, random state,
         and how many tokens run at once, on which the last bits of a result depend."""
-        weights = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
         return {
-            "weights": dict(weights),
+            "weights": dict(self.trained),
+            "reference": dict(self.reference.weights) if isinstance(self.reference, Following) else {},
             "base": self._base(),
             "optimizer": self.optimizer.state_dict(),
             "scheduler": self.scheduler.state_dict(),
             "random": store.random_state(),
             "micro_batch_tokens": self.objective.budget,
-            "reward_shift": astuple(self.objective.shift),
+            "reward_shifts": [astuple(objective.shift) for objective in self.objectives],
             "step": self.step,
             "tokens_seen": self.tokens_seen,
             "examples_seen": self.examples_seen,
@@ -302,14 +324,14 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         store.set_random_state(state["random"])
-        self.objective.budget = state["micro_batch_tokens"]
-        self.objective.shift = RewardShift(*state["reward_shift"])
+        for objective, shift in zip(self.objectives, state["reward_shifts"], strict=True):
+            objective.budget, objective.shift = state["micro_batch_tokens"], RewardShift(*shift)
         for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
             setattr(self, name, state[name])
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
         """The trained weights of a saved state, and nothing else of it. Raises UserError when it is of another model."""
-        own = {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
+        own = self.trained
         saved = state["weights"]
         odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
         if odd or state["base"] != self._base():
@@ -320,6 +342,8 @@ class Run:
         with torch.no_grad():
             for name, value in state["weights"].items():
                 own[name].copy_(value)
+        if isinstance(self.reference, Following):
+            self.reference.follow(state["reference"])
 
     def _base(self) -> str | None:
         """A digest of the frozen weights that an adapter was trained on."""

@@ -33,6 +33,10 @@ class Method:
         return self.loss.needs_reference
 
     @property
+    def of_scores(self) -> bool:
+        return self.loss.of_scores
+
+    @property
     def mismatches(self) -> bool:
         """Does a step also measure completions behind prompts that they do not answer (for z0)?"""
         return self.loss.statistic is not None

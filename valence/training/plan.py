@@ -19,7 +19,8 @@ from valence.engine.models import DTYPES
 from valence.engine.shape import Shape, shape_of, skeleton, skeleton_of
 from valence.engine.speed import Work
 from valence.report.console import duration
-from valence.training.setup import Prepared, best_device, check_vocabulary, pays_to_compile
+from valence.training.build import best_device, check_vocabulary, pays_to_compile
+from valence.training.setup import Prepared
 from valence.types import Encoded
 
 LEAST = 512  # tokens that run at once, where `auto` finds little memory
@@ -73,7 +74,7 @@ class Plan:
         """About how long a step takes, by its operations and the rate at which this machine multiplies matrices. again: in an
         epoch after the first, where the cache knows what the reference said of the answers."""
         recipe, method = self.prepared.recipe, self.prepared.method
-        known = again and recipe.reference.cache != "off"
+        known = again and recipe.reference.cache != "off" and recipe.reference.sync_every is None
         operations = [
             speed.step(
                 self.shape,
@@ -115,7 +116,7 @@ def make_plan(prepared: Prepared, model: nn.Module | None = None) -> Plan:
     memory = predict(
         shape,
         width=DTYPES[spec.dtype].itemsize,
-        frozen_copy=prepared.method.needs_reference and (spec.lora is None or recipe.reference.model is not None),
+        frozen_copy=prepared.needs_reference and (spec.lora is None or recipe.reference.model is not None),
         checkpointing=recipe.train.checkpointing,
         compiled=compiled,
         optimizer=recipe.train.optimizer,

@@ -12,9 +12,10 @@ from rich.console import Console
 from valence.checkpoint import store
 from valence.config.load import load_recipe
 from valence.errors import UserError
+from valence.training.build import build_models
 from valence.training.loop import Run
 from valence.training.methods import method_of
-from valence.training.setup import build_models, prepare
+from valence.training.setup import prepare
 
 
 def newest_checkpoint(run_dir: Path) -> Path:

@@ -15,10 +15,12 @@ from valence.dist.single import Single
 from valence.engine.cache import Cached
 from valence.errors import UserError
 from valence.report.console import Progress
+from valence.training.build import build_models
 from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
 from valence.training.methods import method_of
-from valence.training.setup import build_models, prepare
+from valence.training.setup import prepare
+from valence.training.step import Objective
 from valence.types import Encoded
 
 
@@ -41,8 +43,11 @@ def score(
     source = load_recipe(recipe, overrides, method_of=method_of)
     where = source.recipe.reference.cache
     with source.placing():
-        if not method_of(source.recipe.method).needs_reference:
+        methods = [source.recipe.method, *(part.method for part in source.recipe.mix)]
+        if not any(method_of(name).needs_reference for name in methods):
             raise UserError(f"{source.recipe.method} reads no reference", where="method", fix="there is nothing to score")
+        if source.recipe.reference.sync_every is not None:
+            raise UserError("the reference moves with the policy", where="reference.sync_every", fix="there is nothing to keep")
         if where == "off":
             raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
     folder = RunFolder(Path(source.recipe.run.dir)) if where == "auto" else None
@@ -64,28 +69,29 @@ def score(
 def passes(run: Run) -> Iterator[list[Encoded]]:
     """The units whose sequences a run compares with its reference, as they come together: those of each step that is left, of an
     evaluation and of the test; behind them those of the mismatched sequences that go with them."""
-    for units, following in _own(run):
+    for objective, units, following in _own(run):
         yield units
-        if run.prepared.method.mismatches:
-            yield run.objective.mismatched(units, following)[0]
+        if objective.method.mismatches:
+            yield objective.mismatched(units, following)[0]
 
 
-def _own(run: Run) -> Iterator[tuple[list[Encoded], Iterator[Encoded]]]:
-    """Units of steps, evaluation and test, with those that follow in their epoch."""
-    if run.sampler:
-        units = run.sampler.units
-        for step in range(run.step, run.total_steps):
-            ours, following = run.sampler.step(step)
-            yield [units[i] for i in ours], map(units.__getitem__, following)
+def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]]]:
+    """Units of steps, evaluation and test with what they train, and those that follow in their epoch."""
+    samplers = [(run.objective, run.sampler)] if run.sampler else []
+    samplers += [(objective, part.sampler) for part, objective in run.mixed]
+    for objective, sampler in samplers:
+        for step in range(run.step, run.total_steps) if objective.reference else ():
+            ours, following = sampler.step(step)
+            yield objective, [sampler.units[i] for i in ours], map(sampler.units.__getitem__, following)
     for name, most in (("eval", run.recipe.eval.max_examples), ("test", None)):
         if name in run.prepared.corpora:
-            units = run.prepared.corpora[name].units[:most]
-            yield [units[i] for i in canonical_order(units, 0, 0)], iter(())
+            units = run.prepared.corpora[name].units[:most] if run.objective.reference else ()
+            yield run.objective, [units[i] for i in canonical_order(units, 0, 0)], iter(())
 
 
 def _fill(run: Run, cached: Cached, group: Group) -> None:
-    own = sum(len(unit.answers) for units, _ in _own(run) for unit in units)
-    total, done, tokens = own * (2 if run.prepared.method.mismatches else 1), 0, 0
+    own = sum(len(unit.answers) * (1 + objective.method.mismatches) for objective, units, _ in _own(run) for unit in units)
+    total, done, tokens = own, 0, 0
     with Progress(run.console, "scoring", total, quiet=run.quiet) as bar:
         for units in passes(run):
             for batch in run.objective.batches(units)[group.rank :: group.size]:

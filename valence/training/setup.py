@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.config.load import LoadedRecipe
+from valence.config.load import LoadedRecipe, Setting
 from valence.config.schema import Data, Recipe, Source
 from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
-from valence.engine.cache import Cached
-from valence.engine.compiling import compile_layers, why_not
+from valence.data.targets import ONE, attribute_names, check_range, with_targets
 from valence.engine.loading import must_exist
-from valence.engine.logprobs import Engine
-from valence.engine.models import DTYPES, build_policy, build_reference, load_model, load_tokenizer, position_limit
-from valence.engine.reference import Frozen, Reference
+from valence.engine.models import DTYPES, load_tokenizer
 from valence.errors import UserError
 from valence.training.methods import Method, method_of
 from valence.training.optim import check_optimizer, up
 from valence.types import Encoded, Example
-
-WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
-"""Operations of a run, about five minutes of them, from which on compiled layers save more time than they take to compile."""
 
 
 @dataclass(frozen=True)
@@ -54,8 +45,19 @@ class Corpus:
 
 
 @dataclass(frozen=True)
+class Part:
+    """What `mix` adds to every step: a method, and examples of its own. ``name``: of its numbers in the log."""
+
+    name: str
+    method: Method
+    settings: Mapping[str, Any]
+    weight: float
+    sampler: Sampler
+
+
+@dataclass(frozen=True)
 class Prepared:
-    """Everything of a run short of its weights."""
+    """Everything of a run short of its weights. ``corpora``: train, eval, test, and mix.0.train and so on."""
 
     recipe: Recipe
     source: LoadedRecipe
@@ -71,6 +73,29 @@ class Prepared:
     def sampler(self) -> Sampler:
         train = self.recipe.train
         return Sampler(self.corpora["train"].units, train.batch_size, train.seed, train.drop_last, self.recipe.data.stratify)
+
+    @cached_property
+    def mixed(self) -> tuple[Part, ...]:
+        """What `mix` adds to a step."""
+        train, names = self.recipe.train, [part.method for part in self.recipe.mix]
+        return tuple(
+            Part(
+                part.method if names.count(part.method) == 1 else f"{part.method}{i}",
+                method_of(part.method),
+                part.loss,
+                part.weight,
+                Sampler(self.corpora[_mix(i)].units, part.batch_size or train.batch_size, train.seed),
+            )
+            for i, part in enumerate(self.recipe.mix)
+        )
+
+    @property
+    def needs_reference(self) -> bool:
+        return self.method.needs_reference or any(method_of(part.method).needs_reference for part in self.recipe.mix)
+
+    def method_for(self, corpus: str) -> Method:
+        """The method that reads the rows of a corpus."""
+        return next((method_of(part.method) for i, part in enumerate(self.recipe.mix) if corpus == _mix(i)), self.method)
 
     @property
     def total_steps(self) -> int:
@@ -115,9 +140,65 @@ def prepare(
                 corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
             if name in corpora and name != "train" and "train" in corpora:
                 corpora[name] = _compared(corpora[name], corpora["train"])
-        prepared = Prepared(recipe, source, method, encoder, corpora)
+        for i, part in enumerate(recipe.mix if "train" in corpora else ()):
+            own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
+            corpora[_mix(i)] = read_corpus(part.train, method_of(part.method), own, encoder)
+        source = _named(_balanced(source, corpora), corpora)
+        if method.kind == "scored":
+            corpora = {name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()}
+        prepared = Prepared(source.recipe, source, method, encoder, corpora)
         _check(prepared)
         return prepared
+
+
+def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
+    """The recipe with every `class_weights: auto` replaced by the weights that the training rows ask for."""
+    recipe, settings = source.recipe, dict(source.settings)
+    if "train" in corpora and recipe.loss.get("class_weights") == "auto":
+        found = _weights(recipe.method, corpora["train"].units)
+        recipe = recipe.model_copy(update={"loss": recipe.loss | found})
+        settings |= {f"loss.{name}": Setting(value, "loss.class_weights: auto", False) for name, value in found.items()}
+    mix = [
+        part.model_copy(update={"loss": part.loss | _weights(part.method, corpora[_mix(i)].units)})
+        if part.loss.get("class_weights") == "auto" and _mix(i) in corpora
+        else part
+        for i, part in enumerate(recipe.mix)
+    ]
+    return LoadedRecipe(recipe.model_copy(update={"mix": mix}), settings)
+
+
+def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
+    """Settings of a loss in place of `class_weights: auto`."""
+    balances = method_of(method).loss.balances
+    assert balances is not None
+    ups = sum(unit.label is True for unit in units)
+    up, down = balances(ups, len(units) - ups)
+    return {"class_weights": "given", "desirable_weight": up, "undesirable_weight": down}
+
+
+def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
+    """The recipe with the names of what a reward model scores."""
+    recipe = source.recipe
+    if recipe.model.attributes is not None or not method_of(recipe.method).of_scores or "train" not in corpora:
+        return source
+    names = list(attribute_names(corpora["train"].units))
+    settings = {**source.settings, "model.attributes": Setting(names, "the training rows", False)}
+    return LoadedRecipe(recipe.model_copy(update={"model": recipe.model.model_copy(update={"attributes": names})}), settings)
+
+
+def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
+    """Rows of a reward model that learns from single answers."""
+    levels, error = recipe.loss.get("levels"), recipe.loss.get("error")
+    order = ("label", "score", "attributes") if error == "cross_entropy" else ("score", "attributes", "label")
+    units = with_targets(corpus.units, ("score",) if levels else order, recipe.model.attributes or ONE)
+    if levels:
+        check_range(
+            units, 1, levels, True, f"{recipe.method} reads whole numbers from 1 to {levels}", "set loss.levels, or use pointwise"
+        )
+    elif error == "cross_entropy":
+        what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
+        check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
+    return replace(corpus, encoded=replace(corpus.encoded, units=units))
 
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
@@ -151,7 +232,7 @@ def _bad_row_remedy(fix: str | None) -> str:
 
 def _check(prepared: Prepared) -> None:
     """What can be known to fail before a model is loaded."""
-    method, recipe = prepared.method, prepared.recipe
+    recipe = prepared.recipe
     for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
         if named:
             must_exist(named, setting)
@@ -160,8 +241,9 @@ def _check(prepared: Prepared) -> None:
     if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
         raise UserError(f"{kept} is a file", where="reference.cache", fix="name a folder, new or old")
     for name, corpus in prepared.corpora.items():
+        method = prepared.method_for(name)
         _check_columns(method, corpus.units)
-        if method.mismatches and prepared.recipe.loss["z0_scope"] == "step":
+        if method.mismatches and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:
@@ -170,6 +252,14 @@ def _check(prepared: Prepared) -> None:
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",
         )
+
+
+def _mix(i: int) -> str:
+    return f"mix.{i}.train"
+
+
+def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
+    return next((part.loss for i, part in enumerate(recipe.mix) if corpus == _mix(i)), recipe.loss)
 
 
 def _check_columns(method: Method, units: Sequence[Encoded]) -> None:
@@ -188,132 +278,6 @@ def _check_columns(method: Method, units: Sequence[Encoded]) -> None:
     if even is not None and method.name == "robust_dpo":  # it divides by 1 - 2e
         raise UserError(
             "a soft label of 0.5 says nothing, and robust_dpo divides by that", where=str(even.origin), fix="leave the row out"
-        )
-
-
-def build_models(
-    prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None, fills: bool = False
-) -> tuple[Engine, Reference | None]:
-    """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
-
-    fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
-    """
-    with prepared.source.placing():
-        recipe = prepared.recipe
-        spec = recipe.model
-        dtype = DTYPES[spec.dtype]
-        torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
-        # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
-        whole = spec.lora is None and spec.adapter is None
-        loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
-        load = partial(load_model, dtype=loaded, trust_remote_code=spec.trust_remote_code)
-        # How the reference's weights can be had once more.
-        origin = partial(load, spec.name, gguf_file=spec.gguf_file) if model is None else None
-        model = origin() if origin else model
-        assert model is not None
-        model.to(best_device())
-        policy = build_policy(model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing)
-        check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_positions(policy, prepared)
-        if fills and pays_to_compile(prepared, sum(p.numel() for p in policy.parameters()), policy.device):
-            compile_layers(policy)
-        if not prepared.method.needs_reference:
-            return policy, None
-        if reference is None and recipe.reference.model:
-            origin = partial(load, recipe.reference.model)
-            reference = origin()
-        elif reference is not None or not whole:
-            origin = None
-        built = _reference(policy, recipe, reference)
-        again = (lambda: _reference(policy, recipe, origin())) if origin else None
-        return policy, _kept(built, recipe, fills, again)
-
-
-def _reference(policy: Engine, recipe: Recipe, model: nn.Module | None) -> Reference:
-    """The model given, or the policy as it is now."""
-    name = recipe.reference.model
-    if model is not None:
-        _check_same_vocabulary(policy, model, name or "")
-        model.to(policy.device)
-    fresh = recipe.model.lora is not None and recipe.model.adapter is None
-    built = build_reference(policy, fresh_adapter=fresh, model=model, name=name or "the model given")
-    if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
-        compile_layers(built.engine)
-    return built
-
-
-def pays_to_compile(prepared: Prepared, weights: int, device: torch.device) -> bool:
-    """Whether the recipe asks for compiled layers, or leaves it open and the run is long. Counted, not measured: the values in a
-    reference cache are those of one way to compute them. Raises UserError when they are asked for and cannot be had."""
-    asked, why = prepared.recipe.train.compile, why_not(device)
-    if asked == "on" and why:
-        raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
-    if asked != "auto" or why or "train" not in prepared.corpora:
-        return asked == "on"
-    epochs = prepared.total_steps / prepared.sampler.steps_per_epoch
-    tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
-    return 6 * weights * tokens >= WORTH_COMPILING[device.type]
-
-
-def own_cache(recipe: Recipe) -> Path:
-    """Where a run keeps its reference's values when the recipe names no other place."""
-    return Path(recipe.run.dir) / "reference"
-
-
-def _kept(built: Reference, recipe: Recipe, fills: bool, again: Callable[[], Reference] | None) -> Reference:
-    """The reference with the cache that the recipe asks for."""
-    kept = recipe.reference.cache
-    if kept == "off":
-        return built
-    about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.dtype}"
-    if kept == "auto":
-        return Cached(built, own_cache(recipe), about=about, fills=fills, again=again)
-    return Cached(built, Path(kept), about=about, again=again)
-
-
-def _check_positions(policy: Engine, prepared: Prepared) -> None:
-    """Rows longer than the model has positions for: an error where they are a table that ends, else a warning."""
-    limit, learned = position_limit(policy.causal) or (None, False)
-    if limit is None or not prepared.corpora:
-        return
-    rows = [(len(u.prompt_ids) + max(len(a.ids) for a in u.answers), u) for c in prepared.corpora.values() for u in c.units]
-    length, unit = max(rows, key=lambda row: row[0])
-    what = f"this row has {length} tokens, and the model was made for {limit}"
-    if length > limit and learned:
-        raise UserError(what, where=str(unit.origin), fix=f"set data.max_length: {limit}")
-    if length > limit:
-        warnings.warn(f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2)
-
-
-def best_device() -> torch.device:
-    """The first accelerator that is there, else the CPU."""
-    for name in ("cuda", "mps"):
-        if getattr(torch, name).is_available():
-            return torch.device(name)
-    return torch.device("cpu")
-
-
-def _vocabulary(model: nn.Module) -> int:
-    return int(model.get_input_embeddings().weight.shape[0])  # type: ignore[operator]
-
-
-def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError when the tokenizer knows tokens for which the model has no embedding."""
-    if len(tokenizer) > _vocabulary(model):
-        raise UserError(
-            f"the tokenizer knows {len(tokenizer)} tokens, the model only {_vocabulary(model)}",
-            where="model.tokenizer",
-            fix="use the tokenizer that belongs to the model",
-        )
-
-
-def _check_same_vocabulary(policy: Engine, reference: nn.Module, name: str) -> None:
-    ours, theirs = _vocabulary(policy.causal), _vocabulary(reference)
-    if ours != theirs:
-        raise UserError(
-            f"policy and reference have vocabularies of {ours} and {theirs} tokens: their log-probabilities do not compare",
-            where=f"reference.model: {name}",
-            fix="use a reference with the policy's tokenizer",
         )
 
 

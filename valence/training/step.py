@@ -16,6 +16,7 @@ from valence.data.pack import collate, pack, strands
 from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
+from valence.engine.scores import Scorer
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
@@ -26,14 +27,16 @@ from valence.types import Batch, Encoded, Mean, Ranked, TokenOut
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """What one sequence measured: summed log-probabilities (nats), trained tokens, implicit reward if any."""
+    """What one sequence measured: summed log-probabilities (nats), trained tokens, implicit reward if any; or the scores that a
+    reward model gave it."""
 
     unit: int
     side: int
-    logp: float
+    logp: float | None
     ref: float | None
     reward: float | None
     tokens: int
+    scores: tuple[float, ...] = ()
 
 
 @dataclass
@@ -236,7 +239,12 @@ class _Pass:
 
     def _shared_of(self, batch: Batch) -> dict[str, Tensor]:
         """What holds for the whole step, and the reference point of each sequence."""
-        return {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
+        found = {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
+        if "thresholds" in self.of.method.loss.reads:  # anew for each micro-batch, as each runs backward through them
+            assert isinstance(self.of.policy, Scorer)
+            assert self.of.policy.thresholds is not None
+            found["thresholds"] = self.of.policy.thresholds
+        return found
 
     def _note(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: dict[str, Tensor], part: Tensor) -> None:
         """What a micro-batch measured, for the log, for guards, and for tables of rows."""
@@ -253,7 +261,7 @@ class _Pass:
             found = stats.class_sums(plain)
             outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found
         if self.rows:
-            outcome.rows += self._rows(batch, sums)
+            outcome.rows += self._rows(batch, sums) if out.score is None else _scored_rows(batch, out.score.detach(), sums["n"])
         self.progress(batch)
 
     def _rows(self, batch: Batch, sums: dict[str, Tensor]) -> list[SequenceRow]:
@@ -266,9 +274,44 @@ class _Pass:
         return [SequenceRow(u, side, lp, rf, rw, int(n)) for u, side, lp, rf, rw, n in columns]
 
 
+def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
+    """What a reward model gave: its score is the reward where there is but one."""
+    columns = zip(batch.unit.tolist(), batch.side.tolist(), n.tolist(), score.tolist(), strict=True)
+    return [
+        SequenceRow(unit, side, None, None, own[0] if len(own) == 1 else None, int(count), tuple(own) if len(own) > 1 else ())
+        for unit, side, count, own in columns
+    ]
+
+
 def _joined(views: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
     """The views of several micro-batches as one. What has no axis holds for the whole step."""
     return {name: torch.cat([view[name] for view in views]) if value.ndim else value for name, value in views[0].items()}
+
+
+@dataclass(frozen=True)
+class Share:
+    """What another method adds to a step: weight * its loss over units of its own. ``name``: of its numbers in the log."""
+
+    name: str
+    objective: Objective
+    weight: float
+    units: Sequence[Encoded]
+    following: Iterable[Encoded]
+
+
+def _with_share(whole: Outcome, share: Share, own: Outcome) -> Outcome:
+    """The outcome of a step with that of one of its shares, whose numbers keep names of their own."""
+    metrics = {f"{share.name}/{name}": parts for name, parts in (own.metrics | {"loss": [mean(own.loss[None])]}).items()}
+    return replace(
+        whole,
+        loss=whole.loss + share.weight * own.loss,
+        micro_batches=whole.micro_batches + own.micro_batches,
+        tokens=whole.tokens + own.tokens,
+        distinct_tokens=whole.distinct_tokens + own.distinct_tokens,
+        largest=max(whole.largest, own.largest),
+        metrics=whole.metrics | metrics,
+        checks=whole.checks + own.checks,
+    )
 
 
 def optimizer_step(
@@ -277,20 +320,26 @@ def optimizer_step(
     units: Sequence[Encoded],
     following: Iterable[Encoded],
     clip_norm: float | None,
-    progress: Callable[[Batch], None] = lambda _: None,
+    shares: Sequence[Share] = (),
 ) -> tuple[Outcome, float, bool]:
     """One update of the policy. Returns what was measured, the gradient's norm before clipping, and whether it was applied.
 
     A loss or gradient that is not finite leaves the weights and the optimizer as they were.
     """
     optimizer.zero_grad(set_to_none=True)
-    outcome = objective.run(units, following, backward=True, progress=progress)
+    outcome = objective.run(units, following, backward=True)
+    learnt = [(objective, outcome)]
+    for share in shares:
+        own = share.objective.run(share.units, share.following, backward=True, weight=share.weight)
+        learnt.append((share.objective, own))
+        outcome = _with_share(outcome, share, own)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm if clip_norm is not None else float("inf"))
     size, loss = torch.stack([norm.to(outcome.loss), outcome.loss]).tolist()  # the one time that the device is waited for
     applied = math.isfinite(size) and math.isfinite(loss)
     if applied:
         optimizer.step()
-        objective.learn(outcome)
+        for each, own in learnt:
+            each.learn(own)
     optimizer.zero_grad(set_to_none=True)
     return outcome, size, applied

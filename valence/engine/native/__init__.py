@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread")
+FLAGS = ("-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp")
 
 
 class _Strided(ctypes.Structure):

@@ -8,11 +8,9 @@
 #include <immintrin.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <vector>
 
 namespace {
@@ -67,7 +65,42 @@ void product(const Pair* a, int64_t lda, const Pair* b, int64_t depth, float* c,
              bool add = false) {
   int64_t j = 0;
   for (; j + PANEL <= n; j += PANEL) columns<4>(a, lda, b + j * depth, PANEL, c + j, ldc, m, pairs, add);
-  for (const Pair* last = b + j * depth; j < n; j += WIDTH, last += WIDTH) columns<1>(a, lda, last, PANEL, c + j, ldc, m, pairs, add);
+  switch ((n - j) / WIDTH) {
+    case 3: return columns<3>(a, lda, b + j * depth, PANEL, c + j, ldc, m, pairs, add);
+    case 2: return columns<2>(a, lda, b + j * depth, PANEL, c + j, ldc, m, pairs, add);
+    case 1: return columns<1>(a, lda, b + j * depth, PANEL, c + j, ldc, m, pairs, add);
+  }
+}
+
+// Transposes 16 x 16 numbers of 32 bits: blocks of 8, 4, 2 and 1 change places across the diagonal.
+void transpose16(__m512i* rows) {
+  __m512i at = _mm512_set_epi32(15, 14, 13, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2, 1, 0);
+#pragma GCC unroll 4
+  for (int s = 8; s; s /= 2) {
+    __m512i step = _mm512_set1_epi32(s), other = _mm512_set1_epi32(16);
+    __mmask16 right = _mm512_test_epi32_mask(at, step);
+    __m512i upper = _mm512_mask_add_epi32(at, right, at, _mm512_sub_epi32(other, step));
+    __m512i lower = _mm512_mask_add_epi32(_mm512_add_epi32(at, step), right, at, other);
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++)
+      if (!(i & s)) {
+        __m512i one = rows[i], two = rows[i + s];
+        rows[i] = _mm512_permutex2var_epi32(one, upper, two);
+        rows[i + s] = _mm512_permutex2var_epi32(one, lower, two);
+      }
+  }
+}
+
+// Packs 16 rows of ``pairs`` pairs (a multiple of 8) as 16 columns of a panel; load(i, k, mask) gives pairs k to k + 16 of row i.
+template <class Load>
+void turn(int64_t pairs, Load load, Pair* out) {
+  for (int64_t k = 0; k < pairs; k += WIDTH) {
+    int64_t left = std::min(WIDTH, pairs - k);
+    __m512i rows[WIDTH];
+    for (int64_t i = 0; i < WIDTH; i++) rows[i] = load(i, k, __mmask16((1u << left) - 1));
+    transpose16(rows);
+    for (int64_t i = 0; i < left; i++) _mm512_storeu_si512(out + (k + i) * PANEL, rows[i]);
+  }
 }
 
 // exp(x) for x <= 0, to a relative error of 2e-7: 2^n times a polynomial in what is left of x / ln 2.
@@ -105,8 +138,8 @@ void transpose(const std::vector<const Half*>& rows, int64_t padded, int64_t d, 
   for (int64_t r = 0; r < padded; r += WIDTH) {
     const Half* from[WIDTH];
     for (int64_t i = 0; i < WIDTH; i++) from[i] = r + i < int64_t(rows.size()) ? rows[r + i] : ZEROS;
-    for (int64_t k = 0; k < d / 2; k++)
-      for (int64_t i = 0; i < WIDTH; i++) std::memcpy(out + (r / PANEL * (d / 2) + k) * PANEL + r % PANEL + i, from[i] + 2 * k, 4);
+    auto load = [&](int64_t i, int64_t k, __mmask16 there) { return _mm512_maskz_loadu_epi32(there, (const Pair*)from[i] + k); };
+    turn(d / 2, load, out + r / PANEL * PANEL * (d / 2) + r % PANEL);
   }
 }
 
@@ -182,25 +215,22 @@ void store(const float* from, int64_t n, Half* to) {
 
 // Adds x[d][ld], transposed, to the given rows of to[][d].
 void add(const float* x, int64_t ld, int64_t d, const int64_t* rows, int64_t count, float* to) {
-  std::vector<float> turned(WIDTH * d);
-  for (int64_t j = 0; j < count; j += WIDTH) {
-    for (int64_t i = 0; i < d; i++)
-      for (int64_t k = 0; k < WIDTH; k++) turned[k * d + i] = x[i * ld + j + k];
-    for (int64_t k = 0; k < std::min(WIDTH, count - j); k++)
-      for (int64_t i = 0; i < d; i++) to[rows[j + k] * d + i] += turned[k * d + i];
-  }
+  for (int64_t j = 0; j < count; j += WIDTH)
+    for (int64_t i = 0; i < d; i += WIDTH) {
+      __m512i turned[WIDTH];
+      for (int64_t k = 0; k < WIDTH; k++) turned[k] = _mm512_loadu_si512(x + (i + k) * ld + j);
+      transpose16(turned);
+      for (int64_t k = 0; k < std::min(WIDTH, count - j); k++) {
+        float* sum = to + rows[j + k] * d + i;
+        _mm512_storeu_ps(sum, _mm512_add_ps(_mm512_loadu_ps(sum), (__m512)turned[k]));
+      }
+    }
 }
 
 template <class Task>
 void parallel(int64_t tasks, int64_t threads, Task task) {
-  std::atomic<int64_t> next{0};
-  auto work = [&] {
-    for (int64_t i; (i = next++) < tasks;) task(i);
-  };
-  std::vector<std::thread> others;
-  for (int64_t t = 1; t < std::min(threads, tasks); t++) others.emplace_back(work);
-  work();
-  for (auto& other : others) other.join();
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+  for (int64_t i = 0; i < tasks; i++) task(i);
 }
 
 std::vector<const Half*> gather(const Strided& x, int64_t head, const int64_t* rows, int64_t count) {
@@ -312,15 +342,15 @@ extern "C" void measure(const Half* hidden, const void* weight, const int64_t* t
   std::vector<Pair> packed(padded * h / 2);  // [panels][h / 2][PANEL]
   parallel(panels, threads, [&](int64_t p) {
     Pair* out = packed.data() + p * PANEL * h / 2;
-    for (int64_t j = 0; j < PANEL; j++) {
-      int64_t row = std::min(p * PANEL + j, columns - 1) * h;
-      alignas(64) Half narrowed[WIDTH];
-      for (int64_t i = 0; i < h; i += WIDTH) {
-        __m256i numbers = half ? _mm256_loadu_si256((const __m256i*)((const Half*)weight + row + i))
-                               : (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps((const float*)weight + row + i));
-        _mm256_store_si256((__m256i*)narrowed, numbers);
-        for (int64_t k = 0; k < WIDTH / 2; k++) std::memcpy(out + (i / 2 + k) * PANEL + j, narrowed + 2 * k, 4);
-      }
+    for (int64_t j = 0; j < PANEL; j += WIDTH) {
+      auto load = [&](int64_t i, int64_t k, __mmask16 there) {
+        int64_t at = std::min(p * PANEL + j + i, columns - 1) * h + 2 * k;
+        if (half) return _mm512_maskz_loadu_epi32(there, (const Half*)weight + at);
+        const float* row = (const float*)weight + at;
+        __m512 rest = there == 0xffff ? _mm512_loadu_ps(row + WIDTH) : _mm512_setzero_ps();
+        return (__m512i)_mm512_cvtne2ps_pbh(rest, _mm512_loadu_ps(row));
+      };
+      turn(h / 2, load, out + j);
     }
   });
   parallel((rows + BLOCK - 1) / BLOCK, threads, [&](int64_t b) {

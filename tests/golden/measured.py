@@ -1,0 +1,150 @@
+"""What models say of a step's rows, from their own logits or scores, one sequence at a time, in plain Python numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import accumulate
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.engine.test_scores import reward_model
+from tests.models import tiny
+from tests.units import units
+from valence.engine.logprobs import Engine
+from valence.engine.models import build_policy, build_reference
+from valence.engine.reference import Frozen
+from valence.types import Answer, Encoded, Kind
+
+Of = Literal["tokens", "scores", "levels"]
+"""What is measured: tokens by two language models, two attributes by a reward model, or the same with thresholds of levels."""
+LEVELS = 5
+STEP = 1e-4
+"""How far apart the weights are at which a loss is taken for its derivative."""
+
+
+@dataclass(frozen=True)
+class Said:
+    """Of each token that is read: its log-probability under policy and reference, and the policy's log sum_v p_v^2. Of the
+    answer: what a reward model scores each attribute with, and its thresholds."""
+
+    logp: tuple[float, ...] = ()
+    ref: tuple[float, ...] = ()
+    log_sum_sq: tuple[float, ...] = ()
+    score: tuple[float, ...] = ()
+    thresholds: tuple[float, ...] = ()
+
+    @property
+    def n(self) -> int:
+        return len(self.logp)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Those that disagree, such that z0 is above zero, and a direction (of length 1) in the policy's weights."""
+
+    policy: Engine
+    reference: Frozen | None
+    direction: tuple[Tensor, ...]
+
+    def slope(self) -> float:
+        """The policy's gradient along the direction."""
+        parts = zip(self.policy.parameters(), self.direction, strict=True)
+        return sum(float((p.grad * v).sum()) for p, v in parts if p.grad is not None)
+
+    @torch.no_grad()
+    def move(self, distance: float) -> None:
+        for p, v in zip(self.policy.parameters(), self.direction, strict=True):
+            p.add_(distance * v)
+
+
+@cache
+def models(of: Of) -> Models:
+    reference = None
+    if of == "tokens":
+        policy = build_policy(tiny("gpt2", seed=3), dtype=torch.float64)
+        reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another")
+        assert isinstance(reference, Frozen)
+    else:
+        policy = build_policy(reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None)
+    draw = torch.Generator().manual_seed(1)
+    drawn = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in policy.parameters()]
+    length = math.sqrt(sum(float(v.square().sum()) for v in drawn))
+    return Models(policy, reference, tuple(v / length for v in drawn))
+
+
+@cache
+def rows(kind: Kind) -> list[Encoded]:
+    """Rows of which some tokens are not read: inside some answers, and (of demonstrations) all but an earlier turn. Their numbers
+    are the same in 24 bits. Those to be scored give two attributes, one, or none."""
+    return [_varied(row, i) for i, row in enumerate(units(kind))]
+
+
+def _varied(row: Encoded, i: int) -> Encoded:
+    answers = tuple(Answer(a.ids, tuple(t != 1 or i % 2 == 0 for t in range(len(a.ids)))) for a in row.answers)
+    earlier = row.kind == "demonstration" and i % 3 == 0
+    prompt_mask = tuple(earlier and t > 0 for t in range(len(row.prompt_ids)))
+    if row.kind == "scored":
+        row = replace(row, scores=(math.nan if i == 4 else i % 5 / 4, math.nan if i % 2 == 0 else (i + 1) % 4 / 4))
+    return replace(row, prompt_mask=prompt_mask, answers=answers, soft=None if row.soft is None else 0.75)
+
+
+@cache
+def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
+    """Of every answer of every row, with the policy's weights moved along the direction."""
+    say = _said if of == "tokens" else _scored
+    models(of).move(distance)
+    found = [[say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers] for row in rows(kind)]
+    models(of).move(-distance)
+    return found
+
+
+@cache
+def crossed(kind: Kind, i: int, j: int) -> Said:
+    """The answer of row j behind the prompt of row i."""
+    prompt, answer = rows(kind)[i].prompt_ids, rows(kind)[j].answers[0]
+    return _said(prompt + answer.ids, (False,) * len(prompt) + answer.mask, "tokens")
+
+
+def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
+    read = [t for t, it in enumerate(mask) if it]
+    both = models(of)
+    assert both.reference is not None
+    ours, theirs = (_log_softmax(engine, ids) for engine in (both.policy, both.reference.engine))
+    logp, ref = (tuple(found[t - 1][ids[t]] for t in read) for found in (ours, theirs))
+    return Said(logp, ref, tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read))
+
+
+def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
+    del mask  # a score is read at the last token, whether a loss of tokens would read it or not
+    policy = models(of).policy
+    (score,) = _logits(policy, ids)
+    cuts: list[float] = [] if of == "scores" else policy.cuts.tolist()  # type: ignore[union-attr]
+    return Said(score=tuple(score), thresholds=tuple(accumulate(cuts, lambda theta, gap: theta + math.log1p(math.exp(gap)))))
+
+
+@torch.no_grad()
+def _logits(engine: Engine, ids: Sequence[int]) -> list[list[float]]:
+    """[n, V] of a language model, [1, A] of a reward model."""
+    with engine.stock():
+        logits = engine.causal(input_ids=torch.tensor([ids]), use_cache=False).logits
+    return logits.view(-1, logits.shape[-1]).tolist()
+
+
+def _log_softmax(engine: Engine, ids: Sequence[int]) -> list[list[float]]:
+    found: list[list[float]] = []
+    for row in _logits(engine, ids):
+        top = max(row)
+        norm = top + math.log(sum(math.exp(v - top) for v in row))
+        found.append([v - norm for v in row])
+    return found
+
+
+def slope(loss: Callable[[Any], float], at: Callable[[float], Any]) -> float:
+    """Derivative along the direction by central differences, exact to the fourth order."""
+    one, two = ((loss(at(k * STEP)) - loss(at(-k * STEP))) / (2 * k * STEP) for k in (1, 2))
+    return (4 * one - two) / 3

@@ -1,0 +1,191 @@
+"""Losses and metrics of reward models against plain Python, and their slopes against differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import product
+
+import pytest
+import torch
+from torch import Tensor
+
+from valence.dist.single import Single
+from valence.losses.metrics import Metrics
+from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
+from valence.report.metrics import STATISTICS, Meter, calibration_error, pearson, spearman
+from valence.types import Ranked
+
+
+def s(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def column(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+SCORES = column(-2.0, -0.3, 0.0, 0.7, 3.0)
+GIVEN = torch.tensor([[True, True], [True, False], [False, True], [False, False]])
+SCORE = torch.tensor([[0.5, -1.5], [2.0, 9.0], [-3.0, 0.1], [1.0, 1.0]], dtype=torch.float64)
+
+
+def over_given(each: Callable[[float, float], float], target: Tensor) -> list[float]:
+    """The mean over what a row gives, in plain numbers."""
+    found: list[float] = []
+    for scores, targets, given in zip(SCORE.tolist(), target.tolist(), GIVEN.tolist(), strict=True):
+        terms = [each(x, t) for x, t, it in zip(scores, targets, given, strict=True) if it]
+        found.append(sum(terms) / len(terms) if terms else 0.0)
+    return found
+
+
+@pytest.mark.parametrize("center", [0.0, 0.01])
+@pytest.mark.parametrize("margin", [0.0, 0.8])
+def test_bradley_terry(center: float, margin: float) -> None:
+    pairs = list(product(SCORES.tolist(), repeat=2))
+    better, worse = (column(*side) for side in zip(*pairs, strict=True))
+    found = bradley_terry(better, worse, torch.full_like(better, margin), center_coef=center)
+    wanted = [-math.log(s(a - b - margin)) + center * (a + b) ** 2 for a, b in pairs]
+    assert found.tolist() == pytest.approx(wanted, rel=1e-12)
+
+
+def test_bradley_terry_by_hand() -> None:
+    zero = column(0.0)
+    assert bradley_terry(zero, zero, zero).item() == pytest.approx(math.log(2))
+    assert bradley_terry(column(-1e4), zero, zero).item() == pytest.approx(1e4)
+    assert bradley_terry(column(1e4), zero, zero).item() == 0
+    assert bradley_terry(column(2.0), column(3.0), column(-1.0), center_coef=0.5).item() == pytest.approx(math.log(2) + 12.5)
+
+
+@pytest.mark.parametrize("error", ["cross_entropy", "squared", "huber"])
+def test_pointwise(error: str) -> None:
+    target = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [torch.nan, 0.4], [torch.nan, torch.nan]], dtype=torch.float64)
+
+    def each(x: float, t: float) -> float:
+        if error == "cross_entropy":
+            return -t * math.log(s(x)) - (1 - t) * math.log(s(-x))
+        e = abs(x - t)
+        return e**2 if error == "squared" else e**2 / 2 if e <= 0.8 else 0.8 * (e - 0.4)
+
+    found = pointwise(SCORE, target.nan_to_num(), GIVEN, error=error, huber_delta=0.8)  # type: ignore[arg-type]
+    assert found.tolist() == pytest.approx(over_given(each, target), rel=1e-12)
+
+
+def test_pointwise_by_hand() -> None:
+    one = torch.ones(1, 1, dtype=torch.bool)
+    assert pointwise(column(0.0)[:, None], column(1.0)[:, None], one).item() == pytest.approx(math.log(2))
+    assert pointwise(column(-1e4)[:, None], column(1.0)[:, None], one).item() == pytest.approx(1e4)
+
+
+THETA = column(-1.5, -0.2, 0.4, 2.0)
+
+
+def test_ordinal() -> None:
+    target = torch.tensor([[1, 5], [2, 0], [0, 3], [0, 0]], dtype=torch.float64)
+
+    def each(x: float, t: float) -> float:
+        at_most = [0.0, *(s(theta - x) for theta in THETA.tolist()), 1.0]
+        return -math.log(at_most[int(t)] - at_most[int(t) - 1])
+
+    assert ordinal(SCORE, target, GIVEN, THETA).tolist() == pytest.approx(over_given(each, target), rel=1e-9)
+
+
+def test_levels_are_a_distribution_and_far_scores_stay_finite() -> None:
+    levels = column(1, 2, 3, 4, 5)[:, None]
+    for x in (0.3, -60.0, 60.0):
+        score = torch.full_like(levels, x).requires_grad_()
+        loss = ordinal(score, levels, torch.ones_like(levels, dtype=torch.bool), THETA)
+        assert (-loss).exp().sum().item() == pytest.approx(1)
+        (slope,) = torch.autograd.grad(loss.sum(), score)
+        assert torch.isfinite(loss).all()
+        assert torch.isfinite(slope).all()
+
+
+def test_two_levels_are_thumbs() -> None:
+    given = torch.ones(5, 1, dtype=torch.bool)
+    up = column(1, 0, 1, 1, 0)[:, None]
+    two = ordinal(SCORES[:, None], up + 1, given, column(0.0), levels=2)
+    torch.testing.assert_close(two, pointwise(SCORES[:, None], up, given))
+
+
+@pytest.mark.parametrize("name", ["bradley_terry", "cross_entropy", "squared", "huber", "ordinal", "thresholds"])
+def test_slopes_are_those_of_differences(name: str) -> None:
+    target = column(1, 2, 3, 5)[:, None].expand(4, 2)
+    losses: dict[str, Callable[[Tensor], Tensor]] = {
+        "bradley_terry": lambda x: bradley_terry(x[:, 0], x[:, 1], x[:, 1].detach() * 0 + 0.3, center_coef=0.1),
+        "ordinal": lambda x: ordinal(x, target, GIVEN, THETA),
+        "thresholds": lambda x: ordinal(SCORE, target, GIVEN, x.flatten()[:4].cumsum(0)),
+    }
+    error = lambda x: pointwise(x, (target - 1) / 4, GIVEN, error=name)  # type: ignore[arg-type]  # noqa: E731
+    start = SCORE.abs() if name == "thresholds" else SCORE
+    assert torch.autograd.gradcheck(losses.get(name, error), start.clone().requires_grad_())
+
+
+# ------------------------------------------------------------------ metrics
+
+
+def test_correlations() -> None:
+    x, y = column(1, 2, 2, 5, 9), column(3, 1, 1, 8, 7)
+    xs, ys = ([v - sum(column.tolist()) / 5 for v in column.tolist()] for column in (x, y))
+    products = [sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((xs, ys), (xs, xs), (ys, ys))]
+    assert pearson(x, y) == pytest.approx(products[0] / math.sqrt(products[1] * products[2]))
+    assert spearman(x, y) == pytest.approx(pearson(column(1, 2.5, 2.5, 4, 5), column(3, 1.5, 1.5, 5, 4)))
+    assert spearman(x, x.exp()) == pytest.approx(1)
+    assert spearman(x, -x) == pytest.approx(-1)
+    for statistic in (pearson, spearman):
+        assert statistic(x, torch.full_like(x, 0.1)) is None
+        assert statistic(x[:0], y[:0]) is None
+        assert statistic(x[:1], y[:1]) is None
+        assert math.isnan(statistic(column(1, torch.nan), column(1, 2)) or 0)
+
+
+def test_calibration_error() -> None:
+    p = column(0.05, 0.05, 0.55, 0.55, 1.0)
+    up = column(0, 1, 1, 1, 1)
+    assert calibration_error(p, up) == pytest.approx((2 * abs(0.5 - 0.05) + 2 * abs(1 - 0.55) + 0) / 5)
+    assert calibration_error(p[:0], up[:0]) is None
+    made = torch.Generator().manual_seed(0)
+    many = torch.rand(20_000, generator=made)
+    assert (calibration_error(many, torch.rand(20_000, generator=made) < many) or 0) < 0.02
+
+
+def reduced(numbers: Metrics) -> dict[str, float]:
+    meter = Meter()
+    meter.add(numbers)
+    return meter.reduce(Single())
+
+
+def test_metrics_of_pairs() -> None:
+    found = reduced(paired_scores({"score_w": column(1.0, 0.0, -2.0), "score_l": column(0.0, 0.0, 1.0)}, None, {}))
+    assert found["rewards/accuracies"] == pytest.approx(0.5)
+    assert found["rewards/margins"] == pytest.approx((1 + 0 - 3) / 3)
+    assert found["rewards/brier"] == pytest.approx((s(-1) ** 2 + 0.25 + s(3) ** 2) / 3)
+    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.5 + s(3)) / 3)
+
+
+def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
+    view = {"score": SCORE, "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(), "given": GIVEN}
+    found = reduced(single_scores(view, None, {"error": "cross_entropy"}))
+    assert found["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down
+    assert found["rewards/auc/0"] == 0
+    assert found["rewards/accuracies/1"] == 1
+    assert found["rewards/brier/1"] == pytest.approx((s(-1.5) ** 2 + s(-0.1) ** 2) / 2)
+    assert found["rewards/chosen/1"] == pytest.approx(0.1)
+
+
+def test_metrics_of_scores_and_levels() -> None:
+    given = torch.tensor([[True]] * 4 + [[False]])
+    view = {"score": SCORES[:, None], "target": column(1, 2, 3, 3, 99)[:, None], "given": given}
+    found = reduced(single_scores(view, None, {"error": "squared"}))
+    assert found["rewards/error"] == pytest.approx((3 + 2.3 + 3 + 2.3) / 4)
+    assert found["rewards/spearman"] == spearman(SCORES[:4], column(1, 2, 3, 3))
+    assert found["rewards/pearson"] == pearson(SCORES[:4], column(1, 2, 3, 3))
+    assert found["rewards/mean"] == pytest.approx(SCORES[:4].mean().item())
+    found = reduced(single_scores(view | {"thresholds": THETA}, None, {"levels": 5}))  # levels 1, 2, 3, 4
+    assert found["rewards/accuracies"] == 0.75
+    assert found["rewards/error"] == 0.25
+
+
+def test_every_statistic_has_a_name() -> None:
+    assert set(STATISTICS) == {"auc", "calibration_error", "pearson", "spearman"}
+    assert Ranked(column(1.0), column(1.0)).statistic == "auc"

@@ -1,0 +1,225 @@
+"""Wrong versions of the package, each with the tests that should see it."""
+# ruff: noqa: E501 (the table is read across)
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+WHOLE = "tests/golden/test_whole_step.py"
+CONTRACT = "tests/contract/test_contract.py"
+PITFALLS = "tests/training/test_pitfalls.py"
+PREFERENCE, UNPAIRED, COUPLED = (f"valence/losses/{name}.py" for name in ("preference", "unpaired", "coupled"))
+IMITATION, POLICY, ADVANTAGE = (f"valence/losses/{name}.py" for name in ("imitation", "policy", "advantage"))
+TABLE, STATS, AVERAGE = (f"valence/losses/{name}.py" for name in ("__init__", "stats", "average"))
+MODIFIERS, VIEWS, METRICS = (f"valence/losses/{name}.py" for name in ("modifiers", "views", "metrics"))
+REWARD, SCORES, ENGINE = "valence/losses/reward.py", "valence/engine/scores.py", "valence/engine/logprobs.py"
+STEP, EVALUATE = "valence/training/step.py", "valence/training/evaluate.py"
+PACK, MISMATCH, FOREST = (f"valence/data/{name}.py" for name in ("pack", "mismatch", "forest"))
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """What is wrong; (file, exact old text, new text) of each edit; the tests to run, in this order until one fails."""
+
+    wrong: str
+    edits: tuple[tuple[str, str, str], ...]
+    tests: tuple[str, ...]
+
+
+def whole(*cases: str) -> tuple[str, ...]:
+    """The loss and the slope of a whole step."""
+    return tuple(f"{WHOLE}::test_a_whole_step_from_logits_to_the_number[{case}]" for case in cases)
+
+
+def one(wrong: str, file: str, old: str, new: str, *tests: str) -> Mutation:
+    return Mutation(wrong, ((file, old, new),), tests)
+
+
+EVERYTHING = "dpo (-0.6, 1.5) 0.25 0.1 js True 1.0"
+DELTA = tuple(f"{WHOLE}::test_delta_is_the_mean_of_the_steps_before[{name}-{{}}]" for name in ("bco", "bco_pair"))
+FIXED_Z0 = f"{CONTRACT}::test_measuring_sequences_get_no_gradient[kto-with those that train]"
+
+LOSSES = [
+    one("dpo: the rejected side's sign is flipped", PREFERENCE, "return (logp_w - ref_w) - (logp_l - ref_l)",
+        "return (logp_w - ref_w) + (logp_l - ref_l)", *whole("dpo")),
+    one("the margin is ignored", PREFERENCE, "logsigmoid(x - margin) - wrong", "logsigmoid(x) - wrong", *whole("dpo")),
+    one("the margin is in the other direction too", PREFERENCE, "wrong * logsigmoid(-x)\n\n", "wrong * logsigmoid(margin - x)\n\n",
+        *whole("dpo 0.2")),
+    one("robust_dpo: the noise's term has the sign of cDPO", PREFERENCE, "+ wrong * logsigmoid(-x)) / (1 - 2 * wrong)",
+        "- wrong * logsigmoid(-x)) / (1 - 2 * wrong)", *whole("robust_dpo")),
+    one("simpo: both sides are divided by the chosen one's length", PREFERENCE, "logp_l / n_l - gamma_beta_ratio",
+        "logp_l / n_w - gamma_beta_ratio", *whole("simpo")),
+    one("dpop: the penalty is on what the chosen one has gained", PREFERENCE, "torch.relu(ref_w - logp_w)",
+        "torch.relu(logp_w - ref_w)", *whole("dpop")),
+    one("ipo: the target is 1/tau", PREFERENCE, "(gap - 1 / (2 * tau))", "(gap - 1 / tau)", *whole("ipo")),
+    one("bco_pair: delta is added on the rejected side", PREFERENCE, "logsigmoid(delta - beta", "logsigmoid(-delta - beta",
+        DELTA[1]),
+    one("kto: the class weights are swapped", UNPAIRED, "desirable_weight * torch.sigmoid(-margin), undesirable_weight",
+        "undesirable_weight * torch.sigmoid(-margin), desirable_weight", *whole("kto 0.4 1.3 0.6")),
+    one("kto: thumbs down has the sign of thumbs up", UNPAIRED, "undesirable_weight * torch.sigmoid(margin)",
+        "undesirable_weight * torch.sigmoid(-margin)", *whole("kto")),
+    one("bco: delta has the wrong sign", UNPAIRED, "x = beta * (logp - ref) - delta", "x = beta * (logp - ref) + delta", DELTA[0]),
+    one("aot: the reference is not sorted", COUPLED, "(ref_w - ref_l).sort().values[rank]", "(ref_w - ref_l)[rank]", *whole("aot")),
+    one("aot_unpaired: the larger class is cut, not thinned out", COUPLED,
+        "(2 * torch.arange(k, device=rows.device) + 1) * len(rows) // max(2 * k, 1)", "torch.arange(k)", *whole("aot_unpaired")),
+    one("dft: the weight has a gradient", IMITATION, "-logp_t.detach().exp()", "-logp_t.exp()", *whole("dft")),
+    one("ppo_clip: the clip is optimistic", POLICY, "torch.minimum(rho * adv_t", "torch.maximum(rho * adv_t", *whole("grpo")),
+    one("grpo: population standard deviation", ADVANTAGE, "(count - 1).clamp(min=1)", "count", *whole("grpo")),
+    one("ppo: scores are whitened inside each micro-batch", TABLE, 'batch.unit, shared["moments"])',
+        "batch.unit, stats.moments(stats.powers(batch.target[:, 0].double())))", *whole("ppo")),
+]  # fmt: skip
+
+STATISTICS = [
+    one("z0: log-ratios are clamped before they are added", STATS, "(logp - ref).detach(), torch.ones_like",
+        "(logp - ref).clamp(min=0).detach(), torch.ones_like", *whole("kto")),
+    one("z0 may be negative", STATS, "return raw.clamp(min=0), raw", "return raw, raw", *whole("kto (-1.0, 0.3)")),
+    one("z0 is a mean of means over micro-batches", STEP, "torch.stack([found for _, found in passes]).sum(0)",
+        "torch.stack([found / found[1] for _, found in passes]).sum(0)", *whole("kto")),
+    one("z0 is of the last micro-batch", STEP, "torch.stack([found for _, found in passes]).sum(0)", "passes[-1][1]",
+        *whole("kto")),
+    one("z0 is estimated for every three rows", STEP, "max_length=self.max_length), [0] * len(units)",
+        "max_length=self.max_length), [i // 3 for i in range(len(units))]", *whole("kto")),
+    one("every row has the first group's z0", PACK, "[groups[number] if groups else 0 for", "[0 for",
+        *whole("kto {'group': 4, 'pairing': 'next'}")),
+    one("z0: humanline does not clamp it", STEP, "_, sums = self.method.loss.read(", "sums, _ = self.method.loss.read(",
+        *whole("kto (-0.6, 1.5)")),
+    Mutation("z0 has a gradient", (
+        (STATS, "(logp - ref).detach(), torch.ones_like", "logp - ref, torch.ones_like"),
+        (STEP, "    @torch.no_grad()\n    def mismatched_sums", "    def mismatched_sums"),
+        (ENGINE, "with torch.set_grad_enabled(trains and torch.is_grad_enabled()):\n                    before",
+         "with torch.set_grad_enabled(torch.is_grad_enabled()):\n                    before"),
+    ), (FIXED_Z0,)),
+    one("mismatched rows train", STEP, "                batch = batch.part(trains=True)\n", "", FIXED_Z0),
+    one("mismatched rows are counted", STEP, "[batch.part(trains=True) for batch in batches]", "batches", FIXED_Z0),
+    one("a row may be paired with its own prompt or completion", MISMATCH, "o.prompt_ids != unit.prompt_ids and o.answers",
+        "o.prompt_ids != unit.prompt_ids or o.answers", "tests/data/test_mismatch.py"),
+    one("groups pair a row with itself", MISMATCH, "(i + 1) % size", "i", *whole("kto {'group': 4, 'pairing': 'next'}")),
+    one("delta is updated before it is used", STEP, "            part = loss.total(plain, view, settings, self.count)\n",
+        "            if loss.shifts:\n"
+        '                after = self.of.shift.after(stats.class_sums(plain), settings["beta"])\n'
+        '                view["delta"] = torch.tensor(after.delta)\n'
+        "            part = loss.total(plain, view, settings, self.count)\n", *DELTA),
+    one("delta is updated in evaluation", EVALUATE, "    finally:\n        policy.train()\n    meter",
+        "    finally:\n        policy.train()\n    objective.learn(outcome)\n    meter",
+        f"{WHOLE}::test_delta_is_frozen_in_evaluation"),
+    one("delta is the mean over all answers, not over both classes", STATS, "float((sums[:, 0] / sums[:, 1]).mean())",
+        "float(sums[:, 0].sum() / sums[:, 1].sum())", DELTA[0]),
+    one("delta is an exponential average", STATS, "(middle - self.delta) / (self.steps + 1)", "(middle - self.delta) / 2", DELTA[0]),
+]  # fmt: skip
+
+AVERAGES = [
+    one("weights are ignored", AVERAGE, '(share * view["weight"]).sum()', "share.sum()", *whole("dpo")),
+    one("the sum is divided by the sum of weights", AVERAGE, '(share * view["weight"]).sum()',
+        '(share * view["weight"]).sum() / view["weight"].mean().clamp(min=0.01)', *whole("dpo")),
+    one("the mean of micro-batch means", STEP, "            part = loss.total(plain, view, settings, self.count)\n",
+        "            own = divisors([*self.count], counts([*self.count], [batch]))\n"
+        "            part = loss.total(plain, view, settings, own) / self.outcome.micro_batches\n", *whole("sft")),
+    one("means of micro-batches are added: no division by the accumulation", STEP,
+        "            part = loss.total(plain, view, settings, self.count)\n",
+        "            own = divisors([*self.count], counts([*self.count], [batch]))\n"
+        "            part = loss.total(plain, view, settings, own)\n", *whole("dpo")),
+    one("a mean inside each sequence is left out", AVERAGE, 'share = loss / view["n_t"] if average == "seq_mean_token_mean" else loss',
+        "share = loss", *whole("grpo")),
+    one("the chosen answers' NLL is divided by all tokens", AVERAGE, "(batch.side[batch.seq[batch.scored]] == 0).sum()",
+        "batch.mask.sum()", *whole("dpo 0.7")),
+    one("the NLL is averaged in each micro-batch", TABLE, "values, plain) / count[average]", 'values, plain) / plain["n_w"].sum()',
+        *whole("dpo 0.7")),
+    one("aot_unpaired is divided by the larger class", AVERAGE, "counted[:width].min()", "counted[:width].max()",
+        *whole("aot_unpaired")),
+    one("the NLL is of what other modifiers left", TABLE, "modifier(plain, settings=settings)", "modifier(view, settings=settings)",
+        *whole(EVERYTHING)),
+    one("the NLL has the weights of wpo", TABLE, "weighted_sum(average, values, plain)", "weighted_sum(average, values, view)",
+        *whole(EVERYTHING)),
+    one("an absent class is shown as 0", METRICS, "masked_fill(~rows, 0).sum(), rows.sum())",
+        "masked_fill(~rows, 0).sum(), rows.sum().clamp(min=1))",
+        f"{CONTRACT}::test_an_absent_class_is_left_out_and_never_zero"),
+    one("rewards are not scaled", METRICS, 'return settings["beta"] * (sums["logp"] - sums["ref"])', 'return sums["logp"] - sums["ref"]',
+        f"{WHOLE}::test_the_numbers_that_a_step_reports[kto]"),
+]  # fmt: skip
+
+MODIFIED = [
+    one("humanline clamps the sum of a whole answer", MODIFIERS,
+        '"logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}',
+        '"logp_t": tokens["ref_t"] + (torch.zeros(batch.sequences, dtype=tokens["ref_t"].dtype).index_add('
+        '0, batch.seq[batch.scored], tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)'
+        ' / lengths(batch, tokens["ref_t"]))[batch.seq[batch.scored]]}', *whole("dpo (-0.6, 1.5)")),
+    one("humanline passes the gradient through", MODIFIERS, '(tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}',
+        '(tokens["logp_t"] - tokens["ref_t"]).detach().clamp(*humanline)'
+        ' + tokens["logp_t"] - tokens["logp_t"].detach()}', *whole("dpo (-0.6, 1.5)")),
+    one("ld_alpha is applied to the policy only", MODIFIERS, 'for name in ("logp_t", "ref_t") if name in tokens}}',
+        'for name in ("logp_t",)}}', *whole("dpo 0.25")),
+    one("ld_alpha begins one token late", MODIFIERS, "places(batch) < limit", "places(batch) <= limit", *whole("dpo 0.25")),
+    one("label smoothing ignores soft labels", MODIFIERS, "torch.where(soft.isnan(), label_smoothing, 1 - soft)",
+        "torch.full_like(soft, label_smoothing)", *whole("dpo 0.2")),
+    one("a soft label is taken for the probability of an error", MODIFIERS, "label_smoothing, 1 - soft)", "label_smoothing, soft)",
+        *whole("dpo")),
+    one("f_divergence js lacks its log 2", MODIFIERS, "math.log(2) + logsigmoid(r)", "logsigmoid(r)", *whole("ipo js")),
+    one("f_divergence alpha has the exponent of 1 - alpha", MODIFIERS, "else 1 - f_alpha", "else f_alpha", *whole("dpo alpha 0.8")),
+    one("wpo weighs by the chosen answer alone", MODIFIERS, '(view["confidence_w"] + view["confidence_l"]).exp()',
+        'view["confidence_w"].exp()', *whole("dpo True")),
+    one("the weights of wpo have a gradient", VIEWS, '(logp - columns["sum_sq_t"].log()).detach()',
+        '(logp - columns["sum_sq_t"].log())', *whole("dpo True")),
+    one("the weights of wpo are sums over tokens", VIEWS, '.detach(), batch) / named["n"]', ".detach(), batch)", *whole("dpo True")),
+    one("the NLL of a sequence is not divided by its tokens", MODIFIERS, 'loss / view["n_w"]', "loss", *whole("dpo 0.7 sequence")),
+]  # fmt: skip
+
+VIEWED = [
+    one("the sides of a pair are swapped", VIEWS, "chosen, rejected = order.chunk(2)", "rejected, chosen = order.chunk(2)",
+        *whole("dpo")),
+    one("the mask is inferred from values that are not 0", VIEWS, "like.new_ones(len(batch.scored))", "(like != 0).to(like.dtype)",
+        f"{PITFALLS}::test_lengths_are_counted_from_the_mask_and_not_from_values"),
+    one("the policy stands in for the one that answered", VIEWS, '"old_t": columns["ref_t"]}', '"old_t": columns["logp_t"].detach()}',
+        *whole("grpo")),
+    one("prompt tokens are in the sums", PACK, "unit.prompt_mask + a.mask)",
+        "unit.prompt_mask[:1] + (True,) * len(unit.prompt_mask[1:]) + a.mask)", *whole("dpo")),
+    one("tokens of an answer that are not to be read are", PACK, "unit.prompt_mask + a.mask)",
+        "unit.prompt_mask + (True,) * len(a.ids))", *whole("dpo")),
+    one("weights of rows are lost in the batch", PACK, "weight=column([unit.weight for", "weight=column([1.0 for", *whole("dpo")),
+    one("a row over the budget is dropped", PACK, "return [[i] for i in alone] + [", "return [", "tests/data/test_pack.py"),
+    one("packed sequences see those before them", FOREST, "[-1 if source[b] < 0 else int(holds[source[b]]) for b in edges[:-1]]",
+        "[k - 1 for k in range(len(edges) - 1)]", *whole("dpo")),
+    one("a token is predicted by itself", ENGINE, "before = hidden[batch.source[ours]]", "before = hidden[ours]", *whole("dpo")),
+]  # fmt: skip
+
+STEPS = [
+    one("the reference is the policy itself", STEP,
+        "ref = self.of.reference(batch) if self.of.reference else None\n        with torch.set_grad",
+        "ref = self.of.policy(batch).logp.detach() if self.of.reference else None\n        with torch.set_grad", *whole("dpo")),
+    one("the gradient is clipped before the accumulation ends", STEP,
+        "                (self.weight * part).backward()\n        self._note",
+        "                (self.weight * part).backward()\n"
+        "                torch.nn.utils.clip_grad_norm_(self.of.policy.parameters(), 0.1)\n        self._note",
+        f"{WHOLE}::test_the_gradient_is_clipped_once_and_then_applied", *whole("dpo")),
+    one("only the last micro-batch's gradient is applied", STEP,
+        "                (self.weight * part).backward()\n        self._note",
+        "                self.of.policy.zero_grad()\n                (self.weight * part).backward()\n        self._note",
+        *whole("dpo")),
+    one("aot is sorted inside each micro-batch", STEP, "if self.method.loss.couples and len(batches) > 1:", "if False:", *whole("aot")),
+    one("aot's second pass follows the wrong slopes", STEP, "* leaf.grad).sum()", "* leaf.grad.sign()).sum()", *whole("aot")),
+    one("a step that is not finite is applied", STEP, "applied = math.isfinite(size) and math.isfinite(loss)", "applied = True",
+        f"{WHOLE}::test_a_step_that_is_not_finite_changes_neither_weights_nor_delta"),
+    one("the gradient is never clipped", STEP, 'clip_norm if clip_norm is not None else float("inf")', 'float("inf")',
+        f"{WHOLE}::test_the_gradient_is_clipped_once_and_then_applied"),
+]  # fmt: skip
+
+REWARDS = [
+    one("bradley_terry ignores the margin", REWARD, "score_w - score_l - margin)", "score_w - score_l)", *whole("bradley_terry")),
+    one("bradley_terry centres the difference", REWARD, "(score_w + score_l).square()", "(score_w - score_l).square()", *whole("bradley_terry 0.25")),
+    one("attributes that are not given count", REWARD, "given.sum(1).clamp(min=1)", "given.shape[1]", *whole("pointwise", "ordinal")),
+    one("levels are counted from 0", REWARD, ".long() - 1\n", ".long() - 2\n", *whole("ordinal")),
+    one("a score is read at the first token of an answer's own part", SCORES, "batch.segments[leaf][1] - 1 for", "batch.segments[leaf][0] for",
+        *whole("bradley_terry")),
+    one("thresholds are not summed up", SCORES, "softplus(self.cuts[1:]).cumsum(0)", "softplus(self.cuts[1:])", *whole("ordinal")),
+    one("another method in the step is not weighed", STEP, "backward=True, weight=share.weight)", "backward=True)",
+        "tests/training/test_mix.py::test_each_method_is_averaged_over_its_own_rows"),
+]  # fmt: skip
+
+MUTATIONS = [*LOSSES, *STATISTICS, *AVERAGES, *MODIFIED, *VIEWED, *STEPS, *REWARDS]
+
+
+def misplaced(mutation: Mutation, root: Path = ROOT) -> list[str]:
+    """Its edits whose old text is not found exactly once."""
+    found = [(file, old, (root / file).read_text(encoding="utf-8").count(old)) for file, old, _ in mutation.edits]
+    return [f"{file}: {count} times {old!r}" for file, old, count in found if count != 1]

@@ -1,0 +1,166 @@
+"""Several methods in one step, and a reference that moves: what they add up to, and that a run is taken up as it was."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from tests.units import objective, policy_and_reference, units
+from valence.api import build_run
+from valence.config.load import load_recipe
+from valence.engine.reference import Following
+from valence.errors import UserError
+from valence.report.metrics import Meter
+from valence.training.loop import Run
+from valence.training.methods import method_of
+from valence.training.step import Share, optimizer_step
+
+THUMBS = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
+SHOWN = [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(5)]
+PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(8)]
+
+
+def written(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
+    data = {"train": [{"path": written(tmp_path / "train.jsonl", THUMBS)}], "max_length": 64}
+    base = {"method": "kto", "model": {"name": "tiny"}, "data": data, "train": {"batch_size": 4, "learning_rate": 1e-2}}
+    return base | sections
+
+
+def run_of(tmp_path: Path, folder: str = "run", **sections: Any) -> Run:
+    tokenizer = tiny_tokenizer()
+    model = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    sections = {"run": {"dir": str(tmp_path / folder)}} | sections
+    return build_run(recipe(tmp_path, **sections), tokenizer=tokenizer, model=model, quiet=True)
+
+
+@pytest.mark.parametrize("budget", [10_000, 25])
+def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
+    """The gradient of the step is the weighted sum of those of two steps of their own, however many rows each has."""
+    policy, reference = policy_and_reference()
+    judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
+    alone: list[torch.Tensor] = []
+    losses: list[float] = []
+    for name, rows in (("kto", judged), ("sft", shown)):
+        policy.zero_grad()
+        losses.append(float(objective(name, policy, reference, budget=budget).run(rows, backward=True).loss))
+        alone.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+    before = torch.cat([p.detach().flatten() for p in policy.parameters() if p.grad is not None])
+    share = Share("sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ())
+    sgd = torch.optim.SGD(policy.parameters(), lr=1.0)
+    main = objective("kto", policy, reference, budget=budget)
+    outcome, _, applied = optimizer_step(main, sgd, judged, (), None, [share])
+    assert applied
+    assert float(outcome.loss) == pytest.approx(losses[0] + 0.25 * losses[1], rel=1e-12)
+    moved = before - torch.cat([p.detach().flatten() for p in policy.parameters()])
+    torch.testing.assert_close(moved, alone[0] + 0.25 * alone[1], rtol=1e-9, atol=1e-12)
+    assert {"rewards/chosen", "sft/loss", "sft/logps/token"} <= outcome.metrics.keys()
+
+
+def test_a_run_trains_with_a_mix_and_logs_it(tmp_path: Path) -> None:
+    mix = [{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN), "weight": 0.5, "batch_size": 2}]
+    run = run_of(tmp_path, mix=mix)
+    last = run.fit()
+    assert run.step == 3
+    assert last["loss"] > last["sft/loss"] * 0.5
+    assert run.examples_seen == 12 + 5
+
+
+def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
+    path = written(tmp_path / "shown.jsonl", SHOWN)
+    for part, words in (
+        ({"method": "sft", "train": path, "loss": {"beta": 1}}, r"mix\.0\.loss\.beta"),
+        ({"method": "stf", "train": path}, r"mix\.0\.method.*sft"),
+        ({"method": "sft", "train": str(tmp_path / "none.jsonl")}, r"mix\.0\.train"),
+        ({"method": "sft"}, r"mix\.0\.train"),
+        ({"method": "sft", "train": path, "weight": -1}, r"mix\.0\.weight"),
+    ):
+        with pytest.raises(UserError, match=f"(?s){words}"):
+            load_recipe(recipe(tmp_path, mix=[part]), method_of=method_of)
+    with pytest.raises(UserError, match="pairs"):
+        run_of(tmp_path, mix=[{"method": "dpo", "train": path}])
+
+
+def test_class_weights_auto_make_both_classes_count_the_same(tmp_path: Path) -> None:
+    run = run_of(tmp_path, loss={"class_weights": "auto"})
+    assert run.objective.settings["desirable_weight"] == 2.0  # 4 up, 8 down
+    assert run.objective.settings["undesirable_weight"] == 1.0
+    with pytest.raises(UserError, match=r"loss\.desirable_weight"):
+        run_of(tmp_path, loss={"class_weights": "auto", "desirable_weight": 2.0})
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 2}])
+def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path, lora: dict[str, int] | None) -> None:
+    run = run_of(
+        tmp_path,
+        reference={"sync_every": 2},
+        model={"name": "tiny", "lora": lora},
+        train={"batch_size": 3, "learning_rate": 1e-2},
+    )  # fmt: skip
+    assert isinstance(run.reference, Following)
+    start = {name: p.detach().clone() for name, p in run.trained.items()}
+    kept: dict[int, dict[str, torch.Tensor]] = {0: start}
+    while run.step < run.total_steps:
+        run._one_step(Meter())
+        kept[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
+        wanted = kept[run.step - run.step % 2]
+        assert all(torch.equal(p, wanted[name]) for name, p in run.reference.weights.items())
+    assert run.step == 4
+    assert any(not torch.equal(p, start[name]) for name, p in kept[2].items())
+
+
+def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
+    run = run_of(tmp_path, reference={"sync_every": 1, "sync_mix": 0.25})
+    assert isinstance(run.reference, Following)
+    before = {name: p.clone() for name, p in run.reference.weights.items()}
+    run.fit()
+    for name, p in run.reference.weights.items():
+        assert p.requires_grad is False
+        assert not torch.equal(p, run.trained[name])
+        assert not torch.equal(p, before[name])
+    expected = {name: 0.5 * before[name] + 0.5 * run.trained[name].detach() for name in before}
+    run.reference.follow({n: 2 * expected[n] - p for n, p in run.reference.weights.items()}, 0.5)
+    assert all(torch.allclose(p, expected[name], atol=1e-6) for name, p in run.reference.weights.items())
+
+
+def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None:
+    """A run taken up after two steps ends as one that was never left."""
+    sections: dict[str, Any] = {
+        "method": "bco", "reference": {"sync_every": 1, "sync_mix": 0.5}, "loss": {"humanline": [-1.0, 1.5]},
+        "mix": [{"method": "bco_pair", "train": written(tmp_path / "pairs.jsonl", PAIRS), "batch_size": 3}],
+    }  # fmt: skip
+    whole = run_of(tmp_path, **sections)
+    whole.fit()
+    assert whole.objective.shift.steps == 3
+    assert whole.objective.shift.delta != 0 != whole.mixed[0][1].shift.delta
+    first = run_of(tmp_path, "first", **sections)
+    first.total_steps = 2
+    first.fit()
+    state = first.state_dict()
+    state = {k: {n: t.detach().clone() for n, t in v.items()} if k in ("weights", "reference") else v for k, v in state.items()}
+    second = run_of(tmp_path, "second", **sections)
+    second.load_state_dict(state)
+    second.fit()
+    assert [o.shift for o in second.objectives] == [o.shift for o in whole.objectives]
+    for one, other in zip(whole.trained.values(), second.trained.values(), strict=True):
+        assert torch.equal(one, other)
+    assert isinstance(whole.reference, Following)
+    assert isinstance(second.reference, Following)
+    assert all(torch.equal(p, second.reference.weights[name]) for name, p in whole.reference.weights.items())
+
+
+def test_a_moving_reference_is_not_cached(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"reference\.cache"):
+        run_of(tmp_path, reference={"sync_every": 1, "cache": str(tmp_path / "kept")})
+    run_of(tmp_path, reference={"sync_every": 1}).fit()
+    assert not (tmp_path / "run" / "reference").exists()

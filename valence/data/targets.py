@@ -1,0 +1,66 @@
+"""What a reward model learns of single answers: for each unit its targets, one for each attribute."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+from valence.errors import UserError
+from valence.types import Encoded
+
+ONE = ("reward",)
+"""Name of what is scored where there is nothing but a label or a score."""
+
+
+def attribute_names(units: Sequence[Encoded]) -> tuple[str, ...]:
+    """Those of all units, or ONE when they have none."""
+    return tuple(sorted({name for unit in units for name, _ in unit.attributes})) or ONE
+
+
+def with_targets(units: Sequence[Encoded], order: Sequence[str], names: Sequence[str]) -> tuple[Encoded, ...]:
+    """The same units with targets in the place of their scores: those of the first kind in ``order`` (label, score, attributes)
+    that all units have; an attribute that a unit lacks is NaN. Labels are 1 (up) and 0.
+
+    names: of the attributes, in their order. Raises UserError at the first unit that has not what the others have, or an
+    attribute without a name.
+    """
+    for kind in order:
+        if all(_given(unit, kind) for unit in units):
+            return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
+    best = max(order, key=lambda kind: sum(_given(unit, kind) for unit in units))
+    odd = next(unit for unit in units if not _given(unit, best))
+    raise UserError(
+        f"the row has no {best}, which other rows have",
+        where=str(odd.origin),
+        fix="judge all rows alike, or leave out the odd ones",
+    )
+
+
+def _given(unit: Encoded, kind: str) -> bool:
+    return {"label": unit.label is not None, "score": bool(unit.scores), "attributes": bool(unit.attributes)}[kind]
+
+
+def _targets(unit: Encoded, kind: str, names: Sequence[str]) -> tuple[float, ...]:
+    if kind == "label":
+        return (float(bool(unit.label)),)
+    if kind == "score":
+        return unit.scores
+    own = dict(unit.attributes)
+    unknown = sorted(own.keys() - set(names))
+    if unknown:
+        raise UserError(
+            f"the row has the attribute {unknown[0]!r}, which the model does not score",
+            where=str(unit.origin),
+            fix=f"the model scores {', '.join(names)}",
+        )
+    return tuple(own.get(name, math.nan) for name in names)
+
+
+def check_range(units: Sequence[Encoded], low: float, high: float, whole: bool, what: str, fix: str) -> None:
+    """Raises UserError at the first unit with a target that is not from ``low`` to ``high`` (and a whole number, if asked)."""
+    for unit in units:
+        for target in unit.scores:
+            fits = math.isnan(target) or (low <= target <= high and (not whole or target == int(target)))
+            if not fits:
+                raise UserError(f"the row has {target:g}, and {what}", where=str(unit.origin), fix=fix)

@@ -1,0 +1,97 @@
+"""What there is to know about a method, in words: for the command line and for the page of losses."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import dataclass
+
+from valence.data.kinds import WORDS
+from valence.losses.average import Average
+from valence.losses.guide import GUIDE
+from valence.losses.modifiers import MODIFIERS, Modifier
+from valence.training.methods import Method, setting_docs
+
+AVERAGES: dict[Average, str] = {
+    "token_mean": "over the trained tokens of the step",
+    "seq_mean": "over the answers of the step",
+    "pair_mean": "over the pairs of the step",
+    "seq_mean_token_mean": "over the tokens of each answer, then over the answers of the step",
+    "class_mean": "over the answers of the smaller class of the step",
+}
+SIDES: dict[str, dict[str, str]] = {
+    "judgement": {"chosen": "thumbs up", "rejected": "thumbs down"},
+    "demonstration": {"chosen": "the demonstration"},
+    "scored": {"chosen": "good answers", "rejected": "bad answers"},
+    "ranking": {"chosen": "answers above the mean score", "rejected": "answers below it"},
+}
+"""What chosen and rejected are called, by kind of rows, where they are no pairs."""
+MOVES = {1: "likelier", 0: "as likely as before", -1: "less likely"}
+SCORES = {1: "scored higher", 0: "scored as before", -1: "scored lower"}
+
+
+@dataclass(frozen=True, slots=True)
+class Doc:
+    """The parts of a loss's docstring: a sentence; the formula; where it is from, with remarks; the tensors that it reads."""
+
+    summary: str
+    formula: str
+    source: str
+    tensors: str
+
+
+def read_doc(text: str) -> Doc:
+    """Takes a docstring apart. Its formula ends where the first sentence with a year begins: the source."""
+    summary, *more = inspect.cleandoc(text).split("\n\n")
+    if more and setting_docs(text):
+        more.pop()
+    formula, tensors = (*more, "", "")[:2]
+    sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", formula)
+    first = next((i for i, sentence in enumerate(sentences) if re.search(r"\b(?:19|20)\d\d\b", sentence)), len(sentences))
+    return Doc(_line(summary), " ".join(sentences[:first]), _line(" ".join(sentences[first:])), _line(tensors))
+
+
+def switch(modifier: Modifier) -> str:
+    """The setting that a modifier is known by."""
+    return next(iter(modifier.settings))
+
+
+def facts(method: Method) -> dict[str, str]:
+    """What follows from the method's row, and what its guide says, by heading. What does not apply is left out."""
+    loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
+    guide = GUIDE.get(method.name)
+    found = {
+        "rows": WORDS[method.kind] + _columns(method),
+        "reference": _reference(method),
+        "average": AVERAGES.get(loss.average, loss.average),
+        "reads": doc.tensors,
+        "advantage": _line(loss.credit.__doc__ or "") if loss.credit else "",
+        "first step": _first_step(method),
+        "implicit reward": re.split(r"[:.]$|: ", _line(loss.reward.__doc__ or ""))[0] if loss.reward else "",
+        "modifiers": ", ".join(f"`{switch(MODIFIERS[name])}`" for name in loss.modifiers) or "none",
+        "when": guide.when if guide else "",
+        "curves": guide.curves if guide else "",
+    }
+    return {heading: text for heading, text in found.items() if text}
+
+
+def _columns(method: Method) -> str:
+    more = ["`margin`"] if "margin" in method.loss.reads else []
+    more += ["`soft`"] if "smoothing" in method.loss.modifiers else []
+    return f", which may have {' and '.join(more)}" if more else ""
+
+
+def _reference(method: Method) -> str:
+    if not method.needs_reference:
+        return "no"
+    return "yes" if "ref" in {name[:3] for name in method.loss.reads} else "yes, in place of the policy that gave the answers"
+
+
+def _first_step(method: Method) -> str:
+    """Where a step goes as long as policy and reference agree, or all scores are 0."""
+    sides, moves = SIDES.get(method.kind, {}), SCORES if method.of_scores else MOVES
+    return ", ".join(f"{sides.get(side, side)} {moves[direction]}" for side, direction in method.loss.direction.items())
+
+
+def _line(text: str) -> str:
+    return " ".join(text.split())

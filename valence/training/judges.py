@@ -1,0 +1,210 @@
+"""What says numbers about answers: a model's log-probabilities, alone or against a reference, or a reward model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from valence.config.load import LoadedRecipe
+from valence.config.schema import Model
+from valence.engine.digest import model_digest
+from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.engine.logprobs import Engine
+from valence.engine.models import (
+    DTYPES,
+    build_policy,
+    build_reference,
+    load_model,
+    load_tokenizer,
+    position_limit,
+    without_dropout,
+)
+from valence.engine.reference import Reference
+from valence.engine.scores import Scorer, widen_head
+from valence.errors import UserError
+from valence.training.build import best_device, check_vocabulary
+from valence.training.methods import method_of
+from valence.training.restore import restore
+from valence.types import Batch
+
+BETA = 0.1
+"""Of the reward, where neither the call nor the recipe says it."""
+Numbers = dict[str, float | dict[str, float]]
+"""What is said of one answer, by name; of a reward model's attributes, each by its own name."""
+
+
+class Judge(Protocol):
+    """Gives each sequence of a micro-batch its numbers, by name. ``facts``: what they depend on."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]: ...
+    @property
+    def device(self) -> torch.device: ...
+    def __call__(self, batch: Batch) -> list[Numbers]: ...
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference; ``mean_logp`` per token;
+    ``reward``: beta times ``logratio``, their difference."""
+
+    policy: Engine
+    reference: Reference | None
+    beta: float
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True), "reference": None}
+        return found if self.reference is None else found | {"reference": self.reference.digest(), "beta": self.beta}
+
+    @property
+    def device(self) -> torch.device:
+        return self.policy.device
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> list[Numbers]:
+        logps = _sums(batch, self.policy(batch).logp)
+        refs = [None] * len(logps) if self.reference is None else _sums(batch, self.reference(batch))
+        return [self._numbers(*each) for each in zip(logps, _counts(batch), refs, strict=True)]
+
+    def _numbers(self, logp: float, tokens: int, ref: float | None) -> Numbers:
+        found: Numbers = {"logp": logp, "tokens": tokens, "mean_logp": logp / tokens}
+        return found if ref is None else found | {"ref": ref, "logratio": logp - ref, "reward": self.beta * (logp - ref)}
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are saved with it; of several
+    attributes, by their names."""
+
+    engine: Scorer
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        return {"model": model_digest(self.engine, adapter=True), "reference": None}
+
+    @property
+    def device(self) -> torch.device:
+        return self.engine.device
+
+    @torch.no_grad()
+    def __call__(self, batch: Batch) -> list[Numbers]:
+        config, score = self.engine.causal.config, self.engine(batch).score
+        assert score is not None
+        names, values = list(config.id2label.values()), score.cpu().double()
+        found = {"score": values}
+        mean, std = (torch.tensor(getattr(config, name, None) or []).double() for name in ("reward_mean", "reward_std"))
+        if len(mean) == len(std) == len(names) and bool((std > 0).all()):
+            found["normalised"] = (values - mean) / std
+        counts = _counts(batch)
+        return [
+            {**{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()}, "tokens": counts[s]}
+            for s in range(batch.sequences)
+        ]
+
+
+def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict[str, float]:
+    return values[0] if len(names) == 1 else dict(zip(names, values, strict=True))
+
+
+def _counts(batch: Batch) -> list[int]:
+    """Tokens of each sequence that are measured."""
+    return torch.bincount(batch.read[1], minlength=batch.sequences).tolist()
+
+
+def _sums(batch: Batch, logp: Tensor) -> list[float]:
+    """logp[T] summed over each sequence."""
+    values = logp[batch.scored].cpu().double()
+    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(0, batch.read[1], values).tolist()
+
+
+def load_judge(
+    source: LoadedRecipe, tokenizer: PreTrainedTokenizerBase, *, beta: float | None, run: Path | None, overrides: Sequence[str]
+) -> Judge:
+    """The model of a recipe and what it is compared with, if anything. run: the folder of the run whose weights it has.
+
+    A recipe's own starting model is no reference. Raises UserError when a model cannot be loaded or has other tokens.
+    """
+    recipe = source.recipe
+    with source.placing():
+        reference = None
+        if run is not None:
+            restored = restore(run, overrides=overrides, quiet=True)
+            policy, reference = restored.policy, restored.reference
+        else:
+            policy = _policy(recipe.model, method_of(recipe.method).of_scores)
+            check_vocabulary(policy.causal, tokenizer)
+        _check_positions(policy, recipe.data.max_length)
+        other = recipe.reference.model
+        if other is not None and isinstance(policy, Scorer):
+            raise UserError("a reward model is compared with no other", where="reference.model", fix="leave it out")
+        if reference is None and other is not None:
+            reference = _reference(policy, other, recipe.model, tokenizer)
+    if reference is None and beta is not None:
+        raise UserError("there is no reward without a reference", where="--beta", fix="give --reference, or leave out --beta")
+    policy.eval()
+    if isinstance(policy, Scorer):
+        return Rewards(policy)
+    return LogProbs(policy, reference, recipe.loss.get("beta", BETA) if beta is None else beta)
+
+
+def _policy(spec: Model, of_scores: bool) -> Engine:
+    """A model as it is, in the type asked for: nothing trains, so there are no masters."""
+    dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
+    if of_scores and attributes is None:
+        fix = "name a run's folder, or the model that it wrote"
+        raise UserError("a reward model without training has a random head", where="model.name", fix=fix)
+    model = load_model(
+        spec.name, dtype=dtype, attributes=attributes, gguf_file=spec.gguf_file, trust_remote_code=spec.trust_remote_code
+    )
+    model.to(best_device())
+    if spec.adapter is not None:
+        return build_policy(model, dtype=dtype, adapter=spec.adapter)
+    if attributes is not None:
+        widen_head(model)
+    engine = (Engine if attributes is None else Scorer)(without_dropout(model))
+    engine.check_layout()
+    return engine
+
+
+def _attributes(spec: Model) -> list[str] | None:
+    """What a saved reward model scores; None for another model."""
+    must_exist(spec.name, "model.name")
+    if spec.gguf_file is not None:
+        return None
+    try:
+        config = AutoConfig.from_pretrained(spec.name, trust_remote_code=spec.trust_remote_code)
+    except LOADING_ERRORS as error:
+        raise cannot_load("model", spec.name, error) from error
+    labels: Any = config.id2label
+    is_one = any("ForSequenceClassification" in kind for kind in config.architectures or [])
+    return list(labels.values()) if is_one else None
+
+
+def _reference(policy: Engine, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase) -> Reference:
+    """A model of its own. Raises UserError when its tokens are not the policy's."""
+    if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
+        theirs = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
+        if theirs.get_vocab() != tokenizer.get_vocab():
+            raise UserError(
+                "model and reference have different tokenizers: their log-probabilities do not compare",
+                where=f"reference.model: {name}",
+                fix="use a reference with the model's tokenizer",
+            )
+    dtype = policy.causal.get_input_embeddings().weight.dtype
+    model = load_model(name, dtype=dtype, trust_remote_code=spec.trust_remote_code)
+    check_vocabulary(model, tokenizer)
+    return build_reference(policy, fresh_adapter=False, model=model.to(policy.device), name=name)
+
+
+def _check_positions(policy: Engine, max_length: int) -> None:
+    """Raises UserError when rows may be longer than a table of positions."""
+    limit, learned = position_limit(policy.causal) or (max_length, False)
+    if learned and limit < max_length:
+        raise UserError(f"the model has positions for {limit} tokens", where="data.max_length", fix=f"give --max-length {limit}")

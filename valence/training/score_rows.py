@@ -1,0 +1,316 @@
+"""Numbers about every answer in files of rows, written beside the rows: for looking at data, and for cleaning it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from valence import __version__
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.schema import Source
+from valence.data.detect import COLUMNS
+from valence.data.encode import Encoder
+from valence.data.load import stream
+from valence.data.pack import collate, pack
+from valence.data.sources import BadRow, Row
+from valence.errors import UserError
+from valence.report.console import Progress
+from valence.training.judges import Judge, Numbers, load_judge
+from valence.training.lines import ANEW, Lines
+from valence.training.methods import method_of
+from valence.training.setup import prepare
+from valence.training.signals import Stop
+from valence.types import Example, Origin, Preference, Prompt, content_id
+
+WINDOW = 256
+"""Rows that are read, scored and written together: what is lost at most when the program is killed."""
+TOKENS = 8192
+"""Tokens that run at once, unless something else is asked for."""
+COLUMN = "valence"
+"""The new column."""
+NOT_FINITE = "look at the row; if it is sound, give --dtype float32"
+SHOWN = 3
+"""Rows without numbers that are named at the end."""
+
+Pair = tuple[Row | BadRow, Example | BadRow]
+
+
+@dataclass
+class Tally:
+    """What became of the rows: ``earlier`` were in the file already; ``failed`` have an error in place of numbers."""
+
+    rows: int = 0
+    earlier: int = 0
+    failed: int = 0
+    first: list[str] = field(default_factory=list[str])
+
+    def add(self, line: str, column: str) -> None:
+        self.rows += 1
+        if line.startswith('{"origin"') and column not in (found := json.loads(line)):
+            self.failed += 1
+            self.first += [f"{found['origin']}: {found['error']}"] if len(self.first) < SHOWN else []
+
+
+def score_rows(
+    target: str,
+    data: Sequence[str],
+    out: Path,
+    *,
+    overrides: Sequence[str] = (),
+    format: str | None = None,
+    beta: float | None = None,
+    tokens: int | None = None,
+    column: str = COLUMN,
+    fresh: bool = False,
+    console: Console | None = None,
+    quiet: bool = False,
+) -> Tally:
+    """Writes every row of these files with what a model says of its answers, one JSON object a line, in the order of the rows.
+
+    target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights, and what it is compared with), or
+    a recipe (the model it starts from). data: files, or sections as in a recipe. overrides: settings, of which those under model,
+    reference and data count. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside.
+    beta: of the reward, by default the recipe's, or 0.1. tokens: that run at once. column: the name of the new one.
+
+    Raises UserError for a mistake in the request, or when none of the rows can be scored.
+    """
+    console = console or Console()
+    with Stop(console).listening():
+        source = _settings(target, data, overrides)
+        sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
+        _refuse_inputs(out, sources)
+        lines = Lines(out, WINDOW, fresh=fresh)
+        total = _read_through(sources, column)
+        source = _without_rows(source)
+        encoder = prepare(source).encoder
+        lines.agree(_facts(sources, source, encoder, column))
+        if not quiet:
+            console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
+        judge = _judge(target, source, encoder, beta, overrides)
+        lines.agree(judge.facts)
+        kept = lines.open(total, {"model": target, "reference": source.recipe.reference.model, "valence": __version__})
+        with lines:
+            writer = _Writer(lines, encoder, judge, tokens or _budget(source), column)
+            tally = writer.run(chain.from_iterable(map(stream, sources)), total, kept, console, quiet)
+    if not quiet:
+        _say(tally, out, console)
+    return tally
+
+
+# Before a model is loaded
+
+
+def _settings(target: str, data: Sequence[str], overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe that the target is or stands for, with the files as its data.eval."""
+    listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
+    ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
+    return load_recipe(_recipe(target), [*overrides, *ours], method_of=method_of, training=False)
+
+
+def _recipe(target: str) -> Path | dict[str, Any]:
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    if path.is_file():
+        raise UserError(
+            "this is a file", where=target, fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)"
+        )
+    if _is_run(target):
+        return path / "config.yaml"
+    model: dict[str, Any] = {"name": target}
+    if (path / "adapter_config.json").is_file():
+        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model = {"name": base, "adapter": target}
+        if (path / "tokenizer_config.json").is_file():
+            model["tokenizer"] = target
+    return {"method": "sft", "model": model}
+
+
+def _is_run(target: str) -> bool:
+    return Path(target, "config.yaml").is_file()
+
+
+def _refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
+    if any(Path(s.path).exists() and Path(s.path).resolve() == out.resolve() for s in sources):
+        raise UserError("this file is read and cannot be written as well", where=str(out), fix="give another --out")
+
+
+def _read_through(sources: Sequence[Source], column: str) -> int:
+    """How many rows there are. Raises UserError for what is wrong with a whole file, and when the new column is no new one."""
+    if column in COLUMNS:
+        raise UserError(f"formats of rows have a column {column!r}", where="--column", fix="choose another name")
+    total = 0
+    for row, example in chain.from_iterable(map(stream, sources)):
+        total += 1
+        if isinstance(row, Row) and column in row.value:
+            what = f"the row has a column {column!r} already"
+            raise UserError(what, where=str(row.origin), fix="give the new one another name with --column")
+        if isinstance(example, Prompt):
+            raise UserError(
+                "the rows are prompts without answers, of which there is nothing to score",
+                where=str(example.origin),
+                fix="name the column that holds the answers: --data '{path: FILE, keys: {completion: COLUMN}}'",
+            )
+    return total
+
+
+def _facts(sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str) -> dict[str, Any]:
+    """What the numbers depend on besides the models."""
+    data, tokenizer = source.recipe.data, encoder.tokenizer
+    return {
+        "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],
+        "column": column,
+        "max_length": data.max_length,
+        "long_rows": data.long_rows,
+        "train_on": data.train_on,
+        "as_chat": data.as_chat,
+        "tokenizer": content_id(sorted(tokenizer.get_vocab().items()), tokenizer.chat_template),
+        "window": WINDOW,
+    }
+
+
+def _budget(source: LoadedRecipe) -> int:
+    asked = source.recipe.train.micro_batch_tokens
+    return asked if isinstance(asked, int) else TOKENS
+
+
+def _without_rows(source: LoadedRecipe) -> LoadedRecipe:
+    none = source.recipe.data.model_copy(update={name: [] for name in LISTS})
+    return replace(source, recipe=source.recipe.model_copy(update={"data": none}))
+
+
+def _judge(target: str, source: LoadedRecipe, encoder: Encoder, beta: float | None, overrides: Sequence[str]) -> Judge:
+    run = Path(target) if _is_run(target) else None
+    empty = [*overrides, *(f"data.{name}=[]" for name in LISTS), "reference.cache=off"]
+    return load_judge(source, encoder.tokenizer, beta=beta, run=run, overrides=empty)
+
+
+# Rows to lines
+
+
+@dataclass
+class _Writer:
+    """Makes one line of each row, and numbers for a window of rows at once."""
+
+    lines: Lines
+    encoder: Encoder
+    judge: Judge
+    tokens: int
+    column: str
+
+    def run(self, pairs: Iterator[Pair], total: int, kept: int, console: Console, quiet: bool) -> Tally:
+        """Scores what is not there yet. Rows are read a window at a time."""
+        tally, seen = self._skip(pairs, kept), 0
+        with Progress(console, "scoring", total, start=kept, quiet=quiet) as bar:
+            while window := list(islice(pairs, WINDOW)):
+                made = _Window(window, self.encoder)
+                done = tally.rows + len(window) - len(made.units)  # there is nothing to compute for the others
+                for units, tokens in made.score(self.judge, self.tokens):
+                    done, seen = done + units, seen + tokens
+                    bar.update(done, tokens=seen)
+                lines = [made.line(i, self.column) for i in range(len(window))]
+                self.lines.write(lines)
+                for line in lines:
+                    tally.add(line, self.column)
+                bar.update(tally.rows, tokens=seen)
+        return tally
+
+    def _skip(self, pairs: Iterator[Pair], kept: int) -> Tally:
+        """Takes the rows that have their lines already. Raises UserError when the last of them has another one."""
+        tally, last = Tally(earlier=kept), "{}"
+        for last in self.lines.read():
+            tally.add(last, self.column)
+        for row, example in islice(pairs, kept - 1, kept) if kept else ():
+            found = json.loads(last)
+            found = found.get(self.column, found)
+            if (found["origin"], found.get("id")) != (str(row.origin), _id(example)):
+                raise UserError(
+                    f"its line {kept} is not of this row, but of {found['origin']} as that was: the data has changed",
+                    where=str(row.origin),
+                    fix=ANEW,
+                )
+        return tally
+
+
+class _Window:
+    """Rows that are scored together."""
+
+    def __init__(self, window: Sequence[Pair], encoder: Encoder) -> None:
+        self.rows = [row for row, _ in window]
+        self.examples = [example for _, example in window]
+        # One by one: places do not tell rows apart where several stand in a line.
+        self.encoded = [None if isinstance(e, BadRow) else encoder.encode_all([e]) for e in self.examples]
+        self.places = [i for i, encoded in enumerate(self.encoded) if encoded and encoded.units]
+        self.units = [unit for encoded in self.encoded if encoded for unit in encoded.units]
+        self.numbers: list[list[Numbers]] = [[] for _ in window]
+
+    def score(self, judge: Judge, tokens: int) -> Iterator[tuple[int, int]]:
+        """Yields how many units and tokens were run, each time."""
+        for dealt in pack(self.units, tokens):
+            batch = collate([self.units[k] for k in dealt], dealt, device=judge.device)
+            try:
+                numbers = judge(batch)
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"there is no memory for {len(batch.tokens)} tokens at once",
+                    where=str(self.units[dealt[0]].origin),
+                    fix="give fewer --tokens; the same command goes on from here",
+                ) from error
+            for k, found in zip(batch.unit.tolist(), numbers, strict=True):  # the sides of a unit are in order
+                self.numbers[self.places[k]].append(found)
+            yield len(dealt), len(batch.tokens)
+
+    def line(self, i: int, column: str) -> str:
+        """A row with its numbers, or what is wrong with it."""
+        row, example, encoded = self.rows[i], self.examples[i], self.encoded[i]
+        if isinstance(row, BadRow) or isinstance(example, BadRow) or encoded is None:
+            assert isinstance(example, BadRow)
+            return _error(example.origin, example.reason, example.fix)
+        if encoded.unusable:
+            return _error(row.origin, encoded.unusable[0].reason, encoded.unusable[0].fix, id=example.id)
+        new: dict[str, Any] = {"id": example.id, "origin": str(row.origin), "answers": _answers(example, self.numbers[i])}
+        if encoded.notes:
+            new["notes"] = list(encoded.notes)
+        try:
+            return json.dumps({**row.value, column: new}, ensure_ascii=False, allow_nan=False, default=str)
+        except ValueError:
+            return _error(row.origin, "a number of the row or of its scores is not finite", NOT_FINITE, id=example.id)
+
+
+def _error(origin: Origin, what: str, fix: str | None, **more: str) -> str:
+    return json.dumps({"origin": str(origin), **more, "error": what, "fix": fix}, ensure_ascii=False)
+
+
+def _answers(example: Example, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:
+    names = ("chosen", "rejected") if isinstance(example, Preference) else ("completion",) * len(numbers)
+    return [{"answer": name, **_rounded(found)} for name, found in zip(names, numbers, strict=True)]
+
+
+def _rounded(value: Any) -> Any:
+    return {name: _rounded(each) for name, each in value.items()} if isinstance(value, dict) else round(value, 6)
+
+
+def _id(example: Example | BadRow) -> str | None:
+    return None if isinstance(example, BadRow) else example.id
+
+
+def _say(tally: Tally, out: Path, console: Console) -> None:
+    """Raises UserError when not a single row was scored."""
+    if tally.failed == tally.rows:
+        raise UserError(
+            f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}", where=str(out), fix="see the file"
+        )
+    earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
+    said = [f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}"]
+    if tally.failed:
+        said += [f"{tally.failed:,} have an error there instead:", *(f"  {each}" for each in tally.first)]
+        said += ["  ..."] if tally.failed > len(tally.first) else []
+    for line in said:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
