@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from valence.errors import UserError
@@ -242,20 +243,29 @@ def inspect(
 def losses(name: Annotated[str | None, typer.Argument(help="One loss, with its settings.")] = None) -> None:
     """List the losses, or explain one."""
     from valence.config.describe import settings_table
+    from valence.training.explain import facts, read_doc
     from valence.training.methods import METHODS, method_of
+    from valence.types import plural
 
     if name is None:
         table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
         for method in METHODS.values():
-            first = (method.loss.fn.__doc__ or "").split("\n")[0]
-            table.add_row(method.name, f"{method.kind}s", "yes" if method.needs_reference else "no", first)
+            summary = read_doc(method.loss.fn.__doc__ or "").summary
+            table.add_row(method.name, plural(method.kind), "yes" if method.needs_reference else "no", escape(summary))
         console.print(table)
         return
     method = method_of(name)
-    console.print((method.loss.fn.__doc__ or "").strip(), markup=False, highlight=False)
+    doc = read_doc(method.loss.fn.__doc__ or "")
+    for part in filter(None, (doc.summary, doc.formula, doc.source)):
+        console.print(f"{part}\n", markup=False, highlight=False)
+    told = Table(box=None, pad_edge=False, show_header=False)
+    told.add_column(no_wrap=True)
+    for heading, words in facts(method).items():
+        told.add_row(heading, escape(words))
+    console.print(told)
     table = _settings_table("type", "default", "meaning")
     for line in settings_table(method.settings, "loss."):
-        table.add_row(line.name, line.type, line.default, line.meaning)
+        table.add_row(*map(escape, (line.name, line.type, line.default, line.meaning)))
     console.print(table)
 
 
@@ -271,15 +281,23 @@ def export(
     if to.exists():
         raise UserError("this exists already", where=str(to), fix="name a folder that does not exist")
     _check_can_be_made(to)
-    run = _run_of(run_dir, ["data.eval=[]"])
+    run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir))
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
     write_model(run, to, "adapter" if adapter else "merged")
     console.print(str(to), markup=False, soft_wrap=True)
 
 
-def _run_of(target: Path, overrides: list[str]) -> Any:
-    """The run of a folder with its newest weights, or that of a recipe before its first step."""
+def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
+    """Lists of rows without which a run's model cannot be written: a reward model's training rows say how it scores."""
+    from valence.training.restore import method_of_run
+
+    return ("train",) if method_of_run(run_dir).of_scores else ()
+
+
+def _run_of(target: Path, overrides: list[str], keeps: tuple[str, ...] = ()) -> Any:
+    """The run of a folder with its newest weights, or that of a recipe before its first step. keeps: its own lists of rows that
+    are read."""
     from valence.config.load import load_recipe
     from valence.training.build import build_models
     from valence.training.loop import Run
@@ -287,7 +305,7 @@ def _run_of(target: Path, overrides: list[str]) -> Any:
     from valence.training.restore import restore
     from valence.training.setup import prepare
 
-    overrides = ["data.train=[]", "data.test=[]", *overrides]
+    overrides = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
     if target.is_dir():
         return restore(target, overrides=overrides, console=console)
     prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))

@@ -22,6 +22,11 @@ Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", 
 """What a method reads. ``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever."""
 
 
+def plural(kind: str) -> str:
+    """What several rows of a kind are called."""
+    return "scored answers" if kind == "scored" else f"{kind}s"
+
+
 @dataclass(frozen=True, slots=True)
 class Origin:
     """Where a row came from: the file as the user named it, and its 1-based line (or record number)."""

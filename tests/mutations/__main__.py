@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.mutations.table import MUTATIONS, ROOT, Mutation, misplaced
 from tests.mutations.trial import NEEDED, failure
 
-COPIED = ("valence", "tests", "recipes", "pyproject.toml")
+COPIED = ("valence", "tests", "pyproject.toml")
 HERE = "tests/arch/test_imports.py::test_the_package_is_where_the_tests_look"
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 

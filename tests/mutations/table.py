@@ -39,7 +39,6 @@ def one(wrong: str, file: str, old: str, new: str, *tests: str) -> Mutation:
 
 EVERYTHING = "dpo (-0.6, 1.5) 0.25 0.1 js True 1.0"
 DELTA = tuple(f"{WHOLE}::test_delta_is_the_mean_of_the_steps_before[{name}-{{}}]" for name in ("bco", "bco_pair"))
-FIXED_Z0 = f"{CONTRACT}::test_measuring_sequences_get_no_gradient[kto-with those that train]"
 
 LOSSES = [
     one("dpo: the rejected side's sign is flipped", PREFERENCE, "return (logp_w - ref_w) - (logp_l - ref_l)",
@@ -90,9 +89,9 @@ STATISTICS = [
         (STEP, "    @torch.no_grad()\n    def mismatched_sums", "    def mismatched_sums"),
         (ENGINE, "with torch.set_grad_enabled(trains and torch.is_grad_enabled()):\n                    before",
          "with torch.set_grad_enabled(torch.is_grad_enabled()):\n                    before"),
-    ), (FIXED_Z0,)),
-    one("mismatched rows train", STEP, "                batch = batch.part(trains=True)\n", "", FIXED_Z0),
-    one("mismatched rows are counted", STEP, "[batch.part(trains=True) for batch in batches]", "batches", FIXED_Z0),
+    ), whole("kto")),
+    one("mismatched rows train", STEP, "                batch = batch.part(trains=True)\n", "", *whole("kto")),
+    one("mismatched rows are counted", STEP, "[batch.part(trains=True) for batch in batches]", "batches", *whole("kto")),
     one("a row may be paired with its own prompt or completion", MISMATCH, "o.prompt_ids != unit.prompt_ids and o.answers",
         "o.prompt_ids != unit.prompt_ids or o.answers", "tests/data/test_mismatch.py"),
     one("groups pair a row with itself", MISMATCH, "(i + 1) % size", "i", *whole("kto {'group': 4, 'pairing': 'next'}")),
@@ -140,11 +139,12 @@ AVERAGES = [
 ]  # fmt: skip
 
 MODIFIED = [
-    one("humanline clamps the sum of a whole answer", MODIFIERS,
-        '"logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}',
-        '"logp_t": tokens["ref_t"] + (torch.zeros(batch.sequences, dtype=tokens["ref_t"].dtype).index_add('
-        '0, batch.seq[batch.scored], tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)'
-        ' / lengths(batch, tokens["ref_t"]))[batch.seq[batch.scored]]}', *whole("dpo (-0.6, 1.5)")),
+    Mutation("humanline clamps the sum of a whole answer", (
+        (MODIFIERS, "    del batch\n    assert humanline is not None\n", "    assert humanline is not None\n    own = batch.seq[batch.scored]\n"),
+        (MODIFIERS, '"logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}',
+         '"logp_t": tokens["ref_t"] + (tokens["ref_t"].new_zeros(batch.sequences).index_add('
+         '0, own, tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline) / lengths(batch, tokens["ref_t"]))[own]}'),
+    ), whole("dpo (-0.6, 1.5)")),
     one("humanline passes the gradient through", MODIFIERS, '(tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}',
         '(tokens["logp_t"] - tokens["ref_t"]).detach().clamp(*humanline)'
         ' + tokens["logp_t"] - tokens["logp_t"].detach()}', *whole("dpo (-0.6, 1.5)")),

@@ -54,10 +54,11 @@ def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def seq_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens), label[S], weight[S]."""
+    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens), label[S], weight[S], unit[S] (its
+    place in the step)."""
     logp = columns["logp_t"]
     named = {name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns}
-    named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype)}
+    named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype), "unit": batch.unit}
     if "sum_sq_t" in columns:  # the confidence that WPO weighs by: mean over tokens of log(p / sum_v p_v^2)
         named["confidence"] = seq_sum((logp - columns["sum_sq_t"].log()).detach(), batch) / named["n"]
     if batch.label is not None:
@@ -74,7 +75,7 @@ def sides(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN: none), weight: all [P]."""
+    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN: none), weight, unit: all [P]."""
     sums = seq_view(batch, columns)
     named = _of_pairs(batch, sums["weight"])
     chosen, rejected = sides(batch)
@@ -87,7 +88,7 @@ def pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
 def _of_pairs(batch: Batch, weight: Tensor) -> Named:
     chosen, _ = sides(batch)
     margin, soft = (values.to(weight.dtype)[chosen] for values in (batch.margin, batch.soft))
-    return {"margin": margin, "soft": soft, "weight": weight[chosen]}
+    return {"margin": margin, "soft": soft, "weight": weight[chosen], "unit": batch.unit[chosen]}
 
 
 def score_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:

@@ -21,7 +21,7 @@ from valence.engine.speed import Work
 from valence.report.console import duration
 from valence.training.build import best_device, check_vocabulary, pays_to_compile
 from valence.training.setup import Prepared
-from valence.types import Encoded
+from valence.types import Encoded, plural
 
 LEAST = 512  # tokens that run at once, where `auto` finds little memory
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
@@ -142,7 +142,7 @@ def describe(plan: Plan) -> list[str]:
         "activations and head": plan.largest * memory.per_token + memory.head,
     }
     lines = [
-        f"steps: {prepared.total_steps} ({prepared.sampler.steps_per_epoch} per epoch of {len(units)} {method.kind}s)",
+        f"steps: {prepared.total_steps} ({prepared.sampler.steps_per_epoch} per epoch of {len(units)} {plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch; {plan.micro_batch_tokens:,} at once"
         + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}, {trained}",

@@ -14,7 +14,7 @@ from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.training.build import build_models
 from valence.training.loop import Run
-from valence.training.methods import method_of
+from valence.training.methods import Method, method_of
 from valence.training.setup import prepare
 
 
@@ -31,10 +31,7 @@ def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | 
 
     overrides: settings to change, such as the data to evaluate on. Raises UserError when the folder holds no run.
     """
-    config = run_dir / "config.yaml"
-    if not config.is_file():
-        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
-    source = load_recipe(config, overrides, method_of=method_of, training=False)
+    source = load_recipe(_config_of(run_dir), overrides, method_of=method_of, training=False)
     checkpoint = newest_checkpoint(run_dir)
     policy, reference = build_models(prepared := prepare(source))
     state = store.load(checkpoint)
@@ -47,6 +44,18 @@ def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | 
         saved = _read(path)
         run.evaluations[saved["step"]] = saved["metrics"]
     return run
+
+
+def method_of_run(run_dir: Path) -> Method:
+    """What a run trains with. Raises UserError when the folder holds no run."""
+    return method_of(load_recipe(_config_of(run_dir), method_of=method_of, training=False).recipe.method)
+
+
+def _config_of(run_dir: Path) -> Path:
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
+    return config
 
 
 def _read(path: Path) -> dict[str, Any]:

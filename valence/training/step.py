@@ -284,8 +284,9 @@ def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
 
 
 def _joined(views: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The views of several micro-batches as one. What has no axis holds for the whole step."""
-    return {name: torch.cat([view[name] for view in views]) if value.ndim else value for name, value in views[0].items()}
+    """The views of several micro-batches as one, in the order of the step, which breaks ties. What has no axis holds for all."""
+    order = torch.cat([view["unit"] for view in views]).argsort(stable=True)
+    return {name: torch.cat([view[name] for view in views])[order] if value.ndim else value for name, value in views[0].items()}
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,115 @@
+"""A reward model from rows to a folder: trained by a recipe, measured, written, and read by stock transformers."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+import valence
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence import cli
+from valence.errors import UserError
+from valence.training.restore import restore
+
+FILMS = [{"prompt": f"film {i} ", "completion": f"{'good' if i % 2 else 'bad'} {i % 5}", "label": bool(i % 2)} for i in range(16)]
+STARS = [{"prompt": f"film {i} ", "completion": " ".join(["good"] * (1 + i % 4)), "score": 1 + i % 4} for i in range(16)]
+PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(16)]
+ASPECTS = [
+    {**row, "scores": {"help": i % 3, "number": i % 5} if i % 2 else {"help": 1}, "label": None} for i, row in enumerate(FILMS)
+]
+CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
+    "pairs": ("bradley_terry", PAIRS, {"center_coef": 0.01}, "rewards/accuracies"),
+    "thumbs": ("pointwise", FILMS, {}, "rewards/auc"),
+    "stars": ("ordinal", STARS, {"levels": 4}, "rewards/spearman"),
+    "scores": ("pointwise", STARS, {"error": "squared"}, "rewards/pearson"),
+    "attributes": ("pointwise", ASPECTS, {"error": "huber"}, "rewards/pearson/1"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def recipe(folder: Path, tmp_path: Path, case: str, **model: Any) -> dict[str, Any]:
+    method, rows, loss, _ = CASES[case]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
+    return {
+        "method": method, "model": {"name": str(folder), **model}, "loss": loss,
+        "data": {"train": str(path), "eval": str(path), "max_length": 64},
+        "train": {"batch_size": 8, "learning_rate": 3e-3, "epochs": 25, "micro_batch_tokens": 60},
+        "eval": {"every": 1000}, "run": {"dir": str(tmp_path / "run")},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folder: Path, tmp_path: Path) -> None:
+    lora = {"lora": {"rank": 4}} if case == "stars" else {}
+    run = valence.train(recipe(folder, tmp_path, case, **lora), quiet=True)
+    before, after = (run.evaluations[step] for step in sorted(run.evaluations))
+    assert after["loss"] < before["loss"]
+    number = CASES[case][3]
+    assert after[number] > 0.6
+    assert after[number] >= before.get(number, 0.0)
+    written = tmp_path / "run" / "model"
+    stock = AutoModelForSequenceClassification.from_pretrained(written).eval()
+    tokenizer = AutoTokenizer.from_pretrained(written)
+    units = run.prepared.corpora["eval"].units[:4]
+    sides = [(unit, answer) for unit in units for answer in unit.answers]
+    texts = [tokenizer.decode([*unit.prompt_ids, *answer.ids]) for unit, answer in sides]
+    given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    assert [int(n) for n in given["attention_mask"].sum(1)] == [len(u.prompt_ids) + len(a.ids) for u, a in sides]
+    with torch.no_grad():
+        found = stock(**given).logits
+    rows = run.evaluate().rows[:4]
+    names = ("_chosen", "_rejected") if case == "pairs" else ("",)
+    own = [row[f"scores{n}"] if f"scores{n}" in row else [row[f"reward{n}"]] for row in rows for n in names]
+    torch.testing.assert_close(found, torch.tensor(own), rtol=1e-4, atol=1e-4)
+    config = json.loads((written / "config.json").read_text())
+    assert len(config["reward_mean"]) == len(config["reward_std"]) == found.shape[1]
+    assert list(config["id2label"].values()) == (["help", "number"] if case == "attributes" else ["reward"])
+    assert (config["reward_thresholds"] is not None) is (case == "stars")
+
+
+def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> None:
+    """Also by the command, which needs the training rows for it."""
+    run = valence.train(recipe(folder, tmp_path, "stars"), quiet=True)
+    again = restore(tmp_path / "run", overrides=["data.train=[]"])
+    assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
+    found = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
+    assert found.exit_code == 0, found.output
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "run" / "model" / name).read_bytes()
+    shutil.rmtree(tmp_path / "copy")
+
+
+@pytest.mark.parametrize(("case", "changes", "words"), [
+    ("stars", {"loss": {"levels": 3}}, "from 1 to 3.*loss.levels"),
+    ("scores", {"loss": {}}, "from 0 to 1.*loss.error"),
+    ("thumbs", {"run": {"dir": "x", "export": "adapter"}, "model": {"name": "x", "lora": {"rank": 2}}}, "run.export"),
+    ("thumbs", {"run": {"dir": "x", "samples": {"prompts": 1}}}, "run.samples"),
+    ("attributes", {"model": {"name": "x", "attributes": ["help"]}}, "'number', which the model does not score"),
+])  # fmt: skip
+def test_mistakes_are_named_before_a_model_is_loaded(
+    case: str, changes: dict[str, Any], words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    made = recipe(folder, tmp_path, case)
+    for section, values in changes.items():
+        made[section] = (made[section] | values if values else {}) | ({"name": str(folder)} if section == "model" else {})
+    made["run"]["dir"] = str(tmp_path / "run")
+    with pytest.raises(UserError, match=f"(?s){words}"):
+        valence.train(made, quiet=True)
