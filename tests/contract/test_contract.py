@@ -27,6 +27,7 @@ NEVER_ALONE = 10_000
 ON: dict[str, dict[str, Any]] = {
     "humanline": {"humanline": (-0.05, 0.1)}, "ld_alpha": {"ld_alpha": 0.3}, "smoothing": {"label_smoothing": 0.2},
     "f_divergence": {"f_divergence": "js"}, "wpo": {"wpo": True}, "nll": {"nll_weight": 0.7},
+    "kl_penalty": {"kl_weight": 0.5},
 }  # fmt: skip
 """Settings that turn each modifier on."""
 CASES = [(name, {}) for name in ROWS] + [

@@ -380,23 +380,3 @@ def test_on_a_cuda_device(part: float, half: bool, monkeypatch: pytest.MonkeyPat
     torch.testing.assert_close(spread.double().cpu(), wanted[1], rtol=1e-5, atol=1e-4)
     assert relative(moved.grad.cpu() / 2, wanted[2]) < (3 * 2**-9 if half else 1e-4)  # type: ignore[union-attr]
     assert relative(weight.grad.cpu() / 2, wanted[3]) < (3 * 2**-9 if half else 1e-4)
-
-
-def test_memory_of_a_gradient_is_used_again_when_nobody_holds_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(head, "FRESH", 1)
-    found, (hidden, target) = Head(layer()), rows()
-    wanted = oracle(found, hidden, target, entropy=False)[3]
-    places: list[int] = []
-    held: list[Tensor] = []
-    for hold in (False, True, True, False):
-        found.layer.weight.grad = None
-        objective(*found(hidden, target), entropy=False).backward()
-        grad = found.layer.weight.grad
-        assert isinstance(grad, Tensor)
-        places.append(grad.data_ptr())
-        torch.testing.assert_close(grad, wanted, rtol=1e-12, atol=1e-12)
-        held += [grad[1:2]] if hold else []
-        del grad
-    assert places[0] == places[1]
-    assert len({*places[1:3], places[0]}) == 2
-    torch.testing.assert_close(held[0], wanted[1:2], rtol=1e-12, atol=1e-12)

@@ -154,20 +154,17 @@ def saved(folder: Path, name: str = "llama", **changes: Any) -> str:
     return str(folder)
 
 
-def test_a_fresh_head_follows_the_seed_and_a_saved_one_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fresh_head_is_zero_and_a_saved_one_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     name = saved(tmp_path / "causal")
-    heads: list[Tensor] = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(seed)
-        model: Any = load_model(name, dtype=F32, attributes=("helpful", "honest"))
-        heads.append(model.score.weight.detach())
-    assert torch.equal(heads[0], heads[1])
-    assert not torch.equal(heads[0], heads[2])
-    assert 0 < heads[0].std() < 0.05
+    model: Any = load_model(name, dtype=F32, attributes=("helpful", "honest"))
+    assert model.score.weight.shape == (2, 32)
+    assert (model.score.weight == 0).all()
     assert model.config.id2label == {0: "helpful", 1: "honest"}
+    torch.nn.init.normal_(model.score.weight)
+    head = model.score.weight.detach().clone()
     model.save_pretrained(tmp_path / "reward")
     again: Any = load_model(str(tmp_path / "reward"), dtype=F32, attributes=("helpful", "honest"))
-    assert torch.equal(again.score.weight, heads[2])
+    assert torch.equal(again.score.weight, head)
     assert "score" not in capfd.readouterr().err
     for other in (("honest", "helpful"), ("helpful",)):
         with pytest.raises(UserError, match="scores helpful, honest, the data"):

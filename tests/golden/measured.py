@@ -71,6 +71,7 @@ def models(of: Of) -> Models:
         assert isinstance(reference, Frozen)
     else:
         policy = build_policy(reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None)
+    assert policy.packs, "the packed layout was found wrong: its one-by-one stand-in would hide this here"
     draw = torch.Generator().manual_seed(1)
     drawn = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in policy.parameters()]
     length = math.sqrt(sum(float(v.square().sum()) for v in drawn))

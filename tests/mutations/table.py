@@ -173,7 +173,7 @@ VIEWED = [
     one("the policy stands in for the one that answered", VIEWS, '"old_t": columns["ref_t"]}', '"old_t": columns["logp_t"].detach()}',
         *whole("grpo")),
     one("prompt tokens are in the sums", PACK, "unit.prompt_mask + a.mask)",
-        "unit.prompt_mask[:1] + (True,) * len(unit.prompt_mask[1:]) + a.mask)", *whole("dpo")),
+        "unit.prompt_mask[:1] + (True,) * len(unit.prompt_mask[1:]) + a.mask)", *whole("apo_zero")),
     one("tokens of an answer that are not to be read are", PACK, "unit.prompt_mask + a.mask)",
         "unit.prompt_mask + (True,) * len(a.ids))", *whole("dpo")),
     one("weights of rows are lost in the batch", PACK, "weight=column([unit.weight for", "weight=column([1.0 for", *whole("dpo")),
@@ -205,11 +205,11 @@ STEPS = [
 ]  # fmt: skip
 
 REWARDS = [
-    one("bradley_terry ignores the margin", REWARD, "score_w - score_l - margin)", "score_w - score_l)", *whole("bradley_terry")),
+    one("bradley_terry ignores the margin", REWARD, "logsigmoid(score_w - score_l - margin)", "logsigmoid(score_w - score_l)", *whole("bradley_terry")),
     one("bradley_terry centres the difference", REWARD, "(score_w + score_l).square()", "(score_w - score_l).square()", *whole("bradley_terry 0.25")),
     one("attributes that are not given count", REWARD, "given.sum(1).clamp(min=1)", "given.shape[1]", *whole("pointwise", "ordinal")),
     one("levels are counted from 0", REWARD, ".long() - 1\n", ".long() - 2\n", *whole("ordinal")),
-    one("a score is read at the first token of an answer's own part", SCORES, "batch.segments[leaf][1] - 1 for", "batch.segments[leaf][0] for",
+    one("a score is read at the first token that an answer has to itself", SCORES, "batch.segments[leaf][1] - 1 for", "batch.segments[leaf][0] for",
         *whole("bradley_terry")),
     one("thresholds are not summed up", SCORES, "softplus(self.cuts[1:]).cumsum(0)", "softplus(self.cuts[1:])", *whole("ordinal")),
     one("another method in the step is not weighed", STEP, "backward=True, weight=share.weight)", "backward=True)",

@@ -139,20 +139,24 @@ def test_columns_of_other_names_are_given_with_the_file(place: Path) -> None:
 
 def test_rows_that_cannot_be_scored_say_why_in_their_place(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = {"prompt": "hello", "completion": " world", "label": True}
-    rows: list[Any] = [good, '{"prompt": ', {**good, "label": "maybe"}, {**good, "completion": " a b" * 99}, good]
+    rows: list[Any] = ['{"prompt": ', good, {**good, "label": "maybe"}, good, {**good, "completion": " a b" * 99}]
     write("rows.jsonl", rows)
-    tally = score_rows("model", ["rows.jsonl", "scored.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"])
-    assert (tally.rows, tally.failed) == (8, 3)
+    write("good.jsonl", [good])
+    tally = score_rows("model", ["rows.jsonl", "good.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"])
+    assert (tally.rows, tally.failed) == (6, 3)
     lines = read()
-    assert ["error" in line for line in lines] == [False, True, True, True, False, False, False, False]
-    assert [line["origin"] for line in lines[1:4]] == [f"rows.jsonl:{n}" for n in (2, 3, 4)]
-    for line, said in zip(lines[1:4], ("not valid JSON", "label is 'maybe'", "data.max_length is 64"), strict=True):
+    assert ["error" in line for line in lines] == [True, False, True, False, True, False]
+    assert [line["origin"] for line in lines[::2]] == [f"rows.jsonl:{n}" for n in (1, 3, 5)]
+    for line, said in zip(lines[::2], ("not valid JSON", "label is 'maybe'", "data.max_length is 64"), strict=True):
         assert said in line["error"]
+    alone = one_by_one("model", "judgement", good)[0].total
+    for line in lines[1::2]:
+        assert [answer["logp"] for answer in line["valence"]["answers"]] == pytest.approx([alone], abs=2e-4)
     shown = " ".join(capsys.readouterr().out.split())
-    assert "5 of 8 rows are scored in out.jsonl" in shown
-    assert "3 have an error there instead: rows.jsonl:2: the line is not valid JSON" in shown
-    again = score("rows.jsonl", "scored.jsonl", overrides=["data.max_length=64"])
-    assert (again.rows, again.failed, again.earlier) == (8, 3, 8)
+    assert "3 of 6 rows are scored in out.jsonl" in shown
+    assert "3 have an error there instead: rows.jsonl:1: the line is not valid JSON" in shown
+    again = score("rows.jsonl", "good.jsonl", overrides=["data.max_length=64"])
+    assert (again.rows, again.failed, again.earlier) == (6, 3, 6)
 
 
 def test_numbers_that_are_not_finite_are_an_error_of_the_row(place: Path) -> None:
@@ -384,7 +388,7 @@ def test_a_table_of_positions_is_not_overrun(place: Path) -> None:
 
 RECIPE = (
     "method: apo_zero_unpaired\n"
-    "model: {name: ./model, lora: {rank: 2}}\n"
+    "model: {name: ./model, lora: {rank: 2, dropout: 0.3}}\n"
     "loss: {beta: 0.4}\n"
     "data: {train: judgement.jsonl, max_length: 128}\n"
     "train: {batch_size: 5, learning_rate: 1e-2, epochs: 2}\n"

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import mmap
-import os
-import sys
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -32,10 +29,6 @@ KEEP = 128 * 2**20
 KEEP_CUDA = 1 / 32
 """The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how much is free)."""
 LOG2E = 1 / math.log(2)
-FRESH = 2**25
-"""Bytes from which on the C library gives freed memory back to the system; what is smaller it uses again by itself."""
-HELD_HERE = 3
-"""References to a block of memory that no tensor holds: of the cache, of a variable, and of the call that counts."""
 TINY = 1e-30
 """A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can hold."""
 
@@ -81,8 +74,10 @@ class Head:
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in hidden.split(ROWS // 8):
                 logits = self.layer(rows.to(next(self.layer.parameters()).dtype))
-                p = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype))).softmax(-1)
-                found.append(p.square_().sum(-1))
+                logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
+                e = (logits - logits.amax(-1, keepdim=True)).exp_()  # a softmax's own rounding would all be in one direction
+                total = e.sum(-1)
+                found.append(e.square_().sum(-1) / total.square())
         return torch.cat(found)
 
     def finish(self, logits: Tensor) -> Tensor:
@@ -173,7 +168,7 @@ class LinearLogProb(torch.autograd.Function):
             wide = tiles.memory.dtype
             to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
             in_place = want_weight and _only_adds(ctx.next_functions[1][0], weight, wide)
-            to_weight = (weight.grad if in_place else _blank(weight, wide)) if want_weight else None
+            to_weight = (weight.grad if in_place else torch.empty_like(weight, dtype=wide)) if want_weight else None
             to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
                 slope, factor = slopes(k, start, stop)
@@ -356,22 +351,6 @@ def _put(values: Tensor, column: Tensor, value: Tensor) -> None:
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
     """one @ other, accumulated in float32; on a CPU the result of bfloat16 is then rounded to it."""
     return torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
-
-
-def _blank(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Memory for a gradient. On a CPU it stays for the next one as soon as nobody holds this one: fresh pages of so much
-    would take as long as a third of the product that fills them."""
-    size = weight.numel() * dtype.itemsize
-    if weight.is_cpu and size >= FRESH and os.name == "posix":
-        block = _block(size)
-        if sys.getrefcount(block) == HELD_HERE:
-            return torch.frombuffer(block, dtype=dtype).view(weight.shape)
-    return torch.empty_like(weight, dtype=dtype)
-
-
-@cache
-def _block(size: int) -> mmap.mmap:
-    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
 def _put_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:

@@ -54,7 +54,7 @@ def load_model(
 ) -> nn.Module:
     """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model, which scores each of them.
 
-    A reward model's head is the one that was saved with it; on a language model it is fresh, drawn from torch's generator.
+    A reward model's head is the one that was saved with it; on a language model it is fresh, and zero: all answers score 0.
     Raises UserError when the model cannot be loaded, or was trained on other attributes.
     """
     must_exist(name, "model.name")
@@ -83,6 +83,8 @@ def load_model(
     elif absent:
         why = f"the folder lacks weights, such as {absent[0]}"
     else:
+        if "score.weight" in report["missing_keys"]:
+            nn.init.zeros_(model.score.weight)
         return model
     raise UserError(why, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
 

@@ -149,6 +149,7 @@ class Loss:
         total = weighted_sum(self.average, self(view, settings), view) / count[self.average]
         for modifier in self.acting("term", settings):
             average, values = modifier(plain, settings=settings)
+            average = average or self.average
             total = total + weighted_sum(average, values, plain) / count[average]
         return total
 
@@ -217,8 +218,8 @@ LOSSES: dict[str, Loss] = {
     "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "grpo":              Loss(policy.ppo_clip, "token", "seq_mean_token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
-                              modifiers=("humanline",), credit=advantage.within_group),
+                              modifiers=("humanline", "kl_penalty"), credit=advantage.within_group),
     "ppo":               Loss(policy.ppo_clip, "token", "token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
-                              modifiers=("humanline",), credit=advantage.over_step),
+                              modifiers=("humanline", "kl_penalty"), credit=advantage.over_step),
 }
 # fmt: on

@@ -1,7 +1,8 @@
 """What may be added to a loss by a setting: other log-probabilities, other weights, or a term of its own.
 
 Which rows of the table allow which is said there. A modifier's keyword-only parameters become settings of those rows.
-``tokens`` are changed before they are summed, a ``view`` after that; a ``term`` is added to the loss, with an average of its own.
+``tokens`` are changed before they are summed, a ``view`` after that; a ``term`` is added to the loss, with an average of its own
+or (None) with that of the loss.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from valence.losses import policy
 from valence.losses.average import Average
 from valence.losses.views import Named, lengths, sides
 from valence.types import Batch
@@ -140,6 +142,22 @@ def nll(
     return ("chosen_token_mean", loss) if nll_average == "token" else ("pair_mean", loss / view["n_w"])
 
 
+def kl_penalty(
+    view: Named, *, kl_weight: Annotated[float, Ge(0)] = 0.0, kl_estimator: Literal["k2", "k3"] = "k3"
+) -> tuple[None, Tensor]:
+    """Adds an estimate of the divergence from the reference, token by token, averaged as the loss is.
+
+    kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman 2020, "Approximating KL
+    divergence". k1 is not offered: as a loss its gradient averages to nothing.
+
+    view: logp_t[T], ref_t[T] (nats).
+
+    kl_weight: weight of the divergence from the reference.
+    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(ref - logp) - (ref - logp) - 1), which follows KL(reference, policy).
+    """
+    return None, kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
+
+
 @dataclass(frozen=True, slots=True)
 class Modifier:
     """``idle``: the setting that turns it on, and its value at which nothing is changed (None: it always acts)."""
@@ -172,4 +190,5 @@ MODIFIERS: dict[str, Modifier] = {
     "f_divergence": Modifier(f_divergence, "view", ("f_divergence", "reverse_kl")),
     "wpo": Modifier(wpo, "view", ("wpo", False)),
     "nll": Modifier(nll, "term", ("nll_weight", 0.0)),
+    "kl_penalty": Modifier(kl_penalty, "term", ("kl_weight", 0.0)),
 }
