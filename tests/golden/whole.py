@@ -164,13 +164,20 @@ def dft(step: Step) -> float:
 
 
 def of_answers(step: Step, advantages: list[list[float]]) -> list[tuple[float, int, float]]:
-    """Of every answer of a ranking: its row's weight, its tokens, and the sum of their losses. The reference has answered."""
+    """Of every answer of a ranking: its row's weight, its tokens, and the sum of their losses, with the divergence (of what was
+    measured before any modifier). The reference has answered."""
     found: list[tuple[float, int, float]] = []
     for row, said, advs in zip(step.rows, step.now, advantages, strict=True):
         for x, adv in zip(said, advs, strict=True):
             tokens = [{"logp_t": step.clamped(p, ref), "old_t": ref, "adv_t": adv} for p, ref in zip(x.logp, x.ref, strict=True)]
-            found.append((row.weight, x.n, sum(call(ppo_formula, token, step.settings) for token in tokens)))
+            losses = [call(ppo_formula, token, step.settings) for token in tokens]
+            apart = [divergence(step, ref - p) for p, ref in zip(x.logp, x.ref, strict=True)]
+            found.append((row.weight, x.n, sum(losses) + step.settings["kl_weight"] * sum(apart)))
     return found
+
+
+def divergence(step: Step, x: float) -> float:
+    return x**2 / 2 if step.settings["kl_estimator"] == "k2" else math.exp(x) - x - 1
 
 
 def grpo(step: Step) -> float:
@@ -224,7 +231,7 @@ def ordinal(score: float, target: float, said: Said, settings: dict[str, Any]) -
 
 IDLE = {
     "humanline": None, "ld_alpha": 1.0, "label_smoothing": 0.0, "f_divergence": "reverse_kl", "f_alpha": 0.5, "wpo": False,
-    "nll_weight": 0.0, "nll_average": "token",
+    "nll_weight": 0.0, "nll_average": "token", "kl_weight": 0.0, "kl_estimator": "k3",
 }  # fmt: skip
 """Settings of modifiers that change nothing."""
 CLIP = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,12 @@ def test_a_run_is_scored_with_its_weights_and_its_reference(place: Path) -> None
     rewards = [row["reward"] for row in run.evaluate(FILES["judgement"]).rows]
     assert [answer["reward"] for answer in answers("run.jsonl")] == pytest.approx(rewards, abs=1e-4)
     assert any(rewards)
-    score("judgement.jsonl", target="run/model", out="adapter.jsonl", overrides=["reference.model=./model"], beta=0.4)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*packed sequences")
+        score("judgement.jsonl", target="run/model", out="adapter.jsonl", overrides=["reference.model=./model"], beta=0.4)
+    score("judgement.jsonl", target="run/model", out="narrow.jsonl", overrides=["model.dtype=bfloat16"])
+    close = pytest.approx([a["logp"] for a in answers("adapter.jsonl")], abs=2.0)
+    assert [a["logp"] for a in answers("narrow.jsonl")] == close
     assert [answer["reward"] for answer in answers("adapter.jsonl")] == pytest.approx(rewards, abs=1e-4)
     score("judgement.jsonl", target="model", out="model.jsonl")
     assert [answer["logp"] for answer in answers("model.jsonl")] == pytest.approx(

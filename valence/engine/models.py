@@ -178,7 +178,7 @@ def build_policy(
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
     engine = Scorer(model, compute=compute, levels=levels) if scores else Engine(model, compute=compute)
-    engine.check_layout()
+    engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
     return engine.train()
 
 

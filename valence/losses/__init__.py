@@ -178,9 +178,10 @@ def _unpaired(fn: Callable[..., Tensor], **more: Any) -> Loss:
     return Loss(fn, **(base | more))
 
 
-def _paired(
-    fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metrics.Reward = metrics.log_ratio, **more: Any
-) -> Loss:
+def _paired(fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metrics.Reward | None = None, **more: Any) -> Loss:
+    """``reward``: beta * (logp - ref) unless given, or beta * logp of a function that reads no reference."""
+    if reward is None:
+        reward = metrics.log_ratio if "ref_w" in inspect.signature(fn).parameters else metrics.likelihood
     base: dict[str, Any] = {
         "view": "pair", "average": "pair_mean", "data": "preference", "metrics": metrics.paired, "direction": _UP_DOWN,
         "reward": reward, "modifiers": modifiers,

@@ -56,7 +56,8 @@ def ld_alpha(tokens: Tokens, batch: Batch, *, ld_alpha: Share = 1.0) -> Named:
     chosen, rejected = sides(batch)
     shorter = torch.minimum(n[chosen], n[rejected])
     limit = n.index_put((torch.cat([chosen, rejected]),), torch.cat([shorter, shorter]))
-    weight = torch.where(places(batch) < limit[batch.seq[batch.scored]], 1.0, ld_alpha).to(n.dtype)
+    beyond = places(batch) >= limit[batch.seq[batch.scored]]
+    weight = torch.ones_like(beyond, dtype=n.dtype).masked_fill(beyond, ld_alpha)
     return {**tokens, **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens}}
 
 
@@ -78,7 +79,7 @@ def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] 
     label_smoothing: assumed share of pairs whose verdict is wrong, where a row does not say it by its column `soft`.
     """
     soft = view["soft"]
-    return {**view, "wrong": torch.where(soft.isnan(), label_smoothing, 1 - soft)}
+    return {**view, "wrong": (1 - soft).masked_fill(soft.isnan(), label_smoothing)}
 
 
 def f_divergence(
@@ -153,7 +154,7 @@ def kl_penalty(
     view: logp_t[T], ref_t[T] (nats).
 
     kl_weight: weight of the divergence from the reference.
-    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(ref - logp) - (ref - logp) - 1), which follows KL(reference, policy).
+    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which follows KL(reference, policy).
     """
     return None, kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
 

@@ -13,12 +13,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Model
+from valence.engine.adapters import with_adapter
 from valence.engine.digest import model_digest
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
 from valence.engine.models import (
     DTYPES,
-    build_policy,
     build_reference,
     load_model,
     load_tokenizer,
@@ -164,11 +164,12 @@ def _policy(spec: Model, of_scores: bool) -> Engine:
         spec.name, dtype=dtype, attributes=attributes, gguf_file=spec.gguf_file, trust_remote_code=spec.trust_remote_code
     )
     model.to(best_device())
-    if spec.adapter is not None:
-        return build_policy(model, dtype=dtype, adapter=spec.adapter)
     if attributes is not None:
         widen_head(model)
-    engine = (Engine if attributes is None else Scorer)(without_dropout(model))
+    model, compute = without_dropout(model), None
+    if spec.adapter is not None:  # its weights are wide, whatever those below it are
+        model, compute = with_adapter(model, None, spec.adapter), torch.bfloat16 if dtype == torch.bfloat16 else None
+    engine = (Engine if attributes is None else Scorer)(model, compute=compute).eval()
     engine.check_layout()
     return engine
 

@@ -212,7 +212,7 @@ class _Pass:
             part = loss.total(plain, view, settings, self.count)
             if self.backward:
                 (self.weight * part).backward()
-        self._note(batch, out, ref, plain, part.detach())
+        self._note(batch, out, ref, plain, view, part.detach())
         return part.detach()
 
     def coupled(self, batches: Sequence[Batch]) -> Tensor:
@@ -228,7 +228,7 @@ class _Pass:
             out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
             leaves.append(out.logp)
             reads.append(loss.read(batch, out, ref, settings, self._shared_of(batch)))
-            self._note(batch, out, ref, reads[-1][0], torch.zeros(()))
+            self._note(batch, out, ref, *reads[-1], torch.zeros(()))
         plain, view = (_joined([read[side] for read in reads]) for side in (0, 1))
         part = loss.total(plain, view, settings, self.count)
         if self.backward:
@@ -246,7 +246,9 @@ class _Pass:
             found["thresholds"] = self.of.policy.thresholds
         return found
 
-    def _note(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: dict[str, Tensor], part: Tensor) -> None:
+    def _note(
+        self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: dict[str, Tensor], view: dict[str, Tensor], part: Tensor
+    ) -> None:
         """What a micro-batch measured, for the log, for guards, and for tables of rows."""
         loss, outcome = self.of.method.loss, self.outcome
         out = replace(out, logp=out.logp.detach())
@@ -258,7 +260,7 @@ class _Pass:
         for name, metric in loss.measure(batch, out, ref, plain, self.of.settings).items():
             outcome.metrics.setdefault(name, []).append(metric)
         if loss.shifts:
-            found = stats.class_sums(plain)
+            found = stats.class_sums(view)
             outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found
         if self.rows:
             outcome.rows += self._rows(batch, sums) if out.score is None else _scored_rows(batch, out.score.detach(), sums["n"])

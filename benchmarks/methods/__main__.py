@@ -1,0 +1,99 @@
+"""python -m benchmarks.methods [--quick] [--only NAME ...]: each method, trained for a few steps on SmolLM2-135M-Instruct and
+real rows, moves the held-out number it is meant to move.
+
+Exit status: 0 every number moved as it should, 1 some did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.methods import rows
+from benchmarks.methods.cases import CASES, QUICK, Case
+from examples.demo import assets
+from valence.api import build_run
+from valence.engine.models import load_model, load_tokenizer
+from valence.training.methods import METHODS
+
+STEPS, QUICK_STEPS = 12, 5
+
+
+@dataclass(frozen=True)
+class Moved:
+    """The held-out number of a case before and after, and how long all of it took (s)."""
+
+    case: Case
+    before: float
+    after: float
+    seconds: float
+
+    @property
+    def held(self) -> bool:
+        return self.after > self.before if self.case.up else self.after < self.before
+
+    @property
+    def line(self) -> str:
+        bar, way = ">0" if self.case.up else "<0", "held" if self.held else "short"
+        return f"{self.case.name} {self.after - self.before:+.4f}{bar} {way}"
+
+
+def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
+    train, held_out = rows.write(case.rows, folder)
+    data: dict[str, Any] = {"train": str(train), "eval": str(held_out), "max_length": 512}
+    sections = dict(case.sections)
+    if "mix" in sections:
+        sections["mix"] = [part | {"train": str(rows.write(part["train"], folder)[0])} for part in sections["mix"]]
+    return {
+        "method": case.method, "model": {"name": str(model), "dtype": "bfloat16", "lora": {"rank": 16}},
+        "data": data | sections.pop("data", {}),
+        "train": {"batch_size": 8, "max_steps": steps, "learning_rate": case.rate, "schedule": "constant", "compile": "off"},
+        "eval": {"every": 10_000}, "reference": {"cache": "off"} if METHODS[case.method].needs_reference else {},
+        "run": {"dir": str(folder / "run")}, **sections,
+    }  # fmt: skip
+
+
+def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> Moved:
+    began = time.monotonic()
+    with TemporaryDirectory(dir=folder) as place:
+        given = None if METHODS[case.method].of_scores else copy.deepcopy(base)
+        made = build_run(recipe(case, model, Path(place), steps), model=given, quiet=True)
+        made.fit()
+        first, last = (made.evaluations[step][case.number] for step in sorted(made.evaluations))
+    return Moved(case, first, last, time.monotonic() - began)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and {QUICK_STEPS} steps of each")
+    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME", help="these cases")
+    options = parser.parse_args()
+    names = options.only or (QUICK if options.quick else [case.name for case in CASES])
+    disable_progress_bar()
+    model = assets.smollm2()
+    load_tokenizer(str(model))
+    base = load_model(str(model), dtype=torch.bfloat16)
+    found: list[Moved] = []
+    print(f"{'case':24}{'held-out number':22}{'before':>10}{'after':>10}{'seconds':>9}")
+    with TemporaryDirectory() as folder:
+        for case in (case for case in CASES if case.name in names):
+            one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else STEPS)
+            found.append(one)
+            way = "held" if one.held else "short"
+            print(f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}{one.seconds:9.0f}  {way}", flush=True)
+    print("; ".join(one.line for one in found))
+    return 0 if all(one.held for one in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

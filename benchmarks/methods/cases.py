@@ -1,0 +1,53 @@
+"""What is run: each method with the rows it learns from, its settings, and the held-out number it is meant to move."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from valence.training.methods import METHODS
+
+Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run. number: a metric of the evaluation; up: it should rise. rate: peak learning rate."""
+
+    name: str
+    method: str
+    rows: Rows
+    number: str
+    up: bool = True
+    rate: float = 2e-4
+    sections: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+ROWS: dict[str, Rows] = {"judgement": "thumbs", "preference": "pairs", "demonstration": "shown", "ranking": "pairs"}
+
+
+def _case(name: str) -> Case:
+    loss, kind = METHODS[name].loss, METHODS[name].kind
+    if loss.of_scores:
+        rows: Rows = "pairs" if kind == "preference" else "stars" if name == "ordinal" else "films"
+        sections = {"loss": {"levels": 2}} if name == "ordinal" else {}
+        number = "rewards/spearman" if name == "ordinal" else "rewards/brier"
+        return Case(name, name, rows, number, up=name == "ordinal", rate=5e-4, sections=sections)
+    if kind == "ranking":
+        return Case(name, name, "pairs", "loss", up=False, sections={"data": {"convert": "pairs_to_rankings"}})
+    if kind == "demonstration":
+        return Case(name, name, "shown", "logps/token")
+    return Case(name, name, ROWS[kind], "rewards/margins")
+
+
+SMOOTHED = {"label_smoothing": 0.1, "nll_weight": 0.5, "ld_alpha": 0.5}
+MIXED = {"method": "sft", "train": "shown", "batch_size": 4}
+CASES = (
+    *map(_case, METHODS),
+    Case("kto + sft", "kto", "thumbs", "rewards/margins", sections={"mix": [MIXED]}),
+    Case("kto, humanline", "kto", "thumbs", "rewards/margins", sections={"loss": {"humanline": [-1.0, 1.5]}}),
+    Case("dpo, smoothed, nll, ld", "dpo", "pairs", "rewards/margins", sections={"loss": SMOOTHED}),
+    Case("dpo, js, wpo", "dpo", "pairs", "rewards/margins", sections={"loss": {"f_divergence": "js", "wpo": True}}),
+)
+QUICK = ("kto", "dpo", "sft")
