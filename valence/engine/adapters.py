@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
         )
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
-        return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+        with _without_its_warning():
+            return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
     except LOADING_ERRORS as error:
         raise cannot_load("adapter", adapter, error) from error
 
@@ -90,11 +92,18 @@ def _wrapped(model: nn.Module, config: Any) -> nn.Module:
     from peft import get_peft_model
 
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)  # between peft and transformers
+        with _without_its_warning():
             return get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(str(error), where="model.lora.targets", fix="name linear layers of this model, or all-linear") from error
+
+
+@contextmanager
+def _without_its_warning() -> Iterator[None]:
+    """peft reads a name that transformers has given up."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing`", FutureWarning)
+        yield
 
 
 def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
