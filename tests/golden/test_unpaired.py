@@ -59,6 +59,13 @@ def test_at_rest(fn: object, at_rest: float) -> None:
     assert (-gradient.sign()).tolist() == [1, -1]
 
 
+def test_kto_by_hand() -> None:
+    """r = z0 gives one half; r far above z0 gives 0 for thumbs up and the weight for thumbs down."""
+    at, far = ([{"logp": r, "ref": 0.0, "label": up, "z0": z0} for up in (True, False)] for r, z0 in ((1.0, 1.0), (900.0, 0.0)))
+    assert kto(*columns(kto, at).values(), beta=1.0).tolist() == [0.5, 0.5]
+    assert kto(*columns(kto, far).values(), beta=1.0, undesirable_weight=0.7).tolist() == [0.0, 0.7]
+
+
 def test_bco_far_away_by_hand() -> None:
     far = {"logp": -1e4, "ref": 0.0, "delta": 5.0}
     assert check_finite(bco, [far | {"label": True}, far | {"label": False}], beta=1.0) == [10005.0, 0.0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -13,6 +14,8 @@ from torch import nn
 
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.errors import UserError
+
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is installed: it warns of 4-bit kernels
 
 
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
