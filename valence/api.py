@@ -114,7 +114,7 @@ def build_run(
 def show_audit(prepared: Prepared, console: Console) -> None:
     """What is in the data, on screen."""
     for name, corpus in prepared.corpora.items():
-        console.rule(f"data.{name}", align="left")
+        console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
         console.print(render(corpus.audit, training=name == "train"), markup=False, highlight=False, soft_wrap=True)
     if warning := class_weight_warning(prepared):
         console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)

@@ -12,8 +12,8 @@ from examples.demo import assets
 
 HELD_OUT = {"thumbs": 32, "pairs": 24, "shown": 24, "films": 48, "stars": 48}
 TRAINED = 128
-LETTERS = 900
-"""Longest prompt with its answer (letters), so that many rows fit a few minutes."""
+LETTERS = {"thumbs": 1200, "pairs": 2500, "shown": 700}
+"""Longest row (letters), so that a run takes a minute."""
 FILES = {"thumbs": "kto_en_demo.json", "pairs": "dpo_en_demo.json", "shown": "alpaca_en_demo.json"}
 
 
@@ -21,7 +21,7 @@ def write(kind: Rows, folder: Path) -> tuple[Path, Path]:
     """Files of rows to train on and of held-out rows."""
     if kind in FILES:
         found: list[Any] = json.loads((assets.llamafactory_data() / FILES[kind]).read_text(encoding="utf-8"))
-        found = [row for row in found if len(json.dumps(row)) < LETTERS]
+        found = [row for row in found if len(json.dumps(row)) < LETTERS[kind]]
         if kind == "thumbs":
             ups, downs = ([row for row in found if row["label"] is tag] for tag in (True, False))
             found = [row for both in zip(ups, downs, strict=False) for row in both]

@@ -12,6 +12,7 @@ from torch import nn
 from valence.data.forest import plant
 from valence.data.mismatch import mismatch_groups
 from valence.data.pack import strands
+from valence.data.sampler import Sampler
 from valence.engine import speed
 from valence.engine.checkpointing import recompute_layers
 from valence.engine.memory import Memory, free_memory, predict
@@ -20,6 +21,7 @@ from valence.engine.shape import Shape, shape_of, skeleton, skeleton_of
 from valence.engine.speed import Work
 from valence.report.console import duration
 from valence.training.build import best_device, check_vocabulary, pays_to_compile
+from valence.training.methods import Method
 from valence.training.setup import Prepared
 from valence.types import Encoded, plural
 
@@ -53,27 +55,30 @@ class Plan:
     @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch that may come."""
-        lengths = sorted(map(_rows, self.prepared.corpora["train"].units))
+        trained_on = [corpus.units for name, corpus in self.prepared.corpora.items() if name.endswith("train")]
+        lengths = sorted(_rows(unit) for units in trained_on for unit in units)
         step = sum(lengths[-self.prepared.recipe.train.batch_size :])
         return max(lengths[-1], min(self.micro_batch_tokens, step))
 
     @cached_property
-    def work(self) -> list[tuple[Work, Work]]:
-        """What trains and what is only measured, in some of the run's steps."""
-        prepared, sampler = self.prepared, self.prepared.sampler
-        found: list[tuple[Work, Work]] = []
-        for number in range(0, prepared.total_steps, -(-prepared.total_steps // LOOKED_AT)):
-            units = [sampler.units[i] for i in sampler.step(number)[0]]
-            trained, both = _work(units), list(units)
-            if prepared.method.mismatches:
-                both += mismatch_groups(units, len(units), "next", max_length=prepared.recipe.data.max_length)
-            found.append((trained, _work(both) - trained))
-        return found
+    def work(self) -> list[list[tuple[Method, Work, Work]]]:
+        """Of some of the run's steps: for each method what trains, and what is only measured."""
+        prepared = self.prepared
+        parts = [(prepared.method, prepared.sampler), *((part.method, part.sampler) for part in prepared.mixed)]
+        numbers = range(0, prepared.total_steps, -(-prepared.total_steps // LOOKED_AT))
+        return [[self._work_of(method, sampler, number) for method, sampler in parts] for number in numbers]
+
+    def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
+        units = [sampler.units[i] for i in sampler.step(number)[0]]
+        trained, both = _work(units), list(units)
+        if method.mismatches:
+            both += mismatch_groups(units, len(units), "next", max_length=self.prepared.recipe.data.max_length)
+        return method, trained, _work(both) - trained
 
     def seconds(self, *, again: bool = False) -> float:
         """About how long a step takes, by its operations and the rate at which this machine multiplies matrices. again: in an
         epoch after the first, where the cache knows what the reference said of the answers."""
-        recipe, method = self.prepared.recipe, self.prepared.method
+        recipe = self.prepared.recipe
         known = again and recipe.reference.cache != "off" and recipe.reference.sync_every is None
         operations = [
             speed.step(
@@ -83,11 +88,12 @@ class Plan:
                 *((measured,) if known else (trained, measured) if method.needs_reference else ()),
                 checkpointing=recipe.train.checkpointing,
             )
-            for trained, measured in self.work
+            for step in self.work
+            for method, trained, measured in step
         ]
         dtype = DTYPES[recipe.model.dtype]
         rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(self.device, dtype, self.shape.hidden, self.shape.inner)
-        return sum(operations) / len(operations) / rate
+        return sum(operations) / len(self.work) / rate
 
     @property
     def total_seconds(self) -> float:

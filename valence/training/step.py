@@ -154,9 +154,7 @@ class Objective:
             parts = [step.coupled(batches)]
         else:
             parts = [step.alone(batch) for batch in batches]
-        # A sum in float64, where the device has it: the last bits do not depend on how the step was cut.
-        wide = torch.float32 if parts[0].device.type == "mps" else torch.float64
-        outcome.loss = self.group.sum(torch.stack(parts).to(wide).sum())
+        outcome.loss = self.group.sum(_wide(torch.stack(parts)).sum())
         if outcome.class_sums is not None:
             outcome.class_sums = self.group.sum(outcome.class_sums)
         return outcome
@@ -175,7 +173,7 @@ class Objective:
         if loss.shifts:
             shared["delta"] = torch.tensor(self.shift.delta, device=self.policy.device)
         if loss.credit is not None:
-            scores = torch.cat([batch.target[:, 0] for batch in batches if batch.target is not None]).double()
+            scores = _wide(torch.cat([batch.target[:, 0] for batch in batches if batch.target is not None]))
             shared["moments"] = stats.moments(self.group.sum(stats.powers(scores)))
         return count, shared
 
@@ -283,6 +281,11 @@ def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
         SequenceRow(unit, side, None, None, own[0] if len(own) == 1 else None, int(count), tuple(own) if len(own) > 1 else ())
         for unit, side, count, own in columns
     ]
+
+
+def _wide(values: Tensor) -> Tensor:
+    """In float64, where the device has it: the last bits of a sum then do not depend on how the step was cut."""
+    return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
 def _joined(views: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
