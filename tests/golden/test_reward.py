@@ -160,7 +160,7 @@ def test_metrics_of_pairs() -> None:
     assert found["rewards/accuracies"] == pytest.approx(0.5)
     assert found["rewards/margins"] == pytest.approx((1 + 0 - 3) / 3)
     assert found["rewards/brier"] == pytest.approx((s(-1) ** 2 + 0.25 + s(3) ** 2) / 3)
-    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.5 + s(3)) / 3)
+    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)  # a tie is half won, as it says
 
 
 def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:

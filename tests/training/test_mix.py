@@ -159,6 +159,43 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
     assert all(torch.equal(p, second.reference.weights[name]) for name, p in whole.reference.weights.items())
 
 
+def test_a_finished_run_is_measured_with_its_own_threshold(tmp_path: Path) -> None:
+    """bco's delta belongs to what a run is, also where nothing trains."""
+    run = run_of(tmp_path, method="bco")
+    run.fit()
+    run.load_weights(state := run.state_dict())
+    before = run.evaluate(THUMBS).metrics["loss"]
+    other = run_of(tmp_path, "other", method="bco")
+    other.load_weights(state)
+    assert run.objective.shift.delta != 0
+    assert other.evaluate(THUMBS).metrics["loss"] == pytest.approx(before, rel=1e-6)
+
+
+@pytest.mark.parametrize(("part", "words"), [
+    ({"method": "ipo", "loss": {"ld_alpha": 0.3}}, "normalize"),
+    ({"method": "kto", "loss": {"class_weights": "auto", "desirable_weight": 9.0}}, r"mix\.0\.loss\.desirable_weight"),
+    ({"method": "dpo", "loss": {"f_alpha": 0.3}}, r"mix\.0\.loss\.f_alpha"),
+    ({"method": "pointwise"}, "one method alone"),
+])  # fmt: skip
+def test_settings_of_a_mixed_loss_are_checked_like_those_of_the_main_one(
+    tmp_path: Path, part: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(UserError, match=f"(?s){words}"):
+        load_recipe(recipe(tmp_path, mix=[{**part, "train": written(tmp_path / "more.jsonl", THUMBS)}]), method_of=method_of)
+
+
+def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
+    made = recipe(tmp_path, mix=[{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN)}])
+    made["data"]["train_on"] = "assistant"
+    assert load_recipe(made, method_of=method_of).recipe.data.train_on == "assistant"
+
+
+@pytest.mark.parametrize("limits", [[1.5, -1.0], [0.5, 1.0], [-1.0, 0.0]])
+def test_a_range_of_log_ratios_holds_zero(tmp_path: Path, limits: list[float]) -> None:
+    with pytest.raises(UserError, match=r"loss\.humanline"):
+        load_recipe(recipe(tmp_path, loss={"humanline": limits}), method_of=method_of)
+
+
 def test_a_moving_reference_is_not_cached(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"reference\.cache"):
         run_of(tmp_path, reference={"sync_every": 1, "cache": str(tmp_path / "kept")})

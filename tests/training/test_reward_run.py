@@ -96,7 +96,33 @@ def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> No
     shutil.rmtree(tmp_path / "copy")
 
 
+BOTH = [{**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4} for i, row in enumerate(FILMS)]
+
+
+@pytest.mark.parametrize(("loss", "verdict", "names"), [
+    ({}, "label", ["reward"]),
+    ({"error": "squared"}, "score", ["reward"]),
+    ({"error": "squared", "verdict": "attributes"}, "attributes", ["help", "number"]),
+])  # fmt: skip
+def test_one_verdict_is_learnt_of_rows_that_have_several(
+    loss: dict[str, Any], verdict: str, names: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "both", ("pointwise", BOTH, loss, ""))
+    made = recipe(folder, tmp_path, "both")
+    made["train"] = {"batch_size": 8, "max_steps": 1}
+    run = valence.train(made, quiet=True)
+    assert run.recipe.loss["verdict"] == verdict
+    assert run.recipe.model.attributes == names
+    assert all(len(unit.scores) == len(names) for unit in run.prepared.corpora["eval"].units)
+    assert run.evaluate(BOTH).metrics == pytest.approx(run.evaluate().metrics)
+    with pytest.raises(UserError, match=f"no {verdict}"):
+        run.evaluate([{"prompt": "a ", "completion": "b", **({"score": 1.0} if verdict == "label" else {"label": True})}])
+    again = restore(tmp_path / "run", overrides=["data.train=[]"])
+    assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
+
+
 @pytest.mark.parametrize(("case", "changes", "words"), [
+    ("pairs", {"model": {"name": "x", "attributes": ["help", "safety"]}}, "model.attributes"),
     ("stars", {"loss": {"levels": 3}}, "from 1 to 3.*loss.levels"),
     ("scores", {"loss": {}}, "from 0 to 1.*loss.error"),
     ("thumbs", {"run": {"dir": "x", "export": "adapter"}, "model": {"name": "x", "lora": {"rank": 2}}}, "run.export"),

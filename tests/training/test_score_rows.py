@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,8 +23,9 @@ import valence
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli
-from valence.config.schema import Source
+from valence.config.schema import Lora, Source
 from valence.data.load import load, stream
+from valence.engine.adapters import with_adapter
 from valence.engine.models import load_model
 from valence.errors import UserError
 from valence.training import score_rows as module
@@ -146,10 +149,13 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(place: Path, capsys: 
     tally = score_rows("model", ["rows.jsonl", "good.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"])
     assert (tally.rows, tally.failed) == (6, 3)
     lines = read()
-    assert ["error" in line for line in lines] == [True, False, True, False, True, False]
-    assert [line["origin"] for line in lines[::2]] == [f"rows.jsonl:{n}" for n in (1, 3, 5)]
-    for line, said in zip(lines[::2], ("not valid JSON", "label is 'maybe'", "data.max_length is 64"), strict=True):
-        assert said in line["error"]
+    assert list(lines[0]) == ["origin", "error", "fix"]
+    assert [{**line, "valence": None} for line in lines[2::2]] == [{**row, "valence": None} for row in rows[2::2]]
+    errors = [lines[0], lines[2]["valence"], lines[4]["valence"]]
+    assert [list(said) for said in errors[1:]] == [["origin", "error", "fix"], ["origin", "id", "error", "fix"]]
+    assert [said["origin"] for said in errors] == [f"rows.jsonl:{n}" for n in (1, 3, 5)]
+    for found, said in zip(errors, ("not valid JSON", "label is 'maybe'", "data.max_length is 64"), strict=True):
+        assert said in found["error"]
     alone = one_by_one("model", "judgement", good)[0].total
     for line in lines[1::2]:
         assert [answer["logp"] for answer in line["valence"]["answers"]] == pytest.approx([alone], abs=2e-4)
@@ -167,7 +173,18 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(place: Path) -> Non
     tiny_tokenizer().save_pretrained("broken")
     with pytest.raises(UserError, match="none of 3 rows could be scored.*not finite"):
         score_rows("broken", ["scored.jsonl"], Path("out.jsonl"))
-    assert all("not finite" in line["error"] and line["id"] for line in read())
+    assert all("not finite" in line["valence"]["error"] and line["valence"]["id"] for line in read())
+    assert load([Source(path="out.jsonl")], "scored").examples == load([Source(path="scored.jsonl")], "scored").examples
+
+
+def test_a_row_that_json_cannot_hold_has_an_error_alone(place: Path) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [{"prompt": f"{i} ", "completion": "yes", "more": float("nan") if i == 1 else i} for i in range(3)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
+    score("rows.parquet")
+    assert [list(line) for line in read()[:2]] == [[*rows[0], "valence"], ["origin", "id", "error", "fix"]]
+    assert "cannot be written as JSON" in read()[1]["error"]
+    assert score("rows.parquet").earlier == 3
 
 
 def test_what_has_been_cut_is_noted(place: Path) -> None:
@@ -317,8 +334,52 @@ def test_data_that_changed_is_seen(place: Path) -> None:
     write("scored.jsonl", [*rows[:2], {**rows[2], "completion": "worlds"}])
     with pytest.raises(UserError, match="the data has changed"):
         score("scored.jsonl")
+    write("scored.jsonl", [{**rows[0], "completion": "worlds"}, *rows[1:]])
+    with pytest.raises(UserError, match=r"^scored.jsonl:1: out.jsonl:1 is not of this row, but of scored.jsonl:1 as that was"):
+        score("scored.jsonl")
+    write("scored.jsonl", [{"prompt": "", "completion": ""}, *rows])
+    with pytest.raises(UserError, match=r"^scored.jsonl:1: out.jsonl:1 is not of this row"):
+        score("scored.jsonl")
     write("scored.jsonl", rows[:2])
     with pytest.raises(UserError, match="the file has 3 lines, and there are only 2 rows"):
+        score("scored.jsonl")
+
+
+@pytest.mark.parametrize("number", [1, 7])
+@pytest.mark.parametrize("line", [
+    b"garbage", b"\xff\xfe", b"[1]", b"{}", b"", b"[" * 9999, b'{"origin": 1}', b'{"origin" nonsense', b'{"valence": 1}',
+    b'{"origin": "rows.jsonl:1", "answers": []}', b'{"valence": {"origin": "rows.jsonl:1"}}',
+    b'{"valence": {"origin": 1, "answers": []}}', b'{"valence": {"origin": [], "error": "", "fix": ""}}',
+])  # fmt: skip
+def test_lines_that_were_edited_are_refused(line: bytes, number: int, place: Path) -> None:
+    rows = write("rows.jsonl", FILES["judgement"] * 3)
+    score(rows)
+    lines = Path("out.jsonl").read_bytes().split(b"\n")[:11]  # the last ones are no whole window
+    lines[number] = line
+    Path("out.jsonl").write_bytes(edited := b"\n".join(lines))
+    with pytest.raises(UserError, match=rf"^out.jsonl:{number + 1}: this line was not written by this command\n.*--fresh"):
+        score(rows)
+    assert Path("out.jsonl").read_bytes() == edited
+    assert score(rows, fresh=True).earlier == 0
+
+
+@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"about": {}}', '{"about": 1}', '{"m":', "[" * 9999])
+def test_facts_that_were_edited_are_refused(text: str, place: Path) -> None:
+    score("scored.jsonl")
+    Path("out.jsonl.about.json").write_text(text)
+    for target in ("model", "other"):
+        with pytest.raises(UserError, match=r"^out.jsonl(.about.json)?: .*\n.*--fresh"):
+            score("scored.jsonl", target=target)
+    assert Path("out.jsonl.about.json").read_text() == text
+
+
+@pytest.mark.parametrize("more", [{"reference": 1}, {"another": 1}, {"reference": None, "another": None}])
+def test_facts_are_those_that_are_expected(more: dict[str, Any], place: Path) -> None:
+    score("scored.jsonl")
+    about = Path("out.jsonl.about.json")
+    facts = json.loads(about.read_text())
+    about.write_text(json.dumps({name: value for name, value in facts.items() if name != "reference"} | more))
+    with pytest.raises(UserError, match=r"another reference|does not say what the lines of out.jsonl depend on"):
         score("scored.jsonl")
 
 
@@ -339,11 +400,67 @@ def test_a_file_that_cannot_be_had_is_refused_before_a_model_is_loaded(
 def test_two_programs_do_not_write_one_file(place: Path) -> None:
     score("scored.jsonl")
     with Path("out.jsonl").open("ab") as other:
-        import fcntl
-
         fcntl.flock(other, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="another program is writing"):
             score("scored.jsonl")
+
+
+def test_facts_that_change_while_a_model_is_loaded_are_seen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner = module.load_judge
+
+    def slow(*how: Any, **more: Any) -> Any:
+        monkeypatch.setattr(module, "load_judge", inner)
+        score("scored.jsonl", target="other")
+        return inner(*how, **more)
+
+    monkeypatch.setattr(module, "load_judge", slow)
+    with pytest.raises(UserError, match="another model"):
+        score("scored.jsonl")
+    score("scored.jsonl", target="other")
+
+
+def test_a_file_is_not_moved_aside_while_it_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    inner, refused = module.Lines.write, list[str]()
+
+    def meanwhile(self: Any, made: Any) -> None:
+        inner(self, made)
+        monkeypatch.setattr(module.Lines, "write", inner)
+        with pytest.raises(UserError, match="another program is writing") as error:
+            score(target="other", fresh=True)
+        refused.append(str(error.value))
+
+    monkeypatch.setattr(module.Lines, "write", meanwhile)
+    score()
+    assert len(refused) == 1
+    assert (len(read()), list(place.glob("out.1*"))) == (17, [])
+
+
+def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    score("scored.jsonl")
+    flock = fcntl.flock
+
+    def late(file: Any, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        Path("out.jsonl").rename("moved.jsonl")
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with pytest.raises(UserError, match="another program is writing"):
+        score("scored.jsonl")
+
+
+def test_a_full_disk_is_said_so_and_gone_on_from(place: Path) -> None:
+    rows = write("rows.jsonl", [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)])
+    before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+    try:
+        with pytest.raises(UserError, match=r"^out.jsonl: cannot write \(File too large\)"):
+            score(rows)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, before)
+    assert 20 < score(rows).earlier < 50
+    assert len(read()) == 50
 
 
 def test_rows_without_answers_are_refused(place: Path) -> None:
@@ -474,6 +591,34 @@ def test_a_reward_model_is_scored_as_a_run_and_as_what_it_wrote(place: Path) -> 
     scaled = torch.tensor([a["normalised"] for a in answers("model.jsonl")])
     assert scaled.mean().item() == pytest.approx(0, abs=1e-3)
     assert scaled.std(correction=0).item() == pytest.approx(1, abs=1e-3)
+
+
+def test_an_adapter_of_a_reward_model_is_refused(place: Path) -> None:
+    scores = load_model("model", dtype=torch.float32, attributes=("good",))
+    with_adapter(scores, Lora(rank=2), None).save_pretrained("adapter")  # type: ignore[operator]
+    with pytest.raises(UserError, match=r"'adapter' is of a reward model, and the model has no head for scores\n.*merged"):
+        score("scored.jsonl", target="adapter")
+
+
+@pytest.mark.parametrize(("method", "loss"), [("simpo", "beta: 2.5"), ("ipo", "tau: 0.3"), ("dpo_norm", "beta: 3.0")])
+def test_a_run_is_scored_with_the_reward_that_it_trains(method: str, loss: str, place: Path) -> None:
+    Path("recipe.yaml").write_text(
+        f"method: {method}\n"
+        "model: {name: ./model}\n"
+        f"loss: {{{loss}}}\n"
+        "data: {train: preference.jsonl}\n"
+        "train: {batch_size: 4, learning_rate: 1e-2, max_steps: 2}\n"
+        "run: {dir: run}\n"
+    )
+    run = valence.train("recipe.yaml", quiet=True)
+    score("preference.jsonl", target="run")
+    rewards = [row[f"reward_{side}"] for row in run.evaluate(FILES["preference"]).rows for side in ("chosen", "rejected")]
+    assert [answer["reward"] for answer in answers("out.jsonl")] == pytest.approx(rewards, abs=1e-4)
+    assert min(map(abs, rewards)) > 1e-3
+    facts = json.loads(Path("out.jsonl.about.json").read_text())
+    assert [f"{name}: {facts[name]}" for name in ("beta", "tau") if name in facts] == [loss]
+    with pytest.raises(UserError, match=rf"--beta: a run of {method} is scored with the reward that it trains"):
+        score("preference.jsonl", target="run", out="2.jsonl", beta=0.1)
 
 
 # The command

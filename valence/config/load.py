@@ -237,10 +237,11 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
         for path, setting in settings.items():
             if fnmatchcase(dotted(path), rule.setting) and not setting.is_default:
                 yield messages.no_effect(given, path, rule.why.format(**case.words), rule.fix)
-    for name, needed in case.method.without_effect(case.recipe.loss).items():
-        if not settings["loss", name].is_default:
-            why = "under the other settings of the loss it is not read"
-            yield messages.no_effect(given, ("loss", name), why, f"set loss.{needed}")
+    for path, method, loss in _losses(case):
+        for name, needed in method.without_effect(loss).items():
+            if loss[name] != method.settings.model_fields[name].get_default():
+                why = "under the other settings of the loss it is not read"
+                yield messages.no_effect(given, (*path, name), why, f"set {dotted(path)}.{needed}")
     for name in LISTS:
         for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
@@ -254,9 +255,18 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
         yield UserError(rule.why.format(**case.words), where=given.where(path), fix=rule.fix)
-    for name, other in case.method.contradictions(case.recipe.loss).items():
-        what = f"it weighs the tokens of a sum over the answer, and with loss.{other} {case.method.name} reads a mean"
-        yield UserError(what, where=given.where(("loss", name)), fix=f"remove one of loss.{name} and loss.{other}")
+    for path, method, loss in _losses(case):
+        for name, other in method.contradictions(loss).items():
+            what = f"it weighs the tokens of a sum over the answer, and with {dotted(path)}.{other} {method.name} reads a mean"
+            fix = f"remove one of {dotted(path)}.{name} and {dotted(path)}.{other}"
+            yield UserError(what, where=given.where((*path, name)), fix=fix)
+
+
+def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
+    """The settings of the recipe's loss, and of those of `mix`: where they are, their method, and what they are."""
+    yield ("loss",), case.method, case.recipe.loss
+    for i, (method, part) in enumerate(zip(case.mixed, case.recipe.mix, strict=True)):
+        yield ("mix", i, "loss"), method, part.loss
 
 
 def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:

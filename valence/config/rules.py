@@ -118,7 +118,7 @@ NO_EFFECT = (
     ),
     Rule(
         "data.train_on",
-        lambda c: c.method.kind != "demonstration",
+        lambda c: all(method.kind != "demonstration" for method in (c.method, *c.mixed)),
         "{method} reads {kinds}, and only demonstrations have other turns to train on",
         "choose a method like sft",
     ),
@@ -194,9 +194,9 @@ CONTRADICTIONS = (
     ),
     Rule(
         "mix",
-        lambda c: bool(c.mixed) and any(method.of_scores is not c.method.of_scores for method in c.mixed),
-        "a step trains a reward model or a policy, and not both",
-        "mix methods that train the same",
+        lambda c: bool(c.mixed) and any(method.of_scores for method in (c.method, *c.mixed)),
+        "a reward model is trained by one method alone",
+        "remove it, or choose a method that trains a policy",
     ),
     Rule(
         "model.lora",

@@ -18,23 +18,31 @@ def attribute_names(units: Sequence[Encoded]) -> tuple[str, ...]:
     return tuple(sorted({name for unit in units for name, _ in unit.attributes})) or ONE
 
 
-def with_targets(units: Sequence[Encoded], order: Sequence[str], names: Sequence[str]) -> tuple[Encoded, ...]:
-    """The same units with targets in the place of their scores: those of the first kind in ``order`` (label, score, attributes)
-    that all units have; an attribute that a unit lacks is NaN. Labels are 1 (up) and 0.
-
-    names: of the attributes, in their order. Raises UserError at the first unit that has not what the others have, or an
-    attribute without a name.
-    """
+def verdict(units: Sequence[Encoded], order: Sequence[str]) -> str:
+    """The first in ``order`` (label, score, attributes) that all units are judged by. Raises UserError at a unit that lacks what
+    most have, when there is none."""
     for kind in order:
         if all(_given(unit, kind) for unit in units):
-            return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
+            return kind
     best = max(order, key=lambda kind: sum(_given(unit, kind) for unit in units))
-    odd = next(unit for unit in units if not _given(unit, best))
-    raise UserError(
-        f"the row has no {best}, which other rows have",
-        where=str(odd.origin),
-        fix="judge all rows alike, or leave out the odd ones",
-    )
+    raise _lacks(next(unit for unit in units if not _given(unit, best)), best)
+
+
+def with_targets(units: Sequence[Encoded], kind: str, names: Sequence[str]) -> tuple[Encoded, ...]:
+    """The same units with targets in the place of their scores: their label (1 up, 0 down), score, or attributes, of which one
+    that a unit lacks is NaN.
+
+    names: of the attributes, in their order. Raises UserError at a unit that has no such verdict, or an attribute without a name.
+    """
+    odd = next((unit for unit in units if not _given(unit, kind)), None)
+    if odd is not None:
+        raise _lacks(odd, kind)
+    return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
+
+
+def _lacks(unit: Encoded, kind: str) -> UserError:
+    what = f"the row has no {kind}, which the model is to learn"
+    return UserError(what, where=str(unit.origin), fix="judge all rows alike, or leave out the odd ones")
 
 
 def _given(unit: Encoded, kind: str) -> bool:

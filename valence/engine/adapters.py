@@ -21,8 +21,8 @@ logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it whe
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     """The model with the adapter of a folder, which trains on, or else with a fresh one (rank, alpha, dropout, targets).
 
-    Raises UserError when the adapter cannot be loaded or lacks a reward model's head, or a target is no layer. Warns of an
-    adapter made for another model.
+    Raises UserError when the adapter cannot be loaded, when one of both is of a reward model and the other is not, or a target is
+    no layer. Warns of an adapter made for another model.
     """
     from peft import PeftModel
 
@@ -30,12 +30,7 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
         return _wrapped(model, _fresh(model, lora))
     saved = _saved(adapter)
     _check_base(saved, adapter, model)
-    if _task(model) == "SEQ_CLS" != saved.task_type:
-        raise UserError(
-            f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
-            where="model.adapter",
-            fix="merge it into its model and start from that, or continue the adapter of a reward model",
-        )
+    _check_task(saved, adapter, model)
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
         with _without_its_warning():
@@ -118,6 +113,22 @@ def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
             f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is of use only if both hold the "
             "same weights",
             stacklevel=4,
+        )
+
+
+def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
+    """Raises UserError when an adapter's head for scores would be left out, or the model's would stay as it is."""
+    if saved.task_type == "SEQ_CLS" != _task(model):
+        raise UserError(
+            f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
+            where="model.adapter",
+            fix="name the merged model, such as the folder model/ of the run that trained it",
+        )
+    if _task(model) == "SEQ_CLS" != saved.task_type:
+        raise UserError(
+            f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
+            where="model.adapter",
+            fix="merge it into its model and start from that, or continue the adapter of a reward model",
         )
 
 

@@ -81,7 +81,7 @@ def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
         numbers[f"logps/{name}"] = mean(sums["logp"])
         if "ref" in sums:
             numbers[f"logratio/{name}"] = mean(sums["logp"] - sums["ref"])
-    numbers["rewards/accuracies"] = share_won(rewards["chosen"] - rewards["rejected"])
+    numbers["rewards/accuracies"] = mean(won(rewards["chosen"] - rewards["rejected"]))
     return numbers
 
 
@@ -111,8 +111,9 @@ def unclamped(columns: Sums, settings: Mapping[str, Any]) -> Metrics:
     return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
-def share_won(margin: Tensor) -> Mean:
-    return mean((margin > 0).to(margin) + 0.5 * (margin == 0).to(margin))
+def won(margin: Tensor) -> Tensor:
+    """1 where the chosen side has the larger number, one half for a tie, else 0: [P]."""
+    return (margin > 0).to(margin) + 0.5 * (margin == 0).to(margin)
 
 
 def _detached(view: Sums, *names: str) -> dict[str, Tensor]:

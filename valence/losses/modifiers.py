@@ -25,18 +25,20 @@ from valence.types import Batch
 
 Tokens = Mapping[str, Tensor]
 Share = Annotated[float, Ge(0), Le(1)]
+Low = Annotated[float, Lt(0)]
+High = Annotated[float, Gt(0)]
 MOST = 40.0  # nats; the square of e to more of them would be infinite in float32
 
 
-def humanline(tokens: Tokens, batch: Batch, *, humanline: tuple[float, float] | None = None) -> Named:
+def humanline(tokens: Tokens, batch: Batch, *, humanline: tuple[Low, High] | None = None) -> Named:
     """Clamps each token's log-ratio, beyond which it has no gradient: people do not perceive more.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), published as [-1.0, 1.5]; null for no clamping. Goes with
-        reference.sync_every.
+    humanline: the range [low, high] of a token's log-ratio (nats), with 0 inside it, published as [-1.0, 1.5]; null for no
+        clamping. Goes with reference.sync_every.
     """
     del batch
     assert humanline is not None

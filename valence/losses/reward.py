@@ -14,7 +14,7 @@ from annotated_types import Ge, Gt
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, huber_loss, logsigmoid
 
-from valence.losses.metrics import Metrics, mean, mean_of, share_won
+from valence.losses.metrics import Metrics, mean, mean_of, won
 from valence.types import Ranked
 
 
@@ -39,6 +39,7 @@ def pointwise(
     *,
     error: Literal["cross_entropy", "squared", "huber"] = "cross_entropy",
     huber_delta: Annotated[float, Gt(0)] = 1.0,
+    verdict: Literal["auto", "label", "score", "attributes"] = "auto",
 ) -> Tensor:
     """The reward model of single verdicts: thumbs, or real-valued scores of one attribute or several.
 
@@ -46,9 +47,14 @@ def pointwise(
     huber: e^2/2 up to |e| = huber_delta, from there on huber_delta*(|e| - huber_delta/2).
     Huber 1964 for the last; several attributes at once as in Wang et al. 2024, arXiv 2406.12845.
 
+    score[S, A]: of each sequence and attribute; target[S, A]: what its row gives; given[S, A]: where it gives one.
+
     error: cross_entropy for thumbs (1 up, 0 down) or probabilities; squared, or huber where some scores are far off, for others.
     huber_delta: the error (units of the score) from which on huber grows linearly.
+    verdict: what of a row is learnt, where it has more than one. auto: what all training rows have, with cross_entropy of label,
+        score and attributes the first, else of score, attributes and label.
     """
+    del verdict  # says what the targets are, which they are by now
     match error:
         case "cross_entropy":
             loss = binary_cross_entropy_with_logits(score, target, reduction="none")
@@ -65,7 +71,7 @@ def ordinal(score: Tensor, target: Tensor, given: Tensor, thresholds: Tensor, *,
     -log P(y = target), P(y <= k) = s(theta_k - score), with the target in 1..levels.
     The proportional odds of McCullagh 1980, J. R. Stat. Soc. B 42(2).
 
-    thresholds[levels - 1]: theta, ascending; they belong to the model.
+    score[S, A], target[S, A], given[S, A]: as for pointwise; thresholds[levels - 1]: theta, ascending, which belong to the model.
 
     levels: how many levels there are; the targets are 1 to this.
     """
@@ -75,7 +81,8 @@ def ordinal(score: Tensor, target: Tensor, given: Tensor, thresholds: Tensor, *,
     above = torch.cat([thresholds, infinity])[level]
     below = torch.cat([-infinity, thresholds])[level]
     # s(a) - s(b) = s(a) s(-b) (1 - exp(b - a)), without the difference of two numbers that are almost the same
-    loss = -logsigmoid(above - score) - logsigmoid(score - below) - (-torch.expm1(below - above)).log()
+    gap = (above - below).clamp(min=torch.finfo(score.dtype).eps)  # of a level that hardly any row has
+    loss = -logsigmoid(above - score) - logsigmoid(score - below) - (-torch.expm1(-gap)).log()
     return _over_given(loss, given)
 
 
@@ -95,9 +102,9 @@ def paired_scores(view: Mapping[str, Tensor], reward: None, settings: Mapping[st
     return {
         "rewards/chosen": mean(chosen),
         "rewards/rejected": mean(rejected),
-        "rewards/accuracies": share_won(margin),
+        "rewards/accuracies": mean(won(margin)),
         "rewards/brier": mean(torch.sigmoid(-margin).square()),
-        "rewards/calibration_error": Ranked(torch.sigmoid(margin.abs()), (margin > 0).to(margin), "calibration_error"),
+        "rewards/calibration_error": Ranked(torch.sigmoid(margin.abs()), won(margin), "calibration_error"),
     }
 
 

@@ -18,6 +18,7 @@ from valence.engine.compiling import compile_layers, why_not
 from valence.engine.logprobs import Engine
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, position_limit
 from valence.engine.reference import Frozen, Reference
+from valence.engine.scores import is_reward_model
 from valence.errors import UserError
 from valence.training.setup import Prepared
 
@@ -47,6 +48,9 @@ def build_models(
         origin = partial(load, spec.name, gguf_file=spec.gguf_file, attributes=attributes) if model is None else None
         model = origin() if origin else model
         assert model is not None
+        if is_reward_model(model) is not scores:
+            what = "is a reward model" if not scores else "has no head for scores"
+            raise UserError(f"the model given {what}", where="model", fix=f"give what {recipe.method} trains")
         model.to(best_device())
         policy = build_policy(
             model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing,

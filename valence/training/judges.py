@@ -28,6 +28,7 @@ from valence.engine.models import (
 from valence.engine.reference import Reference
 from valence.engine.scores import Scorer, widen_head
 from valence.errors import UserError
+from valence.losses.metrics import Reward, log_ratio
 from valence.training.build import best_device, check_vocabulary
 from valence.training.methods import method_of
 from valence.training.restore import restore
@@ -35,6 +36,8 @@ from valence.types import Batch
 
 BETA = 0.1
 """Of the reward, where neither the call nor the recipe says it."""
+SCALES = ("beta", "tau")
+"""Settings of losses that an implicit reward may read."""
 Numbers = dict[str, float | dict[str, float]]
 """What is said of one answer, by name; of a reward model's attributes, each by its own name."""
 
@@ -52,16 +55,21 @@ class Judge(Protocol):
 @dataclass(frozen=True)
 class LogProbs:
     """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference; ``mean_logp`` per token;
-    ``reward``: beta times ``logratio``, their difference."""
+    ``logratio``: their difference; ``reward``: what ``implicit`` makes of them under these settings of a loss."""
 
     policy: Engine
     reference: Reference | None
-    beta: float
+    implicit: Reward | None
+    settings: Mapping[str, Any]
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True), "reference": None}
-        return found if self.reference is None else found | {"reference": self.reference.digest(), "beta": self.beta}
+        found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True)}
+        found["reference"] = None if self.reference is None else self.reference.digest()
+        if self.implicit is not None:
+            found["reward"] = self.implicit.__name__
+            found |= {name: self.settings[name] for name in SCALES if name in self.settings}
+        return found
 
     @property
     def device(self) -> torch.device:
@@ -69,13 +77,15 @@ class LogProbs:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> list[Numbers]:
-        logps = _sums(batch, self.policy(batch).logp)
-        refs = [None] * len(logps) if self.reference is None else _sums(batch, self.reference(batch))
-        return [self._numbers(*each) for each in zip(logps, _counts(batch), refs, strict=True)]
-
-    def _numbers(self, logp: float, tokens: int, ref: float | None) -> Numbers:
-        found: Numbers = {"logp": logp, "tokens": tokens, "mean_logp": logp / tokens}
-        return found if ref is None else found | {"ref": ref, "logratio": logp - ref, "reward": self.beta * (logp - ref)}
+        logp, n = _sums(batch, self.policy(batch).logp), _counts(batch)
+        columns, sums = {"logp": logp, "tokens": n, "mean_logp": logp / n}, {"logp": logp, "n": n}
+        if self.reference is not None:
+            sums["ref"] = _sums(batch, self.reference(batch))
+            columns |= {"ref": sums["ref"], "logratio": logp - sums["ref"]}
+        if self.implicit is not None:
+            columns["reward"] = self.implicit(sums, self.settings)
+        rows = zip(*(values.tolist() for values in columns.values()), strict=True)
+        return [dict(zip(columns, row, strict=True)) for row in rows]
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,7 @@ class Rewards:
         mean, std = (torch.tensor(getattr(config, name, None) or []).double() for name in ("reward_mean", "reward_std"))
         if len(mean) == len(std) == len(names) and bool((std > 0).all()):
             found["normalised"] = (values - mean) / std
-        counts = _counts(batch)
+        counts = _counts(batch).tolist()
         return [
             {**{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()}, "tokens": counts[s]}
             for s in range(batch.sequences)
@@ -113,15 +123,15 @@ def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict
     return values[0] if len(names) == 1 else dict(zip(names, values, strict=True))
 
 
-def _counts(batch: Batch) -> list[int]:
-    """Tokens of each sequence that are measured."""
-    return torch.bincount(batch.read[1], minlength=batch.sequences).tolist()
+def _counts(batch: Batch) -> Tensor:
+    """Tokens of each sequence that are measured: [S]."""
+    return torch.bincount(batch.read[1], minlength=batch.sequences)
 
 
-def _sums(batch: Batch, logp: Tensor) -> list[float]:
-    """logp[T] summed over each sequence."""
+def _sums(batch: Batch, logp: Tensor) -> Tensor:
+    """logp[T] summed over each sequence: [S]."""
     values = logp[batch.scored].cpu().double()
-    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(0, batch.read[1], values).tolist()
+    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(0, batch.read[1], values)
 
 
 def load_judge(
@@ -129,9 +139,17 @@ def load_judge(
 ) -> Judge:
     """The model of a recipe and what it is compared with, if anything. run: the folder of the run whose weights it has.
 
-    A recipe's own starting model is no reference. Raises UserError when a model cannot be loaded or has other tokens.
+    A recipe's own starting model is no reference; a run has the reward that it trains. Raises UserError when a model cannot be
+    loaded or has other tokens.
     """
     recipe = source.recipe
+    own = None if run is None else method_of(recipe.method).loss.reward
+    if own is not None and beta is not None:
+        raise UserError(
+            f"a run of {recipe.method} is scored with the reward that it trains, under its own settings",
+            where="--beta",
+            fix="leave it out, or score the model that the run wrote, with --reference",
+        )
     with source.placing():
         reference = None
         if run is not None:
@@ -151,7 +169,10 @@ def load_judge(
     policy.eval()
     if isinstance(policy, Scorer):
         return Rewards(policy)
-    return LogProbs(policy, reference, recipe.loss.get("beta", BETA) if beta is None else beta)
+    if own is not None:
+        return LogProbs(policy, reference, own, recipe.loss)
+    settings = {"beta": recipe.loss.get("beta", BETA) if beta is None else beta}
+    return LogProbs(policy, reference, None if reference is None else log_ratio, settings)
 
 
 def _policy(spec: Model, of_scores: bool) -> Engine:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
@@ -13,13 +15,16 @@ from typing import IO, Any
 from valence.errors import UserError
 
 ANEW = "name another file, or start anew with --fresh, which moves this one aside"
+ABOUT = "about"
+"""Of what stands in the file beside, all that the lines do not depend on."""
 
 
 class Lines:
     """Lines that are written so many (``window``) at a time; to go on, only whole windows are kept, so that the rest comes out as
     it would have. Not two programs at once.
 
-    FILE.about.json holds the facts that all lines depend on. Raises UserError where the file cannot be had or gone on with.
+    FILE.about.json holds the facts that all lines depend on. After ``open``, ``read`` gives what is kept; ``go_on`` then cuts the
+    rest. Raises UserError where the file cannot be had or gone on with, which then stays as it is.
     """
 
     def __init__(self, path: Path, window: int, *, fresh: bool = False) -> None:
@@ -31,51 +36,79 @@ class Lines:
         self.path, self.window, self.fresh = path, window, fresh
         self.beside = _beside(path)
         self.facts: dict[str, Any] = {}
-        self.known = {} if fresh or not _has_content(path) else self._read_facts()
+        self.kept = 0
+        self.known = None if fresh else self._read_facts()
 
-    def _read_facts(self) -> dict[str, Any]:
+    def _read_facts(self) -> dict[str, Any] | None:
+        """Of the lines that are there; None when there are none."""
+        if not _has_content(self.path):
+            return None
         try:
-            return json.loads(self.beside.read_text(encoding="utf-8"))
+            found = json.loads(self.beside.read_text(encoding="utf-8"))
         except FileNotFoundError:
             what = f"the file was not written by this command (there is no {self.beside.name} beside it)"
             raise UserError(what, where=str(self.path), fix=ANEW) from None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot be read ({error})", where=str(self.beside), fix=ANEW) from error
+        if not isinstance(found, dict) or not isinstance(found.pop(ABOUT, None), dict):
+            raise self._no_facts()
+        return found
+
+    def _no_facts(self) -> UserError:
+        return UserError(f"this does not say what the lines of {self.path} depend on", where=str(self.beside), fix=ANEW)
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Adds facts. Raises UserError when the lines that are there were made with others."""
-        for name, value in json.loads(json.dumps(facts)).items():
-            if self.known and self.known.get(name) != value:
+        self.facts |= json.loads(json.dumps(facts))
+        self._compare()
+
+    def _compare(self) -> None:
+        if self.known is None:
+            return
+        for name, value in self.facts.items():
+            if self.known.get(name) != value:
                 was = json.dumps(self.known.get(name), ensure_ascii=False)
                 what = f"its lines were made with another {name} ({was}, and now {json.dumps(value, ensure_ascii=False)})"
                 raise UserError(what, where=str(self.path), fix=ANEW)
-            self.facts[name] = value
 
-    def open(self, total: int, about: Mapping[str, Any]) -> int:
-        """Opens the file to write all lines up to ``total``, and cuts what is not whole. Returns how many lines are kept.
-        about: facts that may change, for whoever looks into the file beside."""
+    def open(self, total: int) -> Lines:
+        """Takes the file, to write all lines up to ``total``; ``kept`` of those that are there stay."""
         try:
-            if self.fresh:
-                self._move_aside()
-            self._file: IO[bytes] = self.path.open("ab")
-            self._alone()
-            self._write_facts(about)
-            kept = self._count(total)
-            self._file.truncate(sum(len(line) for line in islice(self._whole(), kept)))
+            with ExitStack() as failing:
+                self._file = failing.enter_context(self._taken())
+                self.known = self._read_facts()  # what was true before may be so no more
+                self._compare()
+                if self.known is not None and self.known.keys() != self.facts.keys():
+                    raise self._no_facts()
+                self.kept = self._count(total)
+                failing.pop_all()
         except OSError as error:
             raise _cannot(self.path, error) from error
-        return kept
+        return self
 
-    def _alone(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError("another program is writing this file", where=str(self.path), fix="wait for it") from None
+    def _taken(self) -> IO[bytes]:
+        """The file, locked. The lock of an earlier one is held until this one has its own."""
+        if not (self.fresh and self.path.exists()):
+            return self._locked("ab")
+        with self._locked("rb"):
+            self._move_aside()
+            return self._locked("ab")
 
-    def _write_facts(self, about: Mapping[str, Any]) -> None:
-        aside = self.beside.with_name(f".{self.beside.name}.part")
-        aside.write_text(json.dumps({**self.facts, "about": about}, indent=1, ensure_ascii=False), encoding="utf-8")
-        aside.replace(self.beside)
+    def _locked(self, mode: str) -> IO[bytes]:
+        file: IO[bytes] = self.path.open(mode)
+        with ExitStack() as failing:
+            failing.enter_context(file)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise self._in_use() from None
+            if not self.path.exists() or not os.path.samestat(os.fstat(file.fileno()), self.path.stat()):
+                raise self._in_use()  # moved aside before it was locked
+            failing.pop_all()
+        return file
+
+    def _in_use(self) -> UserError:
+        return UserError("another program is writing this file", where=str(self.path), fix="wait for it")
 
     def _count(self, total: int) -> int:
         found = sum(1 for _ in self._whole())
@@ -88,9 +121,30 @@ class Lines:
         with self.path.open("rb") as file:
             yield from (line for line in file if line.endswith(b"\n"))
 
-    def read(self) -> Iterator[str]:
-        """The lines that are there."""
-        return (line.decode(errors="replace") for line in self._whole())
+    def read(self) -> Iterator[dict[str, Any]]:
+        """The lines that are kept. Raises UserError for one that is no JSON object."""
+        for number, line in enumerate(islice(self._whole(), self.kept), 1):
+            try:
+                found = json.loads(line.decode())
+            except (ValueError, RecursionError):
+                raise self.foreign(number) from None
+            if not isinstance(found, dict):
+                raise self.foreign(number)
+            yield found
+
+    def foreign(self, number: int) -> UserError:
+        """Of a line (from 1) that is not as it was written."""
+        return UserError("this line was not written by this command", where=f"{self.path}:{number}", fix=ANEW)
+
+    def go_on(self, about: Mapping[str, Any]) -> None:
+        """Cuts what is not kept. about: facts that may change, for whoever looks into the file beside."""
+        try:
+            aside = self.beside.with_name(f".{self.beside.name}.part")
+            aside.write_text(json.dumps({**self.facts, ABOUT: about}, indent=1, ensure_ascii=False), encoding="utf-8")
+            aside.replace(self.beside)
+            self._file.truncate(sum(len(line) for line in islice(self._whole(), self.kept)))
+        except OSError as error:
+            raise _cannot(self.path, error) from error
 
     def write(self, lines: Sequence[str]) -> None:
         """Adds one window."""
@@ -101,19 +155,22 @@ class Lines:
             raise _cannot(self.path, error) from error
 
     def _move_aside(self) -> None:
-        """Renames an earlier file, and the one beside it, to the first free name."""
-        if self.path.exists():
-            names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
-            free = next(path for path in names if not path.exists() and not _beside(path).exists())
-            self.path.rename(free)
-            if self.beside.exists():
-                self.beside.rename(_beside(free))
+        """Renames the file, and the one beside it, to the first free name."""
+        names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
+        free = next(path for path in names if not path.exists() and not _beside(path).exists())
+        self.path.rename(free)
+        if self.beside.exists():
+            self.beside.rename(_beside(free))
 
     def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as late:  # a window that could not be written is tried once more here
+            if error is None:
+                raise _cannot(self.path, late) from late
 
 
 def _beside(path: Path) -> Path:

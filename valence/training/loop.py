@@ -25,7 +25,7 @@ from valence.training.folder import RunFolder, now, versions
 from valence.training.methods import Method
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.plan import make_plan
-from valence.training.setup import Corpus, Part, Prepared, read_corpus
+from valence.training.setup import Corpus, Part, Prepared, rows_to_measure
 from valence.training.signals import Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
 from valence.types import Batch, Completion, Content, Mean
@@ -158,7 +158,7 @@ class Run:
         self.scheduler.step()
         self.step += 1
         every = self.recipe.reference.sync_every
-        if isinstance(self.reference, Following) and every and self.step % every == 0:
+        if applied and isinstance(self.reference, Following) and every and self.step % every == 0:
             self.reference.follow(self.trained, self.recipe.reference.sync_mix)
         self.tokens_seen += outcome.tokens
         self.examples_seen += len(ours) + sum(len(share.units) for share in shares)
@@ -246,7 +246,7 @@ class Run:
     def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
         """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
         if rows is not None:
-            corpus = read_corpus(rows, self.prepared.method, self.recipe.data, self.prepared.encoder)
+            corpus = rows_to_measure(self.prepared, rows)
             name = "the given rows"
         elif name in self.prepared.corpora:
             corpus = self.prepared.corpora[name]
@@ -324,13 +324,14 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.scheduler.load_state_dict(state["scheduler"])
         store.set_random_state(state["random"])
-        for objective, shift in zip(self.objectives, state["reward_shifts"], strict=True):
-            objective.budget, objective.shift = state["micro_batch_tokens"], RewardShift(*shift)
+        for objective in self.objectives:
+            objective.budget = state["micro_batch_tokens"]
         for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
             setattr(self, name, state[name])
 
     def load_weights(self, state: Mapping[str, Any]) -> None:
-        """The trained weights of a saved state, and nothing else of it. Raises UserError when it is of another model."""
+        """The trained weights of a saved state and what a loss compares them with, but nothing else of it. Raises UserError when
+        it is of another model."""
         own = self.trained
         saved = state["weights"]
         odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
@@ -344,6 +345,9 @@ class Run:
                 own[name].copy_(value)
         if isinstance(self.reference, Following):
             self.reference.follow(state["reference"])
+        # Not those of a mix, when the run is only measured: its own method comes first.
+        for objective, shift in zip(self.objectives, state["reward_shifts"], strict=False):
+            objective.shift = RewardShift(*shift)
 
     def _base(self) -> str | None:
         """A digest of the frozen weights that an adapter was trained on."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -27,7 +28,7 @@ from valence.training.lines import ANEW, Lines
 from valence.training.methods import method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
-from valence.types import Example, Origin, Preference, Prompt, content_id
+from valence.types import Example, Preference, Prompt, content_id
 
 WINDOW = 256
 """Rows that are read, scored and written together: what is lost at most when the program is killed."""
@@ -40,6 +41,8 @@ SHOWN = 3
 """Rows without numbers that are named at the end."""
 
 Pair = tuple[Row | BadRow, Example | BadRow]
+Said = dict[str, Any]
+"""What the new column says of a row: its origin, its id if it is an example, and its answers' numbers or else an error."""
 
 
 @dataclass
@@ -51,11 +54,11 @@ class Tally:
     failed: int = 0
     first: list[str] = field(default_factory=list[str])
 
-    def add(self, line: str, column: str) -> None:
+    def add(self, said: Said) -> None:
         self.rows += 1
-        if line.startswith('{"origin"') and column not in (found := json.loads(line)):
+        if "error" in said:
             self.failed += 1
-            self.first += [f"{found['origin']}: {found['error']}"] if len(self.first) < SHOWN else []
+            self.first += [f"{said['origin']}: {said['error']}"] if len(self.first) < SHOWN else []
 
 
 def score_rows(
@@ -77,7 +80,8 @@ def score_rows(
     target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights, and what it is compared with), or
     a recipe (the model it starts from). data: files, or sections as in a recipe. overrides: settings, of which those under model,
     reference and data count. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside.
-    beta: of the reward, by default the recipe's, or 0.1. tokens: that run at once. column: the name of the new one.
+    beta: of the reward, by default the recipe's, or 0.1; not of a run, which is scored with the reward that it trains. tokens:
+    that run at once. column: the name of the new one.
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
@@ -95,10 +99,12 @@ def score_rows(
             console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
         judge = _judge(target, source, encoder, beta, overrides)
         lines.agree(judge.facts)
-        kept = lines.open(total, {"model": target, "reference": source.recipe.reference.model, "valence": __version__})
-        with lines:
+        with lines.open(total):
             writer = _Writer(lines, encoder, judge, tokens or _budget(source), column)
-            tally = writer.run(chain.from_iterable(map(stream, sources)), total, kept, console, quiet)
+            pairs = chain.from_iterable(map(stream, sources))
+            tally = writer.skip(pairs)
+            lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
+            writer.run(pairs, tally, total, console, quiet)
     if not quiet:
         _say(tally, out, console)
     return tally
@@ -205,10 +211,10 @@ class _Writer:
     tokens: int
     column: str
 
-    def run(self, pairs: Iterator[Pair], total: int, kept: int, console: Console, quiet: bool) -> Tally:
-        """Scores what is not there yet. Rows are read a window at a time."""
-        tally, seen = self._skip(pairs, kept), 0
-        with Progress(console, "scoring", total, start=kept, quiet=quiet) as bar:
+    def run(self, pairs: Iterator[Pair], tally: Tally, total: int, console: Console, quiet: bool) -> None:
+        """Scores these rows. They are read a window at a time."""
+        seen = 0
+        with Progress(console, "scoring", total, start=tally.rows, quiet=quiet) as bar:
             while window := list(islice(pairs, WINDOW)):
                 made = _Window(window, self.encoder)
                 done = tally.rows + len(window) - len(made.units)  # there is nothing to compute for the others
@@ -216,26 +222,26 @@ class _Writer:
                     done, seen = done + units, seen + tokens
                     bar.update(done, tokens=seen)
                 lines = [made.line(i, self.column) for i in range(len(window))]
-                self.lines.write(lines)
-                for line in lines:
-                    tally.add(line, self.column)
+                self.lines.write([line for line, _ in lines])
+                for _, said in lines:
+                    tally.add(said)
                 bar.update(tally.rows, tokens=seen)
-        return tally
 
-    def _skip(self, pairs: Iterator[Pair], kept: int) -> Tally:
-        """Takes the rows that have their lines already. Raises UserError when the last of them has another one."""
-        tally, last = Tally(earlier=kept), "{}"
-        for last in self.lines.read():
-            tally.add(last, self.column)
-        for row, example in islice(pairs, kept - 1, kept) if kept else ():
-            found = json.loads(last)
-            found = found.get(self.column, found)
-            if (found["origin"], found.get("id")) != (str(row.origin), _id(example)):
+    def skip(self, pairs: Iterator[Pair]) -> Tally:
+        """Takes the rows that have their lines already. Raises UserError for a line that is not of its row."""
+        tally = Tally(earlier=self.lines.kept)
+        # In this order: after the last line no row is taken.
+        for number, (line, (row, example)) in enumerate(zip(self.lines.read(), pairs, strict=False), 1):
+            said = _said(line, self.column)
+            if said is None:
+                raise self.lines.foreign(number)
+            if (said["origin"], said.get("id")) != (str(row.origin), _id(example)):
                 raise UserError(
-                    f"its line {kept} is not of this row, but of {found['origin']} as that was: the data has changed",
+                    f"{self.lines.path}:{number} is not of this row, but of {said['origin']} as that was: the data has changed",
                     where=str(row.origin),
                     fix=ANEW,
                 )
+            tally.add(said)
         return tally
 
 
@@ -267,25 +273,46 @@ class _Window:
                 self.numbers[self.places[k]].append(found)
             yield len(dealt), len(batch.tokens)
 
-    def line(self, i: int, column: str) -> str:
-        """A row with its numbers, or what is wrong with it."""
-        row, example, encoded = self.rows[i], self.examples[i], self.encoded[i]
-        if isinstance(row, BadRow) or isinstance(example, BadRow) or encoded is None:
-            assert isinstance(example, BadRow)
-            return _error(example.origin, example.reason, example.fix)
-        if encoded.unusable:
-            return _error(row.origin, encoded.unusable[0].reason, encoded.unusable[0].fix, id=example.id)
-        new: dict[str, Any] = {"id": example.id, "origin": str(row.origin), "answers": _answers(example, self.numbers[i])}
-        if encoded.notes:
-            new["notes"] = list(encoded.notes)
+    def line(self, i: int, column: str) -> tuple[str, Said]:
+        """A row with what is said of it, as JSON. A row that is no object has an error alone in its line."""
+        row, said = self.rows[i], self._said(i)
+        if isinstance(row, BadRow):
+            return _json(said), said
         try:
-            return json.dumps({**row.value, column: new}, ensure_ascii=False, allow_nan=False, default=str)
-        except ValueError:
-            return _error(row.origin, "a number of the row or of its scores is not finite", NOT_FINITE, id=example.id)
+            return _json({**row.value, column: said}), said
+        except ValueError as error:
+            said = self._error(i, f"the row cannot be written as JSON ({error})", "mend the row")
+            return _json(said), said
+
+    def _said(self, i: int) -> Said:
+        example, encoded = self.examples[i], self.encoded[i]
+        if isinstance(example, BadRow) or encoded is None:
+            assert isinstance(example, BadRow)
+            return self._error(i, example.reason, example.fix)
+        if encoded.unusable:
+            return self._error(i, encoded.unusable[0].reason, encoded.unusable[0].fix)
+        if not all(map(_finite, self.numbers[i])):
+            return self._error(i, "a score of the row is not finite", NOT_FINITE)
+        said: Said = {"id": example.id, "origin": str(self.rows[i].origin), "answers": _answers(example, self.numbers[i])}
+        return said | {"notes": list(encoded.notes)} if encoded.notes else said
+
+    def _error(self, i: int, what: str, fix: str | None) -> Said:
+        name = _id(self.examples[i])
+        return {"origin": str(self.rows[i].origin)} | ({} if name is None else {"id": name}) | {"error": what, "fix": fix}
 
 
-def _error(origin: Origin, what: str, fix: str | None, **more: str) -> str:
-    return json.dumps({"origin": str(origin), **more, "error": what, "fix": fix}, ensure_ascii=False)
+def _said(line: Mapping[str, Any], column: str) -> Said | None:
+    """What a line that is there says of its row; None when it was not written by this command."""
+    said = line.get(column, line)
+    if not isinstance(said, dict) or not isinstance(said.get("origin"), str):
+        return None
+    scored = said is not line and isinstance(said.get("answers"), list)
+    return said if scored or said.keys() - {"id"} == {"origin", "error", "fix"} else None
+
+
+def _json(value: Mapping[str, Any]) -> str:
+    """One line. Raises ValueError for a number that JSON does not have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _answers(example: Example, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:
@@ -295,6 +322,10 @@ def _answers(example: Example, numbers: Sequence[Numbers]) -> list[dict[str, Any
 
 def _rounded(value: Any) -> Any:
     return {name: _rounded(each) for name, each in value.items()} if isinstance(value, dict) else round(value, 6)
+
+
+def _finite(value: Any) -> bool:
+    return all(map(_finite, value.values())) if isinstance(value, dict) else math.isfinite(value)
 
 
 def _id(example: Example | BadRow) -> str | None:

@@ -17,7 +17,7 @@ from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
-from valence.data.targets import ONE, attribute_names, check_range, with_targets
+from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.engine.loading import must_exist
 from valence.engine.models import DTYPES, load_tokenizer
 from valence.errors import UserError
@@ -177,28 +177,46 @@ def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
 
 
 def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
-    """The recipe with the names of what a reward model scores."""
+    """The recipe of a reward model with what it learns of a row, and the names of what it scores."""
     recipe = source.recipe
-    if recipe.model.attributes is not None or not method_of(recipe.method).of_scores or "train" not in corpora:
+    if not method_of(recipe.method).of_scores or not corpora:
         return source
-    names = list(attribute_names(corpora["train"].units))
-    settings = {**source.settings, "model.attributes": Setting(names, "the training rows", False)}
-    return LoadedRecipe(recipe.model_copy(update={"model": recipe.model.model_copy(update={"attributes": names})}), settings)
+    units = corpora.get("train", next(iter(corpora.values()))).units
+    kind = recipe.loss.get("verdict", "score")
+    if kind == "auto":
+        first = recipe.loss["error"] == "cross_entropy"
+        kind = verdict(units, ("label", "score", "attributes") if first else ("score", "attributes", "label"))
+    names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
+    if kind != "attributes" and len(names) > 1:
+        what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
+        raise UserError(what, where="model.attributes", fix="remove it")
+    loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
+    found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
+    settings = {**source.settings, **{name: Setting(value, "the rows", False) for name, value in found.items()}}
+    model = recipe.model.model_copy(update={"attributes": names})
+    return LoadedRecipe(recipe.model_copy(update={"model": model, "loss": loss}), settings)
 
 
 def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
     """Rows of a reward model that learns from single answers."""
     levels, error = recipe.loss.get("levels"), recipe.loss.get("error")
-    order = ("label", "score", "attributes") if error == "cross_entropy" else ("score", "attributes", "label")
-    units = with_targets(corpus.units, ("score",) if levels else order, recipe.model.attributes or ONE)
+    units = with_targets(corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE)
     if levels:
-        check_range(
-            units, 1, levels, True, f"{recipe.method} reads whole numbers from 1 to {levels}", "set loss.levels, or use pointwise"
-        )
+        what = f"{recipe.method} reads whole numbers from 1 to {levels}"
+        check_range(units, 1, levels, True, what, "set loss.levels, or use pointwise")
     elif error == "cross_entropy":
         what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
         check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
     return replace(corpus, encoded=replace(corpus.encoded, units=units))
+
+
+def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
+    """Rows in memory as a run's own are read and checked. Raises UserError for a mistake in them."""
+    corpus = read_corpus(rows, prepared.method, prepared.recipe.data, prepared.encoder)
+    if prepared.method.kind == "scored":
+        corpus = _with_targets(corpus, prepared.recipe)
+    _check_columns(prepared.method, corpus.units)
+    return corpus
 
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:

@@ -254,7 +254,7 @@ class _Pass:
         finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
         if out.score is not None:
             finite &= torch.isfinite(out.score.detach()).all(1)
-        outcome.checks.append((batch.ids, finite, torch.isfinite(part)))
+        outcome.checks.append((batch.ids, finite, torch.isfinite(part) & finite.all()))
         for name, metric in loss.measure(batch, out, ref, plain, self.of.settings).items():
             outcome.metrics.setdefault(name, []).append(metric)
         if loss.shifts:
