@@ -47,6 +47,23 @@ def main() -> None:
         sys.exit(STOPPED)
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from valence import __version__
+
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def valence(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    del version
+
+
 @app.command()
 def train(
     recipe: RecipeArg,
@@ -109,7 +126,12 @@ def score(
         Path | None, typer.Option("--out", help="Write the rows with their scores to this .jsonl; go on with it where it ends.")
     ] = None,
     reference: Annotated[str | None, typer.Option("--reference", help="A model to compare with: adds rewards.")] = None,
-    beta: Annotated[float | None, typer.Option("--beta", help="Of the rewards. Default: the recipe's, or 0.1.")] = None,
+    beta: Annotated[
+        float | None,
+        typer.Option(
+            "--beta", help="Of the rewards. Default: the recipe's, or 0.1; a run is scored with the reward that it trains."
+        ),
+    ] = None,
     dtype: Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float64.")] = None,
     max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,
@@ -282,6 +304,9 @@ def export(
         raise UserError("this exists already", where=str(to), fix="name a folder that does not exist")
     _check_can_be_made(to)
     run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir))
+    if adapter and run.prepared.method.of_scores:
+        what = "a reward model is written whole: its head is what an adapter would be worth nothing without"
+        raise UserError(what, where=str(run_dir), fix="leave out --adapter")
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
     write_model(run, to, "adapter" if adapter else "merged")

@@ -27,6 +27,11 @@ class Case:
 ROWS: dict[str, Rows] = {"judgement": "thumbs", "preference": "pairs", "demonstration": "shown", "ranking": "pairs"}
 
 
+OWN_LOSS = ("slic", "cpo", "dpop", "discopop")
+"""Methods whose first steps move something else than the margin: the likelihood of the chosen answer, or (discopop) both answers
+the other way. What they are meant to lower is their loss."""
+
+
 def _case(name: str) -> Case:
     loss, kind = METHODS[name].loss, METHODS[name].kind
     if loss.of_scores:
@@ -38,6 +43,8 @@ def _case(name: str) -> Case:
         return Case(name, name, "pairs", "loss", up=False, sections={"data": {"convert": "pairs_to_rankings"}})
     if kind == "demonstration":
         return Case(name, name, "shown", "logps/token")
+    if name in OWN_LOSS:
+        return Case(name, name, "pairs", "loss", up=False)
     return Case(name, name, ROWS[kind], "rewards/margins")
 
 

@@ -122,7 +122,8 @@ def _takes(node: Node) -> str:
             words = ["a whole number" if kind == "integer" else "a number", " and ".join(_bounds(node))]
             return " ".join(filter(None, words))
         case "array" if "prefixItems" in node:
-            return f"a list of {len(node['prefixItems'])} (each {takes(node['prefixItems'][0])})"
+            kinds = list(dict.fromkeys(map(takes, node["prefixItems"])))
+            return f"a list of {len(node['prefixItems'])} ({'each ' if len(kinds) == 1 else ''}{', '.join(kinds)})"
         case "array":
             return f"a list (each {takes(node.get('items', {}))})"
         case "object" if "properties" in node:

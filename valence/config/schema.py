@@ -77,7 +77,7 @@ class Reference(Section):
     sync_every; off: none, they are computed whenever they are needed."""
     sync_every: PositiveInt | None = None
     """Move the reference to the policy every so many optimizer steps (TR-DPO, arXiv 2404.09656; with `loss.humanline` 1 was
-    published). null: it stays where it started."""
+    published). null: it stays where it started. After a move both agree: rewards are 0 then, and `logps/*` tell more."""
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """How far it moves, as a share of the way from its weights to the policy's: 1 copies them, less is a soft update."""
 

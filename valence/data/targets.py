@@ -42,7 +42,9 @@ def with_targets(units: Sequence[Encoded], kind: str, names: Sequence[str]) -> t
 
 def _lacks(unit: Encoded, kind: str) -> UserError:
     what = f"the row has no {kind}, which the model is to learn"
-    return UserError(what, where=str(unit.origin), fix="judge all rows alike, or leave out the odd ones")
+    return UserError(
+        what, where=str(unit.origin), fix="judge all rows alike, or choose a method or loss.verdict for what they have"
+    )
 
 
 def _given(unit: Encoded, kind: str) -> bool:

@@ -91,6 +91,8 @@ class Loss:
         idle: dict[str, str] = {name: m.idle[0] for m in own if m.idle and not m.acts(settings) for name in m.idle_settings}
         if settings.get("f_divergence", "alpha") != "alpha":
             idle["f_alpha"] = "f_divergence: alpha"
+        if settings.get("error", "huber") != "huber":
+            idle["huber_delta"] = "error: huber"
         if settings.get("class_weights") == "auto":
             idle |= dict.fromkeys(("desirable_weight", "undesirable_weight"), "class_weights: given")
         return idle

@@ -32,7 +32,7 @@ LOAD_REWARD_MODEL = """\
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
-model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", dtype="auto")
+model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", dtype="float32")
 """
 
 ENCODE_CHAT = """\

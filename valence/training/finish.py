@@ -138,7 +138,7 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
     card = CardFacts(
         name=Path(recipe.run.dir).name,
         base_model=recipe.model.name,
-        method=recipe.method,
+        method=" + ".join([recipe.method, *(part.method for part in recipe.mix)]),
         loss=recipe.loss,
         settings=_settings_of_the_card(run),
         adapter=adapted and what == "adapter",

@@ -30,6 +30,8 @@ from valence.training.signals import Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
 from valence.types import Batch, Completion, Content, Mean
 
+SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl")
+"""Numbers of an evaluation that are printed as soon as they are known."""
 Callback = Callable[["Run", Mapping[str, Any]], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
@@ -255,7 +257,12 @@ class Run:
         return self._measured(corpus, f"evaluating ({name})", self.recipe.eval.max_examples if name == "eval" else None)
 
     def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
-        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping."""
+        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping.
+
+        Raises UserError of a reward model.
+        """
+        if self.prepared.method.of_scores:
+            raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
         encoder = self.prepared.encoder
         generator = HFGenerator(self.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
         with self.policy.stock():
@@ -296,6 +303,10 @@ class Run:
         if self.folder:
             self.folder.evaluation(self.step, found.metrics, found.rows)
         self.evaluations[self.step] = found.metrics
+        if not self.quiet:
+            shown = [name for name in SHOWN if name in found.metrics]
+            numbers = "  ".join(f"{name} {found.metrics[name]:.4g}" for name in shown)
+            self.console.print(f"step {self.step}, held out: {numbers}", markup=False, highlight=False, soft_wrap=True)
         return {f"eval/{name}": value for name, value in found.metrics.items()}
 
     # ------------------------------------------------------------------ state

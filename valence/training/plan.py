@@ -155,6 +155,12 @@ def describe(plan: Plan) -> list[str]:
         f"memory: about {_gigabytes(total)} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
         f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without evaluation",
     ]
+    if prepared.source.settings.get("loss.desirable_weight", prepared.source.settings["method"]).origin.endswith("auto"):
+        up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))
+        lines.append(f"class weights: auto sets desirable_weight to {up:.4g} and undesirable_weight to {down:.4g}")
+    for part in prepared.mixed:
+        rows = f"{len(part.sampler.units)} {plural(part.method.kind)}, {part.sampler.batch_size} a step, weight {part.weight:g}"
+        lines.append(f"mix: {part.method.name} on {rows}")
     if plan.free is not None and total > plan.free:
         lines.append(f"that is more memory than is free: {_gigabytes(plan.free)}")
     if longest > plan.micro_batch_tokens:

@@ -30,7 +30,7 @@ from valence.training.setup import prepare
 from valence.training.signals import Stop
 from valence.types import Example, Preference, Prompt, content_id
 
-WINDOW = 256
+WINDOW = 32
 """Rows that are read, scored and written together: what is lost at most when the program is killed."""
 TOKENS = 8192
 """Tokens that run at once, unless something else is asked for."""

@@ -143,6 +143,7 @@ def prepare(
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
             corpora[_mix(i)] = read_corpus(part.train, method_of(part.method), own, encoder)
+        corpora = {name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()}
         source = _named(_balanced(source, corpora), corpora)
         if method.kind == "scored":
             corpora = {name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()}
@@ -165,6 +166,12 @@ def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedReci
         for i, part in enumerate(recipe.mix)
     ]
     return LoadedRecipe(recipe.model_copy(update={"mix": mix}), settings)
+
+
+def _with_advice(corpus: Corpus, recipe: Recipe, name: str) -> Corpus:
+    """With advice on class weights only where the recipe could follow it."""
+    follows = _loss_of(recipe, name).get("class_weights") == "given"
+    return corpus if follows else replace(corpus, audit=replace(corpus.audit, weights=None))
 
 
 def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
@@ -203,7 +210,8 @@ def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
     units = with_targets(corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE)
     if levels:
         what = f"{recipe.method} reads whole numbers from 1 to {levels}"
-        check_range(units, 1, levels, True, what, "set loss.levels, or use pointwise")
+        fix = "number them from 1, set loss.levels to the largest; or use pointwise with loss.error: squared"
+        check_range(units, 1, levels, True, what, fix)
     elif error == "cross_entropy":
         what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
         check_range(units, 0, 1, False, what, "set loss.error: squared or huber")
@@ -261,6 +269,8 @@ def _check(prepared: Prepared) -> None:
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
+        if name.endswith("train") and not any(unit.weight for unit in corpus.units):
+            raise UserError("all rows have the weight 0", where=str(corpus.units[0].origin), fix="give some of them a weight")
         if method.mismatches and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner

@@ -145,6 +145,8 @@ class Objective:
             largest=max(len(batch.tokens) for batch in batches),
         )
         count, shared = self._counted([batch.part(trains=True) for batch in batches])
+        if "delta" in shared:
+            outcome.metrics["delta"] = [mean(shared["delta"][None])]
         if groups and all(batches[0].trains):
             passes = list(self.apart(extra, groups, progress))
             outcome.tokens += sum(len(batch.tokens) for batch, _ in passes)
