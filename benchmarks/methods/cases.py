@@ -37,8 +37,7 @@ def _case(name: str) -> Case:
     if loss.of_scores:
         rows: Rows = "pairs" if kind == "preference" else "stars" if name == "ordinal" else "films"
         sections = {"loss": {"levels": 2}} if name == "ordinal" else {}
-        number = "rewards/spearman" if name == "ordinal" else "rewards/brier"
-        return Case(name, name, rows, number, up=name == "ordinal", rate=5e-4, sections=sections)
+        return Case(name, name, rows, "loss", up=False, rate=5e-4, sections=sections)
     if kind == "ranking":
         return Case(name, name, "pairs", "loss", up=False, sections={"data": {"convert": "pairs_to_rankings"}})
     if kind == "demonstration":

@@ -16,8 +16,13 @@ import valence
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli
+from valence.config.load import load_recipe
 from valence.errors import UserError
+from valence.training.build import build_models
+from valence.training.methods import method_of
+from valence.training.plan import make_plan
 from valence.training.restore import restore
+from valence.training.setup import prepare
 
 FILMS = [{"prompt": f"film {i} ", "completion": f"{'good' if i % 2 else 'bad'} {i % 5}", "label": bool(i % 2)} for i in range(16)]
 STARS = [{"prompt": f"film {i} ", "completion": " ".join(["good"] * (1 + i % 4)), "score": 1 + i % 4} for i in range(16)]
@@ -82,6 +87,14 @@ def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folde
     assert len(config["reward_mean"]) == len(config["reward_std"]) == found.shape[1]
     assert list(config["id2label"].values()) == (["help", "number"] if case == "attributes" else ["reward"])
     assert (config["reward_thresholds"] is not None) is (case == "stars")
+
+
+def test_the_plan_counts_the_head_that_is_there(folder: Path, tmp_path: Path) -> None:
+    source = load_recipe(recipe(folder, tmp_path, "attributes"), method_of=method_of)
+    plan = make_plan(prepare(source))
+    policy, _ = build_models(prepare(source))
+    assert plan.shape.parameters == plan.shape.trained == sum(p.numel() for p in policy.parameters())
+    assert plan.shape.vocabulary == 2
 
 
 def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from valence.engine.adapters import planned_adapter
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.engine.scores import is_reward_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,7 @@ class Shape:
 
     ``linear``: weights that each token is multiplied with in the decoder's layers (of experts, those that it is sent to).
     ``inner``, ``heads``: numbers of a token inside a feed-forward layer, and in all heads of an attention layer.
+    ``vocabulary``: numbers that the model's head gives (a reward model's: scores).
     ``adapted``: inputs of all linear layers with an adapter, in numbers per token.
     """
 
@@ -39,14 +41,18 @@ class Shape:
         return self.trained == self.parameters
 
 
-def skeleton(name: str, *, trust_remote_code: bool = False, gguf_file: str | None = None) -> nn.Module:
-    """The model's layers without memory behind them. Raises UserError when there is no such model."""
+def skeleton(name: str, *, trust_remote_code: bool = False, gguf_file: str | None = None, scores: int | None = None) -> nn.Module:
+    """The model's layers without memory behind them; with so many scores as a reward model's. Raises UserError when there is no
+    such model."""
     must_exist(name, "model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
         config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
+        kind = AutoModelForCausalLM
+        if scores is not None:
+            kind, config.num_labels = AutoModelForSequenceClassification, scores
         with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config, trust_remote_code=trust_remote_code)
+            return kind.from_config(config, trust_remote_code=trust_remote_code)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
 
@@ -80,7 +86,7 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None) 
         hidden=config.hidden_size,
         inner=inner * experts,
         heads=head * config.num_attention_heads,
-        vocabulary=config.vocab_size,
+        vocabulary=config.num_labels if is_reward_model(model) else config.vocab_size,
         adapted=adapted,
     )
 

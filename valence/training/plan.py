@@ -13,6 +13,7 @@ from valence.data.forest import plant
 from valence.data.mismatch import mismatch_groups
 from valence.data.pack import strands
 from valence.data.sampler import Sampler
+from valence.data.targets import ONE
 from valence.engine import speed
 from valence.engine.checkpointing import recompute_layers
 from valence.engine.memory import Memory, free_memory, predict
@@ -112,7 +113,8 @@ def make_plan(prepared: Prepared, model: nn.Module | None = None) -> Plan:
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
     with prepared.source.placing():
         if model is None:
-            model = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file)
+            scores = len(spec.attributes or ONE) if prepared.method.of_scores else None
+            model = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores)
         else:
             model = skeleton_of(model)
         check_vocabulary(model, prepared.tokenizer)
