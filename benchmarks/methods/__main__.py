@@ -26,7 +26,7 @@ from valence.api import build_run
 from valence.engine.models import load_model, load_tokenizer
 from valence.training.methods import METHODS
 
-STEPS, QUICK_STEPS = 12, 5
+QUICK_STEPS = 5
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def main() -> int:
     print(f"{'case':24}{'held-out number':22}{'before':>10}{'after':>10}{'seconds':>9}")
     with TemporaryDirectory() as folder:
         for case in (case for case in CASES if case.name in names):
-            one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else STEPS)
+            one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps)
             found.append(one)
             way = "held" if one.held else "short"
             print(f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}{one.seconds:9.0f}  {way}", flush=True)

@@ -13,7 +13,7 @@ Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run. number: a metric of the evaluation; up: it should rise. rate: peak learning rate."""
+    """One run. number: a metric of the evaluation; up: it should rise. rate: of learning, constant; steps: of the optimizer."""
 
     name: str
     method: str
@@ -21,6 +21,7 @@ class Case:
     number: str
     up: bool = True
     rate: float = 2e-4
+    steps: int = 12
     sections: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
@@ -37,13 +38,14 @@ def _case(name: str) -> Case:
     if loss.of_scores:
         rows: Rows = "pairs" if kind == "preference" else "stars" if name == "ordinal" else "films"
         sections = {"loss": {"levels": 2}} if name == "ordinal" else {}
-        return Case(name, name, rows, "loss", up=False, rate=5e-4, sections=sections)
+        return Case(name, name, rows, "loss", up=False, rate=5e-4, steps=30, sections=sections)
     if kind == "ranking":
-        return Case(name, name, "pairs", "loss", up=False, sections={"data": {"convert": "pairs_to_rankings"}})
+        return Case(name, name, "pairs", "advantages/logratio", sections={"data": {"convert": "pairs_to_rankings"}})
     if kind == "demonstration":
-        return Case(name, name, "shown", "logps/token")
+        return Case(name, name, "shown", "probs/token" if name == "dft" else "logps/token")
     if name in OWN_LOSS:
-        return Case(name, name, "pairs", "loss", up=False)
+        # dpop's penalty makes slopes fifty times as large on one side, and needs smaller steps
+        return Case(name, name, "pairs", "loss", up=False, rate=3e-5 if name == "dpop" else 2e-4)
     return Case(name, name, ROWS[kind], "rewards/margins")
 
 

@@ -86,19 +86,22 @@ def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
 
 
 def imitation(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
-    """Mean log-probability of a demonstrated token (nats)."""
-    return {"logps/token": mean(view["logp_t"].detach())}
+    """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft raises."""
+    logp = view["logp_t"].detach()
+    return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
 def policy_gradient(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
-    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, the share of tokens whose ratio the
-    clipping cut off, and the part of advantages above zero."""
-    ratio = (view["logp_t"].detach() - view["old_t"]).exp()
+    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain and times the advantage (what
+    a step raises), the share of tokens whose ratio the clipping cut off, and the part of advantages above zero."""
+    d = view["logp_t"].detach() - view["old_t"]
+    ratio = d.exp()
     up = view["adv_t"] > 0
     cut = (up & (ratio > 1 + settings["eps_high"])) | (~up & (view["adv_t"] < 0) & (ratio < 1 - settings["eps_low"]))
     return {
         "logps/token": mean(view["logp_t"].detach()),
-        "logratio/token": mean(view["logp_t"].detach() - view["old_t"]),
+        "logratio/token": mean(d),
+        "advantages/logratio": mean(view["adv_t"] * d),
         "clipped": mean(cut.to(ratio)),
         "advantages/positive": mean(up.to(ratio)),
     }
