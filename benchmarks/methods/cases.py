@@ -28,7 +28,7 @@ class Case:
 ROWS: dict[str, Rows] = {"judgement": "thumbs", "preference": "pairs", "demonstration": "shown", "ranking": "pairs"}
 
 
-OWN_LOSS = ("slic", "cpo", "dpop", "discopop")
+OWN_LOSS = ("slic", "cpo", "discopop")
 """Methods whose first steps move something else than the margin: the likelihood of the chosen answer, or (discopop) both answers
 the other way. What they are meant to lower is their loss."""
 
@@ -44,8 +44,9 @@ def _case(name: str) -> Case:
     if kind == "demonstration":
         return Case(name, name, "shown", "probs/token" if name == "dft" else "logps/token")
     if name in OWN_LOSS:
-        # dpop's penalty makes slopes fifty times as large on one side, and needs smaller steps
-        return Case(name, name, "pairs", "loss", up=False, rate=3e-5 if name == "dpop" else 2e-4)
+        return Case(name, name, "pairs", "loss", up=False)
+    if name == "dpop":  # its penalty, fifty times the rest, asks first that chosen answers do not grow rarer
+        return Case(name, name, "pairs", "logratio/chosen")
     return Case(name, name, ROWS[kind], "rewards/margins")
 
 
