@@ -15,7 +15,8 @@ from torch import Tensor
 
 from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
 from valence.losses.average import Average, weighted_sum
-from valence.losses.modifiers import MODIFIERS, Modifier
+from valence.losses.metrics import Metrics, Settings
+from valence.losses.modifiers import MODIFIERS, Modifier, Needs
 from valence.losses.views import VIEWS, Named, View, token_columns
 from valence.types import Batch, Kind, TokenOut
 
@@ -30,14 +31,14 @@ class Loss:
 
     statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights. credit: scores[S], units[S] and
     the step's mean and spread of scores -> advantages[S]. shifts: it reads BCO's running delta. couples: its value at one sequence depends on the others of the whole step.
-    defaults: of settings, where they differ from a modifier's own. clashes: (setting, value, modifier) that cannot go together.
+    defaults: of settings, where they differ from a modifier's own. needs: of its own settings. clashes: (setting, value, modifier) that cannot go together.
     """
 
     fn: Callable[..., Tensor]
     view: View
     average: Average
     data: Kind
-    metrics: Callable[..., metrics.Metrics]
+    metrics: Callable[..., Metrics]
     direction: Mapping[str, Direction]
     reward: metrics.Reward | None = None
     modifiers: tuple[str, ...] = ()
@@ -47,6 +48,7 @@ class Loss:
     shifts: bool = False
     couples: bool = False
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    needs: Needs = ()
     clashes: tuple[tuple[str, Any, str], ...] = ()
 
     @property
@@ -76,44 +78,40 @@ class Loss:
         parameters = [p for fn in self.functions for p in inspect.signature(fn, eval_str=True).parameters.values()]
         return {p.name: p.replace(default=self.defaults.get(p.name, p.default)) for p in parameters if p.kind is p.KEYWORD_ONLY}
 
-    def acting(self, stage: str, settings: Mapping[str, Any]) -> list[Modifier]:
-        """The modifiers of a stage that change something under these settings."""
+    def acting(self, stage: str | None, settings: Settings) -> list[Modifier]:
+        """The modifiers of a stage (None: of all) that change something under these settings."""
         own = (MODIFIERS[name] for name in self.modifiers)
-        return [modifier for modifier in own if modifier.stage == stage and modifier.acts(settings)]
+        return [modifier for modifier in own if stage in (None, modifier.stage) and modifier.acts(settings)]
 
-    def wants(self, settings: Mapping[str, Any]) -> tuple[str, ...]:
+    def wants(self, settings: Settings) -> tuple[str, ...]:
         """What the engine is to tell besides log-probabilities."""
-        return ("sum_sq",) if settings.get("wpo") else ()
+        return tuple(name for modifier in self.acting(None, settings) for name in modifier.wants)
 
-    def without_effect(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def without_effect(self, settings: Settings) -> dict[str, str]:
         """Settings that change nothing under the others, and the setting that would turn each on."""
         own = [MODIFIERS[name] for name in self.modifiers]
-        idle: dict[str, str] = {name: m.idle[0] for m in own if m.idle and not m.acts(settings) for name in m.idle_settings}
-        if settings.get("f_divergence", "alpha") != "alpha":
-            idle["f_alpha"] = "f_divergence: alpha"
-        if settings.get("error", "huber") != "huber":
-            idle["huber_delta"] = "error: huber"
-        if settings.get("class_weights") == "auto":
-            idle |= dict.fromkeys(("desirable_weight", "undesirable_weight"), "class_weights: given")
-        return idle
+        idle = {name: m.idle[0] for m in own if not m.acts(settings) for name in m.settings if name != m.idle[0]}
+        needs = [each for part in (self, *own) for each in part.needs]
+        return idle | {name: f"{other}: {value}" for name, other, value in needs if settings[other] != value}
 
-    def contradictions(self, settings: Mapping[str, Any]) -> dict[str, str]:
+    def contradictions(self, settings: Settings) -> dict[str, str]:
         """Settings of a modifier that another setting rules out, and that setting."""
         return {
-            (MODIFIERS[name].idle or (name,))[0]: f"{setting}: {str(value).lower()}"
+            MODIFIERS[name].idle[0]: f"{setting}: {str(value).lower()}"
             for setting, value, name in self.clashes
             if settings[setting] == value and MODIFIERS[name].acts(settings)
         }
 
-    def averages(self, settings: Mapping[str, Any]) -> list[Average]:
+    def averages(self, settings: Settings) -> list[Average]:
         """Those of its terms: what a step counts before its first forward pass."""
-        more: list[Average] = []
-        if "nll" in self.modifiers and MODIFIERS["nll"].acts(settings):
-            more = ["chosen_token_mean" if settings["nll_average"] == "token" else "pair_mean"]
-        return list(dict.fromkeys([self.average, *more]))
+        return list(dict.fromkeys([self.average, *(average for average, _ in self._terms(settings))]))
+
+    def _terms(self, settings: Settings) -> list[tuple[Average, Modifier]]:
+        """What is added to the loss, and how each is averaged."""
+        return [(m.average(settings) if m.average else self.average, m) for m in self.acting("term", settings)]
 
     def read(
-        self, batch: Batch, out: TokenOut, ref: Tensor | None, settings: Mapping[str, Any], shared: Mapping[str, Tensor] | None = None,
+        self, batch: Batch, out: TokenOut, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
         view: View | None = None,
     ) -> tuple[Named, Named]:  # fmt: skip
         """The micro-batch as it was measured, and as the loss reads it under these settings. ``shared``: what holds for the whole
@@ -128,40 +126,35 @@ class Loss:
         changed = columns
         for modifier in self.acting("tokens", settings):
             changed = modifier(changed, batch, settings=settings)
+        found = plain
         if changed is not columns:
-            changed = {name: values for name, values in changed.items() if name != "sum_sq_t"}
-        found = plain if changed is columns else plain | lay(batch, changed)
+            wanted = {f"{name}_t" for name in self.wants(settings)}  # what is made of these stays as it was measured
+            found = plain | lay(batch, {name: values for name, values in changed.items() if name not in wanted})
         for modifier in self.acting("view", settings) if view is None else ():
             found = modifier(found, settings=settings)
         return plain, found
 
-    def __call__(self, view: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
+    def __call__(self, view: Mapping[str, Tensor], settings: Settings) -> Tensor:
         """The unreduced loss of a view, under a recipe's settings."""
         own = {p.name for p in inspect.signature(self.fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
         return self.fn(*(view[name] for name in self.reads), **{k: v for k, v in settings.items() if k in own})
 
     def total(
-        self,
-        plain: Mapping[str, Tensor],
-        view: Mapping[str, Tensor],
-        settings: Mapping[str, Any],
-        count: Mapping[Average, Tensor],
+        self, plain: Mapping[str, Tensor], view: Mapping[str, Tensor], settings: Settings, count: Mapping[Average, Tensor]
     ) -> Tensor:
         """The part of the step's loss that these sequences are: each term's weighted sum by its own count."""
         total = weighted_sum(self.average, self(view, settings), view) / count[self.average]
-        for modifier in self.acting("term", settings):
-            average, values = modifier(plain, settings=settings)
-            average = average or self.average
+        for average, modifier in self._terms(settings):
+            values = modifier(plain, settings=settings)
             total = total + weighted_sum(average, values, plain) / count[average]
         return total
 
-    def measure(
-        self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Mapping[str, Tensor], settings: Mapping[str, Any]
-    ) -> metrics.Metrics:
+    def measure(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Named, settings: Settings) -> Metrics:
         """The numbers that it reports of a micro-batch as it was measured."""
         numbers = self.metrics(plain, self.reward, settings)
-        if settings.get("humanline") is not None:
-            numbers |= metrics.unclamped(token_columns(batch, out, ref), settings)
+        for modifier in self.acting(None, settings):
+            if modifier.metrics is not None:
+                numbers |= modifier.metrics(token_columns(batch, out, ref), settings)
         return numbers
 
 
@@ -193,7 +186,8 @@ def _paired(fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metri
 
 # fmt: off
 LOSSES: dict[str, Loss] = {
-    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl, balances=stats.class_weights),
+    "kto":               _unpaired(unpaired.kto, statistic=stats.mismatched_kl, balances=stats.class_weights,
+                                   needs=(("desirable_weight", "class_weights", "given"), ("undesirable_weight", "class_weights", "given"))),
     "apo_zero_unpaired": _unpaired(unpaired.apo_zero_unpaired),
     "bco":               _unpaired(unpaired.bco, shifts=True),
     "aot_unpaired":      _unpaired(coupled.aot_unpaired, average="class_mean", couples=True),
@@ -216,7 +210,8 @@ LOSSES: dict[str, Loss] = {
     "discopop":          _paired(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
     "aot":               _paired(coupled.aot,           _LONG + _SOFT, couples=True),
     "bradley_terry":     Loss(reward.bradley_terry, "score_pair", "pair_mean", "preference", reward.paired_scores, _UP_DOWN),
-    "pointwise":         Loss(reward.pointwise, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
+    "pointwise":         Loss(reward.pointwise, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN,
+                              needs=(("huber_delta", "error", "huber"),)),
     "ordinal":           Loss(reward.ordinal, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
     "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),

@@ -14,7 +14,8 @@ from valence.types import Mean, Ranked
 
 Metrics = dict[str, "Mean | Ranked"]
 Sums = Mapping[str, Tensor]
-Reward = Callable[[Sums, Mapping[str, Any]], Tensor]
+Settings = Mapping[str, Any]
+Reward = Callable[[Sums, Settings], Tensor]
 
 
 def mean(values: Tensor) -> Mean:
@@ -29,27 +30,27 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
 # Implicit rewards. sums: logp, ref (nats), n (tokens).
 
 
-def log_ratio(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+def log_ratio(sums: Sums, settings: Settings) -> Tensor:
     """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than the reference does."""
     return settings["beta"] * (sums["logp"] - sums["ref"])
 
 
-def log_ratio_tau(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
     """tau * (logp - ref)."""
     return settings["tau"] * (sums["logp"] - sums["ref"])
 
 
-def log_ratio_per_token(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
     """beta * (logp - ref) / n."""
     return log_ratio(sums, settings) / sums["n"]
 
 
-def likelihood(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+def likelihood(sums: Sums, settings: Settings) -> Tensor:
     """beta * logp, or logp where the loss has no beta."""
     return settings.get("beta", 1.0) * sums["logp"]
 
 
-def likelihood_per_token(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
+def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:
     """beta * logp / n."""
     return likelihood(sums, settings) / sums["n"]
 
@@ -57,7 +58,7 @@ def likelihood_per_token(sums: Sums, settings: Mapping[str, Any]) -> Tensor:
 # What is reported
 
 
-def unpaired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
+def unpaired(view: Sums, reward: Reward, settings: Settings) -> Metrics:
     """Means over each class. An absent class has a count of zero and is left out of the log, never shown as 0."""
     up, sums = view["label"], _detached(view, "logp", "ref", "n")
     rewards = reward(sums, settings)
@@ -70,7 +71,7 @@ def unpaired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics
     return numbers
 
 
-def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
+def paired(view: Sums, reward: Reward, settings: Settings) -> Metrics:
     """Means over chosen and rejected, and the share of pairs whose chosen side has the larger reward (a tie counts half)."""
     numbers: Metrics = {}
     rewards: dict[str, Tensor] = {}
@@ -85,13 +86,13 @@ def paired(view: Sums, reward: Reward, settings: Mapping[str, Any]) -> Metrics:
     return numbers
 
 
-def imitation(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
+def imitation(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
     """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft raises."""
     logp = view["logp_t"].detach()
     return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
-def policy_gradient(view: Sums, reward: Reward | None, settings: Mapping[str, Any]) -> Metrics:
+def policy_gradient(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
     """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain and times the advantage (what
     a step raises), the share of tokens whose ratio the clipping cut off, and the part of advantages above zero."""
     d = view["logp_t"].detach() - view["old_t"]
@@ -105,13 +106,6 @@ def policy_gradient(view: Sums, reward: Reward | None, settings: Mapping[str, An
         "clipped": mean(cut.to(ratio)),
         "advantages/positive": mean(up.to(ratio)),
     }
-
-
-def unclamped(columns: Sums, settings: Mapping[str, Any]) -> Metrics:
-    """The share of tokens whose log-ratio lies inside the range of ``humanline``."""
-    low, high = settings["humanline"]
-    d = columns["logp_t"].detach() - columns["ref_t"]
-    return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
 def won(margin: Tensor) -> Tensor:

@@ -1,8 +1,7 @@
 """What may be added to a loss by a setting: other log-probabilities, other weights, or a term of its own.
 
 Which rows of the table allow which is said there. A modifier's keyword-only parameters become settings of those rows.
-``tokens`` are changed before they are summed, a ``view`` after that; a ``term`` is added to the loss, with an average of its own
-or (None) with that of the loss.
+``tokens`` are changed before they are summed, a ``view`` after that; a ``term`` is added to the loss.
 """
 
 from __future__ import annotations
@@ -20,10 +19,13 @@ from torch.nn.functional import logsigmoid
 
 from valence.losses import policy
 from valence.losses.average import Average
+from valence.losses.metrics import Metrics, Settings, mean
 from valence.losses.views import Named, lengths, sides
 from valence.types import Batch
 
 Tokens = Mapping[str, Tensor]
+Needs = tuple[tuple[str, str, Any], ...]
+"""Each a setting, another one, and the value of that without which it is not read."""
 Share = Annotated[float, Ge(0), Le(1)]
 Low = Annotated[float, Lt(0)]
 High = Annotated[float, Gt(0)]
@@ -43,6 +45,13 @@ def humanline(tokens: Tokens, batch: Batch, *, humanline: tuple[Low, High] | Non
     del batch
     assert humanline is not None
     return {**tokens, "logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}
+
+
+def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
+    """The share of tokens whose log-ratio lies inside the range of ``humanline``."""
+    low, high = settings["humanline"]
+    d = tokens["logp_t"].detach() - tokens["ref_t"]
+    return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
 def ld_alpha(tokens: Tokens, batch: Batch, *, ld_alpha: Share = 1.0) -> Named:
@@ -125,12 +134,7 @@ def wpo(view: Named, *, wpo: bool = False) -> Named:
     return {**view, "weight": view["weight"] * (view["confidence_w"] + view["confidence_l"]).exp()}
 
 
-def nll(
-    view: Named,
-    *,
-    nll_weight: Annotated[float, Ge(0)] = 0.0,
-    nll_average: Literal["token", "sequence"] = "token",
-) -> tuple[Average, Tensor]:
+def nll(view: Named, *, nll_weight: Annotated[float, Ge(0)] = 0.0, nll_average: Literal["token", "sequence"] = "token") -> Tensor:
     """Adds the negative log-likelihood of the chosen answer.
 
     nll_weight * -logp_w over all chosen tokens of the step (token), or nll_weight * -logp_w / n_w over its pairs (sequence).
@@ -142,12 +146,14 @@ def nll(
     nll_average: over what it is a mean: all chosen tokens of the step, or the answers, each of which is a mean over its tokens.
     """
     loss = -nll_weight * view["logp_w"]
-    return ("chosen_token_mean", loss) if nll_average == "token" else ("pair_mean", loss / view["n_w"])
+    return loss if nll_average == "token" else loss / view["n_w"]
 
 
-def kl_penalty(
-    view: Named, *, kl_weight: Annotated[float, Ge(0)] = 0.0, kl_estimator: Literal["k2", "k3"] = "k3"
-) -> tuple[None, Tensor]:
+def average_of_nll(settings: Settings) -> Average:
+    return "chosen_token_mean" if settings["nll_average"] == "token" else "pair_mean"
+
+
+def kl_penalty(view: Named, *, kl_weight: Annotated[float, Ge(0)] = 0.0, kl_estimator: Literal["k2", "k3"] = "k3") -> Tensor:
     """Adds an estimate of the divergence from the reference, token by token, averaged as the loss is.
 
     kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman 2020, "Approximating KL
@@ -158,40 +164,43 @@ def kl_penalty(
     kl_weight: weight of the divergence from the reference.
     kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which follows KL(reference, policy).
     """
-    return None, kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
+    return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
 
 
 @dataclass(frozen=True, slots=True)
 class Modifier:
-    """``idle``: the setting that turns it on, and its value at which nothing is changed (None: it always acts)."""
+    """All that a loss is to know of one. ``idle``: the setting that turns it on, and its value at which nothing is changed.
+
+    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of the loss). metrics: more
+    numbers to report, of the tokens as they were measured.
+    """
 
     fn: Callable[..., Any]
     stage: Literal["tokens", "view", "term"]
-    idle: tuple[str, Any] | None
+    idle: tuple[str, Any]
+    wants: tuple[str, ...] = ()
+    average: Callable[[Settings], Average] | None = None
+    metrics: Callable[[Tokens, Settings], Metrics] | None = None
+    needs: Needs = ()
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
         parameters = inspect.signature(self.fn, eval_str=True).parameters.values()
         return {p.name: p for p in parameters if p.kind is p.KEYWORD_ONLY}
 
-    @property
-    def idle_settings(self) -> tuple[str, ...]:
-        """Settings that change nothing while it is not turned on."""
-        return tuple(name for name in self.settings if self.idle is not None and name != self.idle[0])
+    def acts(self, settings: Settings) -> bool:
+        return settings[self.idle[0]] != self.idle[1]
 
-    def acts(self, settings: Mapping[str, Any]) -> bool:
-        return self.idle is None or settings[self.idle[0]] != self.idle[1]
-
-    def __call__(self, *given: Any, settings: Mapping[str, Any]) -> Any:
+    def __call__(self, *given: Any, settings: Settings) -> Any:
         return self.fn(*given, **{name: settings[name] for name in self.settings})
 
 
 MODIFIERS: dict[str, Modifier] = {
-    "humanline": Modifier(humanline, "tokens", ("humanline", None)),
+    "humanline": Modifier(humanline, "tokens", ("humanline", None), metrics=unclamped),
     "ld_alpha": Modifier(ld_alpha, "tokens", ("ld_alpha", 1.0)),
-    "smoothing": Modifier(smoothing, "view", None),
-    "f_divergence": Modifier(f_divergence, "view", ("f_divergence", "reverse_kl")),
-    "wpo": Modifier(wpo, "view", ("wpo", False)),
-    "nll": Modifier(nll, "term", ("nll_weight", 0.0)),
+    "smoothing": Modifier(smoothing, "view", ("label_smoothing", None)),  # which it never is: rows may say more than the setting
+    "f_divergence": Modifier(f_divergence, "view", ("f_divergence", "reverse_kl"), needs=(("f_alpha", "f_divergence", "alpha"),)),
+    "wpo": Modifier(wpo, "view", ("wpo", False), wants=("sum_sq",)),
+    "nll": Modifier(nll, "term", ("nll_weight", 0.0), average=average_of_nll),
     "kl_penalty": Modifier(kl_penalty, "term", ("kl_weight", 0.0)),
 }
