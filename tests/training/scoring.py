@@ -1,0 +1,50 @@
+"""What the tests of scoring rows share: rows of each kind, and the ways to call."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from valence import cli
+from valence.training.score_rows import Tally, score_rows
+
+ASKED = [{"role": "user", "content": "What is the capital of France?"}]
+FILES: dict[str, list[dict[str, Any]]] = {
+    "judgement": [{"prompt": ASKED, "completion": f"answer {i}", "label": i % 2 == 0, "who": i} for i in range(5)],
+    "preference": [{"prompt": f"question {i} ", "chosen": f"good {i} " * 3, "rejected": "bad"} for i in range(4)],
+    "demonstration": [{"messages": [*ASKED, {"role": "assistant", "content": f"Paris {i}"}]} for i in range(3)],
+    "ranking": [{"prompt": "1 + 1 = ", "completions": ["2", "3 or so", "hello"], "scores": [2.5, 1, 0]} for _ in range(2)],
+    "scored": [{"prompt": f"hello {i} ", "completion": "world", "score": i / 2} for i in range(3)],
+}
+ALL = [f"{name}.jsonl" for name in FILES]
+
+
+def write(name: str, rows: list[Any]) -> str:
+    Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return name
+
+
+def read(name: str = "out.jsonl") -> list[dict[str, Any]]:
+    return [json.loads(line) for line in Path(name).read_text().splitlines()]
+
+
+def score(*data: str, target: str = "model", out: str = "out.jsonl", **how: Any) -> Tally:
+    return score_rows(target, data or ALL, Path(out), quiet=True, **how)
+
+
+def whole() -> bytes:
+    score(out="whole.jsonl")
+    return Path("whole.jsonl").read_bytes()
+
+
+def command(*words: str) -> int:
+    before, sys.argv = sys.argv, ["valence", *words]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
