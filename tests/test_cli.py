@@ -35,7 +35,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "run: {dir: runs/first}\n"
     )
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "console", cli.Console(width=160))
+    monkeypatch.setattr(cli.console, "width", 160)
     return tmp_path
 
 
@@ -206,10 +206,18 @@ def test_a_mistake_is_one_message_and_status_2(
 def test_a_second_run_in_the_same_folder_needs_a_word(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("train", "recipe.yaml", "--quiet") == 0
     assert capsys.readouterr().out == ""
-    assert valence("train", "recipe.yaml", "--quiet") == 2
-    assert "--fresh" in capsys.readouterr().err
+    log = (place / "runs/first/metrics.jsonl").read_bytes()
+    assert valence("train", "recipe.yaml") == 0
+    shown = capsys.readouterr().out
+    assert "is finished" in shown
+    assert "--fresh" in shown
+    assert (place / "runs/first/metrics.jsonl").read_bytes() == log
+    assert valence("train", "recipe.yaml", "train.learning_rate=3e-3") == 2
+    assert "train.learning_rate: " in (refused := capsys.readouterr().err)
+    assert "--allow train.learning_rate" in refused
     assert valence("train", "recipe.yaml", "--quiet", "--fresh") == 0
-    assert len(list((place / "runs").iterdir())) == 2
+    (aside,) = [path for path in (place / "runs").iterdir() if path.name != "first"]
+    assert (aside / "metrics.jsonl").read_bytes() == log
 
 
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
@@ -230,9 +238,9 @@ def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     output = process.communicate(timeout=60)[0]
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    (saved,) = (place / "runs/first/checkpoints").iterdir()
+    saved = [int(path.name.removeprefix("step-")) for path in (place / "runs/first/checkpoints").iterdir()]
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    assert saved.name == f"step-{records[-1]['step']}"
+    assert max(saved) == records[-1]["step"]
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "interrupted"
     assert (place / "runs/first/report.html").is_file()
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import load_recipe
+from valence.config.schema import seconds_of
 from valence.data.audit_text import render
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
@@ -24,9 +27,10 @@ from valence.report.sinks import Sink
 from valence.training.build import build_models
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
-from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike, begin
+from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
 from valence.training.plan import describe, make_plan
+from valence.training.resume import Earlier, begin, choices_of, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
 from valence.types import Kind
@@ -46,27 +50,33 @@ def train(
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[Callback] = (),
     fresh: bool = False,
+    allow: Sequence[str] = (),
     quiet: bool = False,
     console: Console | None = None,
     command: str = "valence.train(...)",
 ) -> Run:
     """Runs a recipe (a YAML file or a mapping) to its end. Objects given replace what the recipe checked.
 
+    A run that is in the folder already is taken up where it was saved last; of one that is finished nothing is done.
+    fresh: move it aside and start anew. allow: settings, or sections such as ``data``, that may differ from those of the run
+    that is taken up.
+
     train, eval: rows as dictionaries in any format that files may have, or Examples. optimizer: an object, or a function
     of the list of trained weights; scheduler: an object, or a function of the optimizer. callbacks are called with the
-    run and each logged record. fresh: move an earlier run of the same folder aside.
+    run and each logged record.
 
-    Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known.
+    Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
+    KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
     """
     console = console or Console()
     stop = Stop(console)
     with stop.listening():
         run = build_run(
             recipe, overrides, model=model, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
-            given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, quiet=quiet, console=console,
-            command=command, stop=stop,
+            given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, allow=allow, quiet=quiet,
+            console=console, command=command, stop=stop,
         )  # fmt: skip
-        return run_to_end(run)
+        return run if run.finished else run_to_end(run)
 
 
 def build_run(
@@ -80,35 +90,67 @@ def build_run(
     console: Console | None = None,
     quiet: bool = False,
     fresh: bool = False,
+    allow: Sequence[str] = (),
     command: str = "valence.train(...)",
+    stop: Stop | None = None,
     **parts: Any,
 ) -> Run:
-    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed."""
+    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
+    state of the run that is there already, if any, taken up."""
     console = console or Console()
+    stop = stop or Stop(console)
     in_memory = [name for name, rows in (given or {}).items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
+    if checked.run.max_time:
+        stop.limit(seconds_of(checked.run.max_time))
     refuse_own_inputs(Path(checked.run.dir), {
         "model.name": checked.model.name, "model.adapter": checked.model.adapter, "model.tokenizer": checked.model.tokenizer,
         "reference.model": checked.reference.model, "reference.cache": checked.reference.cache,
     })  # fmt: skip
-    folder = RunFolder(Path(checked.run.dir), fresh=fresh)
-    prepared = prepare(source, tokenizer=tokenizer, given=given)
-    if not quiet:
+
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"))
+    with ExitStack() as failing:
+        failing.callback(folder.close)
+        prepared = prepare(source, tokenizer=tokenizer, given=given)
+        earlier = look(folder, prepared, allow) if folder.taken_up else None
+        tokens = _announced(prepared, model, earlier, console, quiet)
+        finished = earlier is not None and earlier.finished
+        if not finished:
+            folder.claim()
+            begin(folder, prepared, command, [[0, "evaluation", tokens]], earlier)
+            if not quiet and model is None:
+                say(f"loading and checking {checked.model.name}")
+        chosen = earlier.compiled if earlier else None
+        policy, frozen = build_models(prepared, model=model, reference=reference, fills=not finished, compiled=chosen)
+        run = Run(
+            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop,
+            micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
+        )  # fmt: skip
+        if not finished:
+            folder.state(choices=choices_of(policy.compiled))
+        if earlier:
+            take_up(run, earlier)
+        if finished:
+            folder.close()
+        failing.pop_all()
+        return run
+
+
+def _announced(prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool) -> int:
+    """Says what is going to be done. Returns how many tokens run at once."""
+    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if earlier:
+        say(earlier.told)
+        if earlier.micro_batch_tokens:
+            return earlier.micro_batch_tokens
+    elif not quiet:
         show_audit(prepared, console)
     plan = make_plan(prepared, model)
-    if not quiet:
-        for line in describe(plan):
-            console.print(line, markup=False, highlight=False, soft_wrap=True)
-    folder.claim()
-    begin(folder, prepared, command)
-    folder.state(micro_batch_tokens=plan.micro_batch_tokens)
-    if not quiet and model is None:
-        console.print(f"loading and checking {checked.model.name}", markup=False, highlight=False, soft_wrap=True)
-    policy, frozen = build_models(prepared, model=model, reference=reference, fills=True)
-    return Run(
-        prepared, policy, frozen, folder=folder, console=console, quiet=quiet, micro_batch_tokens=plan.micro_batch_tokens, **parts
-    )
+    for line in describe(plan) if not (quiet or earlier) else ():
+        say(line)
+    return plan.micro_batch_tokens
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:

@@ -31,6 +31,7 @@ from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
 from valence.training.explain import Doc, facts, read_doc
 from valence.training.methods import METHODS, Method, method_of
+from valence.training.signals import OUT_OF_TIME, SIGNALS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
@@ -199,7 +200,13 @@ def test_the_readme_names_every_format_command_and_status() -> None:
         f"valence {name}" for name in re.findall(r"^\| `valence (\w+)", README, re.MULTILINE)
     }
     section = README.split("| exit status |")[1].split("\n\n")[0]
-    assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {0, 1, cli.MISTAKE, cli.STOPPED}
+    assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {
+        0,
+        1,
+        cli.MISTAKE,
+        OUT_OF_TIME,
+        *(128 + number for number in SIGNALS),
+    }
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,9 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.engine.reference import Following
 from valence.errors import UserError
-from valence.report.metrics import Meter
 from valence.training.loop import Run
 from valence.training.methods import method_of
+from valence.training.saving import load_weights
 from valence.training.step import Share, optimizer_step
 
 THUMBS = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
@@ -73,7 +74,7 @@ def test_a_run_trains_with_a_mix_and_logs_it(tmp_path: Path) -> None:
     last = run.fit()
     assert run.step == 3
     assert last["loss"] > last["sft/loss"] * 0.5
-    assert run.examples_seen == 12 + 5
+    assert run.counters.examples_seen == 12 + 5
 
 
 def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
@@ -111,7 +112,7 @@ def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path,
     start = {name: p.detach().clone() for name, p in run.trained.items()}
     kept: dict[int, dict[str, torch.Tensor]] = {0: start}
     while run.step < run.total_steps:
-        run._one_step(Meter())
+        run._one_step()
         kept[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
         wanted = kept[run.step - run.step % 2]
         assert all(torch.equal(p, wanted[name]) for name, p in run.reference.weights.items())
@@ -147,7 +148,7 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
     first.total_steps = 2
     first.fit()
     state = first.state_dict()
-    state = {k: {n: t.detach().clone() for n, t in v.items()} if k in ("weights", "reference") else v for k, v in state.items()}
+    state = copy.deepcopy(state)
     second = run_of(tmp_path, "second", **sections)
     second.load_state_dict(state)
     second.fit()
@@ -163,10 +164,10 @@ def test_a_finished_run_is_measured_with_its_own_threshold(tmp_path: Path) -> No
     """bco's delta belongs to what a run is, also where nothing trains."""
     run = run_of(tmp_path, method="bco")
     run.fit()
-    run.load_weights(state := run.state_dict())
+    load_weights(run, state := run.state_dict())
     before = run.evaluate(THUMBS).metrics["loss"]
     other = run_of(tmp_path, "other", method="bco")
-    other.load_weights(state)
+    load_weights(other, state)
     assert run.objective.shift.delta != 0
     assert other.evaluate(THUMBS).metrics["loss"] == pytest.approx(before, rel=1e-6)
 

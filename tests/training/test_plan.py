@@ -67,16 +67,18 @@ def test_the_number_is_written_down_and_kept(recipe: dict[str, Any], tmp_path: P
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
     run = build_run(recipe, given=GIVEN, quiet=True)
     most = MOST["cpu"]
-    assert run.objective.budget == run.facts["micro_batch_tokens"] == most
-    run.step = 1
+    assert run.budget.at(0, "training") == run.facts["micro_batch_tokens"][0][2] == most
+    run.counters.step = 1
     run.save()
-    (tmp_path / "run/metrics.jsonl").touch()
     monkeypatch.setattr(plan, "free_memory", lambda _: 1)
     again = build_run(recipe | {"run": {"dir": str(tmp_path / "again")}}, given=GIVEN, quiet=True)
-    assert again.objective.budget == LEAST
+    assert again.budget.at(0, "training") == LEAST
     again.load_state_dict(store.load(tmp_path / "run/checkpoints/step-1"))
-    assert again.objective.budget == most
-    assert restore(tmp_path / "run", quiet=True).objective.budget == most
+    assert again.budget.at(0, "training") == most
+    assert restore(tmp_path / "run", quiet=True).budget.at(1, "evaluation") == most
+    taken_up = build_run(recipe, given=GIVEN, quiet=True)
+    assert taken_up.step == 1
+    assert taken_up.budget.at(1, "training") == most
 
 
 def test_what_a_run_takes_is_said_before_it(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

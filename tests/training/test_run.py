@@ -123,7 +123,7 @@ def test_state_carries_a_run_over_bit_for_bit(folder: Path, tmp_path: Path) -> N
     second.fit()
     assert second.step == whole.step == 6
     assert second.tokens_seen == whole.tokens_seen
-    ours, theirs = second.state_dict()["weights"], whole.state_dict()["weights"]
+    ours, theirs = (run.state_dict()["weights"]["values"] for run in (second, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
     kept = ("loss", "grad_norm", "lr", "tokens_seen", "eval/loss", "rewards/chosen")
     tail = [{k: r[k] for k in kept if k in r} for r in logged(tmp_path / "second")]
@@ -191,8 +191,7 @@ def test_a_folder_that_holds_a_run_is_not_written_over(folder: Path, tmp_path: P
     settings = recipe(folder, tmp_path, "sft")
     valence.train(settings, quiet=True)
     log = (tmp_path / "run/metrics.jsonl").read_text()
-    with pytest.raises(UserError, match="holds a run already"):
-        valence.train(settings, quiet=True)
+    valence.train(settings, quiet=True)  # it is finished: nothing is done
     assert (tmp_path / "run/metrics.jsonl").read_text() == log
     valence.train(settings, quiet=True, fresh=True)
     (old,) = [p for p in tmp_path.iterdir() if p.name.startswith("run.")]

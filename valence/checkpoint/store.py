@@ -1,23 +1,23 @@
-"""Nested state on disk: tensors as safetensors, all else as JSON, written aside and renamed, so that it is whole or absent."""
+"""Nested state as files: tensors as safetensors, all else as JSON. Folders are written aside and renamed: whole or absent."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from valence.errors import UserError
 
-TENSOR = "__tensor__"
+TENSOR, DICT = "__tensor__", "__dict__"
+TENSORS, PLAIN = "tensors.safetensors", "state.json"
 
 
 @contextmanager
@@ -39,14 +39,14 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 
 def _keep(aside: Path, target: Path) -> None:
-    """Renames a filled folder, once its files are on the disk."""
+    """Renames a filled folder, once all of it is on the disk."""
     mask = os.umask(0)
     os.umask(mask)
     for path in sorted(aside.rglob("*")):
         if path.is_file():
             path.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+        synced(path)
+    synced(aside)
     if target.exists():
         old = target.with_name(f".{target.name}.old")
         shutil.rmtree(old, ignore_errors=True)
@@ -55,54 +55,82 @@ def _keep(aside: Path, target: Path) -> None:
         shutil.rmtree(old)
     else:
         aside.rename(target)
+    synced(target.parent)
 
 
-def save(state: dict[str, Any], target: Path) -> None:
-    """Writes a nested dict of tensors, numbers, strings, lists and None as a folder."""
-    tensors: dict[str, Tensor] = {}
+def synced(path: Path) -> None:
+    """Returns when a file, or the names in a folder, would survive a loss of power."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
-    def plain(value: Any, path: str) -> Any:
+
+def write_whole(target: Path, content: bytes) -> None:
+    """Writes a file that is there as a whole or, after a crash, as it was. Raises OSError."""
+    aside = target.with_name(f".{target.name}.part")
+    with aside.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(target)
+
+
+class Snapshot:
+    """Nested state as it is now: dicts, lists, tensors, numbers, strings and None, apart from what goes on changing.
+
+    ``size``: bytes of its tensors.
+    """
+
+    def __init__(self, state: Mapping[str, Any], *, copied: bool = True) -> None:
+        """Without ``copied`` tensors that are on the host are used as they are: they must not change until it is written."""
+        self._copied = copied
+        self.tensors: dict[str, Tensor] = {}
+        self.plain = self._described(state, "")
+        self.size = sum(tensor.nbytes for tensor in self.tensors.values())
+
+    def _described(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            tensors[path] = value.detach().cpu().contiguous().clone()
+            self.tensors[path] = value.detach().to("cpu", copy=self._copied).contiguous()
             return {TENSOR: path}
-        if isinstance(value, dict):
+        if isinstance(value, Mapping):
             # Keys may be integers (optimizer states): kept as pairs.
-            return {"__dict__": [[key, plain(item, f"{path}/{key}")] for key, item in value.items()]}
+            return {DICT: [[key, self._described(item, f"{path}/{key}")] for key, item in value.items()]}
         if isinstance(value, list | tuple):
-            return [plain(item, f"{path}/{i}") for i, item in enumerate(value)]
+            return [self._described(item, f"{path}/{i}") for i, item in enumerate(value)]
         return value
 
-    described = plain(state, "")
-    with written_aside(target) as folder:
-        save_file(tensors, folder / "tensors.safetensors")
-        (folder / "state.json").write_text(json.dumps(described))
+    def write(self, folder: Path) -> None:
+        """Writes two files into a folder. Raises OSError or SafetensorError."""
+        save_file(_apart(self.tensors), folder / TENSORS)
+        (folder / PLAIN).write_text(json.dumps(self.plain))
+
+
+def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """No two of them in one piece of memory, which safetensors refuses."""
+    seen: set[int] = set()
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        memory = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if memory in seen and tensor.nbytes else tensor
+        seen.add(memory)
+    return found
 
 
 def load(folder: Path) -> dict[str, Any]:
-    """What ``save`` wrote. Raises UserError when the folder does not hold it."""
+    """The state that ``Snapshot.write`` wrote. Raises UserError when the folder does not hold it."""
     try:
-        described = json.loads((folder / "state.json").read_text())
-        tensors = load_file(folder / "tensors.safetensors")
-    except (OSError, ValueError) as error:
+        described = json.loads((folder / PLAIN).read_text())
+        tensors = load_file(folder / TENSORS)
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"this is not a whole checkpoint ({error})", where=str(folder), fix="use another one") from error
 
     def rich(value: Any) -> Any:
         if isinstance(value, list):
             return [rich(item) for item in value]
         if isinstance(value, dict):
-            return tensors[value[TENSOR]] if TENSOR in value else {key: rich(item) for key, item in value["__dict__"]}
+            return tensors[value[TENSOR]] if TENSOR in value else {key: rich(item) for key, item in value[DICT]}
         return value
 
     return rich(described)
-
-
-def random_state() -> dict[str, Tensor]:
-    """The state of torch's generators."""
-    state = {"cpu": torch.get_rng_state()}
-    return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
-
-
-def set_random_state(state: dict[str, Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])

@@ -102,6 +102,8 @@ NO_EFFECT = (
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
+    Rule("run.keep_best*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
+    Rule("run.early_stop*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("reference.*", lambda c: not c.needs_reference, "{method} reads no reference", "choose a method that reads one"),
     Rule(
         "reference.sync_mix",
@@ -156,6 +158,20 @@ NO_EFFECT = (
 """Settings without effect. Only a setting that differs from its default can break one of these."""
 
 CONTRADICTIONS = (
+    Rule(
+        "run.save_state",
+        lambda c: not c.recipe.run.save_state and not c.recipe.run.save_hf,
+        "neither state nor a model would be in a checkpoint",
+        "set run.save_hf: true, or remove run.save_state",
+    ),
+    Rule(
+        "run.early_stop.metric",
+        lambda c: any(
+            each is not None and not each.metric.startswith("eval/") for each in (c.recipe.run.early_stop, c.recipe.run.keep_best)
+        ),
+        "only numbers of an evaluation are looked at: their names begin with eval/",
+        "put eval/ before it",
+    ),
     Rule(
         "reference.cache",
         lambda c: c.recipe.reference.sync_every is not None and c.recipe.reference.cache not in ("auto", "off"),

@@ -6,6 +6,7 @@ and are handed to the loader (see ``load.py``).
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -26,11 +27,28 @@ def _fraction_or_steps(value: float) -> float:
     return value
 
 
+CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]\d):([0-5]\d)")
+
+
+def _clock(value: str) -> str:
+    if seconds_of(value) <= 0:
+        raise ValueError("not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (days before them)")
+    return value
+
+
+def seconds_of(time: str) -> int:
+    """Seconds of HH:MM:SS or D:HH:MM:SS; 0 of anything else."""
+    found = CLOCK.fullmatch(time)
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
+
+
 Dtype = Literal["float32", "bfloat16", "float64"]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 WholeFromOne = AfterValidator(_fraction_or_steps)
+Clock = Annotated[str, AfterValidator(_clock)]
 
 
 class Section(BaseModel):
@@ -217,11 +235,42 @@ class Samples(Section):
     """Sampling temperature; 0 takes the most likely token."""
 
 
+class Best(Section):
+    metric: Text = "eval/loss"
+    """A number of an evaluation, by its name in the log."""
+    mode: Literal["min", "max"] = "min"
+    """Whether less of it is better, or more."""
+
+
+class EarlyStop(Best):
+    patience: PositiveInt = 3
+    """Stop after so many evaluations in a row that were no better than the best one."""
+    min_delta: NonNegativeFloat = 0.0
+    """By how much it has to be better to count."""
+
+
 class RunSection(Section):
     dir: Text = "runs/latest"
     """Folder of the run."""
     log_every: PositiveInt = 1
     """Write a line of metrics every so many optimizer steps."""
+    save_every: PositiveInt = 50
+    """Save a checkpoint every so many optimizer steps, and at the end."""
+    keep: PositiveInt | None = 3
+    """How many of the newest checkpoints stay; null: all."""
+    keep_best: Best | None = None
+    """Also save and keep the checkpoint of the step whose evaluation was the best (`--step best` reads it)."""
+    save_state: bool = True
+    """Save what a run is continued from: trained weights, optimizer and all else that has state."""
+    save_hf: bool = False
+    """Also write the model as a Hugging Face folder (`model`) into each checkpoint. Training waits for it."""
+    max_failed_saves: PositiveInt = 3
+    """Stop after so many saves in a row that failed, as on a full disk; until then training goes on."""
+    max_time: Clock | None = None
+    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS": then the step is finished, the state saved, and
+    the exit status is 124. Started again, it goes on. Leave room for a step and a save."""
+    early_stop: EarlyStop | None = None
+    """End the run when its evaluations no longer get better."""
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"

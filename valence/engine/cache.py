@@ -73,6 +73,11 @@ class Cached:
         damaged = f", {self.ledger.damaged} of them since they were damaged" if self.ledger.damaged else ""
         return f"reference cache: {self.hits:,} sequences found, {self.misses:,} computed{damaged}"
 
+    def sync(self) -> None:
+        """Returns when what was kept so far would survive a loss of power. Raises OSError."""
+        if "ledger" in self.__dict__:
+            self.ledger.sync()
+
     def let_go(self) -> None:
         """Frees the memory of a reference that is not expected to be needed; it is loaded again if it is."""
         if self.again is not None:

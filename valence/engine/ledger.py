@@ -189,6 +189,11 @@ class Ledger:
             self.keeps = False
             warnings.warn(f"{self.folder}: nothing more is kept, since the cache cannot be written ({error})", stacklevel=3)
 
+    def sync(self) -> None:
+        """Returns when what this process added is on the disk. Raises OSError."""
+        for file in self._own[1:] if self._own else ():
+            os.fsync(file.fileno())
+
     def _append(self, entries: Mapping[bytes, Array]) -> None:
         self._own = self._own or self._begin(next(iter(entries.values())).dtype)
         part, index, values = self._own

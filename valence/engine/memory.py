@@ -37,6 +37,12 @@ class Memory:
         return fixed + tokens * self.per_token
 
 
+def out_of_memory(error: BaseException) -> bool:
+    """Whether this says that the device, or the host, has no memory left."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in said or "out of memory" in said
+
+
 def predict(
     shape: Shape,
     *,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,14 @@ class Meter:
         for name, metrics in parts.items():
             for metric in metrics:
                 self.add({name: metric})
+
+    def state_dict(self) -> dict[str, Any]:
+        ranked = {name: [[part.values, part.others, part.statistic] for part in parts] for name, parts in self.ranked.items()}
+        return {"means": {name: [mean.total, mean.count] for name, mean in self.means.items()}, "ranked": ranked}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.means = {name: Mean(*parts) for name, parts in state["means"].items()}
+        self.ranked = {name: [Ranked(*part) for part in parts] for name, parts in state["ranked"].items()}
 
     def reduce(self, group: Group) -> dict[str, float]:
         """Name -> number, over everything added on all processes. It all travels in one message, and to the host in one piece."""

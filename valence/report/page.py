@@ -247,5 +247,5 @@ def _settings(run: RunData) -> str:
 
 def _reproduce(run: Json) -> str:
     command = f"<pre>{esc(run['command'])}</pre>" if run.get("command") else ""
-    versions = [(name, run[name]) for name in ("valence", "torch", "transformers", "python") if run.get(name)]
+    versions = list(run.get("versions", {}).items())
     return command + (table(("package", "version"), versions) if versions else "")

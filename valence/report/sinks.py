@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,19 +30,25 @@ class Sink(Protocol):
 
 
 class JsonlSink:
-    """One JSON object per line, flushed per line.
+    """One JSON object per line, written at once.
 
     The file is strict JSON, which has no word for numbers that are not finite: they are written as the strings
-    ``"nan"``, ``"inf"`` and ``"-inf"``, which Python's ``float`` reads back. Records are added to a file that
-    exists; a last line that was torn by a crash is cut off first, so that every line stays a whole object.
+    ``"nan"``, ``"inf"`` and ``"-inf"``, which Python's ``float`` reads back. Records are added to a file that exists.
+
+    What cannot be written is kept in memory and tried again with the next record; ``warn`` is told once. Its state is the
+    file's length: loading it cuts off what was written since, so that a run that is taken up leaves no gap and no repeat.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, warn: Callable[[str], None] = warnings.warn) -> None:
         """Raises UserError when the file cannot be opened for writing."""
+        self.path, self._warn = path, warn
+        self._unwritten, self._told = b"", False
+        self._lock = threading.Lock()  # a checkpoint is written by a thread of its own, after the log
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab")
+            self._file = path.open("ab", buffering=0)
             _cut_torn_line(path)
+            self._length = path.stat().st_size
         except OSError as error:
             raise UserError(
                 f"cannot write the log ({error.strerror})",
@@ -52,10 +59,44 @@ class JsonlSink:
     def log(self, record: Record) -> None:
         """Write one line. Raises TypeError for a value that is neither a number nor text."""
         line = json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False)
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        with self._lock:
+            self._unwritten += line.encode() + b"\n"
+            self._length += len(line.encode()) + 1
+        try:
+            self._write()
+        except OSError as error:
+            if not self._told:
+                self._warn(f"{self.path}: cannot be written ({error.strerror}); its lines are kept in memory and tried again")
+            self._told = True
+
+    def _write(self) -> None:
+        with self._lock:
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._told = False
+
+    def sync(self) -> None:
+        """Returns when all lines so far are on the disk. Raises OSError when they cannot be, or the file is no longer there."""
+        self._write()
+        os.fsync(self._file.fileno())
+        self.path.stat()
+
+    def state_dict(self) -> dict[str, int]:
+        return {"bytes": self._length}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._unwritten = b""
+        there = self.path.stat().st_size
+        if there < state["bytes"]:
+            self._warn(f"{self.path}: {state['bytes'] - there} bytes of the log are gone; it goes on with a gap")
+        self._length = min(there, state["bytes"])
+        os.truncate(self.path, self._length)
 
     def close(self) -> None:
+        try:
+            self._write()
+        except OSError as error:
+            self._warn(f"{self.path}: the last {self._unwritten.count(10)} lines could not be written ({error.strerror})")
         self._file.close()
 
 

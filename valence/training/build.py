@@ -27,11 +27,17 @@ WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
 
 
 def build_models(
-    prepared: Prepared, *, model: nn.Module | None = None, reference: nn.Module | None = None, fills: bool = False
+    prepared: Prepared,
+    *,
+    model: nn.Module | None = None,
+    reference: nn.Module | None = None,
+    fills: bool = False,
+    compiled: bool | None = None,
 ) -> tuple[Engine, Reference | None]:
     """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
 
     fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
+    compiled: whether they are, where that was chosen before.
     """
     with prepared.source.placing():
         recipe = prepared.recipe
@@ -58,7 +64,7 @@ def build_models(
         )  # fmt: skip
         check_vocabulary(policy.causal, prepared.tokenizer)
         _check_positions(policy, prepared)
-        if fills and pays_to_compile(prepared, sum(p.numel() for p in policy.parameters()), policy.device):
+        if fills and _compiles(prepared, policy, compiled):
             compile_layers(policy)
         if not prepared.needs_reference:
             return policy, None
@@ -84,6 +90,13 @@ def _reference(policy: Engine, recipe: Recipe, model: nn.Module | None) -> Refer
     if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
         compile_layers(built.engine)
     return built
+
+
+def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None) -> bool:
+    if chosen and (why := why_not(policy.device)):
+        fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
+        raise UserError(f"the layers of this run were compiled, and now {why}", where="train.compile", fix=fix)
+    return pays_to_compile(prepared, sum(p.numel() for p in policy.parameters()), policy.device) if chosen is None else chosen
 
 
 def pays_to_compile(prepared: Prepared, weights: int, device: torch.device) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -29,17 +30,24 @@ LOOKED_AT = 1024
 def run_to_end(run: Run) -> Run:
     """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the way.
 
-    What has been trained is saved as soon as it is, and whenever something stops the run.
+    What has been trained is saved as soon as it is, and whenever something stops the run. Then the folder is free for others.
     """
     folder = run.folder
     assert folder is not None
-    began = time.monotonic()
-    status = "failed"
+    began, earlier = time.monotonic(), float(folder.facts.get("seconds", 0.0))
+
+    def seconds() -> float:
+        return earlier + time.monotonic() - began
+
+    status, at_once = "failed", False
     try:
         _open_cache(run)
-        before = _samples(run)
+        before = _samples_before(run)
         run.fit()
         run.save()
+        if run.early.exhausted:
+            run.say_once(f"training ended at step {run.step} of {run.total_steps}: {run.early.exhausted}")
+            folder.state(ended_early=run.early.exhausted)
         if "test" in run.prepared.corpora:
             found = run.evaluate(name="test")
             rows = [finite(row) for row in found.rows]
@@ -47,21 +55,23 @@ def run_to_end(run: Run) -> Run:
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
         if before:
             pairs = zip(before, _samples(run), strict=True)
-            folder.write("samples.json", [first | {"after": second["before"]} for first, second in pairs])
+            folder.write("samples.json", [{**first, "after": second["before"]} for first, second in pairs])
         _report_cache(run)
         _refuse_broken(run)
-        folder.state(finished=now(), seconds=time.monotonic() - began, steps=run.step)
+        folder.state(finished=now(), seconds=seconds(), steps=run.step)
         write_model(run, folder.path / "model", run.recipe.run.export)
         status = "done"
-    except (Interrupted, KeyboardInterrupt):
-        status = "interrupted"
+    except KeyboardInterrupt as stopped:
+        status, at_once = "interrupted", isinstance(stopped, Interrupted) and stopped.at_once
         raise
     finally:
-        if status != "done":
-            _save_what_there_is(run)
-        folder.state(status=status, finished=now(), seconds=time.monotonic() - began, steps=run.step)
-        run.log.close()
-        _page(run, folder.path)
+        if not at_once:
+            if status != "done":
+                _save_what_there_is(run)
+            folder.state(status=status, finished=now(), seconds=seconds(), steps=run.step)
+            run.log.close()
+            _page(run, folder.path)
+        folder.close()
     return run
 
 
@@ -95,8 +105,9 @@ def _save_what_there_is(run: Run) -> None:
 def _refuse_broken(run: Run) -> None:
     """A model whose last steps were not finite is not written as if it were one."""
     broken = [name for name, p in run.policy.named_parameters() if p.requires_grad and not bool(torch.isfinite(p).all())]
-    if broken or run.skipped_in_a_row:
-        what = f"weights are not finite ({broken[0]})" if broken else f"the last {run.skipped_in_a_row} steps were not finite"
+    if broken or run.counters.skipped_in_a_row:
+        skipped = run.counters.skipped_in_a_row
+        what = f"weights are not finite ({broken[0]})" if broken else f"the last {skipped} steps were not finite"
         raise UserError(
             f"the run ended badly: {what}; no model was written",
             where=f"step {run.step}",
@@ -110,6 +121,24 @@ def _page(run: Run, path: Path) -> None:
         write_page(path)
     except OSError as error:
         run.console.print(f"cannot write the page ({error})", style="yellow", markup=False)
+
+
+def _samples_before(run: Run) -> list[dict[str, str]]:
+    """Answers of the policy before its first step: those that were kept, when the run is taken up later."""
+    assert run.folder is not None
+    kept = run.folder.path / "samples.json"
+    if run.step == 0:
+        found = _samples(run)
+        if found:
+            run.folder.write(kept.name, found)
+        return found
+    if not run.recipe.run.samples.prompts:
+        return []
+    try:
+        return [{name: row[name] for name in ("prompt", "before")} for row in json.loads(kept.read_text(encoding="utf-8"))]
+    except (OSError, ValueError, KeyError) as error:
+        run.warn(f"{kept}: the answers from before the first step are lost ({error}), and none are compared")
+        return []
 
 
 def _samples(run: Run) -> list[dict[str, str]]:

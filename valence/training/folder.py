@@ -5,80 +5,138 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from valence.checkpoint.lock import NAME, Lock
+from valence.checkpoint.store import write_whole
 from valence.errors import UserError
+
+IDENTITY = ("settings", "rows", "choices", "versions")
+"""Facts that say what a run is: a checkpoint holds them too."""
 
 
 class RunFolder:
-    """config.yaml, audit.json, metrics.jsonl, run.json, eval/, checkpoints/, model/, report.html."""
+    """config.yaml, audit.json, metrics.jsonl, run.json, rows.safetensors, eval/, checkpoints/, model/, report.html.
 
-    def __init__(self, path: Path, *, fresh: bool = False) -> None:
-        """Looks whether the folder can be had. ``fresh`` allows for a run that is there; without it that is a UserError.
+    ``taken_up``: it holds a run that is to go on. ``facts``: what run.json says, by now. It is locked against other processes
+    from the moment it is known to exist until ``close``.
+    """
+
+    def __init__(self, path: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
+        """Looks whether the folder can be had. ``fresh``: a run that is there will be moved aside.
 
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
         """
-        self.path = path
+        self.path, self.say = path, say
+        self.facts: dict[str, Any] = {}
+        self._unwritten: dict[str, str] = {}
+        self._told = False
+        self._guard = threading.Lock()
+        self.lock = Lock(path)
+        self.taken_up = False
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
         if path.is_dir() and any(path.iterdir()):
-            if not (path / "run.json").is_file():
+            if not (path / "run.json").is_file() and not _holds_work(path) and {each.name for each in path.iterdir()} != {NAME}:
                 raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
-            if _holds_work(path) and not fresh:
-                raise UserError(
-                    "the folder holds a run already",
-                    where=f"run.dir: {path}",
-                    fix="choose another run.dir, or start anew with --fresh, which moves the old run aside",
-                )
-        self.facts: dict[str, Any] = {}
+            self._take()
+            self.taken_up = _holds_work(path) and not fresh
+            if self.taken_up:
+                self.facts = self._read_facts()
+
+    def _take(self) -> None:
+        if said := self.lock.take(self.say):
+            self.say(said)
+
+    def _read_facts(self) -> dict[str, Any]:
+        try:
+            found = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
+            return found if isinstance(found, dict) else {}
+        except (OSError, ValueError) as error:
+            self.say(f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of the run is used")
+            return {}
 
     def claim(self) -> None:
         """Makes the folder, moving an earlier run aside. Raises UserError when it cannot."""
         path = self.path
         try:
-            if path.is_dir() and _holds_work(path):
-                path.rename(_free_name(path))
+            if path.is_dir() and _holds_work(path) and not self.taken_up:
+                free = _free_name(path)
+                path.rename(free)
+                self.lock.release()
+                self.lock = Lock(path)
+                self.say(f"the earlier run is kept as {free}")
             (path / "eval").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"cannot make the folder ({error.strerror})", where=f"run.dir: {path}", fix="choose another run.dir"
             ) from error
+        self._take()
+
+    def close(self) -> None:
+        """Lets other processes have the folder."""
+        self.lock.release()
 
     def write(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> Path:
         """Writes a file as a whole: text, or anything JSON can say."""
-        text = (
-            content
-            if isinstance(content, str)
-            else json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
-        )
         target = self.path / name
-        aside = target.with_name(f".{target.name}.part")
         try:
-            aside.write_text(text, encoding="utf-8", errors="backslashreplace")
-            aside.replace(target)
+            write_whole(target, _text(content).encode("utf-8", errors="backslashreplace"))
         except OSError as error:
             raise UserError(
                 f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"
             ) from error
         return target
 
+    def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
+        """Writes a file; if it cannot be written, that is told once, and tried again with each checkpoint."""
+        with self._guard:
+            self._unwritten[name] = _text(content)
+        try:
+            self.sync()
+        except OSError as error:
+            if not self._told:
+                self.say(f"{self.path / name}: cannot be written ({error.strerror}); it is tried again")
+            self._told = True
+
+    def sync(self) -> None:
+        """Returns when all that was to be kept is written. Raises OSError when it cannot be."""
+        with self._guard:
+            for name in list(self._unwritten):
+                write_whole(self.path / name, self._unwritten[name].encode("utf-8", errors="backslashreplace"))
+                del self._unwritten[name]
+            self._told = False
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What a checkpoint says about the run that it is of."""
+        return {name: self.facts.get(name) for name in IDENTITY}
+
     def state(self, **facts: Any) -> None:
         """Adds to run.json: the command, versions, times, status."""
         self.facts |= facts
-        self.write("run.json", self.facts)
+        self.keep("run.json", self.facts)
 
     def note(self, kind: str, message: str) -> None:
-        """Adds a line to the notes or warnings in run.json."""
-        self.state(**{kind: [*self.facts.get(kind, []), message]})
+        """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken up says some things again."""
+        if message not in self.facts.get(kind, []):
+            self.state(**{kind: [*self.facts.get(kind, []), message]})
 
     def evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         """eval/step-N.json with every row and number, and the same to read as eval/step-N.txt."""
-        self.write(f"eval/step-{step}.json", {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
-        self.write(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
+        self.keep(f"eval/step-{step}.json", {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
+        self.keep(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
+
+
+def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
+    if isinstance(content, str):
+        return content
+    return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -115,6 +173,7 @@ def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
 
 
 def _holds_work(path: Path) -> bool:
+    """Whether a run in this folder has come to its first step, or to its first evaluation."""
     log = path / "metrics.jsonl"
     return (path / "model").exists() or (path / "checkpoints").exists() or (log.is_file() and log.stat().st_size > 0)
 

@@ -1,44 +1,40 @@
-"""The one loop: steps, evaluations, the log, and what a run leaves behind."""
+"""The one loop: steps, evaluations, the log, and when a run is saved."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from valence.checkpoint import store
+from valence.checkpoint.state import RandomState
 from valence.dist.single import Single
 from valence.engine.logprobs import Engine
-from valence.engine.reference import AdapterOff, Following, Reference
+from valence.engine.memory import out_of_memory
+from valence.engine.reference import Following, Reference
 from valence.errors import UserError
-from valence.losses.stats import RewardShift
 from valence.report.console import Progress
-from valence.report.metrics import Meter
 from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
-from valence.training.folder import RunFolder, now, versions
+from valence.training.folder import RunFolder
 from valence.training.methods import Method
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.plan import make_plan
+from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Corpus, Part, Prepared, rows_to_measure
-from valence.training.signals import Stop
+from valence.training.signals import Interrupted, Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
-from valence.types import Batch, Completion, Content, Mean
+from valence.training.track import Budget, Counters, Phase, Selection, Watch, Window
+from valence.types import Batch, Completion, Content, Encoded, Mean
 
 SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl")
 """Numbers of an evaluation that are printed as soon as they are known."""
 Callback = Callable[["Run", Mapping[str, Any]], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
-
-
-class Interrupted(Exception):
-    """The run was asked to stop, and its last step is finished."""
 
 
 class Run:
@@ -63,41 +59,49 @@ class Run:
         quiet: bool = False,
         stop: Stop | None = None,
         micro_batch_tokens: int | None = None,
+        first: int = 0,
+        finished: bool = False,
     ) -> None:
-        """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given."""
+        """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given. first: the step
+        from which on the present rows are trained on, when a run is taken up with others than it had. finished: it was so before,
+        and is only here to be looked at."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
-        train = self.recipe.train
-        budget = micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens
-        self.objective = self._objective(prepared.method, self.recipe.loss, budget)
+        train, run = self.recipe.train, self.recipe.run
+        self.budget = Budget(micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens)
+        self.objective = self._objective(prepared.method, self.recipe.loss)
         mixed = prepared.mixed if "train" in prepared.corpora else ()
-        self.mixed = [(part, self._objective(part.method, part.settings, budget)) for part in mixed]
+        self.mixed = [(part, self._objective(part.method, part.settings)) for part in mixed]
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
-        self.total_steps = prepared.total_steps if self.sampler else 0
+        self.counters = Counters(first=first)
+        self.total_steps = prepared.steps_from(first) if self.sampler else 0
         self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
             policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
         )
         self.scheduler = _made(scheduler, self.optimizer) or schedule(
             self.optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
         )
-        self.log = FanOut([JsonlSink(folder.path / "metrics.jsonl")] if folder else [], list(sinks))
-        self.step = 0
-        self.tokens_seen = 0
-        self.examples_seen = 0
-        self.skipped_in_a_row = 0
+        self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder else None
+        self.log = FanOut([self._jsonl] if self._jsonl else [], list(sinks), self.warn)
+        self.saver = Saver(self, folder, self._jsonl) if folder and self._jsonl else None
+        self.window, self.watch = Window(), Watch()
+        self.best, self.early = Selection(run.keep_best), Selection(run.early_stop)
+        self.evaluations: dict[int, dict[str, float]] = {}
         # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
         self.whole = True
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
-        self.evaluations: dict[int, dict[str, float]] = {}
         self.said: set[str] = set()
         self.stop = stop or Stop(self.console)
+        self.finished = finished
         self.base: str | None = None
+        self._before_skips: dict[str, Any] | None = None
         self.facts: dict[str, Any] = folder.facts if folder else {}
         self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
+        self.registry = registry_of(self, self._jsonl)
 
-    def _objective(self, method: Method, settings: Mapping[str, Any], budget: int) -> Objective:
-        reference = self.reference if method.needs_reference else None
+    def _objective(self, method: Method, settings: Mapping[str, Any]) -> Objective:
+        reference, budget = self.reference if method.needs_reference else None, self.budget.at(0, "evaluation")
         return Objective(method, dict(settings), self.policy, reference, Single(), budget, self.recipe.data.max_length)
 
     @property
@@ -105,107 +109,145 @@ class Run:
         """All that a step trains with."""
         return [self.objective, *(objective for _, objective in self.mixed)]
 
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+        return self.counters.step
+
+    @property
+    def tokens_seen(self) -> int:
+        return self.counters.tokens_seen
+
     # ------------------------------------------------------------------ training
 
     def fit(self) -> dict[str, float]:
-        """Trains to the last step, evaluating on the way. Returns the last evaluation (or the last record, without data.eval).
+        """Trains to the last step, evaluating and saving on the way. Returns the last evaluation (or the last record).
 
-        Raises Interrupted after SIGINT or SIGTERM, with the step finished; UserError when too many
-        steps in a row were not finite.
+        Raises Interrupted after a signal or run.max_time, with the step finished; UserError when too many steps in a row were not
+        finite, or too many saves failed.
         """
         if self.sampler is None:
             raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
+        self._caution()
+        last: dict[str, Any] = {}
+        seen = 0
+        with self.stop.waiting(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
+            while True:
+                last = self._settle(bar) or last
+                if self.step >= self.total_steps or self.early.exhausted or self.stop.requested:
+                    break
+                seen += self._one_step().tokens
+                self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
+                bar.update(self.step, tokens=seen, metrics=last)
+        if self.stop.requested:
+            raise self.stop.ended()
+        return self.evaluations.get(self.step, last)
+
+    def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
             self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
         if self.prepared.ends_early:
             self.say_once(self.prepared.ends_early)
-        last: dict[str, float] = {}
         if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
-        with self.stop.waiting(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
-            if self.step == 0 and self.recipe.eval.at_start and "eval" in self.prepared.corpora:
-                with bar.pause():
-                    self._record({"step": 0} | self._evaluate_and_keep())
-            meter, began, tokens, seen = Meter(), time.monotonic(), 0, 0
-            while self.step < self.total_steps and not self.stop.requested:
-                outcome, learning_rate = self._one_step(meter)
-                tokens += outcome.tokens
-                seen += outcome.tokens
-                evaluating = self._evaluation_due()
-                ending = self.step == self.total_steps or self.stop.requested
-                if self.step % self.recipe.run.log_every == 0 or evaluating or ending:
-                    seconds = time.monotonic() - began
-                    last = self._window(meter, outcome, learning_rate, tokens, seconds)
-                bar.update(self.step, tokens=seen, metrics=last)
-                if last.get("step") == self.step:
-                    if evaluating:
-                        with bar.pause():
-                            last = last | self._evaluate_and_keep()
-                    self._record(last)
-                    meter, began, tokens = Meter(), time.monotonic(), 0
-        if self.stop.requested:
-            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}")
-        return self.evaluations.get(self.step, last)
 
-    def _one_step(self, meter: Meter) -> tuple[Outcome, float]:
-        assert self.sampler is not None
-        ours, following = self.sampler.step(self.step)
-        units = self.sampler.units
+    def _one_step(self) -> Outcome:
+        """One optimizer step, and what the counters and the window say of it."""
+        began = time.monotonic()
+        before = self.registry.state_dict(leaving_out=HEAVY)
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        shares = [self._share(part, objective) for part, objective in self.mixed]
-        chosen, later = [units[i] for i in ours], (units[i] for i in following)
-        outcome, norm, applied = optimizer_step(
-            self.objective, self.optimizer, chosen, later, self.recipe.train.clip_norm, shares
-        )
+        outcome, norm, applied, examples = self._with_memory("training", self._update)
         self.scheduler.step()
-        self.step += 1
+        counters, window = self.counters, self.window
+        counters.step += 1
         every = self.recipe.reference.sync_every
         if applied and isinstance(self.reference, Following) and every and self.step % every == 0:
             self.reference.follow(self.trained, self.recipe.reference.sync_mix)
-        self.tokens_seen += outcome.tokens
-        self.examples_seen += len(ours) + sum(len(share.units) for share in shares)
-        self.whole = True
-        self._guard(outcome, norm, applied)
+        counters.tokens_seen += outcome.tokens
+        counters.examples_seen += examples
         if applied:
-            meter.pool(outcome.metrics)
-            meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))})
-        meter.add({
+            window.meter.pool(outcome.metrics)
+            window.meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))})
+        window.meter.add({
             "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
             "skipped": _one(torch.tensor(float(not applied))),
         })  # fmt: skip
+        window.tokens += outcome.tokens
+        window.last = {"lr": learning_rate, "micro_batches": outcome.micro_batches}
+        window.seconds += time.monotonic() - began
+        self.whole = True
+        self._guard(outcome, norm, applied, before)
         most = self.objective.budget
         if outcome.largest > most:
             self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
-        return outcome, learning_rate
+        return outcome
 
-    def _share(self, part: Part, objective: Objective) -> Share:
+    def _update(self) -> tuple[Outcome, float, bool, int]:
+        """What the step measured, the gradient's norm, whether it was applied, and how many examples it had."""
+        assert self.sampler is not None
+        at = self.step - self.counters.first
+        ours, following = self.sampler.step(at)
+        units = self.sampler.units
+        shares = [self._share(part, objective, at) for part, objective in self.mixed]
+        chosen, later = [units[i] for i in ours], (units[i] for i in following)
+        clip = self.recipe.train.clip_norm
+        found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares)
+        return *found, len(ours) + sum(len(share.units) for share in shares)
+
+    def _share(self, part: Part, objective: Objective, at: int) -> Share:
         """What a method of `mix` trains on in this step."""
-        ours, following = part.sampler.step(self.step)
+        ours, following = part.sampler.step(at)
         units = part.sampler.units
         return Share(part.name, objective, part.weight, [units[i] for i in ours], (units[i] for i in following))
+
+    def _with_memory(self, phase: Phase, action: Callable[[], Any]) -> Any:
+        """What the action gives. When memory runs out, it is done again with half as many tokens at once: that gives the same, by
+        construction. Raises UserError when that does not help, or was done before."""
+        while True:
+            random = RandomState()
+            before = random.state_dict()
+            for objective in self.objectives:
+                objective.budget = self.budget.at(self.step, phase)
+            try:
+                return action()
+            except (RuntimeError, MemoryError) as error:
+                if not out_of_memory(error) or not self.whole:
+                    raise
+            self.budget.halve(self.step, phase)
+            tokens = self.budget.at(self.step, phase)
+            self.warn(
+                f"out of memory in step {self.step} ({phase}): from here on {tokens} tokens run at once, half as many; "
+                "the result is the same"
+            )
+            if self.folder:
+                self.folder.state(micro_batch_tokens=self.budget.state_dict())
+            self.optimizer.zero_grad(set_to_none=True)
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            random.load_state_dict(before)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The weights that train, by name."""
         return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
-    def _guard(self, outcome: Outcome, norm: float, applied: bool) -> None:
-        """A step that was not finite is named; too many in a row end the run."""
+    def _guard(self, outcome: Outcome, norm: float, applied: bool, before: dict[str, Any]) -> None:
+        """A step that was not finite is named; too many in a row end the run. ``before``: the state of what any step changes."""
+        counters = self.counters
         if applied:
-            self.skipped_in_a_row = 0
+            counters.skipped_in_a_row, self._before_skips = 0, None
             return
-        self.skipped_in_a_row += 1
+        counters.skipped_in_a_row += 1
+        self._before_skips = self._before_skips or before
         names = outcome.not_finite()
         where = self._origins(names) if names else "no single row (the gradient overflowed)"
-        message = f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm {norm:.4g}; rows: {where}"
-        self.console.print(message, style="yellow", markup=False)
-        if self.folder:
-            self.folder.note("warnings", message)
-        if self.skipped_in_a_row >= self.recipe.train.max_skipped:
+        self.warn(f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm {norm:.4g}; rows: {where}")
+        if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
             raise UserError(
-                f"{self.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
+                f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
                 where=f"step {self.step}",
-                fix="lower train.learning_rate, use model.dtype: float32, or look at the rows named above",
+                fix="look at the rows named above, use model.dtype: float32, or lower train.learning_rate (with --allow "
+                "train.learning_rate the run goes on from before these steps)",
             )
 
     def _origins(self, names: Sequence[str]) -> str:
@@ -214,34 +256,70 @@ class Run:
         more = f" and {len(found) - 8} more" if len(found) > 8 else ""
         return ", ".join(found[:8]) + more
 
-    def _window(self, meter: Meter, outcome: Outcome, learning_rate: float, tokens: int, seconds: float) -> dict[str, float]:
+    def _settle(self, bar: Progress) -> dict[str, Any]:
+        """What is due after a step: evaluation, log, save. Returns the record that was logged, if any.
+
+        An interruption on the way leaves it undone, and a run that is taken up there begins with it.
+        """
+        counters, step = self.counters, self.step
+        if counters.settled >= step:
+            return {}
+        found: dict[str, float] = {}
+        if self._evaluation_due():
+            with bar.pause():
+                found = self._evaluate_and_keep()
+        record: dict[str, Any] = {}
+        if step and (found or step % self.recipe.run.log_every == 0 or step == self.total_steps):
+            record = self._window() | found
+        elif found:
+            record = {"step": 0} | found
+        better = False
+        if found:
+            better = self.best.see(step, found)
+            self.early.see(step, found)
+        if record:
+            self.log.log(record)
+            self.window.clear()
+        counters.settled = step
+        for said in self.watch.see(record):
+            self.warn(f"step {step}: {said}")
+        for callback in self.callbacks if record else ():
+            callback(self, record)
+        if step and (better or step % self.recipe.run.save_every == 0 or step == self.total_steps):
+            self.save(wait=False)
+        elif self.saver is not None:
+            self.saver.tell(self.warn)
+        return record
+
+    def _window(self) -> dict[str, float]:
         """The record of the steps since the last one."""
         assert self.sampler is not None
+        counters, window = self.counters, self.window
         return {
             "step": self.step,
-            "epoch": self.step / self.sampler.steps_per_epoch,
-            **meter.reduce(self.objective.group),
-            "lr": learning_rate,
-            "micro_batches": outcome.micro_batches,
-            "tokens": tokens,
-            "tokens_seen": self.tokens_seen,
-            "examples_seen": self.examples_seen,
-            "tokens/s": tokens / seconds if seconds > 0 else 0.0,
-            "seconds": seconds,
+            "epoch": (self.step - counters.first) / self.sampler.steps_per_epoch,
+            **window.meter.reduce(self.objective.group),
+            **window.last,
+            "tokens": window.tokens,
+            "tokens_seen": counters.tokens_seen,
+            "examples_seen": counters.examples_seen,
+            "tokens/s": window.tokens / window.seconds if window.seconds > 0 else 0.0,
+            "seconds": window.seconds,
         }
-
-    def _record(self, record: Mapping[str, Any]) -> None:
-        self.log.log(record)
-        for callback in self.callbacks:
-            callback(self, record)
 
     def say_once(self, message: str) -> None:
         if message not in self.said:
             self.said.add(message)
-            if not self.quiet:
-                self.console.print(message, style="yellow", markup=False)
-            if self.folder:
-                self.folder.note("notes", message)
+            self._say("notes", message)
+
+    def warn(self, message: str) -> None:
+        self._say("warnings", message)
+
+    def _say(self, kind: str, message: str) -> None:
+        if kind == "warnings" or not self.quiet:
+            self.console.print(message, style="yellow", markup=False)
+        if self.folder:
+            self.folder.note(kind, message)
 
     # ------------------------------------------------------------------ measuring
 
@@ -269,7 +347,9 @@ class Run:
             return generator.generate([encoder.encode_prompt(prompt) for prompt in prompts], n, sampling)
 
     def _measured(self, corpus: Corpus, phase: str, most: int | None) -> Evaluation:
-        units = corpus.units[:most]
+        return self._with_memory("evaluation", lambda: self._measure_once(corpus.units[:most], corpus, phase))
+
+    def _measure_once(self, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
         per_unit = 2 if self.prepared.method.mismatches else 1
         total = per_unit * sum(len(unit.answers) for unit in units)
         done = tokens = 0
@@ -278,7 +358,7 @@ class Run:
             def advance(batch: Batch) -> None:
                 nonlocal done, tokens
                 if self.stop.requested:
-                    raise KeyboardInterrupt
+                    raise self.stop.ended()
                 done += batch.sequences
                 tokens += len(batch.tokens)
                 bar.update(done, tokens=tokens)
@@ -289,17 +369,14 @@ class Run:
         assert self.sampler is not None
         if "eval" not in self.prepared.corpora:
             return False
+        if self.step == 0:
+            return self.recipe.eval.at_start
         every = self.recipe.eval.every
         steps = round(every) if every >= 1 else max(1, round(every * self.sampler.steps_per_epoch))
         return self.step % steps == 0 or self.step == self.total_steps
 
     def _evaluate_and_keep(self) -> dict[str, float]:
-        try:
-            found = self.evaluate()
-        except KeyboardInterrupt:
-            if not self.stop.requested:
-                raise
-            return {}  # the loop ends at the next step anyway, and logs what it has
+        found = self.evaluate()
         if self.folder:
             self.folder.evaluation(self.step, found.metrics, found.rows)
         self.evaluations[self.step] = found.metrics
@@ -312,79 +389,20 @@ class Run:
     # ------------------------------------------------------------------ state
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on: trained weights, optimizer, schedule, position, counters, random state,
-        and how many tokens run at once, on which the last bits of a result depend."""
-        return {
-            "weights": dict(self.trained),
-            "reference": dict(self.reference.weights) if isinstance(self.reference, Following) else {},
-            "base": self._base(),
-            "optimizer": self.optimizer.state_dict(),
-            "scheduler": self.scheduler.state_dict(),
-            "random": store.random_state(),
-            "micro_batch_tokens": self.objective.budget,
-            "reward_shifts": [astuple(objective.shift) for objective in self.objectives],
-            "step": self.step,
-            "tokens_seen": self.tokens_seen,
-            "examples_seen": self.examples_seen,
-            "skipped_in_a_row": self.skipped_in_a_row,
-        }
+        """All that the rest of the run depends on. While steps are being skipped, it is that from before the first of them."""
+        light = self._before_skips or self.registry.state_dict(leaving_out=HEAVY)
+        return light | {name: self.registry.parts[name].state_dict() for name in HEAVY}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where ``state_dict`` was called. Raises UserError when it is of another model."""
-        self.load_weights(state)
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.scheduler.load_state_dict(state["scheduler"])
-        store.set_random_state(state["random"])
-        for objective in self.objectives:
-            objective.budget = state["micro_batch_tokens"]
-        for name in ("step", "tokens_seen", "examples_seen", "skipped_in_a_row"):
-            setattr(self, name, state[name])
+        """Takes up where ``state_dict`` was called. Raises UserError when it is of another model or another version."""
+        self.registry.load_state_dict(state)
 
-    def load_weights(self, state: Mapping[str, Any]) -> None:
-        """The trained weights of a saved state and what a loss compares them with, but nothing else of it. Raises UserError when
-        it is of another model."""
-        own = self.trained
-        saved = state["weights"]
-        odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
-        if odd or state["base"] != self._base():
-            what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
-            raise UserError(
-                f"the saved weights are those of another model ({what})", where="checkpoint", fix="use the model of the saved run"
-            )
-        with torch.no_grad():
-            for name, value in state["weights"].items():
-                own[name].copy_(value)
-        if isinstance(self.reference, Following):
-            self.reference.follow(state["reference"])
-        # Not those of a mix, when the run is only measured: its own method comes first.
-        for objective, shift in zip(self.objectives, state["reward_shifts"], strict=False):
-            objective.shift = RewardShift(*shift)
-
-    def _base(self) -> str | None:
-        """A digest of the frozen weights that an adapter was trained on."""
-        if self.base is None and hasattr(self.policy.model, "peft_config"):
-            self.base = AdapterOff(self.policy).digest()
-        return self.base
-
-    def save(self) -> None:
-        """Writes the state under checkpoints/step-N of the run's folder, if it has one."""
-        if self.folder is None:
-            return
-        target = self.folder.path / "checkpoints" / f"step-{self.step}"
-        target.parent.mkdir(exist_ok=True)
-        store.save(self.state_dict(), target)
-
-
-def begin(folder: RunFolder, prepared: Prepared, command: str) -> None:
-    """Writes what is known before the first step."""
-    folder.write("config.yaml", prepared.source.to_yaml())
-    folder.write("audit.json", {name: corpus.audit.to_dict() for name, corpus in prepared.corpora.items()})
-    changed = [
-        {"setting": name, "value": setting.value, "origin": setting.origin}
-        for name, setting in prepared.source.settings.items()
-        if not setting.is_default
-    ]
-    folder.state(command=command, **versions(), started=now(), status="running", changed=changed)
+    def save(self, *, wait: bool = True) -> None:
+        """Writes a checkpoint into the run's folder, if it has one. Raises UserError when it cannot be written; without ``wait``
+        only when that was so too often."""
+        if self.saver is not None:
+            self.saver.save(self.state_dict())
+            self.saver.tell(self.warn, wait=wait)
 
 
 def _one(value: torch.Tensor) -> Mean:
@@ -396,3 +414,6 @@ def _made(given: Any, argument: Any) -> Any:
     if given is None or hasattr(given, "state_dict"):
         return given
     return given(argument)
+
+
+__all__ = ["Callback", "Interrupted", "OptimizerLike", "Run", "SchedulerLike"]

@@ -5,50 +5,72 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich.console import Console
 
 from valence.checkpoint import store
+from valence.checkpoint.keeper import Checkpoints, Saved, check
 from valence.config.load import load_recipe
 from valence.errors import UserError
 from valence.training.build import build_models
 from valence.training.loop import Run
 from valence.training.methods import Method, method_of
+from valence.training.saving import load_weights
 from valence.training.setup import prepare
 
+At = int | Literal["best"] | None
+"""Which checkpoint: that of a step, of the best evaluation (run.keep_best), or the newest."""
 
-def newest_checkpoint(run_dir: Path) -> Path:
-    """The checkpoint with the largest step. Raises UserError when there is none."""
-    found = [path for path in (run_dir / "checkpoints").glob("step-*") if path.name[5:].isdigit()]
-    if not found:
+
+def _checkpoint(run_dir: Path, at: At) -> Saved:
+    """A checkpoint of a run, if it is whole. Raises UserError when there is none."""
+    checkpoints = Checkpoints(run_dir / "checkpoints", None)
+    steps = checkpoints.steps()
+    if not steps:
         raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
-    return max(found, key=lambda path: int(path.name[5:]))
+    step = steps[-1] if at is None else at
+    if step == "best":
+        step = store.load(check(checkpoints.path(steps[-1])).path)["best"]["step"]
+        if step is None:
+            raise UserError("no checkpoint is the best one", where=str(run_dir), fix="set run.keep_best before training")
+    if step not in steps:
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"the run has no checkpoint of step {step}", where=str(run_dir), fix=f"name one of {kept}")
+    found = check(checkpoints.path(step))
+    if not found.has_state:
+        fix = "use the model in it, which transformers loads"
+        raise UserError("this checkpoint holds no state (run.save_state was false)", where=str(found.path), fix=fix)
+    return found
 
 
-def restore(run_dir: Path, *, overrides: Sequence[str] = (), console: Console | None = None, quiet: bool = False) -> Run:
-    """The run of a folder with its newest weights, without anything being written there.
+def restore(
+    run_dir: Path, *, overrides: Sequence[str] = (), at: At = None, console: Console | None = None, quiet: bool = False
+) -> Run:
+    """The run of a folder with its newest weights, or those of another checkpoint, without anything being written there.
 
     overrides: settings to change, such as the data to evaluate on. Raises UserError when the folder holds no run.
     """
     source = load_recipe(_config_of(run_dir), overrides, method_of=method_of, training=False)
-    checkpoint = newest_checkpoint(run_dir)
+    state = store.load(_checkpoint(run_dir, at).path)
     policy, reference = build_models(prepared := prepare(source))
-    state = store.load(checkpoint)
-    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["micro_batch_tokens"])
-    run.load_weights(state)
-    run.step = state["step"]
+    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2])
+    load_weights(run, state)
     run.facts = _read(run_dir / "run.json")
     run.audit = _read(run_dir / "audit.json").get("train", {})
-    for path in (run_dir / "eval").glob("step-*.json"):
-        saved = _read(path)
-        run.evaluations[saved["step"]] = saved["metrics"]
     return run
 
 
 def method_of_run(run_dir: Path) -> Method:
     """What a run trains with. Raises UserError when the folder holds no run."""
     return method_of(load_recipe(_config_of(run_dir), method_of=method_of, training=False).recipe.method)
+
+
+def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
+    """The recipe of a run, and the folder that it was started from, against which its paths are meant. Raises UserError when the
+    folder holds no run."""
+    recipe, place = _config_of(run_dir), _read(run_dir / "run.json").get("cwd")
+    return recipe, Path(place) if isinstance(place, str) else None
 
 
 def _config_of(run_dir: Path) -> Path:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from valence.config.load import load_recipe
+from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
 from valence.dist.protocol import Group
 from valence.dist.single import Single
@@ -20,6 +23,7 @@ from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
 from valence.training.methods import method_of
 from valence.training.setup import prepare
+from valence.training.signals import Stop
 from valence.training.step import Objective
 from valence.types import Encoded
 
@@ -50,15 +54,24 @@ def score(
             raise UserError("the reference moves with the policy", where="reference.sync_every", fix="there is nothing to keep")
         if where == "off":
             raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
-    folder = RunFolder(Path(source.recipe.run.dir)) if where == "auto" else None
-    prepared = prepare(source)
-    if folder:
-        folder.claim()
-        folder.state(command=command, started=now(), status="scored")
-    policy, cached = build_models(prepared, fills=True)
-    assert isinstance(cached, Cached)
-    run = Run(prepared, policy, cached, console=console, quiet=quiet)
-    with run.stop.listening():
+    say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
+    folder = RunFolder(Path(source.recipe.run.dir), say=say) if where == "auto" else None
+    stop = Stop(console)
+    with stop.listening(), ExitStack() as ending:
+        if folder:
+            ending.callback(folder.close)
+            if folder.taken_up:
+                fix = "choose another run.dir, or name a folder in reference.cache"
+                raise UserError("the folder holds a run already", where=f"run.dir: {folder.path}", fix=fix)
+        if source.recipe.run.max_time:
+            stop.limit(seconds_of(source.recipe.run.max_time))
+        prepared = prepare(source)
+        if folder:
+            folder.claim()
+            folder.state(command=command, started=now(), status="scored")
+        policy, cached = build_models(prepared, fills=True)
+        assert isinstance(cached, Cached)
+        run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop)
         _fill(run, cached, group or Single())
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
     for line in said if not quiet else []:
@@ -80,8 +93,9 @@ def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]
     samplers = [(run.objective, run.sampler)] if run.sampler else []
     samplers += [(objective, part.sampler) for part, objective in run.mixed]
     for objective, sampler in samplers:
+        first = run.counters.first
         for step in range(run.step, run.total_steps) if objective.reference else ():
-            ours, following = sampler.step(step)
+            ours, following = sampler.step(step - first)
             yield objective, [sampler.units[i] for i in ours], map(sampler.units.__getitem__, following)
     for name, most in (("eval", run.recipe.eval.max_examples), ("test", None)):
         if name in run.prepared.corpora:

@@ -100,8 +100,12 @@ class Prepared:
     @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
+        return self.steps_from(0)
+
+    def steps_from(self, first: int) -> int:
+        """Optimizer steps of the whole run when these rows come in after the first so many."""
         train = self.recipe.train
-        steps = up(train.epochs * self.sampler.steps_per_epoch)
+        steps = first + up(train.epochs * self.sampler.steps_per_epoch)
         return steps if train.max_steps is None else min(steps, train.max_steps)
 
     @property

@@ -1,28 +1,95 @@
-"""SIGINT and SIGTERM: a step is finished first, anything else ends at once, and a second signal always does."""
+"""What ends a run early: SIGINT, SIGTERM, SIGUSR1 and the clock. A step is finished first, anything else ends at once, and a
+second signal always does."""
 
 from __future__ import annotations
 
+import _thread
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+OUT_OF_TIME = 124
+"""Exit status when run.max_time is over: that of the `timeout` command. Of a signal it is 128 and its number."""
+
+
+ECHO = 2.0
+"""Seconds within which the same signal once more (but for Ctrl-C) is taken for the same one."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Something asked the program to end. ``status``: its exit status. ``at_once``: it was asked for twice, so nothing is done
+    any more but leaving."""
+
+    def __init__(self, reason: str, status: int, at_once: bool = False) -> None:
+        super().__init__(reason)
+        self.status, self.at_once = status, at_once
+
 
 class Stop:
-    """What signals have asked for. While ``patient`` the first one only sets ``requested``; else it raises KeyboardInterrupt."""
+    """What signals and the clock have asked for. While ``patient`` the first only sets ``requested``; else it raises
+    Interrupted."""
 
     def __init__(self, console: Console) -> None:
         self.console = console
-        self.requested = False
+        self.reason = ""
+        self.status = 0
         self.patient = False
+        self.where = ""
+        """What is added to the reason when it ends."""
+        self._began = self._asked_at = time.monotonic()
+        self._ends_at = float("inf")
+        self._listens = False
+        self._clock: threading.Timer | None = None
+        self._clock_calls = False
+
+    @property
+    def requested(self) -> bool:
+        if not self.reason and time.monotonic() >= self._ends_at:
+            self._ask("run.max_time is over", OUT_OF_TIME)
+        return bool(self.reason)
+
+    def limit(self, seconds: float) -> None:
+        """Ends the run so many seconds after this object was made, whatever the main thread is busy with then."""
+        self._ends_at = self._began + seconds
+        if self._listens:
+            self._clock = threading.Timer(max(0.0, self._ends_at - time.monotonic()), self._call)
+            self._clock.daemon = True
+            self._clock.start()
+
+    def _call(self) -> None:
+        self._clock_calls = True
+        _thread.interrupt_main()
+
+    def ended(self, at_once: bool = False) -> Interrupted:
+        said = ": ".join(part for part in (self.reason, self.where) if part)
+        return Interrupted(said, self.status, at_once)
+
+    def _ask(self, reason: str, status: int) -> None:
+        self.reason, self.status, self._asked_at = reason, status, time.monotonic()
+        if self.patient:
+            self.console.print(f"{reason}: finishing the step; a signal now ends at once", style="yellow", markup=False)
 
     def _signalled(self, number: int, _: Any) -> None:
-        if self.requested or not self.patient:
-            raise KeyboardInterrupt
-        self.requested = True
-        self.console.print(f"{signal.Signals(number).name}: finishing the step; once more ends at once", style="yellow")
+        by_clock, self._clock_calls = self._clock_calls, False
+        if by_clock and self.reason:
+            return  # it stops already
+        if self.reason:
+            again = number != signal.SIGINT and number + 128 == self.status and time.monotonic() - self._asked_at < ECHO
+            if again:
+                return  # a scheduler may send it to the job and to its processes
+            raise self.ended(at_once=True)
+        if by_clock:
+            self._ask("run.max_time is over", OUT_OF_TIME)
+        else:
+            self._ask(signal.Signals(number).name, 128 + number)
+        if not self.patient:
+            raise self.ended()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -35,15 +102,19 @@ class Stop:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Both signals come here inside the block."""
+        """All of them come here inside the block."""
         before: dict[int, Any] = {}
         try:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in SIGNALS:
                 before[number] = signal.signal(number, self._signalled)
+            self._listens = True
         except ValueError:  # not the main thread: signals are somebody else's business
             pass
         try:
             yield
         finally:
+            if self._clock:
+                self._clock.cancel()
+            self._listens = False
             for number, handler in before.items():
                 signal.signal(number, handler)

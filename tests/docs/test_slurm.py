@@ -1,0 +1,115 @@
+"""The batch script for Slurm puts itself back into the queue when, and only when, there is more to train."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.docs.blocks import ROOT
+
+SCRIPT = ROOT / "examples/slurm/train.sbatch"
+FINISHES_ITS_STEP = """
+trap 'sleep 0.3; echo saved >> "$CALLS"; exit 138' USR1
+trap 'sleep 0.3; echo saved >> "$CALLS"; exit 143' TERM
+echo started >> "$CALLS"
+while :; do sleep 0.02; done
+"""
+ENDS_WHILE_SIGNALLED = """
+trap : USR1
+echo started >> "$CALLS"
+for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.02; done
+echo done >> "$CALLS"
+"""
+
+
+class Job:
+    """The script as Slurm starts it, with a training that is written in shell. ``calls``: what happened, in order."""
+
+    def __init__(self, folder: Path, training: str, *arguments: str) -> None:
+        self.calls = folder / "calls"
+        self.calls.touch()
+        commands = {
+            "srun": 'exec "$@"',
+            "scontrol": 'echo "scontrol $*" >> "$CALLS"',
+            "valence": f'echo "valence $*" >> "$CALLS"\n{training}',
+        }
+        for name, code in commands.items():
+            (folder / name).write_text(f"#!/bin/bash\n{code}\n")
+            (folder / name).chmod(0o755)
+        environment = os.environ | {
+            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "CALLS": str(self.calls), "SLURM_JOB_ID": "123",
+        }  # fmt: skip
+        self.process = subprocess.Popen(["bash", str(SCRIPT), *arguments], env=environment, cwd=folder, start_new_session=True)
+
+    def lines(self) -> list[str]:
+        return self.calls.read_text().splitlines()
+
+    def started(self) -> None:
+        until = time.monotonic() + 10
+        while "started" not in self.lines():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+
+    def code(self) -> int:
+        return self.process.wait(20)
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    made: list[Job] = []
+
+    def start(training: str, *arguments: str) -> Job:
+        made.append(Job(tmp_path, training, *arguments))
+        return made[-1]
+
+    yield start
+    for one in made:
+        with suppress(ProcessLookupError):  # all of its processes have ended
+            os.killpg(one.process.pid, signal.SIGKILL)
+        one.process.wait()
+
+
+@pytest.mark.parametrize("code", [124, 138, 143])
+def test_what_is_not_finished_is_put_back_once(job: Callable[..., Job], code: int) -> None:
+    one = job(f"exit {code}", "other.yaml", "train.seed=1", "run.dir=runs/a b")
+    assert one.code() == code
+    assert one.lines() == ["valence train other.yaml train.seed=1 run.dir=runs/a b", "scontrol requeue 123"]
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 127, 130, 137])
+def test_what_is_finished_failed_or_was_stopped_by_hand_is_not(job: Callable[..., Job], code: int) -> None:
+    one = job(f"exit {code}")
+    assert one.code() == code
+    assert one.lines() == ["valence train recipe.yaml"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
+def test_a_signal_is_handed_on_and_the_end_is_waited_for(job: Callable[..., Job], number: int, code: int) -> None:
+    one = job(FINISHES_ITS_STEP)
+    one.started()
+    one.process.send_signal(number)
+    assert one.code() == code
+    assert one.lines() == ["valence train recipe.yaml", "started", "saved", "scontrol requeue 123"]
+
+
+def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Callable[..., Job]) -> None:
+    one = job(ENDS_WHILE_SIGNALLED)
+    one.started()
+    while one.process.poll() is None:
+        one.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.013)
+    assert one.code() == 0
+    assert one.lines() == ["valence train recipe.yaml", "started", "done"]
+
+
+def test_slurm_is_asked_for_a_notice_that_reaches_the_script_and_for_a_log_that_grows() -> None:
+    asked = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} <= set(asked)

@@ -1,0 +1,213 @@
+"""The checkpoints of a run: written whole or not at all, checked before they are used, the oldest removed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from valence.checkpoint.store import PLAIN, Snapshot, synced, written_aside
+from valence.errors import UserError
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+WORTH_A_THREAD = 2**22
+"""Bytes of state from which on a save is written while training goes on."""
+
+
+class Damaged(UserError):
+    """A checkpoint that is not as it was written."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was found whole. ``facts``: what the run said about itself when it was saved."""
+
+    path: Path
+    step: int
+    facts: Mapping[str, Any]
+
+    @property
+    def has_state(self) -> bool:
+        return (self.path / PLAIN).is_file()
+
+
+class Checkpoints:
+    """checkpoints/step-N of a run's folder.
+
+    A save that fails leaves the earlier ones as they are. ``failed``: how many have failed since one was written;
+    ``trouble``: what went wrong with them, until it is told. ``keep``: how many of the newest stay (None: all).
+    """
+
+    def __init__(self, folder: Path, keep: int | None) -> None:
+        self.folder, self.keep = folder, keep
+        self.failed = 0
+        self.trouble: list[str] = []
+        self._writing: threading.Thread | None = None
+
+    def steps(self) -> list[int]:
+        """Of the checkpoints that there are, whole or not, ascending."""
+        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step}"
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any] | None,
+        facts: Mapping[str, Any],
+        *,
+        first: Iterable[Callable[[], None]] = (),
+        beside: Callable[[Path], None] | None = None,
+        spare: int | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Writes a checkpoint, in the background where its size makes that worth while, else (and with ``wait``) at once.
+
+        first: what must be on the disk before it counts. beside: adds files to its folder (training then waits). spare: the
+        step of one that stays whatever its age. Whether it went well is told by ``failed`` and ``trouble``.
+        """
+        self.wait()
+        at_once = wait or beside is not None
+        snapshot = Snapshot(state, copied=not at_once) if state is not None else None
+
+        def write() -> None:
+            try:
+                for each in first:
+                    each()
+                self._write(step, snapshot, facts, beside)
+                self.failed = 0
+                self._prune(spare)
+            except (OSError, UserError) as error:
+                self.failed += 1
+                self.trouble.append(f"checkpoint step-{step} was not saved: {error}")
+
+        if at_once or snapshot is None or snapshot.size < WORTH_A_THREAD:
+            write()
+        else:
+            self._writing = threading.Thread(target=write, name=f"save step-{step}", daemon=True)
+            self._writing.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def told(self) -> list[str]:
+        """What went wrong since this was last asked."""
+        found, self.trouble = self.trouble, []
+        return found
+
+    def _write(
+        self, step: int, snapshot: Snapshot | None, facts: Mapping[str, Any], beside: Callable[[Path], None] | None
+    ) -> None:
+        if not self.folder.parent.is_dir():
+            raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
+        if not self.folder.is_dir():
+            self.folder.mkdir()
+            synced(self.folder.parent)
+        with written_aside(self.path(step)) as folder:
+            if snapshot is not None:
+                snapshot.write(folder)
+            if beside is not None:
+                beside(folder)
+            files = {
+                path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
+            }
+            said = {"format": FORMAT, "step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds"), "files": files}
+            (folder / MANIFEST).write_text(json.dumps({**said, "facts": facts}, indent=1, default=str), encoding="utf-8")
+
+    def _prune(self, spare: int | None) -> None:
+        """Removes those that are neither among the newest nor spared."""
+        if self.keep is None:
+            return
+        for step in set(self.steps()[: -self.keep]) - {spare}:
+            _remove(self.path(step))
+
+    def tidy(self) -> None:
+        """Removes what a program that was killed left half done."""
+        for path in self.folder.glob(".step-*"):
+            whole = self.folder / path.name[1:].removesuffix(".old")
+            if path.name.endswith(".old") and not whole.exists():
+                path.rename(whole)  # killed while it was being replaced
+            else:
+                shutil.rmtree(path, ignore_errors=True)
+
+    def newest(self, say: Callable[[str], None]) -> Saved | None:
+        """The newest that is whole. Damaged ones are told of, and renamed so that they are not in the way. None without any.
+
+        Raises UserError when all there are have been damaged, or the newest is of another version.
+        """
+        damaged: list[str] = []
+        for step in reversed(self.steps()):
+            try:
+                found = check(self.path(step))
+            except Damaged as error:
+                damaged.append(error.what)
+                say(f"{error.where}: {error.what}; it is kept as {_aside(self.path(step)).name}, and the one before is used")
+                continue
+            return found
+        if damaged:
+            what = f"all checkpoints are damaged ({damaged[0]})"
+            raise UserError(what, where=str(self.folder), fix="mend the disk, or start anew with --fresh")
+        return None
+
+
+def check(path: Path) -> Saved:
+    """A checkpoint whose files are as they were written. Raises Damaged when they are not."""
+
+    def damaged(what: str) -> Damaged:
+        return Damaged(f"this checkpoint is damaged: {what}", where=str(path), fix="use another one")
+
+    try:
+        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        files, step, facts, form = (manifest[name] for name in ("files", "step", "facts", "format"))
+    except FileNotFoundError:
+        raise damaged(f"{MANIFEST} is missing") from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise damaged(f"{MANIFEST} cannot be read ({error})") from error
+    if form != FORMAT:
+        raise UserError(
+            f"its format is {form}, and this version reads {FORMAT}", where=str(path), fix="use the version that saved it"
+        )
+    for name, said in files.items():
+        file = path / name
+        size = file.stat().st_size if file.is_file() else None
+        if size is None:
+            raise damaged(f"{name} is missing")
+        if size != said["bytes"]:
+            raise damaged(f"{name} has {size} bytes instead of {said['bytes']}")
+        if _sha256(file) != said["sha256"]:
+            raise damaged(f"{name} has changed (its sha256 is another)")
+    return Saved(path, step, facts)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _aside(path: Path) -> Path:
+    """Renames a damaged checkpoint to the first free name that is none of a checkpoint."""
+    names = (path.with_name(f"damaged-{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
+    free = next(name for name in names if not name.exists())
+    path.rename(free)
+    return free
+
+
+def _remove(path: Path) -> None:
+    """Under another name first: what is half removed must not be taken for a checkpoint."""
+    gone = path.with_name(f".{path.name}.gone")
+    shutil.rmtree(gone, ignore_errors=True)
+    path.rename(gone)
+    shutil.rmtree(gone)

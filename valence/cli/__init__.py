@@ -1,0 +1,52 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from valence.cli.common import app, console, status_of
+from valence.errors import UserError
+
+# Each registers its commands, in the order of the help.
+from valence.cli import runs, models, look  # isort: skip
+
+MISTAKE = 2
+
+
+def main() -> None:
+    """Runs a command. Exit status: 0 done, 2 the user's mistake or something in the way, 124 run.max_time is over, 128 + n
+    stopped by signal n, 1 a defect."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        app(standalone_mode=True)
+    except UserError as error:
+        Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+        sys.exit(MISTAKE)
+    except KeyboardInterrupt as stopped:
+        sys.exit(status_of(stopped))
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        from valence import __version__
+
+        console.print(__version__, highlight=False)
+        raise typer.Exit
+
+
+@app.callback()
+def valence(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    del version
+
+
+__all__ = ["MISTAKE", "app", "console", "look", "main", "models", "runs"]

@@ -1,0 +1,53 @@
+"""What the commands share: the application, the terminal, and arguments that several of them take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+app = typer.Typer(
+    help="Align language models with feedback. A recipe is a YAML file that names a method, a model and data: `valence losses` "
+    "lists the methods, `valence check RECIPE` says what would happen, `valence train RECIPE` does it.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="markdown",
+)
+console = Console()
+
+RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="KEY=VALUE", help="Settings to change, e.g. train.seed=1; `valence check RECIPE` lists them all."),
+]
+
+Allow = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--allow",
+        metavar="NAME",
+        help="Take the run up although this setting, or something in this section (as `data`), has changed. May be repeated.",
+    ),
+]
+Fresh = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes and warnings.")]
+Step = Annotated[
+    str | None,
+    typer.Option("--step", help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the newest."),
+]
+
+
+def table_of_settings(*columns: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    for column in columns:
+        table.add_column(column)
+    return table
+
+
+def status_of(stopped: KeyboardInterrupt) -> int:
+    """The exit status of a program that was stopped."""
+    return getattr(stopped, "status", 130)

@@ -1,0 +1,169 @@
+"""Commands about runs: train and go on, list, check before, fill a cache or score rows."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from valence.cli.common import Allow, Fresh, Overrides, Quiet, RecipeArg, app, console, status_of, table_of_settings
+from valence.errors import UserError
+
+
+@app.command()
+def train(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    fresh: Fresh = False,
+    allow: Allow = None,
+    quiet: Quiet = False,
+) -> None:
+    """Train: audit the data, run the recipe, write model, log and report into its run folder.
+
+    A run that was stopped or killed goes on where it was saved last.
+    """
+    _train(recipe, overrides or [], fresh=fresh, allow=allow or [], quiet=quiet)
+
+
+def _train(recipe: Path, overrides: list[str], **how: Any) -> None:
+    from valence.api import train as run_recipe
+
+    try:
+        run = run_recipe(recipe, overrides=overrides, console=console, command=_command(), **how)
+    except KeyboardInterrupt as stopped:
+        if not getattr(stopped, "at_once", True):
+            said = f"{stopped}; what was done is kept, and the same command goes on from there"
+            console.print(said, style="yellow", markup=False, highlight=False)
+        raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
+    if not how["quiet"]:
+        for name, what in (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
+            console.print(f"{what:>7}  {Path(run.recipe.run.dir) / name}", markup=False, soft_wrap=True)
+
+
+@app.command()
+def resume(
+    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    overrides: Overrides = None,
+    allow: Allow = None,
+    quiet: Quiet = False,
+) -> None:
+    """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
+    from valence.training.restore import place_of_run
+
+    folder = run_dir.absolute()
+    recipe, place = place_of_run(folder)
+    if place and place.is_dir():
+        os.chdir(place)
+    _train(recipe, [*(overrides or []), f"run.dir={json.dumps(str(folder))}"], fresh=False, allow=allow or [], quiet=quiet)
+
+
+@app.command()
+def runs(
+    folder: Annotated[Path, typer.Argument(metavar="[FOLDER]", help="Where to look.")] = Path("runs"),
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run.")] = False,
+) -> None:
+    """List the runs in a folder: state, step, time left, last numbers."""
+    from valence.checkpoint.lock import holder
+    from valence.report import runs as listed
+
+    found = listed.list_runs(folder, holder)
+    if not as_json:
+        console.print(listed.table(found))
+    for line in listed.as_json(found) if as_json else ():
+        print(json.dumps(line, ensure_ascii=False))
+
+
+@app.command()
+def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
+    """Everything short of training: the settings and where each came from, the data, steps, predicted memory and time."""
+    from valence.api import show_audit
+    from valence.config.load import load_recipe
+    from valence.training.methods import method_of
+    from valence.training.plan import describe, make_plan
+    from valence.training.setup import prepare
+
+    source = load_recipe(recipe, overrides or [], method_of=method_of)
+    table = table_of_settings("value", "from")
+    for name, setting in source.settings.items():
+        style = "dim" if setting.is_default else ""
+        table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
+    console.print(table)
+    prepared = prepare(source)
+    show_audit(prepared, console)
+    for line in describe(make_plan(prepared)):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command()
+def score(
+    target: Annotated[
+        str,
+        typer.Argument(
+            metavar="RECIPE|MODEL|RUN", help="A recipe; with --data also a model's folder or hub id, or a run's folder."
+        ),
+    ],
+    overrides: Overrides = None,
+    data: Annotated[
+        list[str] | None, typer.Option("--data", help="Score the answers of this file of rows; may be given several times.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write the rows with their scores to this .jsonl; go on with it where it ends.")
+    ] = None,
+    reference: Annotated[str | None, typer.Option("--reference", help="A model to compare with: adds rewards.")] = None,
+    beta: Annotated[
+        float | None,
+        typer.Option(
+            "--beta", help="Of the rewards. Default: the recipe's, or 0.1; a run is scored with the reward that it trains."
+        ),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float64.")] = None,
+    max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
+    tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,
+    format: Annotated[str | None, typer.Option("--format", help="Format of the rows. Default: detected.")] = None,
+    column: Annotated[str, typer.Option("--column", help="Name of the new column.")] = "valence",
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")] = False,
+    verify: Annotated[
+        int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
+    ] = 0,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+) -> None:
+    """With --data and --out: write log-probabilities and rewards of every answer beside its row. Else: fill a recipe's reference
+    cache, so that its training runs no reference. Stopped, it goes on where it was."""
+    settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
+    ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
+    try:
+        if data and out and not verify:
+            from valence.training.score_rows import score_rows
+
+            score_rows(
+                target, data, out, overrides=[*(overrides or []), *ours], format=format, beta=beta, tokens=tokens, column=column,
+                fresh=fresh, console=console, quiet=quiet,
+            )  # fmt: skip
+        else:
+            _check_fills(target, any((data, out, ours, beta, tokens, format, fresh, column != "valence")))
+            from valence.training.score import score as fill
+
+            fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=_command())
+    except KeyboardInterrupt as stopped:
+        console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
+        raise typer.Exit(status_of(stopped)) from None
+
+
+def _check_fills(target: str, for_rows: bool) -> None:
+    """Raises UserError unless `score` was called as it is to fill a reference cache."""
+    if for_rows or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
+        raise UserError(
+            "rows are scored with --data FILE and --out FILE, a recipe's reference cache is filled with neither",
+            where="score",
+            fix="give both (and not --verify), or a recipe alone",
+        )
+
+
+def _command() -> str:
+    import shlex
+
+    return shlex.join(["valence", *sys.argv[1:]])

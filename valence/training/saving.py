@@ -1,0 +1,157 @@
+"""What of a run is state, how it is put back, and when a save of it has failed too often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valence.checkpoint.keeper import Checkpoints
+from valence.checkpoint.state import RandomState, Registry, Through
+from valence.engine.cache import Cached
+from valence.engine.reference import AdapterOff, Following
+from valence.errors import UserError
+from valence.losses.stats import RewardShift
+from valence.report.sinks import JsonlSink
+from valence.training.folder import RunFolder
+
+if TYPE_CHECKING:
+    from valence.training.loop import Run
+
+HEAVY = ("weights", "reference", "optimizer")
+"""Parts of the state that only an applied step changes."""
+
+
+def registry_of(run: Run, log: JsonlSink | None) -> Registry:
+    """Everything of a run that has state. What is random comes last: nothing may be drawn between its loading and the next
+    step."""
+    registry = Registry()
+    registry.add("weights", Through(lambda: _weights(run), lambda state: _put_weights(run, state)))
+    registry.add("reference", Through(lambda: _reference(run), lambda state: _put_reference(run, state)))
+    registry.add("optimizer", run.optimizer)
+    registry.add("scheduler", run.scheduler)
+    registry.add(
+        "shifts", Through(lambda: [astuple(each.shift) for each in run.objectives], lambda state: _put_shifts(run, state))
+    )
+    registry.add("counters", run.counters)
+    registry.add("window", run.window)
+    registry.add("evaluations", Through(lambda: dict(run.evaluations), run.evaluations.update))
+    registry.add("best", run.best)
+    registry.add("early_stop", run.early)
+    registry.add("watch", run.watch)
+    registry.add("budget", run.budget)
+    registry.add("log", log or Through(lambda: {"bytes": 0}, lambda _: None))
+    registry.add("random", RandomState())
+    return registry
+
+
+def load_weights(run: Run, state: Mapping[str, Any]) -> None:
+    """Of a saved state only the trained weights, what a loss compares them with, the counters and the evaluations.
+
+    Raises UserError when it is of another model.
+    """
+    _put_weights(run, state["weights"])
+    if isinstance(run.reference, Following):
+        _put_reference(run, state["reference"])
+    _put_shifts(run, state["shifts"])
+    run.counters.load_state_dict(state["counters"])
+    run.evaluations.update(state["evaluations"])
+
+
+def _weights(run: Run) -> dict[str, Any]:
+    """The trained weights, and a digest of the frozen ones under an adapter."""
+    adapted = hasattr(run.policy.model, "peft_config")
+    if adapted and run.base is None:
+        run.base = AdapterOff(run.policy).digest()
+    return {"base": run.base, "values": dict(run.trained)}
+
+
+def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
+    now, saved = _weights(run), state["values"]
+    own = now["values"]
+    odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
+    if odd or state["base"] != now["base"]:
+        what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
+        raise UserError(
+            f"the saved weights are those of another model ({what})", where="checkpoint", fix="use the model of the saved run"
+        )
+    with torch.no_grad():
+        for name, value in saved.items():
+            own[name].copy_(value)
+
+
+def _reference(run: Run) -> dict[str, Any]:
+    if isinstance(run.reference, Following):
+        return {"digest": None, "weights": dict(run.reference.weights)}
+    return {"digest": run.reference.digest() if run.reference else None, "weights": {}}
+
+
+def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
+    if isinstance(run.reference, Following):
+        run.reference.follow(state["weights"])
+    elif state["digest"] != (run.reference.digest() if run.reference else None):
+        name = run.recipe.reference.model or run.recipe.model.name
+        raise UserError(
+            f"the reference ({name}) is another model than the run began with",
+            where="reference.model",
+            fix="put back the model that it was, or start anew with --fresh",
+        )
+
+
+def _put_shifts(run: Run, state: Sequence[Sequence[float]]) -> None:
+    # Not those of a mix, when the run is only measured: its own method comes first.
+    for objective, shift in zip(run.objectives, state, strict=False):
+        objective.shift = RewardShift(*shift)  # type: ignore[arg-type]
+
+
+class Saver:
+    """The checkpoints of a run with a folder."""
+
+    def __init__(self, run: Run, folder: RunFolder, log: JsonlSink) -> None:
+        self.run, self.folder, self.log = run, folder, log
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", run.recipe.run.keep)
+        self.saved: tuple[int, int] | None = None
+        """Where the run stood, and how far it was settled, in the newest checkpoint."""
+
+    def save(self, state: Mapping[str, Any]) -> None:
+        """Begins to write a checkpoint, unless there is nothing new to write."""
+        wanted, counters = self.run.recipe.run, state["counters"]
+        stands = counters["step"], counters["settled"]
+        if not counters["step"] or self.saved == stands:
+            return
+        cached = self.run.reference if isinstance(self.run.reference, Cached) else None
+        self.checkpoints.save(
+            counters["step"],
+            state if wanted.save_state else None,
+            self.folder.identity,
+            first=[self.log.sync, self.folder.sync, *([cached.sync] if cached else [])],
+            beside=self._write_model if wanted.save_hf else None,
+            spare=self.run.best.step,
+        )
+        self.saved = stands
+
+    def _write_model(self, folder: Path) -> None:
+        from valence.training.finish import write_model
+
+        write_model(self.run, folder / "model", self.run.recipe.run.export)
+
+    def tell(self, warn: Callable[[str], None], *, wait: bool = False) -> None:
+        """Tells of saves that failed. Raises UserError when they were too many in a row; with ``wait`` when the last one was."""
+        if wait:
+            self.checkpoints.wait()
+        for said in self.checkpoints.told():
+            self.saved = None
+            warn(said)
+        failed = self.checkpoints.failed
+        if failed < (1 if wait else self.run.recipe.run.max_failed_saves):
+            return
+        steps = self.checkpoints.steps()
+        kept = f"the last good one is step-{steps[-1]}" if steps else "there is no earlier one"
+        raise UserError(
+            f"the state could not be saved ({failed} in a row failed; {kept})",
+            where=str(self.checkpoints.folder),
+            fix="make room or mend the folder; the same command then goes on from the last good checkpoint",
+        )
