@@ -129,7 +129,7 @@ def build_run(
             micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
         )  # fmt: skip
         if not finished:
-            folder.state(choices=choices_of(policy.compiled))
+            folder.state(choices=choices_of(policy))
         if earlier:
             take_up(run, earlier)
         if finished:

@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
+from valence.engine.logprobs import Engine
 from valence.errors import UserError
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
@@ -129,6 +130,8 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
 
 def take_up(run: Run, earlier: Earlier) -> None:
     """Puts a run where the earlier one was saved last; before the first checkpoint, where it began."""
+    if run.policy.packs and earlier.choices.get("packed") is False:
+        run.policy.lay_out(packed=False)
     if run.finished or earlier.state is None:
         if earlier.state:
             load_weights(run, earlier.state)
@@ -181,19 +184,22 @@ def settings_of(prepared: Prepared) -> dict[str, Any]:
     return json.loads(json.dumps({name: each.value for name, each in prepared.source.settings.items()}, default=str))
 
 
-def choices_of(compiled: bool) -> dict[str, Any]:
-    """What the last bits of a result depend on besides settings and rows."""
+def choices_of(policy: Engine) -> dict[str, Any]:
+    """What the last bits of a result depend on besides settings and rows: choices that were made, and the machine."""
+    return {"compiled": policy.compiled, "packed": policy.packs, **_machine()}
+
+
+def _machine() -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     chip = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
-    return {"compiled": compiled, "threads": torch.get_num_threads(), "device": "cuda" if cuda else "cpu", "chip": chip}
+    return {"threads": torch.get_num_threads(), "device": "cuda" if cuda else "cpu", "chip": chip}
 
 
 def differences(was: Mapping[str, Any]) -> list[str]:
     """What is not as it was on the machine, so that the last digits of results may differ."""
     before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
-    here = versions() | choices_of(False)
-    names = [name for name in here if name != "compiled" and before.get(name, here[name]) != here[name]]
-    return [f"{name} {before[name]} then, {here[name]} now" for name in names]
+    here = versions() | _machine()
+    return [f"{name} {before[name]} then, {here[name]} now" for name in here if before.get(name, here[name]) != here[name]]
 
 
 def _changed_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:

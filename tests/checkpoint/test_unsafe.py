@@ -1,0 +1,90 @@
+"""Nothing that is read or written runs code, and no name in the data becomes a path."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.arch.source import FILES, ROOT, imports, is_in
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from tests.training.test_run import recipe
+
+PICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
+
+
+def test_no_module_reads_or_writes_pickles() -> None:
+    assert [(path, name) for path in FILES for _, name in imports(path) if any(is_in(name, each) for each in PICKLERS)] == []
+    source = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in FILES}
+    for forbidden in ("torch.load(", "torch.save(", "allow_pickle", "weights_only=False", "yaml.load("):
+        assert [name for name, text in source.items() if forbidden in text] == []
+
+
+class Bomb:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "adapter_model.bin"])
+def test_weights_that_are_a_pickle_with_code_are_not_run(name: str, tmp_path: Path) -> None:
+    model, mark = tmp_path / "model", tmp_path / "mark"
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    settings = recipe(model, tmp_path)
+    if name == "pytorch_model.bin":
+        (model / "model.safetensors").unlink()
+        where = model
+    else:
+        valence.train(recipe(model, tmp_path, model={"lora": {"rank": 2}}, run={"dir": str(tmp_path / "r"), "export": "adapter"}), quiet=True)
+        where = tmp_path / "r/model"
+        (where / "adapter_model.safetensors").unlink()
+        settings["model"]["adapter"] = str(where)
+    with (where / name).open("wb") as file:
+        torch.save({"weight": Bomb(mark)}, file) if name == "adapter_model.bin" else pickle.dump({"weight": Bomb(mark)}, file)
+    with pytest.raises(Exception):  # noqa: B017, PT011 - of the library that reads it, whichever that is
+        valence.train(settings, quiet=True)
+    assert not mark.exists()
+
+
+def test_code_that_comes_with_a_model_is_not_run_unless_asked(tmp_path: Path) -> None:
+    model, mark = tmp_path / "model", tmp_path / "mark"
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
+    with pytest.raises(Exception):  # noqa: B017, PT011
+        valence.train(recipe(model, tmp_path), quiet=True)
+    assert not mark.exists()
+
+
+def test_names_in_the_data_are_no_paths(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    settings = recipe(model, tmp_path, run={"dir": str(tmp_path / "out/run")})
+    evil = "../../../evil"
+    rows = [
+        {"id": evil, "source": evil, "prompt": f"{evil} {i}", "completion": evil + str(i), "label": bool(i % 2), evil: evil}
+        for i in range(8)
+    ]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    before = {path for path in tmp_path.rglob("*")}
+    valence.train(settings, quiet=True)
+    made = {path for path in tmp_path.rglob("*")} - before
+    assert made
+    assert [path for path in made if "evil" in path.name or not path.is_relative_to(tmp_path / "out")] == []

@@ -1,0 +1,138 @@
+"""Whatever changes while a run trains is in its saved state, or can be shown not to matter."""
+
+from __future__ import annotations
+
+import copy
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.training.test_mix import PAIRS, SHOWN, run_of, written
+from tests.training.walk import walk
+from valence.checkpoint.state import Registry, Through
+from valence.checkpoint.store import Snapshot, load
+from valence.errors import UserError
+from valence.training.loop import Run
+
+NOT_STATE = {
+    r"\.stop\b": "what asked this process to end",
+    r"\.base$": "a digest, found when it is first needed",
+    r"\.saver\.saved\b": "where the newest checkpoint of this folder stands",
+    r"\.whole$|\._before_skips$": "true and empty between steps",
+    r"\.said\.members": "what this process has said",
+    r"_orders\b": "the order of an epoch, computed when it is needed",
+    r"\.(hits|misses|_trusted)\b": "what this process found in its cache",
+    r"\.ledger\b|\._digest$": "a cache that is a folder of its own",
+    r"budget$": "of an objective: set before each use from that of the run",
+    r"grad$|\.grad_fn": "there is none between steps",
+    r"_step_pre_hooks|_patched_|\._profile": "of torch, about this object alone",
+    r"\.examples\b": "found when they are first needed",
+    r"_jsonl\b|\.log\b|\.facts\b|\.folder\b": "of this folder",
+    r"\.optimizer\.(param_groups\[\d+\]|_opt_called|_step_count)$": "of torch",
+}
+"""Paths that may differ, and why."""
+
+CASES: dict[str, dict[str, Any]] = {
+    "kto": {"model": {"name": "tiny", "lora": {"rank": 2, "dropout": 0.3}}, "run": {"log_every": 3}},
+    "bco": {
+        "method": "bco", "reference": {"sync_every": 2, "sync_mix": 0.5}, "loss": {"humanline": [-1.0, 1.5]},
+        "run": {"log_every": 5, "keep_best": {}, "early_stop": {"patience": 9}}, "eval": {"every": 2},
+        "mix": True, "data": {"eval": True},
+    },
+    "sft": {"method": "sft", "run": {"log_every": 4}, "train": {"batch_size": 3, "learning_rate": 1e-2, "micro_batch_tokens": 30}},
+}  # fmt: skip
+
+
+def made(tmp_path: Path, name: str, folder: str) -> Run:
+    sections = copy.deepcopy(CASES[name])
+    if sections.get("mix"):
+        sections["mix"] = [{"method": "bco_pair", "train": written(tmp_path / "pairs.jsonl", PAIRS), "batch_size": 3}]
+    thumbs = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
+    rows = written(tmp_path / f"{name}.jsonl", SHOWN if name == "sft" else thumbs)
+    data: dict[str, Any] = {"train": rows, "max_length": 64}
+    if sections.pop("data", None):
+        data["eval"] = written(tmp_path / "held_out.jsonl", thumbs[:5])
+    sections["train"] = {"batch_size": 4, "learning_rate": 1e-2, "epochs": 3, **sections.get("train", {})}
+    sections["run"] = {**sections["run"], "dir": str(tmp_path / folder)}
+    return run_of(tmp_path, data=data, **sections)
+
+
+def trained(run: Run, steps: int) -> Run:
+    total, run.total_steps = run.total_steps, steps
+    run.fit()
+    run.total_steps = total
+    return run
+
+
+def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]:
+    """Paths whose value changed in a few steps and is not back, in a new run, after loading the state; without those that are
+    explained above."""
+    run = made(tmp_path, name, "first")
+    spoilt(run)
+    before = walk(run)
+    after = walk(trained(run, 4))
+    changed = [path for path in after if after[path] != before.get(path)]
+    assert len(changed) > 30
+    folder = tmp_path / "state"
+    folder.mkdir()
+    Snapshot(run.state_dict()).write(folder)
+    other = made(tmp_path, name, "second")
+    other.load_state_dict(load(folder))
+    found = walk(other)
+    return [p for p in changed if found.get(p) != after[p] and not any(re.search(pattern, p) for pattern in NOT_STATE)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_changes_in_training_is_saved(name: str, tmp_path: Path) -> None:
+    assert lost(tmp_path, name) == []
+
+
+@pytest.mark.parametrize("place", ["policy", "objective", "sampler", "reference"])
+def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
+    """Whatever part keeps count of something, without being registered."""
+
+    def spoilt(run: Run) -> None:
+        owner = getattr(run, place)
+        vars(owner)["remembered"] = [0]
+
+        def count(*_: Any) -> None:
+            vars(owner)["remembered"] = [run.step]
+
+        run.callbacks = (count,)
+
+    found = lost(tmp_path, "kto", spoilt)
+    assert found
+    assert all("remembered" in path for path in found)
+
+
+def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
+    run = trained(made(tmp_path, "kto", "first"), 2)
+    state = copy.deepcopy(run.state_dict()["random"])
+
+    def drawn() -> list[float]:
+        return [torch.rand(1).item(), float(np.random.random()), float(np.random.normal()), random.random(), random.gauss(0, 1)]
+
+    wanted = drawn()
+    drawn()
+    run.registry.parts["random"].load_state_dict(state)
+    assert drawn() == wanted
+
+
+def test_parts_of_another_version_are_refused_before_anything_changes() -> None:
+    seen: list[Any] = []
+    registry = Registry()
+    registry.add("a", Through(lambda: 1, seen.append))
+    registry.add("b", Through(lambda: 2, seen.append))
+    for state in ({"a": 1}, {"a": 1, "b": 2, "c": 3}):
+        with pytest.raises(UserError, match="another version"):
+            registry.load_state_dict(state)
+    assert seen == []
+    registry.load_state_dict(registry.state_dict())
+    assert seen == [1, 2]
+    with pytest.raises(ValueError, match="registered already"):
+        registry.add("a", Through(lambda: 1, seen.append))
