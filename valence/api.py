@@ -133,6 +133,7 @@ def build_run(
         if earlier:
             take_up(run, earlier)
         if finished:
+            run.facts = folder.facts
             folder.close()
         failing.pop_all()
         return run
@@ -142,7 +143,8 @@ def _announced(prepared: Prepared, model: nn.Module | None, earlier: Earlier | N
     """Says what is going to be done. Returns how many tokens run at once."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if earlier:
-        say(earlier.told)
+        if not quiet:
+            say(earlier.told)
         if earlier.micro_batch_tokens:
             return earlier.micro_batch_tokens
     elif not quiet:

@@ -46,13 +46,16 @@ def test_weights_that_are_a_pickle_with_code_are_not_run(name: str, tmp_path: Pa
         (model / "model.safetensors").unlink()
         where = model
     else:
-        valence.train(recipe(model, tmp_path, model={"lora": {"rank": 2}}, run={"dir": str(tmp_path / "r"), "export": "adapter"}), quiet=True)
+        valence.train(
+            recipe(model, tmp_path, model={"lora": {"rank": 2}}, run={"dir": str(tmp_path / "r"), "export": "adapter"}),
+            quiet=True,
+        )
         where = tmp_path / "r/model"
         (where / "adapter_model.safetensors").unlink()
         settings["model"]["adapter"] = str(where)
     with (where / name).open("wb") as file:
         torch.save({"weight": Bomb(mark)}, file) if name == "adapter_model.bin" else pickle.dump({"weight": Bomb(mark)}, file)
-    with pytest.raises(Exception):  # noqa: B017, PT011 - of the library that reads it, whichever that is
+    with pytest.raises(Exception):  # noqa: B017 - of the library that reads it, whichever that is
         valence.train(settings, quiet=True)
     assert not mark.exists()
 
@@ -66,7 +69,7 @@ def test_code_that_comes_with_a_model_is_not_run_unless_asked(tmp_path: Path) ->
     config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
     (model / "config.json").write_text(json.dumps(config))
     (model / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
-    with pytest.raises(Exception):  # noqa: B017, PT011
+    with pytest.raises(Exception):  # noqa: B017
         valence.train(recipe(model, tmp_path), quiet=True)
     assert not mark.exists()
 
@@ -83,8 +86,8 @@ def test_names_in_the_data_are_no_paths(tmp_path: Path) -> None:
         for i in range(8)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    before = {path for path in tmp_path.rglob("*")}
+    before = set(tmp_path.rglob("*"))
     valence.train(settings, quiet=True)
-    made = {path for path in tmp_path.rglob("*")} - before
+    made = set(tmp_path.rglob("*")) - before
     assert made
     assert [path for path in made if "evil" in path.name or not path.is_relative_to(tmp_path / "out")] == []

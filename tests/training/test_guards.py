@@ -81,7 +81,11 @@ def test_no_state_is_saved_amid_bad_steps(settings: dict[str, Any], tmp_path: Pa
     "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
 )], ids=lambda e: type(e).__name__)  # fmt: skip
 def test_when_memory_runs_out_half_as_much_runs_at_once(
-    phase: str, error: Exception, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    phase: str,
+    error: Exception,
+    settings: dict[str, Any],  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["micro_batch_tokens"] = 200
     settings["model"]["lora"]["dropout"] = 0.0

@@ -80,6 +80,30 @@ def test_a_killed_run_ends_as_one_that_was_not(step: int, settings: dict[str, An
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
+def test_resumed_again_and_again_also_where_an_epoch_ends(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Epochs have three steps: the second start goes on from step 2, the third from step 6, the last from 8."""
+    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
+    for step in (4, 8, 9):
+        killed(settings, step)
+    again, said = train(settings)
+    assert "after step 8 of 9" in said
+    assert (again.tokens_seen, again.counters.examples_seen) == (whole.tokens_seen, 36)
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert records(tmp_path / "run") == records(tmp_path / "whole")
+
+
+def test_no_number_is_read_from_a_path(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Neither from folders above the run's, nor from the name of a checkpoint."""
+    settings["run"]["dir"] = str(tmp_path / "step-70/step=9/epoch=3/run")
+    killed(settings, 6)
+    checkpoints = tmp_path / "step-70/step=9/epoch=3/run/checkpoints"
+    (checkpoints / "step-4").rename(checkpoints / "step-8")
+    again, said = train(settings)
+    assert "this checkpoint is damaged: it is of step 4" in said
+    assert "after step 2 of 9" in said
+    assert again.step == 9
+
+
 def test_without_a_checkpoint_it_begins_again_with_the_same_choices(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -44,7 +44,7 @@ CASES: dict[str, dict[str, Any]] = {
         "run": {"log_every": 5, "keep_best": {}, "early_stop": {"patience": 9}}, "eval": {"every": 2},
         "mix": True, "data": {"eval": True},
     },
-    "sft": {"method": "sft", "run": {"log_every": 4}, "train": {"batch_size": 3, "learning_rate": 1e-2, "micro_batch_tokens": 30}},
+    "sft": {"method": "sft", "run": {"log_every": 4}, "train": {"batch_size": 3, "micro_batch_tokens": 30}},
 }  # fmt: skip
 
 

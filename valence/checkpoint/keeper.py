@@ -50,6 +50,7 @@ class Checkpoints:
         self.failed = 0
         self.trouble: list[str] = []
         self._writing: threading.Thread | None = None
+        self._open: int | None = None  # the step that is being saved
 
     def steps(self) -> list[int]:
         """Of the checkpoints that there are, whole or not, ascending."""
@@ -83,12 +84,16 @@ class Checkpoints:
                 for each in first:
                     each()
                 self._write(step, snapshot, facts, beside)
-                self.failed = 0
-                self._prune(spare)
+                self._ended(step)
             except (OSError, UserError) as error:
-                self.failed += 1
-                self.trouble.append(f"checkpoint step-{step} was not saved: {error}")
+                self._ended(step, str(error))
+                return
+            try:
+                self._prune(spare)
+            except OSError as error:
+                self.trouble.append(f"an old checkpoint could not be removed: {error}")
 
+        self._open = step
         if at_once or snapshot is None or snapshot.size < WORTH_A_THREAD:
             write()
         else:
@@ -100,6 +105,15 @@ class Checkpoints:
         if self._writing is not None:
             self._writing.join()
             self._writing = None
+            if self._open is not None:
+                self._ended(self._open, "the thread that wrote it has failed")
+
+    def _ended(self, step: int, error: str = "") -> None:
+        """A save came to its end."""
+        self._open = None
+        self.failed = self.failed + 1 if error else 0
+        if error:
+            self.trouble.append(f"checkpoint step-{step} was not saved: {error}")
 
     def told(self) -> list[str]:
         """What went wrong since this was last asked."""
@@ -124,8 +138,10 @@ class Checkpoints:
                 for path in sorted(folder.rglob("*"))
                 if path.is_file()
             }
-            said = {"format": FORMAT, "step": step, "saved": datetime.now(UTC).isoformat(timespec="seconds"), "files": files}
-            (folder / MANIFEST).write_text(json.dumps({**said, "facts": facts}, indent=1, default=str), encoding="utf-8")
+            when = datetime.now(UTC).isoformat(timespec="seconds")
+            found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
+            said = json.loads(json.dumps(found, default=str))
+            (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
 
     def _prune(self, spare: int | None) -> None:
         """Removes those that are neither among the newest nor spared."""
@@ -171,15 +187,20 @@ def check(path: Path) -> Saved:
 
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        whole = manifest.pop("sha256") == _sum(manifest)
         files, step, facts, form = (manifest[name] for name in ("files", "step", "facts", "format"))
     except FileNotFoundError:
         raise damaged(f"{MANIFEST} is missing") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(f"{MANIFEST} cannot be read ({error})") from error
+    if not whole:
+        raise damaged(f"{MANIFEST} has changed (its own sha256 is another)")
     if form != FORMAT:
         raise UserError(
             f"its format is {form}, and this version reads {FORMAT}", where=str(path), fix="use the version that saved it"
         )
+    if path.name != f"step-{step}":
+        raise damaged(f"it is of step {step}, whatever its name says")
     for name, said in files.items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
@@ -190,6 +211,11 @@ def check(path: Path) -> Saved:
         if _sha256(file) != said["sha256"]:
             raise damaged(f"{name} has changed (its sha256 is another)")
     return Saved(path, step, facts)
+
+
+def _sum(manifest: Mapping[str, Any]) -> str:
+    """Of what a manifest says, however it is written down."""
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:

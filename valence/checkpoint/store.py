@@ -80,14 +80,19 @@ def write_whole(target: Path, content: bytes) -> None:
 class Snapshot:
     """Nested state as it is now: dicts, lists, tensors, numbers, strings and None, apart from what goes on changing.
 
-    ``size``: bytes of its tensors.
+    ``size``: bytes of its tensors. Raises UserError for anything else.
     """
 
     def __init__(self, state: Mapping[str, Any], *, copied: bool = True) -> None:
         """Without ``copied`` tensors that are on the host are used as they are: they must not change until it is written."""
         self._copied = copied
         self.tensors: dict[str, Tensor] = {}
-        self.plain = self._described(state, "")
+        try:
+            self.plain = json.dumps(self._described(state, ""))
+        except TypeError as error:
+            raise UserError(
+                f"state that cannot be saved: {error}", where="checkpoint", fix="use numbers, texts and tensors"
+            ) from error
         self.size = sum(tensor.nbytes for tensor in self.tensors.values())
 
     def _described(self, value: Any, path: str) -> Any:
@@ -104,7 +109,7 @@ class Snapshot:
     def write(self, folder: Path) -> None:
         """Writes two files into a folder. Raises OSError or SafetensorError."""
         save_file(_apart(self.tensors), folder / TENSORS)
-        (folder / PLAIN).write_text(json.dumps(self.plain))
+        (folder / PLAIN).write_text(self.plain)
 
 
 def _apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

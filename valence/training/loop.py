@@ -401,7 +401,7 @@ class Run:
         """Writes a checkpoint into the run's folder, if it has one. Raises UserError when it cannot be written; without ``wait``
         only when that was so too often."""
         if self.saver is not None:
-            self.saver.save(self.state_dict())
+            self.saver.save(self.state_dict(), wait=wait)
             self.saver.tell(self.warn, wait=wait)
 
 

@@ -13,11 +13,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
+from valence.checkpoint.store import write_whole
 from valence.engine.logprobs import Engine
 from valence.errors import UserError
 from valence.training.folder import RunFolder, now, versions
@@ -110,8 +111,9 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
     saved = checkpoints.newest(folder.say)
     was = saved.facts if saved else folder.identity
     rows = _changed_rows(folder.path, was.get("rows") or {}, prepared) if was.get("rows") else {}
-    changed = (_changed_settings(was["settings"], settings_of(prepared)) if was.get("settings") else {}) | rows
-    if refused := [name for name in changed if not _allowed(name, allow)]:
+    changed = (_changed_settings(was["settings"], prepared) if was.get("settings") else {}) | rows
+    known = _accepted(folder.facts, prepared)
+    if refused := [name for name in changed if name not in known and not _allowed(name, allow)]:
         raise _refusal([changed[name] for name in refused], folder.path, refused)
     state = store.load(saved.path) if saved and saved.has_state else None
     first = 0
@@ -202,12 +204,20 @@ def differences(was: Mapping[str, Any]) -> list[str]:
     return [f"{name} {before[name]} then, {here[name]} now" for name in here if before.get(name, here[name]) != here[name]]
 
 
-def _changed_settings(was: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+def _accepted(facts: Mapping[str, Any], prepared: Prepared) -> set[str]:
+    """Settings and lists of rows that are as they were at the last start, which may have been after the newest checkpoint."""
+    now, was = settings_of(prepared) | rows_of(prepared), {**(facts.get("settings") or {}), **(facts.get("rows") or {})}
+    return {name for name in now.keys() | was.keys() if was and now.get(name) == was.get(name)}
+
+
+def _changed_settings(was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
     """Settings that are not as they were, and how; but for those that may change freely, or have grown and may."""
     found: dict[str, str] = {}
+    now, settings = settings_of(prepared), prepared.source.settings
     for name in sorted(was.keys() | now.keys()):
         before, after = was.get(name), now.get(name)
-        if before == after or name in FREE:
+        new = name not in was and settings[name].is_default  # in this version
+        if before == after or name in FREE or new:
             continue
         if name in MAY_GROW and (after is None or (before is not None and after > before)):
             continue
@@ -237,7 +247,7 @@ def rows_of(prepared: Prepared) -> dict[str, Any]:
 
 def write_rows(prepared: Prepared, path: Path) -> None:
     """Keeps a hash of every row, so that it can be said later which have changed."""
-    save_file({_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}, path / ROWS)
+    write_whole(path / ROWS, save({_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}))
 
 
 def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:

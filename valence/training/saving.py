@@ -116,7 +116,7 @@ class Saver:
         self.saved: tuple[int, int] | None = None
         """Where the run stood, and how far it was settled, in the newest checkpoint."""
 
-    def save(self, state: Mapping[str, Any]) -> None:
+    def save(self, state: Mapping[str, Any], *, wait: bool) -> None:
         """Begins to write a checkpoint, unless there is nothing new to write."""
         wanted, counters = self.run.recipe.run, state["counters"]
         stands = counters["step"], counters["settled"]
@@ -130,6 +130,7 @@ class Saver:
             first=[self.log.sync, self.folder.sync, *([cached.sync] if cached else [])],
             beside=self._write_model if wanted.save_hf else None,
             spare=self.run.best.step,
+            wait=wait,
         )
         self.saved = stands
 
