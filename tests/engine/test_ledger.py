@@ -227,9 +227,14 @@ def test_no_room_is_said_once_and_harms_nothing(whole: int, tmp_path: Path, monk
         ledger.add({key(2): values(2)})
     monkeypatch.undo()
     warnings.simplefilter("error", UserWarning)
-    ledger.add({key(2): values(2)})
-    assert not ledger.keeps
+    ledger.add({key(2): values(2), key(1): values(9)})
+    kept = ledger.get(key(2))
+    assert kept is not None
+    assert kept.tolist() == RIGHT[2]
     assert read(tmp_path) == {i: RIGHT[i] for i in range(2)}
+    ledger.sync()  # there is room again
+    ledger.add({key(3): values(3)})
+    assert read(tmp_path, 4) == {i: values(i).tolist() for i in range(4)}
 
 
 def test_files_of_another_identity_are_refused(tmp_path: Path) -> None:

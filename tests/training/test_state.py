@@ -21,7 +21,7 @@ from valence.training.loop import Run
 
 NOT_STATE = {
     r"\.stop\b": "what asked this process to end",
-    r"\.base$": "a digest, found when it is first needed",
+    r"\.(base|compared)$": "a digest, found when it is first needed",
     r"\.saver\.saved\b": "where the newest checkpoint of this folder stands",
     r"\.whole$|\._before_skips$": "true and empty between steps",
     r"\.said\.members": "what this process has said",

@@ -89,7 +89,7 @@ class Checkpoints:
                 self._ended(step, str(error))
                 return
             try:
-                self._prune(spare)
+                self.prune(spare)
             except OSError as error:
                 self.trouble.append(f"an old checkpoint could not be removed: {error}")
 
@@ -143,7 +143,7 @@ class Checkpoints:
             said = json.loads(json.dumps(found, default=str))
             (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
 
-    def _prune(self, spare: int | None) -> None:
+    def prune(self, spare: int | None) -> None:
         """Removes those that are neither among the newest nor spared."""
         if self.keep is None:
             return
@@ -164,18 +164,20 @@ class Checkpoints:
 
         Raises UserError when all there are have been damaged, or the newest is of another version.
         """
-        damaged: list[str] = []
+        damaged: dict[Path, str] = {}
         for step in reversed(self.steps()):
             try:
                 found = check(self.path(step))
             except Damaged as error:
-                damaged.append(error.what)
-                say(f"{error.where}: {error.what}; it is kept as {_aside(self.path(step)).name}, and the one before is used")
+                damaged[self.path(step)] = error.what
                 continue
+            for path, what in damaged.items():
+                say(f"{path}: {what}; it is kept as {_aside(path).name}, and the one before is used")
             return found
         if damaged:
-            what = f"all checkpoints are damaged ({damaged[0]})"
-            raise UserError(what, where=str(self.folder), fix="mend the disk, or start anew with --fresh")
+            path, what = next(iter(damaged.items()))
+            raise UserError(f"all checkpoints are damaged ({path.name}: {what})", where=str(self.folder),
+                            fix="put back a whole one, or start anew with --fresh")  # fmt: skip
         return None
 
 

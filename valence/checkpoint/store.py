@@ -47,14 +47,12 @@ def _keep(aside: Path, target: Path) -> None:
             path.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
         synced(path)
     synced(aside)
+    old = target.with_name(f".{target.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
     if target.exists():
-        old = target.with_name(f".{target.name}.old")
-        shutil.rmtree(old, ignore_errors=True)
         target.rename(old)
-        aside.rename(target)
-        shutil.rmtree(old)
-    else:
-        aside.rename(target)
+    aside.rename(target)
+    shutil.rmtree(old, ignore_errors=True)
     synced(target.parent)
 
 
@@ -75,6 +73,7 @@ def write_whole(target: Path, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     aside.replace(target)
+    synced(target.parent)
 
 
 class Snapshot:
@@ -127,7 +126,8 @@ def load(folder: Path) -> dict[str, Any]:
     """The state that ``Snapshot.write`` wrote. Raises UserError when the folder does not hold it."""
     try:
         described = json.loads((folder / PLAIN).read_text())
-        tensors = load_file(folder / TENSORS)
+        # Copies: views of the file would hold it, and its room on the disk, for as long as the run.
+        tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS).items()}
     except (OSError, ValueError, SafetensorError) as error:
         raise UserError(f"this is not a whole checkpoint ({error})", where=str(folder), fix="use another one") from error
 

@@ -12,6 +12,7 @@ import json
 import os
 import secrets
 import struct
+import threading
 import time
 import warnings
 from collections.abc import Mapping
@@ -75,6 +76,8 @@ class Ledger:
         self._readers: dict[Part, BinaryIO] = {}
         self._own: tuple[Part, BinaryIO, BinaryIO] | None = None
         self._written = 0  # numbers in the own file
+        self._unwritten: dict[bytes, Array] = {}
+        self._lock = threading.Lock()
         self._warned: set[Path] = set()
         try:
             if adds:
@@ -84,14 +87,14 @@ class Ledger:
         self.refresh()
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._places) + len(self._unwritten)
 
     def __contains__(self, key: bytes) -> bool:
-        return key in self._places
+        return key in self._places or key in self._unwritten
 
     def head(self, key: bytes) -> Head:
-        """What is said about the file that an entry is in."""
-        return self._places[key][0].head
+        """What is said about the file that an entry is in, or will be."""
+        return self._places[key][0].head if key in self._places else self.about
 
     def refresh(self) -> None:
         """Takes in what other processes have added. Entries that are known already stay as they are.
@@ -153,7 +156,7 @@ class Ledger:
     def get(self, key: bytes) -> Array | None:
         """The numbers of an entry; None when there is none, or it is damaged."""
         if key not in self._places:
-            return None
+            return self._unwritten.get(key)
         part, start, count, checksum = self._places[key]
         size = part.dtype.itemsize
         try:
@@ -178,21 +181,42 @@ class Ledger:
     def add(self, entries: Mapping[bytes, Array]) -> None:
         """Adds entries, all of one type of number; one that is known already stays as it is.
 
-        When they cannot be written, neither they nor any later ones are kept, with a warning.
+        When they cannot be written, they and all later ones stay in memory, with a warning; ``sync`` tries again.
         """
-        new = {key: values for key, values in entries.items() if key not in self._places}
+        new = {key: values for key, values in entries.items() if key not in self}
         if not new or not self.keeps:
             return
         try:
-            self._append(new)
+            with self._lock:
+                full = bool(self._unwritten)
+                self._unwritten |= new
+                if not full:
+                    self._write_out()
         except OSError as error:
-            self.keeps = False
-            warnings.warn(f"{self.folder}: nothing more is kept, since the cache cannot be written ({error})", stacklevel=3)
+            warnings.warn(f"{self.folder}: the cache cannot be written ({error}); it is kept in memory", stacklevel=3)
 
     def sync(self) -> None:
         """Returns when what this process added is on the disk. Raises OSError."""
+        with self._lock:  # this may be a thread that writes a checkpoint
+            self._write_out()
         for file in self._own[1:] if self._own else ():
             os.fsync(file.fileno())
+        if self._own:
+            folder = os.open(self.folder, os.O_RDONLY)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+
+    def _write_out(self) -> None:
+        if not self._unwritten:
+            return
+        try:
+            self._append(self._unwritten)
+        except OSError:
+            self._own, self._written = None, 0  # where these files end is not known: others come next
+            raise
+        self._unwritten = {}
 
     def _append(self, entries: Mapping[bytes, Array]) -> None:
         self._own = self._own or self._begin(next(iter(entries.values())).dtype)

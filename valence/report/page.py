@@ -9,6 +9,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -23,9 +24,13 @@ ROWS = 50
 """Most rows of one table of the audit."""
 
 
-def write_page(run_dir: Path) -> Path:
-    """Write ``report.html`` into the run's folder; return its path. Raises UserError when there is no such folder."""
-    page = render(read_run(run_dir))
+def write_page(run_dir: Path, status: str | None = None) -> Path:
+    """Write ``report.html`` into the run's folder; return its path. status: of the run, when its run.json does not say so yet.
+
+    Raises UserError when there is no such folder.
+    """
+    found = read_run(run_dir)
+    page = render(found if status is None else replace(found, run={**found.run, "status": status}))
     path = run_dir / "report.html"
     aside = path.with_suffix(".html.tmp")
     aside.write_text(page, encoding="utf-8")

@@ -68,9 +68,10 @@ def run_to_end(run: Run) -> Run:
         if not at_once:
             if status != "done":
                 _save_what_there_is(run)
-            folder.state(status=status, finished=now(), seconds=seconds(), steps=run.step)
             run.log.close()
-            _page(run, folder.path)
+            folder.state(finished=now(), seconds=seconds(), steps=run.step)
+            _page(run, folder.path, status)
+            folder.state(status=status)  # last: what is done is not done again
         folder.close()
     return run
 
@@ -115,11 +116,11 @@ def _refuse_broken(run: Run) -> None:
         )
 
 
-def _page(run: Run, path: Path) -> None:
+def _page(run: Run, path: Path, status: str) -> None:
     """The page is for reading: that it cannot be written must not hide how the run itself ended."""
     try:
-        write_page(path)
-    except OSError as error:
+        write_page(path, status)
+    except (OSError, UserError) as error:
         run.console.print(f"cannot write the page ({error})", style="yellow", markup=False)
 
 

@@ -42,7 +42,7 @@ class RunFolder:
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
         if path.is_dir() and any(path.iterdir()):
-            if not (path / "run.json").is_file() and not _holds_work(path) and {each.name for each in path.iterdir()} != {NAME}:
+            if not ((path / NAME).is_file() or (path / "run.json").is_file()):
                 raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
             self._take()
             self.taken_up = _holds_work(path) and not fresh
@@ -71,12 +71,13 @@ class RunFolder:
                 self.lock.release()
                 self.lock = Lock(path)
                 self.say(f"the earlier run is kept as {free}")
-            (path / "eval").mkdir(parents=True, exist_ok=True)
+            path.mkdir(parents=True, exist_ok=True)
+            self._take()  # before anything else: its file says that this is a run's folder
+            (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
                 f"cannot make the folder ({error.strerror})", where=f"run.dir: {path}", fix="choose another run.dir"
             ) from error
-        self._take()
 
     def close(self) -> None:
         """Lets other processes have the folder."""

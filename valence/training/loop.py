@@ -95,6 +95,7 @@ class Run:
         self.stop = stop or Stop(self.console)
         self.finished = finished
         self.base: str | None = None
+        self.compared: str | None = None
         self._before_skips: dict[str, Any] | None = None
         self.facts: dict[str, Any] = folder.facts if folder else {}
         self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
@@ -288,7 +289,7 @@ class Run:
         if step and (better or step % self.recipe.run.save_every == 0 or step == self.total_steps):
             self.save(wait=False)
         elif self.saver is not None:
-            self.saver.tell(self.warn)
+            self.saver.tell()
         return record
 
     def _window(self) -> dict[str, float]:
@@ -317,7 +318,7 @@ class Run:
 
     def _say(self, kind: str, message: str) -> None:
         if kind == "warnings" or not self.quiet:
-            self.console.print(message, style="yellow", markup=False)
+            self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
         if self.folder:
             self.folder.note(kind, message)
 
@@ -402,7 +403,7 @@ class Run:
         only when that was so too often."""
         if self.saver is not None:
             self.saver.save(self.state_dict(), wait=wait)
-            self.saver.tell(self.warn, wait=wait)
+            self.saver.tell(last=wait)
 
 
 def _one(value: torch.Tensor) -> Mean:

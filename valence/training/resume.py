@@ -156,6 +156,7 @@ def take_up(run: Run, earlier: Earlier) -> None:
         for group, base, factor in zip(run.optimizer.param_groups, run.scheduler.base_lrs, run.scheduler.lr_lambdas, strict=True):
             group["lr"] = base * factor(run.scheduler.last_epoch)
     assert run.saver is not None
+    run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -86,13 +86,15 @@ def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
 def _reference(run: Run) -> dict[str, Any]:
     if isinstance(run.reference, Following):
         return {"digest": None, "weights": dict(run.reference.weights)}
-    return {"digest": run.reference.digest() if run.reference else None, "weights": {}}
+    if run.reference is not None and run.compared is None:
+        run.compared = run.reference.digest()  # once: it never changes, and hashing it takes as long as a save
+    return {"digest": run.compared, "weights": {}}
 
 
 def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
     if isinstance(run.reference, Following):
         run.reference.follow(state["weights"])
-    elif state["digest"] != (run.reference.digest() if run.reference else None):
+    elif state["digest"] != _reference(run)["digest"]:
         name = run.recipe.reference.model or run.recipe.model.name
         raise UserError(
             f"the reference ({name}) is another model than the run began with",
@@ -117,7 +119,10 @@ class Saver:
         """Where the run stood, and how far it was settled, in the newest checkpoint."""
 
     def save(self, state: Mapping[str, Any], *, wait: bool) -> None:
-        """Begins to write a checkpoint, unless there is nothing new to write."""
+        """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does it, though it failed before."""
+        if wait:
+            self.checkpoints.wait()
+            self._told()
         wanted, counters = self.run.recipe.run, state["counters"]
         stands = counters["step"], counters["settled"]
         if not counters["step"] or self.saved == stands:
@@ -139,15 +144,17 @@ class Saver:
 
         write_model(self.run, folder / "model", self.run.recipe.run.export)
 
-    def tell(self, warn: Callable[[str], None], *, wait: bool = False) -> None:
-        """Tells of saves that failed. Raises UserError when they were too many in a row; with ``wait`` when the last one was."""
-        if wait:
-            self.checkpoints.wait()
+    def _told(self) -> None:
         for said in self.checkpoints.told():
+            self.run.warn(said)
+        if self.checkpoints.failed:
             self.saved = None
-            warn(said)
+
+    def tell(self, *, last: bool = False) -> None:
+        """Tells of saves that failed. Raises UserError when they were too many in a row; of the ``last`` one when it was."""
+        self._told()
         failed = self.checkpoints.failed
-        if failed < (1 if wait else self.run.recipe.run.max_failed_saves):
+        if failed < (1 if last else self.run.recipe.run.max_failed_saves):
             return
         steps = self.checkpoints.steps()
         kept = f"the last good one is step-{steps[-1]}" if steps else "there is no earlier one"

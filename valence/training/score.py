@@ -73,6 +73,11 @@ def score(
         assert isinstance(cached, Cached)
         run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop)
         _fill(run, cached, group or Single())
+        try:
+            cached.sync()
+        except OSError as error:
+            what = f"what was computed cannot be kept ({error.strerror})"
+            raise UserError(what, where=str(cached.folder), fix="make room, and give the same command again") from error
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
     for line in said if not quiet else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,5 @@
+"""What a checkpoint costs."""
+
+from benchmarks.step import THREADS
+
+__all__ = ["THREADS"]  # set before torch is imported

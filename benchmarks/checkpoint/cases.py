@@ -1,0 +1,83 @@
+"""What is trained: random models of several sizes, fine-tuned on random letters."""
+
+from __future__ import annotations
+
+import random
+import string
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from rich.console import Console
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+
+import valence
+from benchmarks.checkpoint import THREADS
+from benchmarks.crash.cases import make_model
+from valence.engine.models import load_tokenizer
+from valence.training.loop import Callback, Run
+
+ROWS, BATCH = 16, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """A Llama-shaped model, all of it trained or an adapter of rank 16. letters: of each row, a token each, so that a step takes
+    some tenths of a second. threads: of a step."""
+
+    name: str
+    hidden: int
+    intermediate: int
+    layers: int
+    letters: int
+    lora: bool = False
+    threads: int = THREADS
+
+
+SMALL, MIDDLE, LARGE = Case("5M", 256, 768, 6, 600), Case("25M", 512, 1536, 8, 150), Case("100M", 768, 2048, 14, 40)
+
+
+def _and_others(case: Case) -> tuple[Case, Case, Case]:
+    """A model as it is, with steps that leave a core free, and with an adapter."""
+    alone = replace(case, name=f"{case.name}, a core is free", threads=1)
+    return case, alone, replace(case, name=f"{case.name}, adapter", lora=True)
+
+
+CASES = (SMALL, MIDDLE, *_and_others(LARGE))
+QUICK = (SMALL, *_and_others(MIDDLE))
+
+
+def tokenizer_of_bytes() -> PreTrainedTokenizerBase:
+    with TemporaryDirectory() as folder:
+        make_model(folder)
+        return load_tokenizer(folder)
+
+
+def build(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, callbacks: tuple[Callback, ...] = ()) -> Run:
+    """A run that saves when it is told to, and never ends by itself. In a folder with a checkpoint it goes on from there."""
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
+        num_attention_heads=case.hidden // 64, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    ))  # fmt: skip
+    draw = random.Random(0)
+    rows = [
+        {"prompt": f"{i}: ", "completion": "".join(draw.choices(string.ascii_lowercase, k=case.letters))} for i in range(ROWS)
+    ]
+    recipe: dict[str, Any] = {
+        "method": "sft", "model": {"name": case.name} | ({"lora": {"rank": 16}} if case.lora else {}),
+        "data": {"max_length": 2048},
+        "train": {"batch_size": BATCH, "max_steps": 10**6, "epochs": 1e6, "micro_batch_tokens": 4096, "compile": "off"},
+        "run": {"dir": str(folder), "save_every": 10**6, "keep": 1},
+    }  # fmt: skip
+    return valence.build_run(
+        recipe,
+        given={"train": rows},
+        model=model,
+        tokenizer=tokenizer,
+        callbacks=callbacks,
+        quiet=True,
+        console=Console(quiet=True),
+    )

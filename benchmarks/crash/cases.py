@@ -1,0 +1,110 @@
+"""What is run: every kind of offline method on a model that is made here, so small that a run takes a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+SPECIAL = ("<pad>", "<s>", "</s>")
+TRAINED, HELD_OUT = 18, 5
+
+
+@dataclass(frozen=True)
+class Case:
+    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights."""
+
+    name: str
+    method: str
+    rows: str
+    lora: bool
+    sections: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+def make_model(folder: str) -> None:
+    """A random model of two layers with a tokenizer of bytes. All of it trained has more state than is saved at once."""
+    import torch
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    letters = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    ).save_pretrained(folder)  # fmt: skip
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(letters), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def _row(kind: str, i: int) -> dict[str, Any]:
+    prompt, good, bad = f"question {i} " + "why " * (i % 3), "good " * (1 + i % 4) + str(i), "bad " * (1 + i % 3) + str(i)
+    return {
+        "thumbs": {"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)},
+        "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
+        "shown": {"prompt": prompt, "completion": good},
+        "groups": {"prompt": prompt, "completions": [good, bad, f"so {i}"], "scores": [1.0, 0.0, 0.25]},
+    }[kind]
+
+
+def write_rows(folder: Path) -> None:
+    for kind in ("thumbs", "pairs", "shown", "groups"):
+        for name, numbers in ((kind, range(TRAINED)), (f"{kind}_held", range(100, 100 + HELD_OUT))):
+            lines = (json.dumps(_row(kind, i)) + "\n" for i in numbers)
+            (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def recipe(case: Case, folder: Path) -> dict[str, Any]:
+    """5 steps an epoch, of which the last is short, 17 in all: an epoch ends between two saves, and so does the log's window."""
+    sections = {name: dict(section) for name, section in case.sections.items() if name != "mix"}
+    model = {"name": str(folder / "model")} | ({"lora": {"rank": 4} | sections.pop("lora", {})} if case.lora else {})
+    mix = [part | {"train": str(folder / f"{part['train']}.jsonl")} for part in case.sections.get("mix", [])]
+    held_out = str(folder / f"{case.rows}_held.jsonl")
+    defaults: dict[str, dict[str, Any]] = {
+        "data": {"train": str(folder / f"{case.rows}.jsonl"), "eval": held_out, "test": held_out, "max_length": 128},
+        "train": {"batch_size": 4, "epochs": 3.4, "learning_rate": 1e-3, "schedule": "cosine", "compile": "off"},
+        "eval": {"every": 4},
+        "run": {"save_every": 3, "log_every": 2, "keep": 2, "keep_best": {"metric": "eval/loss"}},
+    }
+    whole = {name: section | sections.pop(name, {}) for name, section in defaults.items()}
+    return {"method": case.method, "model": model, **whole, **sections} | ({"mix": mix} if mix else {})
+
+
+MANY_BATCHES = {"train": {"micro_batch_tokens": 90}}
+FOLLOWS = {"reference": {"sync_every": 4, "sync_mix": 0.6}}
+ALSO_SFT = {"mix": [{"method": "sft", "train": "shown", "batch_size": 3, "weight": 0.5}]}
+WHOLE_MODELS = {"run": {"save_hf": True}}
+DROPOUT = {"lora": {"dropout": 0.1}}
+
+CASES = (
+    Case("kto, lora", "kto", "thumbs", True, MANY_BATCHES),
+    Case("kto", "kto", "thumbs", False),
+    Case("dpo, lora with dropout", "dpo", "pairs", True, DROPOUT),
+    Case("dpo", "dpo", "pairs", False, MANY_BATCHES),
+    Case("bco, lora", "bco", "thumbs", True, {"data": {"stratify": True}}),
+    Case("bco", "bco", "thumbs", False),
+    Case("kto + sft, lora", "kto", "thumbs", True, ALSO_SFT),
+    Case("kto + sft", "kto", "thumbs", False, ALSO_SFT | MANY_BATCHES),
+    Case("dpo that follows, lora", "dpo", "pairs", True, FOLLOWS),
+    Case("dpo that follows", "dpo", "pairs", False, FOLLOWS),
+    Case("sft, lora", "sft", "shown", True),
+    Case("sft, whole models", "sft", "shown", False, WHOLE_MODELS),
+    Case("grpo, lora", "grpo", "groups", True, MANY_BATCHES),
+    Case("grpo", "grpo", "groups", False),
+    Case("ppo, lora", "ppo", "groups", True),
+    Case("ppo", "ppo", "groups", False),
+    Case("pointwise, lora, models", "pointwise", "thumbs", True, WHOLE_MODELS),
+    Case("pointwise", "pointwise", "thumbs", False),
+    Case("aot, lora", "aot", "pairs", True),
+    Case("aot", "aot", "pairs", False),
+)
+QUICK = ("kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models")

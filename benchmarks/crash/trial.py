@@ -1,0 +1,190 @@
+"""Runs that are killed and started again until they are done, and what differs then from a run that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from safetensors.numpy import load_file
+
+from benchmarks.crash.cases import Case, make_model, recipe, write_rows
+from benchmarks.crash.process import EVALUATION, FINISHING, PRELOADED, Kill, Notes, train
+
+CLOCK = ("seconds", "tokens/s")
+"""What two logs of the same run may differ in."""
+UNSEEDED = ("/random/python", "/random/numpy")
+PLACES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
+PATIENCE = 120
+"""Seconds after which a process that ends neither by itself nor by a kill has failed."""
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a process ended: its exit status (negative: by that signal), seconds it ran and until it could train (0: never)."""
+
+    status: int
+    seconds: float
+    ready: float
+    notes: Notes
+
+
+@dataclass
+class Trial:
+    """A run that was killed until it was done. ``places``: where the kills fell; ``wrong``: what is not as it should be."""
+
+    places: Counter[str] = field(default_factory=Counter[str])
+    restarts: list[float] = field(default_factory=list[float])
+    wrong: list[str] = field(default_factory=list[str])
+
+    @property
+    def kills(self) -> int:
+        return self.places.total()
+
+
+class Laboratory:
+    """Makes a model and rows in a folder, and forks training processes from one that has everything imported and run nothing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.context: Any = get_context("forkserver")
+        self.context.set_forkserver_preload(PRELOADED)
+        self.alone: dict[str, tuple[Path, Ended]] = {}
+        write_rows(folder)
+        maker = self.context.Process(target=make_model, args=(str(folder / "model"),))
+        maker.start()
+        maker.join()
+        if maker.exitcode:
+            raise RuntimeError("the model could not be made")
+
+    def start(self, case: Case, run: Path, kill: Kill | None = None) -> Ended:
+        """One process of a run, to its end."""
+        written = self.folder / f"{case.name}.json"
+        written.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
+        notes = self.context.RawValue(Notes)
+        process = self.context.Process(target=train, args=(str(written), str(run), notes, kill, f"{run}.said"))
+        began = time.monotonic()
+        process.start()
+        process.join(kill.at if kill is not None and kill.by == "seconds" else PATIENCE)
+        late = process.is_alive()
+        if late:
+            process.kill()
+            process.join()
+        ended = time.monotonic()
+        status = -signal.SIGALRM if late and (kill is None or kill.by != "seconds") else process.exitcode
+        return Ended(status, ended - began, max(0.0, notes.ready - began), notes)
+
+    def left_alone(self, case: Case) -> tuple[Path, Ended]:
+        """The same run without a kill: its folder and how it ended."""
+        if case.name not in self.alone:
+            run = self.folder / f"{case.name} alone"
+            ended = self.start(case, run)
+            if ended.status:
+                raise RuntimeError(f"{case.name} ended with status {ended.status}: {said(run)}")
+            self.alone[case.name] = run, ended
+        return self.alone[case.name]
+
+    def until_done(self, case: Case, run: Path, draw: random.Random) -> Trial:
+        """Kills a run at moments that are drawn, until it ends by itself."""
+        other, whole = self.left_alone(case)
+        trial = Trial()
+        while True:
+            before = newest(run)
+            ended = self.start(case, run, drawn(draw, whole))
+            if before and ended.ready:
+                trial.restarts.append(ended.ready)
+            if ended.status != -signal.SIGKILL:
+                break
+            trial.places[place(run, ended)] += 1
+            if newest(run) < before:
+                trial.wrong.append(f"checkpoint step-{before} was lost")
+        if ended.status:
+            trial.wrong.append(f"exit status {ended.status}: {said(run)}")
+            return trial
+        if ended.notes.steps + before != whole.notes.steps:
+            trial.wrong.append(f"ran {ended.notes.steps} steps after step {before} of {whole.notes.steps}")
+        trial.wrong += differences(run, other)
+        kept, wanted = states(run), states(other)
+        if kept != wanted:
+            trial.wrong.append(f"the checkpoints {', '.join(sorted(kept))} are not as those of {', '.join(sorted(wanted))}")
+        if left := [os.fspath(path.relative_to(run)) for path in run.rglob(".*")]:
+            trial.wrong.append(f"left over: {', '.join(left)}")
+        return trial
+
+
+def drawn(draw: random.Random, whole: Ended) -> Kill:
+    """A moment, or a file operation, of a whole run."""
+    by = draw.choice(("seconds", "seconds", "saving", "other"))
+    if by == "seconds":
+        return Kill(by, draw.uniform(0, whole.seconds))
+    return Kill(by, draw.randint(1, getattr(whole.notes, by)))
+
+
+def place(run: Path, ended: Ended) -> str:
+    """Where a process was when it was killed."""
+    if any((run / "checkpoints").glob(".*")):
+        return PLACES[1]
+    if ended.notes.phase == EVALUATION:
+        return PLACES[2]
+    if ended.notes.phase == FINISHING:
+        return PLACES[3]
+    return PLACES[4] if newest(run) else PLACES[0]
+
+
+def newest(run: Path) -> int:
+    """The step of the newest checkpoint; 0 without any."""
+    return max((int(path.name[5:]) for path in (run / "checkpoints").glob("step-*")), default=0)
+
+
+def said(run: Path) -> str:
+    """The last lines that a process of a run printed."""
+    path = Path(f"{run}.said")
+    return " | ".join(path.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]) if path.is_file() else ""
+
+
+def states(run: Path) -> dict[str, dict[str, bytes]]:
+    """The tensors in each checkpoint: weights, optimizer and torch's random state. What other libraries draw has no seed."""
+    return {
+        path.parent.name: {name: array.tobytes() for name, array in load_file(path).items() if not name.startswith(UNSEEDED)}
+        for path in run.glob("checkpoints/*/tensors.safetensors")
+    }
+
+
+def differences(ours: Path, theirs: Path) -> list[str]:
+    """In what a finished run differs from another of the same recipe: weights, log, evaluations, status."""
+    found = [
+        f"{name} differs"
+        for pattern in ("model/*.safetensors", "eval/*.json")
+        for name in sorted({os.fspath(path.relative_to(run)) for run in (ours, theirs) for path in run.glob(pattern)})
+        if _content(ours / name) != _content(theirs / name)
+    ]
+    if not any((ours / "model").glob("*.safetensors")):
+        found.append("there is no model")
+    if not (ours / "report.html").is_file():
+        found.append("there is no report")
+    log, other = logged(ours), logged(theirs)
+    if log != other:
+        first = next((i for i, (a, b) in enumerate(zip(log, other, strict=False), 1) if a != b), min(len(log), len(other)) + 1)
+        found.append(f"the log differs from line {first} of {len(log)} and {len(other)}")
+    trained = [record["step"] for record in log if "loss" in record]
+    if trained != sorted(set(trained)):
+        found.append(f"the log has the steps {trained}")
+    status = json.loads((ours / "run.json").read_text(encoding="utf-8"))["status"]
+    return found + ([] if status == "done" else [f"the run's status is {status}"])
+
+
+def logged(run: Path) -> list[dict[str, Any]]:
+    """The records of a run's log without what tells of the clock."""
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+
+
+def _content(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""

@@ -1,0 +1,41 @@
+"""A model and rows for runs that are disturbed, and a disk that can be told to fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.crash.cases import write_rows
+from tests.crash.rig import Disk, Place
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+
+collect_ignore_glob = [] if Path("/proc/self/fd").is_dir() else ["test_*.py"]  # which says what file an operation is on
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    folder = tmp_path_factory.mktemp("crash")
+    tokenizer = tiny_tokenizer(None)
+    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    write_rows(folder)
+    return Place(folder)
+
+
+@pytest.fixture
+def disk() -> Iterator[Disk]:
+    made = Disk()
+    yield made
+    made.rest()
+
+
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that is printed is broken into lines."""
+    monkeypatch.setenv("COLUMNS", "1000")

@@ -1,0 +1,124 @@
+"""Runs inside the test's own process: what a kill would leave of them, and disks, clocks and signals that do their worst."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.crash.cases import CASES, Case, recipe
+from benchmarks.crash.process import operations
+from valence import cli
+from valence.data.sampler import Sampler
+from valence.engine.logprobs import Engine
+
+CASE = {case.name: case for case in CASES}
+Act = Callable[[str, str], None]
+
+
+class Halt(BaseException):
+    """Ends a run in a test at once; nothing that it writes on its way out is looked at."""
+
+
+class Disk:
+    """Every operation that changes files, before it happens: ``fault`` gets its name and path, and may raise OSError."""
+
+    fault: Act | None = None
+    _watched = False
+
+    def __init__(self) -> None:
+        if not Disk._watched:
+            operations(lambda name, path: Disk.fault(name, path) if Disk.fault else None)
+        Disk._watched = True
+
+    def each(self, act: Act, folder: Path) -> None:
+        """Has ``act`` called for all operations on a folder and in it, but for its own."""
+        busy = False
+
+        def within(name: str, path: str) -> None:
+            nonlocal busy
+            if busy or not Path(path).is_relative_to(folder):
+                return
+            busy = True
+            try:
+                act(name, path)
+            finally:
+                busy = False
+
+        Disk.fault = within
+
+    def rest(self) -> None:
+        Disk.fault = None
+
+
+class Place:
+    """A folder with a model and rows, and the runs of recipes on them that nothing has disturbed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._alone: dict[str, Path] = {}
+
+    def recipe(self, case: Case, **sections: dict[str, Any]) -> dict[str, Any]:
+        made = recipe(case, self.folder)
+        return made | {name: made.get(name, {}) | section for name, section in sections.items()}
+
+    def train(self, case: Case, run: Path, /, *more: str, **sections: dict[str, Any]) -> int:
+        """`valence train` in this process: its exit status."""
+        written = run.parent / f"{run.name}.yaml"
+        written.write_text(json.dumps(self.recipe(case, **sections)), encoding="utf-8")
+        return command("train", str(written), f"run.dir={run}", *more)
+
+    def alone(self, case: Case, /, **sections: dict[str, Any]) -> Path:
+        """The run without any disturbance."""
+        key = json.dumps([case.name, sections])
+        if key not in self._alone:
+            run = self.folder / f"alone {len(self._alone)}"
+            assert self.train(case, run, **sections) == 0
+            self._alone[key] = run
+        return self._alone[key]
+
+
+def command(*words: str) -> int:
+    """A command line in this process: its exit status."""
+    with patch.object(sys, "argv", ["valence", *words]):
+        try:
+            cli.main()
+        except SystemExit as ended:
+            return int(ended.code or 0)
+    return 0
+
+
+def frozen(run: Path, to: Path) -> Path:
+    """A run's folder as a kill would leave it now, but that its lock names nobody: whom it would name lives on."""
+    if run.is_dir():
+        shutil.copytree(run, to)
+        if (to / "run.lock").exists():
+            (to / "run.lock").write_bytes(b"")
+    return to
+
+
+def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int = 0) -> None:
+    """Calls ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number ``batch`` (from 0)."""
+    at = {"step": 0, "batch": 0, "done": 0}
+    number, forward = Sampler.step, Engine.forward
+
+    def noted_number(self: Sampler, n: int) -> Any:
+        at.update(step=n + 1, batch=0)
+        return number(self, n)
+
+    def noted_forward(self: Engine, *args: Any, **more: Any) -> Any:
+        if torch.is_grad_enabled():
+            if (at["step"], at["batch"]) == (step, batch) and not at["done"]:
+                at["done"] = 1
+                act()
+            at["batch"] += 1
+        return forward(self, *args, **more)
+
+    monkeypatch.setattr(Sampler, "step", noted_number)
+    monkeypatch.setattr(Engine, "forward", noted_forward)

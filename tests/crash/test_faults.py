@@ -1,0 +1,299 @@
+"""Full, read-only and vanished disks, and a clock that jumps: the run says so, goes on where it can, and loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime, timedelta, tzinfo
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import SafetensorError
+
+from benchmarks.crash.trial import differences, newest
+from tests.crash.rig import CASE, Disk, Halt, Place, in_step
+from valence.checkpoint import keeper, lock, store
+from valence.checkpoint.keeper import check
+from valence.training import folder as folders
+
+KTO = CASE["kto, lora"]
+SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
+NO_ROOM, READ_ONLY = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EROFS, "Read-only file system")
+BACKGROUND = pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
+
+
+def saved_in_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keeper, "WORTH_A_THREAD", 0)
+
+
+def fails(disk: Disk, folder: Path, part: str, which: int) -> list[str]:
+    """Lets one operation fail, counted (from 0) among those whose path has this part. Returns all of those, as it goes on."""
+    seen = list[str]()
+
+    def fail(name: str, path: str) -> None:
+        if part in path and name != "shutil.rmtree":  # which comes before what it removes, of which there is nothing
+            seen.append(name)
+            if len(seen) == which + 1:
+                raise NO_ROOM
+
+    disk.each(fail, folder)
+    return seen
+
+
+def whole(run: Path) -> list[int]:
+    """The steps of the checkpoints that are there, all of which are whole."""
+    found = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
+    return [check(run / f"checkpoints/step-{step}").step for step in found]
+
+
+@pytest.mark.parametrize(("name", "background", "stride"), [
+    ("kto, lora", False, 1), ("kto, lora", True, 3), ("sft, whole models", False, 9),
+])  # fmt: skip
+def test_any_operation_of_a_save_may_fail_once(
+    name: str,
+    background: bool,
+    stride: int,
+    place: Place,
+    disk: Disk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """It is told of, the run goes on, and later saves succeed."""
+    if background:
+        saved_in_background(monkeypatch)
+    case, n = CASE[name], 0
+    while True:
+        run = tmp_path / f"run {n}"
+        seen = fails(disk, run, "step-6.part", n)
+        assert place.train(case, run, **SHORT) == 0, (n, seen)
+        disk.rest()
+        said = capfd.readouterr().out
+        assert whole(run) == [9, 10], seen
+        assert differences(run, place.alone(case, **SHORT)) == [], seen
+        if len(seen) <= n:
+            break
+        assert "step-6 was not saved" in said, seen
+        assert "No space left" in said, seen
+        n += stride
+    assert n > 8
+    assert {"os.mkdir", "open", "os.fsync", "os.rename"} <= set(seen)
+
+
+@BACKGROUND
+def test_the_last_save_is_tried_again(
+    background: bool, place: Place, disk: Disk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if background:
+        saved_in_background(monkeypatch)
+    seen = fails(disk, tmp_path / "run", "step-10.part", 0)
+    assert place.train(KTO, tmp_path / "run", **SHORT) == 0
+    assert len(seen) > 1
+    assert whole(tmp_path / "run") == [9, 10]
+    assert differences(tmp_path / "run", place.alone(KTO, **SHORT)) == []
+
+
+@pytest.mark.parametrize("operation", ["os.rename", "os.remove", "os.rmdir"])
+def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(
+    operation: str, place: Place, disk: Disk, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As where another program has its files open."""
+    run = tmp_path / "run"
+
+    def busy(name: str, path: str) -> None:
+        if name == operation and "step-3" in path and not path.endswith("step-3.part"):
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    disk.each(busy, run / "checkpoints")
+    assert place.train(KTO, run, **SHORT) == 0
+    assert "not saved" not in capfd.readouterr().out
+    assert {9, 10} <= set(whole(run))
+    assert differences(run, place.alone(KTO, **SHORT)) == []
+
+
+def test_weights_that_cannot_be_written_are_told_of(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The library for tensors has its own errors."""
+    run, write, calls = tmp_path / "run", store.save_file, itertools.count()
+
+    def full(tensors: Any, path: Any, *more: Any) -> None:
+        write(tensors, path, *more)
+        if next(calls) == 1:
+            os.truncate(path, os.path.getsize(path) // 2)
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(store, "save_file", full)
+    assert place.train(KTO, run) == 0
+    assert "No space left" in capfd.readouterr().out
+    assert whole(run)[-1] == 17
+    assert differences(run, place.alone(KTO)) == []
+
+
+@BACKGROUND
+@pytest.mark.parametrize("error", [NO_ROOM, READ_ONLY], ids=["full", "read-only"])
+@pytest.mark.parametrize("part", ["checkpoints", "."], ids=["saves", "all of the run"])
+def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
+    part: str,
+    error: OSError,
+    background: bool,
+    place: Place,
+    disk: Disk,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    if background:
+        saved_in_background(monkeypatch)
+    run = tmp_path / "run"
+    more = {"run": {"max_failed_saves": 2, "keep_best": None}}
+    with monkeypatch.context() as patch:
+        in_step(patch, 5, lambda: disk.each(_raise(error), run / part))
+        assert place.train(KTO, run, **more) == 2
+    disk.rest()
+    said = capfd.readouterr()
+    assert "2 in a row failed" in said.err
+    assert "step-6" in said.out
+    assert "step-9" in said.out
+    assert whole(run) == [3]
+    assert place.train(KTO, run, **more) == 0
+    assert whole(run)[-1] == 17
+    assert differences(run, place.alone(KTO)) == []
+
+
+def _raise(error: OSError) -> Callable[[str, str], None]:
+    def act(*_: str) -> None:
+        raise error
+
+    return act
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 16 MiB in memory."""
+    mounted = tmp_path / "disk"
+    mounted.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
+    yield mounted
+    subprocess.run(["umount", "--lazy", str(mounted)], check=True)
+
+
+def fill(disk: Path, left: int) -> None:
+    """Leaves so many bytes."""
+    with (disk / "filler").open("wb") as filler:
+        free = os.statvfs(disk)
+        filler.write(bytes(free.f_bavail * free.f_bsize - left))
+
+
+@pytest.mark.parametrize("left", [0, 16 * 1024], ids=["nothing", "room for the log"])
+@pytest.mark.parametrize("from_step", [2, 8])
+def test_a_disk_that_is_full_for_a_while(
+    from_step: int,
+    left: int,
+    place: Place,
+    small_disk: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """From step 2 or 8 to step 11. The first epoch, in which the reference is asked, has five steps."""
+    run = small_disk / "run"
+    in_step(monkeypatch, from_step, lambda: fill(small_disk, left))
+    in_step(monkeypatch, 11, (small_disk / "filler").unlink)
+    assert place.train(KTO, run, run={"max_failed_saves": 100}) == 0
+    assert "No space left" in capfd.readouterr().out
+    assert whole(run)[-1] == 17
+    assert differences(run, place.alone(KTO)) == []
+
+
+@pytest.mark.parametrize("left", [0, 16 * 1024], ids=["nothing", "room for the log"])
+def test_a_disk_that_stays_full(
+    left: int, place: Place, small_disk: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run ends, is started in vain, and goes on once there is room."""
+    run = small_disk / "run"
+    more = {"run": {"max_failed_saves": 2, "keep_best": None}}
+    with monkeypatch.context() as patch:
+        in_step(patch, 8, lambda: fill(small_disk, left))
+        assert place.train(KTO, run, **more) == 2
+    assert "make room" in capfd.readouterr().err
+    assert whole(run) == [3, 6]
+    assert place.train(KTO, run, **more) == 2
+    assert whole(run) == [3, 6]
+    (small_disk / "filler").unlink()
+    assert place.train(KTO, run, **more) == 0
+    assert differences(run, place.alone(KTO)) == []
+
+
+def test_checkpoints_that_vanish_are_written_anew(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    in_step(monkeypatch, 8, lambda: shutil.rmtree(run / "checkpoints"))
+    assert place.train(KTO, run) == 0
+    assert whole(run)[-1] == 17
+    assert differences(run, place.alone(KTO)) == []
+
+
+def test_a_run_without_its_checkpoints_begins_at_the_start(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 8, _halt)
+        with pytest.raises(Halt):
+            place.train(KTO, run)
+    shutil.rmtree(run / "checkpoints")
+    assert place.train(KTO, run) == 0
+    assert differences(run, place.alone(KTO)) == []
+
+
+def _halt() -> None:
+    raise Halt
+
+
+@BACKGROUND
+def test_a_run_whose_folder_vanishes_ends_and_says_why(
+    background: bool, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    if background:
+        saved_in_background(monkeypatch)
+    run = tmp_path / "run"
+    with monkeypatch.context() as patch:
+        in_step(patch, 5, lambda: shutil.rmtree(run))
+        assert place.train(KTO, run) == 2
+    said = capfd.readouterr()
+    assert "step-6 was not saved" in said.out
+    assert "3 in a row failed" in said.err
+    assert not (run / "checkpoints").exists()
+
+
+def test_a_clock_that_jumps_by_years_changes_nothing(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    jumps = itertools.cycle((0, 5, -9, 30, -30, 2))
+    real = time.time
+
+    class Jumping(datetime):
+        @classmethod
+        def now(cls, tz: tzinfo | None = None) -> Any:
+            return datetime.now(tz) + timedelta(days=365 * next(jumps))
+
+    monkeypatch.setattr(time, "time", lambda: real() + 365 * 86400 * next(jumps))
+    monkeypatch.setattr(time, "time_ns", lambda: int(time.time() * 1e9))
+    for module in (keeper, lock, folders):
+        monkeypatch.setattr(module, "datetime", Jumping)
+    run, more = tmp_path / "run", {"run": {"max_time": "01:00:00"}}
+    with monkeypatch.context() as patch:
+        in_step(patch, 8, _halt)
+        with pytest.raises(Halt):
+            place.train(KTO, run, **more)
+    assert newest(run) == 7
+    for path in run.rglob("*"):  # files of the past and of the future
+        then = real() + 365 * 86400 * next(jumps)
+        os.utime(path, (then, then))
+    assert place.train(KTO, run, **more) == 0
+    assert differences(run, place.alone(KTO)) == []

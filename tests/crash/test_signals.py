@@ -1,0 +1,155 @@
+"""A signal in any phase ends the program with the documented status, and the same command then ends the run as it would have."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.crash.trial import differences, newest
+from tests.crash.rig import CASE, Place, command, in_step
+from valence import api
+from valence.checkpoint import keeper
+from valence.engine.cache import Cached
+from valence.training import finish
+from valence.training.loop import Run
+
+KTO = CASE["kto, lora"]
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NO_BEST = {"run": {"keep_best": None}}
+SAMPLED = {"train": {"micro_batch_tokens": 40}, "run": {"samples": {"prompts": 2, "max_new_tokens": 4}}}
+
+
+def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], call: int = 1) -> None:
+    """Calls ``act`` before a call of a function, the first by default."""
+    original, calls = getattr(owner, name), list[int]()
+
+    def wrapped(*args: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == call:
+            act()
+        return original(*args, **more)
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+def amid(monkeypatch: pytest.MonkeyPatch, act: Callable[[], None], name: str) -> None:
+    """Calls ``act`` in the second evaluation of this name, between micro-batches."""
+    measured, seen = Run.evaluate, list[int]()
+
+    def evaluate(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
+        seen.append(1) if name == wanted else None
+        if name == wanted and (len(seen) == 2 or name == "test"):
+            act()
+        return measured(self, rows, name=name)
+
+    wanted = name
+    monkeypatch.setattr(Run, "evaluate", evaluate)
+
+
+PHASES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Callable[[], None]], None], int | None]] = {
+    "audit": (lambda patch, act: before(patch, api, "show_audit", act), None),
+    "loading": (lambda patch, act: before(patch, api, "build_models", act), None),
+    "first sampling": (lambda patch, act: before(patch, Run, "sample", act), None),
+    "training": (lambda patch, act: in_step(patch, 8, act), 8),
+    "training, amid a step": (lambda patch, act: in_step(patch, 5, act, batch=1), 5),
+    "evaluation": (lambda patch, act: amid(patch, act, "eval"), 4),
+    "save": (lambda patch, act: before(patch, keeper.Checkpoints, "_write", act, 3), None),
+    "test": (lambda patch, act: amid(patch, act, "test"), 17),
+    "second sampling": (lambda patch, act: before(patch, Run, "sample", act, 2), 17),
+    "export": (lambda patch, act: before(patch, finish, "export", act), 17),
+}
+"""Phase -> how to act in it, and the step of the checkpoint that is there afterwards."""
+
+
+def status_of(run: Path) -> str | None:
+    path = run / "run.json"
+    return json.loads(path.read_text(encoding="utf-8")).get("status") if path.is_file() else None
+
+
+@pytest.mark.parametrize("phase", PHASES)
+def test_sigterm_in_each_phase(
+    phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stopped(phase, signal.SIGTERM, place, tmp_path, monkeypatch)
+    assert "Traceback" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("phase", ["audit", "training, amid a step", "export"])
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
+def test_other_signals(number: signal.Signals, phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped(phase, number, place, tmp_path, monkeypatch)
+
+
+def stopped(phase: str, number: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, (how, step) = tmp_path / "run", PHASES[phase]
+    raised: list[int] = []
+
+    def act() -> None:
+        raised.append(1)
+        signal.raise_signal(number)
+
+    with monkeypatch.context() as patch:
+        how(patch, act)
+        assert place.train(KTO, run, **SAMPLED) == 128 + number
+    assert raised == [1]
+    assert step is None or newest(run) == step
+    assert status_of(run) in ("interrupted", None) or step is None
+    handlers = [signal.getsignal(each) for each in SIGNALS]
+    assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
+    assert place.train(KTO, run, **SAMPLED) == 0
+    assert differences(run, place.alone(KTO, **SAMPLED)) == []
+    first, whole = (json.loads((each / "samples.json").read_text()) for each in (run, place.alone(KTO, **SAMPLED)))
+    assert first == whole
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_in_the_reference_pass(
+    number: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(json.dumps(place.recipe(KTO, run={"dir": str(tmp_path / "run")})))
+    with monkeypatch.context() as patch:
+        before(patch, Cached, "__call__", lambda: signal.raise_signal(number), 3)
+        assert command("score", str(recipe)) == 128 + number
+    assert command("score", str(recipe)) == 0
+    assert command("train", str(recipe)) == 0
+    assert differences(tmp_path / "run", place.alone(KTO)) == []
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    (signal.SIGTERM, signal.SIGUSR1), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT),
+])  # fmt: skip
+def test_a_second_signal_ends_at_once(
+    first: signal.Signals, second: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends amid the step, and nothing more is saved."""
+    run, ended = tmp_path / "run", list[int]()
+
+    def twice() -> None:
+        signal.raise_signal(first)
+        signal.raise_signal(second)
+        ended.append(1)
+
+    with monkeypatch.context() as patch:
+        in_step(patch, 8, twice)
+        assert place.train(KTO, run, **NO_BEST) == 128 + first
+    assert not ended
+    assert newest(run) == 6
+    assert place.train(KTO, run, **NO_BEST) == 0
+    assert differences(run, place.alone(KTO)) == []
+
+
+def test_a_signal_in_every_step(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run, more = tmp_path / "run", {"run": {"save_every": 1000, "keep_best": None}}
+    for step in range(1, 17):
+        with monkeypatch.context() as patch:
+            in_step(patch, step, lambda: signal.raise_signal(signal.SIGUSR1))
+            assert place.train(KTO, run, **more) == 138
+        assert newest(run) == step
+    assert place.train(KTO, run, **more) == 0
+    assert differences(run, place.alone(KTO)) == []
