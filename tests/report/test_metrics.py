@@ -152,3 +152,11 @@ def test_auc_of_what_is_not_a_number_is_not_a_number(at: int) -> None:
     found = auc(values, torch.tensor([True, False, True]))
     assert found is not None
     assert math.isnan(found)
+
+
+def test_a_process_may_have_measured_nothing_or_something_else() -> None:
+    one, other, idle = Meter(), Meter(), Meter()
+    one.add({"x": mean(1.0, 2.0), "rewards/auc": Ranked(column(1.0, 3.0), column(0.0, 1.0))})
+    other.add({"y": mean(5.0), "rewards/auc": Ranked(column(2.0), column(1.0)), "x": mean(6.0)})
+    assert together(one, idle, other) == {"rewards/auc": 1.0, "x": 3.0, "y": 5.0}
+    assert together(idle, Meter()) == {}

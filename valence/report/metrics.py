@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from valence.types import Mean, Ranked
 class Meter:
     """Collects metrics where they are and reduces them once, so that no device is waited for before the end of a window.
 
-    All processes must add the same names in the same order; what each measured may be nothing. A mean over nothing is left
-    out, so that an absent class is never shown as 0.
+    What each process measured may be nothing, or something else. A mean over nothing is left out, so that an absent class is
+    never shown as 0.
     """
 
     def __init__(self) -> None:
@@ -47,13 +48,22 @@ class Meter:
 
     def reduce(self, group: Group) -> dict[str, float]:
         """Name -> number, over everything added on all processes. It all travels in one message, and to the host in one piece."""
-        if not self.means and not self.ranked:
-            return {}
-        sums, ranked = self._unpacked(group.gather(self._packed()).cpu())
-        found = {name: total / count for name, (total, count) in zip(self.means, sums.tolist(), strict=True) if count}
-        for (name, parts), (values, others) in zip(self.ranked.items(), ranked, strict=True):
+        sums: dict[str, Tensor] = {}
+        ranked: dict[str, list[Tensor]] = {}
+        statistics: dict[str, str] = {}
+        for head, numbers in _messages(group.gather(self._packed()).cpu()):
+            means, columns = head["means"], head["ranked"]
+            totals, *parts = numbers.split([2 * len(means), *(2 * size for _, _, size in columns)])
+            for name, own in zip(means, totals.view(2, -1).T, strict=True):
+                sums[name] = sums[name] + own if name in sums else own
+            for (name, statistic, _), part in zip(columns, parts, strict=True):
+                ranked.setdefault(name, []).append(part.view(2, -1))
+                statistics[name] = statistic
+        found = {name: total / count for name, (total, count) in ((n, s.tolist()) for n, s in sums.items()) if count}
+        for name, parts in ranked.items():
+            values, others = torch.cat(parts, 1)
             kept = ~others.isnan()
-            number = STATISTICS[parts[0].statistic](values[kept], others[kept])
+            number = STATISTICS[statistics[name]](values[kept], others[kept])
             if number is not None:
                 found[name] = number
         if "rewards/chosen" in found and "rewards/rejected" in found:
@@ -61,31 +71,30 @@ class Meter:
         return dict(sorted(found.items()))
 
     def _packed(self) -> Tensor:
-        """This process's message: the length of each ranked column, totals, counts, then values and classes of each column."""
+        """This process's message: how long its head and its numbers are; the head, which names them, as JSON; totals, counts, and
+        the values and others of each ranked column."""
         parts = [part for columns in self.ranked.values() for part in columns]
         given = [m.total for m in self.means.values()] + [part.values for part in parts]
         device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), torch.device("cpu"))
         wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
 
         def laid(values: Sequence[Tensor]) -> Tensor:
-            return torch.cat([value.to(device, wide).flatten() for value in values])
+            flat = [value.to(device, wide).flatten() for value in values]
+            return torch.cat(flat) if flat else torch.zeros(0, device=device, dtype=wide)
 
-        sizes = torch.tensor([sum(len(part.values) for part in columns) for columns in self.ranked.values()])
+        ranked = [[name, c[0].statistic, sum(len(part.values) for part in c)] for name, c in self.ranked.items()]
+        head = json.dumps({"means": list(self.means), "ranked": ranked}).encode()
         columns = [laid([getattr(p, side) for p in c]) for c in self.ranked.values() for side in ("values", "others")]
-        return laid([sizes, *(m.total for m in self.means.values()), *(m.count for m in self.means.values()), *columns])
+        numbers = laid([*(m.total for m in self.means.values()), *(m.count for m in self.means.values()), *columns])
+        return laid([torch.tensor([len(head), len(numbers)]), torch.frombuffer(bytearray(head), dtype=torch.uint8), numbers])
 
-    def _unpacked(self, messages: Tensor) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Totals and counts over all processes [means, 2], and each ranked column of all of them: values [S], others [S]."""
-        sums = torch.zeros(2, len(self.means), dtype=torch.float64)
-        columns: list[list[Tensor]] = [[] for _ in self.ranked]
-        while len(messages):
-            sizes = [2 * int(size) for size in messages[: len(columns)]]
-            widths = [len(columns), 2 * len(self.means), *sizes]
-            _, own, *ranked, messages = messages.split([*widths, len(messages) - sum(widths)])
-            sums += own.view(2, -1)
-            for column, part in zip(columns, ranked, strict=True):
-                column.append(part.view(2, -1))
-        return sums.T, [(whole[0], whole[1]) for whole in (torch.cat(column, 1) for column in columns)]
+
+def _messages(sent: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
+    """The heads and numbers of the processes' messages, which lie end to end."""
+    while len(sent):
+        head, numbers = (int(size) for size in sent[:2])
+        _, text, found, sent = sent.split([2, head, numbers, len(sent) - 2 - head - numbers])
+        yield json.loads(bytes(text.to(torch.uint8).tolist())), found
 
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
