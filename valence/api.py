@@ -15,22 +15,25 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import load_recipe
-from valence.config.schema import seconds_of
+from valence.config.schema import Recipe, seconds_of
 from valence.data.audit_text import render
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
 from valence.data.pack import collate, pack
+from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer, without_dropout
 from valence.errors import UserError
+from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.training.build import build_models
+from valence.training.compare import choices_of
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
 from valence.training.plan import describe, make_plan
-from valence.training.resume import Earlier, begin, choices_of, look, take_up
+from valence.training.resume import Earlier, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
 from valence.types import Kind
@@ -68,7 +71,7 @@ def train(
     Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
     KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
     """
-    console = console or Console()
+    console = console or Terminal()
     stop = Stop(console)
     with stop.listening():
         run = build_run(
@@ -97,18 +100,14 @@ def build_run(
 ) -> Run:
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
     state of the run that is there already, if any, taken up."""
-    console = console or Console()
+    console = console or Terminal()
     stop = stop or Stop(console)
     in_memory = [name for name, rows in (given or {}).items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
     if checked.run.max_time:
         stop.limit(seconds_of(checked.run.max_time))
-    refuse_own_inputs(Path(checked.run.dir), {
-        "model.name": checked.model.name, "model.adapter": checked.model.adapter, "model.tokenizer": checked.model.tokenizer,
-        "reference.model": checked.reference.model, "reference.cache": checked.reference.cache,
-    })  # fmt: skip
-
+    _refuse_own_inputs(checked)
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"))
     with ExitStack() as failing:
@@ -116,10 +115,13 @@ def build_run(
         prepared = prepare(source, tokenizer=tokenizer, given=given)
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens = _announced(prepared, model, earlier, console, quiet)
+        first = [[0, "evaluation", tokens]]
         finished = earlier is not None and earlier.finished
         if not finished:
             folder.claim()
-            begin(folder, prepared, command, [[0, "evaluation", tokens]], earlier)
+            failing.callback(_gave_up, folder)
+            if earlier is None:
+                begin(folder, prepared, command, first, None)
             if not quiet and model is None:
                 say(f"loading and checking {checked.model.name}")
         chosen = earlier.compiled if earlier else None
@@ -128,15 +130,44 @@ def build_run(
             prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop,
             micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
         )  # fmt: skip
-        if not finished:
-            folder.state(choices=choices_of(policy))
         if earlier:
             take_up(run, earlier)
-        if finished:
-            run.facts = folder.facts
-            folder.close()
+        if not finished:
+            start = _starting_weights(run, folder) if model is not None else None
+            if earlier:
+                begin(folder, prepared, command, first, earlier)
+            folder.state(choices=choices_of(policy), start=start)
         failing.pop_all()
-        return run
+    if finished:
+        run.facts = folder.facts
+        folder.close()
+    return run
+
+
+def _starting_weights(run: Run, folder: RunFolder) -> str | None:
+    """A digest of a model that was given, as it is before its first step. Raises UserError when it is not as it was at the first
+    start: in one process it may have been trained since."""
+    known = folder.facts.get("start")
+    if run.step > 0:
+        return known
+    found = model_digest(run.policy, adapter=True)
+    if folder.taken_up and found != known:
+        fix = "give it as it was then, or start anew with fresh=True"
+        raise UserError("the model given is not as it was when this run began", where="model", fix=fix)
+    return found
+
+
+def _refuse_own_inputs(checked: Recipe) -> None:
+    refuse_own_inputs(Path(checked.run.dir), {
+        "model.name": checked.model.name, "model.adapter": checked.model.adapter, "model.tokenizer": checked.model.tokenizer,
+        "reference.model": checked.reference.model, "reference.cache": checked.reference.cache,
+    })  # fmt: skip
+
+
+def _gave_up(folder: RunFolder) -> None:
+    """A run that did not come to its training."""
+    if folder.facts.get("status") == "running":
+        folder.state(status="failed")
 
 
 def _announced(prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool) -> int:

@@ -152,7 +152,9 @@ def said(run: Path) -> str:
 def states(run: Path) -> dict[str, dict[str, bytes]]:
     """The tensors in each checkpoint: weights, optimizer and torch's random state. What other libraries draw has no seed."""
     return {
-        path.parent.name: {name: array.tobytes() for name, array in load_file(path).items() if not name.startswith(UNSEEDED)}
+        path.parent.name: {
+            name: array.tobytes() for name, array in load_file(path).items() if not name.lstrip("0123456789").startswith(UNSEEDED)
+        }
         for path in run.glob("checkpoints/*/tensors.safetensors")
     }
 

@@ -136,6 +136,7 @@ def test_a_second_signal_ends_at_once(
         ended.append(1)
 
     with monkeypatch.context() as patch:
+        patch.setattr("valence.training.signals.ECHO_OF_A_KEY", 0.0)  # no key is pressed twice so fast
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended

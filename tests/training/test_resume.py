@@ -227,7 +227,7 @@ def test_none_of_the_new_rows_is_skipped(settings: dict[str, Any], tmp_path: Pat
 
     monkeypatch.setattr(Run, "_update", spied)
     again, said = train(settings, allow=["data.train"])
-    assert "all of the new ones are trained on, from step 4 on" in said
+    assert "all of the rows are trained on from step 4 on" in said
     assert (again.step, again.counters.first) == (13, 4)
     assert len(seen) == 36
     assert len(set(seen)) == 12
@@ -346,3 +346,139 @@ def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path
     assert "another run is using this folder: pid" in found.stderr
     assert run.folder is not None
     run.folder.close()
+
+
+def test_steps_of_another_size_go_on_where_the_data_was(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Twelve rows, three epochs: after four steps of four rows, four thirds of an epoch are done; then steps of two."""
+    killed(settings, 6)
+    settings["train"]["batch_size"] = 2
+    run, _ = train(settings, allow=["train.batch_size"])
+    assert run.counters.first == 4 - 8
+    assert run.step == run.total_steps == 4 + 10  # of 18 steps of two rows, 8 were behind it
+    assert run.counters.examples_seen == 36
+    assert records(tmp_path / "run")[-1]["epoch"] == 3
+
+
+def test_fewer_steps_than_were_done_are_refused(settings: dict[str, Any]) -> None:
+    killed(settings, 9)
+    settings["train"]["epochs"] = 1
+    with pytest.raises(UserError, match="has done 8 steps, more than the 3"):
+        train(settings, allow=["train.epochs"])
+
+
+def test_a_start_that_fails_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
+    killed(settings, 6)
+    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
+    wider = {**settings, "model": {**settings["model"], "lora": {"rank": 4}}}
+    with pytest.raises(UserError, match="another model"):
+        train(wider, allow=["model"])
+    assert {name: (tmp_path / "run" / name).read_bytes() for name in kept} == kept
+    assert train(settings)[0].step == 9
+    assert len(json.loads((tmp_path / "run/run.json").read_text())["taken_up"]) == 1
+
+
+def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(settings: dict[str, Any]) -> None:
+    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    assert train(settings)[0].step == 6
+    settings["train"]["epochs"] = 4
+    run, said = train(settings)
+    assert "12 steps instead of 9" in said
+    assert run.step == 10  # two more evaluations that were no better
+
+
+def test_a_name_to_allow_that_is_none_is_refused(settings: dict[str, Any]) -> None:
+    killed(settings, 6)
+    with pytest.raises(UserError, match=r"there is no setting learning_rat\n.*train\.learning_rate"):
+        train(settings, allow=["learning_rat"])
+
+
+def test_rows_that_are_no_longer_there_are_noticed(settings: dict[str, Any]) -> None:
+    killed(settings, 6)
+    del settings["data"]["eval"], settings["eval"]
+    with pytest.raises(UserError, match=r"data\.eval: 5 rows then, none now"):
+        train(settings)
+
+
+def test_the_same_rows_elsewhere_are_the_same_rows(settings: dict[str, Any], tmp_path: Path) -> None:
+    killed(settings, 6)
+    (tmp_path / "train.jsonl").rename(tmp_path / "moved.jsonl")
+    settings["data"]["train"] = [{"path": str(tmp_path / "moved.jsonl")}]
+    assert train(settings)[0].step == 9
+
+
+def test_held_out_rows_in_another_order_are_others(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Of which eval.max_examples takes the first."""
+    killed(settings, 6)
+    written(tmp_path / "eval.jsonl", ROWS[:5][::-1])
+    with pytest.raises(UserError, match="the same ones in another order"):
+        train(settings)
+
+
+def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["run"]["keep_best"] = {"metric": "eval/loss", "mode": "max"}
+    killed(settings, 6)
+    written(tmp_path / "eval.jsonl", ROWS[5:9])
+    run, said = train(settings, allow=["data.eval"])
+    assert "the best so far is forgotten" in said
+    assert run.best.step is not None
+    assert run.best.step > 4
+
+
+def test_links_are_not_written_through(settings: dict[str, Any], tmp_path: Path) -> None:
+    killed(settings, 6)
+    precious = tmp_path / "precious"
+    for name in ("run.lock", "metrics.jsonl"):
+        precious.write_bytes(b"x" * 10**5)
+        kept = (tmp_path / "run" / name).read_bytes()
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).symlink_to(precious)
+        with pytest.raises(UserError, match=name):
+            train(settings)
+        assert precious.read_bytes() == b"x" * 10**5
+        (tmp_path / "run" / name).unlink()
+        (tmp_path / "run" / name).write_bytes(kept)
+    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
+    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="a link to another folder"):
+        train(settings)
+
+
+def test_a_run_that_began_meanwhile_is_not_moved_away(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Two starts look at a folder that is not there yet; the second comes to claim it when the first has trained."""
+    from valence.training.folder import RunFolder
+
+    late = RunFolder(tmp_path / "run")
+    killed(settings, 6)
+    with pytest.raises(UserError, match="trained here meanwhile"):
+        late.claim()
+    assert (tmp_path / "run/checkpoints").is_dir()
+    late.close()
+
+
+def test_a_model_object_that_was_trained_is_not_begun_with_again(settings: dict[str, Any]) -> None:
+    settings["run"]["save_every"] = 100
+    del settings["model"]["lora"]
+    model = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    killed(settings, 4, model=model)
+    with pytest.raises(UserError, match="not as it was when this run began"):
+        train(settings, model=model)
+    again = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    assert train(settings, model=again)[0].step == 9
+
+
+def test_another_optimizer_is_refused_in_words(settings: dict[str, Any]) -> None:
+    killed(settings, 6, optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1))
+    with pytest.raises(UserError, match="another optimizer or schedule"):
+        train(settings)
+
+
+def test_time_that_is_too_short_for_anything_is_no_reason_to_start_again(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from valence.training.signals import Stop
+
+    killed(settings, 6)
+    settings["run"]["max_time"] = "00:00:01"
+    monkeypatch.setattr(Stop, "limit", lambda self, _: setattr(self, "_ends_at", 0.0))
+    with pytest.raises(UserError, match="nothing was done within run.max_time"):
+        train(settings)

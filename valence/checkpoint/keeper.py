@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -17,6 +18,7 @@ from valence.errors import UserError
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+NUMBER = re.compile(r"0|[1-9][0-9]*")
 WORTH_A_THREAD = 2**22
 """Bytes of state from which on a save is written while training goes on."""
 
@@ -54,7 +56,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Of the checkpoints that there are, whole or not, ascending."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if path.name[5:].isdigit())
+        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if NUMBER.fullmatch(path.name[5:]))
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -132,7 +134,7 @@ class Checkpoints:
             if snapshot is not None:
                 snapshot.write(folder)
             if beside is not None:
-                beside(folder)
+                self._add(beside, folder, alone=snapshot is None)
             files = {
                 path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
                 for path in sorted(folder.rglob("*"))
@@ -143,6 +145,18 @@ class Checkpoints:
             said = json.loads(json.dumps(found, default=str))
             (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
 
+    def _add(self, beside: Callable[[Path], None], folder: Path, alone: bool) -> None:
+        """Adds files to a checkpoint. That this fails does not cost the state beside them."""
+        before = set(folder.iterdir())
+        try:
+            beside(folder)
+        except Exception as error:  # of the libraries that write models, whichever
+            if alone or isinstance(error, OSError | UserError):
+                raise
+            for path in set(folder.iterdir()) - before:
+                shutil.rmtree(path, ignore_errors=True)
+            self.trouble.append(f"no model was written into checkpoint {folder.name}: {error!r}")
+
     def prune(self, spare: int | None) -> None:
         """Removes those that are neither among the newest nor spared."""
         if self.keep is None:
@@ -151,7 +165,9 @@ class Checkpoints:
             _remove(self.path(step))
 
     def tidy(self) -> None:
-        """Removes what a program that was killed left half done."""
+        """Removes what a program that was killed left half done. Raises UserError when the folder is a link: it is another's."""
+        if self.folder.is_symlink():
+            raise UserError("this is a link to another folder", where=str(self.folder), fix="put the folder itself in its place")
         for path in self.folder.glob(".step-*"):
             whole = self.folder / path.name[1:].removesuffix(".old")
             if path.name.endswith(".old") and not whole.exists():
@@ -175,8 +191,10 @@ class Checkpoints:
                 say(f"{path}: {what}; it is kept as {_aside(path).name}, and the one before is used")
             return found
         if damaged:
-            path, what = next(iter(damaged.items()))
-            raise UserError(f"all checkpoints are damaged ({path.name}: {what})", where=str(self.folder),
+            said = "; ".join(
+                f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}" for path, what in damaged.items()
+            )
+            raise UserError(f"all checkpoints are damaged ({said})", where=str(self.folder),
                             fix="put back a whole one, or start anew with --fresh")  # fmt: skip
         return None
 

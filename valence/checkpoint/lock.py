@@ -75,7 +75,7 @@ class Lock:
         try:
             while True:
                 with ExitStack() as undo:
-                    fd = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
+                    fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
                     undo.callback(os.close, fd)
                     if _identity(os.fstat(fd)) in _held:
                         return None

@@ -16,6 +16,8 @@ from torch import Tensor
 
 from valence.errors import UserError
 
+UMASK = os.umask(0)
+os.umask(UMASK)  # read once: for a moment it is another one, and saves have threads of their own
 TENSOR, DICT = "__tensor__", "__dict__"
 TENSORS, PLAIN = "tensors.safetensors", "state.json"
 
@@ -40,11 +42,9 @@ def written_aside(target: Path) -> Iterator[Path]:
 
 def _keep(aside: Path, target: Path) -> None:
     """Renames a filled folder, once all of it is on the disk."""
-    mask = os.umask(0)
-    os.umask(mask)
     for path in sorted(aside.rglob("*")):
         if path.is_file():
-            path.chmod(0o666 & ~mask)  # safetensors writes for the owner alone
+            path.chmod(0o666 & ~UMASK)  # safetensors writes for the owner alone
         synced(path)
     synced(aside)
     old = target.with_name(f".{target.name}.old")
@@ -96,8 +96,9 @@ class Snapshot:
 
     def _described(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            self.tensors[path] = value.detach().to("cpu", copy=self._copied).contiguous()
-            return {TENSOR: path}
+            name = f"{len(self.tensors)}{path}"  # numbered: keys may hold the mark between them
+            self.tensors[name] = value.detach().to("cpu", copy=self._copied).contiguous()
+            return {TENSOR: name}
         if isinstance(value, Mapping):
             # Keys may be integers (optimizer states): kept as pairs.
             return {DICT: [[key, self._described(item, f"{path}/{key}")] for key, item in value.items()]}
@@ -128,7 +129,7 @@ def load(folder: Path) -> dict[str, Any]:
         described = json.loads((folder / PLAIN).read_text())
         # Copies: views of the file would hold it, and its room on the disk, for as long as the run.
         tensors = {name: tensor.clone() for name, tensor in load_file(folder / TENSORS).items()}
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"this is not a whole checkpoint ({error})", where=str(folder), fix="use another one") from error
 
     def rich(value: Any) -> Any:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
+
+from valence.report.console import Terminal
 
 app = typer.Typer(
     help="Align language models with feedback. A recipe is a YAML file that names a method, a model and data: `valence losses` "
@@ -16,7 +17,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
-console = Console()
+console = Terminal()
 
 RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
 Overrides = Annotated[

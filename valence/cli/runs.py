@@ -35,13 +35,20 @@ def _train(recipe: Path, overrides: list[str], **how: Any) -> None:
     try:
         run = run_recipe(recipe, overrides=overrides, console=console, command=_command(), **how)
     except KeyboardInterrupt as stopped:
-        if not getattr(stopped, "at_once", True):
-            said = f"{stopped}; what was done is kept, and the same command goes on from there"
-            console.print(said, style="yellow", markup=False, highlight=False)
+        console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
     if not how["quiet"]:
         for name, what in (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
             console.print(f"{what:>7}  {Path(run.recipe.run.dir) / name}", markup=False, soft_wrap=True)
+
+
+def _last_words(stopped: KeyboardInterrupt) -> str:
+    """What is said about a run that was stopped."""
+    if getattr(stopped, "at_once", True):
+        return f"{stopped}: ended at once; the steps since the last checkpoint are lost, and the same command does them again"
+    if "stopped after step" not in str(stopped):
+        return f"{stopped}: nothing was lost; the same command goes on"
+    return f"{stopped}; its state is saved, and the same command goes on from there"
 
 
 @app.command()
@@ -54,6 +61,8 @@ def resume(
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
     from valence.training.restore import place_of_run
 
+    if any(each.split("=")[0] == "run.dir" for each in overrides or []):
+        raise UserError("a run goes on where it is", where="run.dir", fix="move the folder, and name it")
     folder = run_dir.absolute()
     recipe, place = place_of_run(folder)
     if place and place.is_dir():
@@ -93,6 +102,9 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
         table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
     console.print(table)
     prepared = prepare(source)
+    if (Path(source.recipe.run.dir) / "run.json").is_file():
+        said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
+        console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
     show_audit(prepared, console)
     for line in describe(make_plan(prepared)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     NonNegativeFloat,
@@ -30,8 +31,8 @@ def _fraction_or_steps(value: float) -> float:
 CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]\d):([0-5]\d)")
 
 
-def _clock(value: str) -> str:
-    if seconds_of(value) <= 0:
+def _clock(value: Any) -> Any:
+    if value is not None and (not isinstance(value, str) or seconds_of(value) <= 0):
         raise ValueError("not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (days before them)")
     return value
 
@@ -48,7 +49,7 @@ Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
 WholeFromOne = AfterValidator(_fraction_or_steps)
-Clock = Annotated[str, AfterValidator(_clock)]
+Clock = Annotated[str | None, BeforeValidator(_clock)]
 
 
 class Section(BaseModel):
@@ -266,11 +267,11 @@ class RunSection(Section):
     """Also write the model as a Hugging Face folder (`model`) into each checkpoint. Training waits for it."""
     max_failed_saves: PositiveInt = 3
     """Stop after so many saves in a row that failed, as on a full disk; until then training goes on."""
-    max_time: Clock | None = None
+    max_time: Clock = None
     """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS": then the step is finished, the state saved, and
     the exit status is 124. Started again, it goes on. Leave room for a step and a save."""
     early_stop: EarlyStop | None = None
-    """End the run when its evaluations no longer get better."""
+    """End the run when its evaluations, from that after the first steps on, no longer get better."""
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"

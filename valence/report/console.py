@@ -5,6 +5,8 @@ from __future__ import annotations
 import html
 import json
 import math
+import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +25,14 @@ SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "z0"}
 
 WINDOW = 50
 """Updates over which rate and time left are measured."""
+
+
+class Terminal(Console):
+    """A console that goes quiet when nobody reads it any more (`| head`, `| tee` that was stopped): work goes on."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def visible(text: str) -> str:

@@ -46,7 +46,7 @@ class JsonlSink:
         self._lock = threading.Lock()  # a checkpoint is written by a thread of its own, after the log
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = path.open("ab", buffering=0)
+            self._file = open(path, "ab", buffering=0, opener=_no_link)  # noqa: SIM115
             _cut_torn_line(path)
             self._length = path.stat().st_size
         except OSError as error:
@@ -89,8 +89,9 @@ class JsonlSink:
         there = self.path.stat().st_size
         if there < state["bytes"]:
             self._warn(f"{self.path}: {state['bytes'] - there} bytes of the log are gone; it goes on with a gap")
-        self._length = min(there, state["bytes"])
-        os.truncate(self.path, self._length)
+        os.truncate(self.path, min(there, state["bytes"]))
+        _cut_torn_line(self.path)
+        self._length = self.path.stat().st_size
 
     def close(self) -> None:
         try:
@@ -102,6 +103,11 @@ class JsonlSink:
 
 def _strict(value: float | int | str) -> float | int | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Opens a file, but not what a link in its place points to: a log is cut, and that would cut another's file."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _cut_torn_line(path: Path) -> None:

@@ -11,6 +11,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from valence.checkpoint.export import export
+from valence.checkpoint.store import Snapshot
 from valence.data.sampler import canonical_order
 from valence.engine.cache import Cached
 from valence.engine.scores import Scorer, with_padding
@@ -21,6 +22,7 @@ from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
 from valence.training.folder import finite, now, versions
 from valence.training.loop import Interrupted, Run
+from valence.training.saving import HEAVY
 from valence.training.score import passes
 
 LOOKED_AT = 1024
@@ -41,6 +43,7 @@ def run_to_end(run: Run) -> Run:
 
     status, at_once = "failed", False
     try:
+        Snapshot(run.registry.state_dict(leaving_out=HEAVY))  # what cannot be saved is found out now
         _open_cache(run)
         before = _samples_before(run)
         run.fit()
@@ -48,14 +51,19 @@ def run_to_end(run: Run) -> Run:
         if run.early.exhausted:
             run.say_once(f"training ended at step {run.step} of {run.total_steps}: {run.early.exhausted}")
             folder.state(ended_early=run.early.exhausted)
+        if run.best.step not in (None, run.step):
+            best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
+            run.say_once(
+                f"the best evaluation was that after step {run.best.step} ({best}): `--step best`; model/ is that of the end"
+            )
         if "test" in run.prepared.corpora:
             found = run.evaluate(name="test")
             rows = [finite(row) for row in found.rows]
             folder.write("eval/test.json", {"step": run.step, "metrics": finite(found.metrics), "rows": rows})
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
         if before:
-            pairs = zip(before, _samples(run), strict=True)
-            folder.write("samples.json", [{**first, "after": second["before"]} for first, second in pairs])
+            answers = {row["prompt"]: row["before"] for row in _samples(run)}
+            folder.write("samples.json", [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers])
         _report_cache(run)
         _refuse_broken(run)
         folder.state(finished=now(), seconds=seconds(), steps=run.step)
@@ -66,12 +74,13 @@ def run_to_end(run: Run) -> Run:
         raise
     finally:
         if not at_once:
-            if status != "done":
-                _save_what_there_is(run)
-            run.log.close()
-            folder.state(finished=now(), seconds=seconds(), steps=run.step)
-            _page(run, folder.path, status)
-            folder.state(status=status)  # last: what is done is not done again
+            with run.stop.waiting():  # only a second signal breaks this off
+                if status != "done":
+                    _save_what_there_is(run)
+                run.log.close()
+                folder.state(finished=now(), seconds=seconds(), steps=run.step)
+                _page(run, folder.path, status)
+                folder.state(status=status)  # last: what is done is not done again
         folder.close()
     return run
 
@@ -97,6 +106,8 @@ def _save_what_there_is(run: Run) -> None:
     """Saves after something went wrong, unless that was while the weights changed. That this fails as well must not hide what
     went wrong first."""
     try:
+        assert run.saver is not None
+        run.saver.checkpoints.wait()
         if run.step > 0 and run.whole:
             run.save()
     except UserError as error:
@@ -106,11 +117,9 @@ def _save_what_there_is(run: Run) -> None:
 def _refuse_broken(run: Run) -> None:
     """A model whose last steps were not finite is not written as if it were one."""
     broken = [name for name, p in run.policy.named_parameters() if p.requires_grad and not bool(torch.isfinite(p).all())]
-    if broken or run.counters.skipped_in_a_row:
-        skipped = run.counters.skipped_in_a_row
-        what = f"weights are not finite ({broken[0]})" if broken else f"the last {skipped} steps were not finite"
+    if broken:
         raise UserError(
-            f"the run ended badly: {what}; no model was written",
+            f"the run ended badly: weights are not finite ({broken[0]}); no model was written",
             where=f"step {run.step}",
             fix="lower train.learning_rate, or use model.dtype: float32",
         )

@@ -32,19 +32,21 @@ class RunFolder:
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
         """
-        self.path, self.say = path, say
+        self.path, self.say = path.resolve() if path.is_symlink() else path, say
+        path = self.path
         self.facts: dict[str, Any] = {}
         self._unwritten: dict[str, str] = {}
         self._told = False
         self._guard = threading.Lock()
         self.lock = Lock(path)
-        self.taken_up = False
+        self.taken_up = self._looked = False
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
         if path.is_dir() and any(path.iterdir()):
             if not ((path / NAME).is_file() or (path / "run.json").is_file()):
                 raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
             self._take()
+            self._looked = True
             self.taken_up = _holds_work(path) and not fresh
             if self.taken_up:
                 self.facts = self._read_facts()
@@ -65,14 +67,19 @@ class RunFolder:
         """Makes the folder, moving an earlier run aside. Raises UserError when it cannot."""
         path = self.path
         try:
-            if path.is_dir() and _holds_work(path) and not self.taken_up:
+            path.mkdir(parents=True, exist_ok=True)
+            self._take()  # before anything else: its file says that this is a run's folder
+            if _holds_work(path) and not self._looked:
+                fix = "give the command again: it goes on with it"
+                raise UserError("another program has trained here meanwhile", where=f"run.dir: {path}", fix=fix)
+            if _holds_work(path) and not self.taken_up:
                 free = _free_name(path)
                 path.rename(free)
                 self.lock.release()
-                self.lock = Lock(path)
                 self.say(f"the earlier run is kept as {free}")
-            path.mkdir(parents=True, exist_ok=True)
-            self._take()  # before anything else: its file says that this is a run's folder
+                path.mkdir()
+                self.lock = Lock(path)
+                self._take()
             (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -83,11 +90,12 @@ class RunFolder:
         """Lets other processes have the folder."""
         self.lock.release()
 
-    def write(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> Path:
-        """Writes a file as a whole: text, or anything JSON can say."""
+    def write(self, name: str, content: bytes | str | Mapping[str, Any] | Sequence[Any]) -> Path:
+        """Writes a file as a whole: bytes, text, or anything JSON can say."""
         target = self.path / name
+        raw = content if isinstance(content, bytes) else _text(content).encode("utf-8", errors="backslashreplace")
         try:
-            write_whole(target, _text(content).encode("utf-8", errors="backslashreplace"))
+            write_whole(target, raw)
         except OSError as error:
             raise UserError(
                 f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"

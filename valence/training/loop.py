@@ -76,6 +76,7 @@ class Run:
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
         self.counters = Counters(first=first)
         self.total_steps = prepared.steps_from(first) if self.sampler else 0
+        self.own_optimizer = optimizer is None
         self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
             policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
         )
@@ -96,7 +97,7 @@ class Run:
         self.finished = finished
         self.base: str | None = None
         self.compared: str | None = None
-        self._before_skips: dict[str, Any] | None = None
+        self._before_skips: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
         self.facts: dict[str, Any] = folder.facts if folder else {}
         self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
         self.registry = registry_of(self, self._jsonl)
@@ -131,16 +132,19 @@ class Run:
             raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
         self._caution()
         last: dict[str, Any] = {}
-        seen = 0
+        seen, began = 0, (self.step, self.counters.settled)
         with self.stop.waiting(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
             while True:
                 last = self._settle(bar) or last
+                if seen:
+                    bar.update(self.step, tokens=seen, metrics=last)
                 if self.step >= self.total_steps or self.early.exhausted or self.stop.requested:
                     break
                 seen += self._one_step().tokens
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
-                bar.update(self.step, tokens=seen, metrics=last)
         if self.stop.requested:
+            if self.stop.out_of_time and (self.step, self.counters.settled) == began:
+                raise UserError("nothing was done within run.max_time", where="run.max_time", fix="make it longer")
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
 
@@ -155,7 +159,7 @@ class Run:
     def _one_step(self) -> Outcome:
         """One optimizer step, and what the counters and the window say of it."""
         began = time.monotonic()
-        before = self.registry.state_dict(leaving_out=HEAVY)
+        before = self._light()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
         outcome, norm, applied, examples = self._with_memory("training", self._update)
         self.scheduler.step()
@@ -212,8 +216,11 @@ class Run:
             try:
                 return action()
             except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error) or not self.whole:
+                if not out_of_memory(error):
                     raise
+                if not self.whole:
+                    fix = "set model.lora, train.optimizer: adamw_8bit, or train.checkpointing: full"
+                    raise UserError("out of memory in the optimizer's step", where=f"step {self.step}", fix=fix) from error
             self.budget.halve(self.step, phase)
             tokens = self.budget.at(self.step, phase)
             self.warn(
@@ -232,7 +239,7 @@ class Run:
         """The weights that train, by name."""
         return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
-    def _guard(self, outcome: Outcome, norm: float, applied: bool, before: dict[str, Any]) -> None:
+    def _guard(self, outcome: Outcome, norm: float, applied: bool, before: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
         """A step that was not finite is named; too many in a row end the run. ``before``: the state of what any step changes."""
         counters = self.counters
         if applied:
@@ -276,7 +283,8 @@ class Run:
             record = {"step": 0} | found
         better = False
         if found:
-            better = self.best.see(step, found)
+            if self._before_skips is None:  # else the state that would be saved is not that of this evaluation
+                better = self.best.see(step, found)
             self.early.see(step, found)
         if record:
             self.log.log(record)
@@ -391,8 +399,16 @@ class Run:
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on. While steps are being skipped, it is that from before the first of them."""
-        light = self._before_skips or self.registry.state_dict(leaving_out=HEAVY)
-        return light | {name: self.registry.parts[name].state_dict() for name in HEAVY}
+        light, groups = self._before_skips or self._light()
+        state = light | {name: self.registry.parts[name].state_dict() for name in HEAVY}
+        saved = state["optimizer"]["param_groups"]
+        named = [old | {"params": group["params"]} for group, old in zip(saved, groups, strict=True)]
+        return state | {"optimizer": {**state["optimizer"], "param_groups": named}}
+
+    def _light(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """What of the state any step changes: all but weights and moments; and what a schedule sets in the optimizer."""
+        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        return self.registry.state_dict(leaving_out=HEAVY), groups
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes up where ``state_dict`` was called. Raises UserError when it is of another model or another version."""
@@ -412,7 +428,7 @@ def _one(value: torch.Tensor) -> Mean:
 
 def _made(given: Any, argument: Any) -> Any:
     """An object given, or what a function given makes of the argument."""
-    if given is None or hasattr(given, "state_dict"):
+    if given is None or (hasattr(given, "state_dict") and not isinstance(given, type)):
         return given
     return given(argument)
 

@@ -69,7 +69,14 @@ def method_of_run(run_dir: Path) -> Method:
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
     """The recipe of a run, and the folder that it was started from, against which its paths are meant. Raises UserError when the
     folder holds no run."""
-    recipe, place = _config_of(run_dir), _read(run_dir / "run.json").get("cwd")
+    if not run_dir.is_dir():
+        what = "this is a file" if run_dir.exists() else "there is no such folder"
+        raise UserError(what, where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`")
+    recipe = _config_of(run_dir)
+    try:
+        place = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["cwd"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return recipe, None  # damaged: what a checkpoint says of the run is used
     return recipe, Path(place) if isinstance(place, str) else None
 
 

@@ -1,63 +1,74 @@
-"""A run that is taken up: whether it is still the same run, and its newest state."""
+"""A run that is taken up: what it was, and its newest state put back."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cached_property
 from typing import Any
 
-import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
-from valence.checkpoint.store import write_whole
-from valence.engine.logprobs import Engine
 from valence.errors import UserError
+from valence.report.console import visible
+from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
 from valence.training.plan import make_plan
 from valence.training.saving import load_weights
-from valence.training.setup import Corpus, Prepared
-from valence.types import Encoded
+from valence.training.setup import Prepared
 
-FREE = {
-    f"run.{name}" for name in ("dir", "save_every", "keep", "save_state", "save_hf", "max_failed_saves", "max_time", "export")
-}
-"""Settings on which neither the weights nor the log depend."""
-MAY_GROW = ("train.epochs", "train.max_steps")
-ROWS = "rows.safetensors"
-LISTED = 12
+HYPER = {"train.learning_rate": ("lr", "initial_lr"), "train.weight_decay": ("weight_decay",), "train.betas": ("betas",)}
+"""What the optimizer calls them."""
 
 
 @dataclass(frozen=True)
 class Earlier:
     """What a run that is taken up was. ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and
-    rows that differ and may, and how; ``first``: the step at which the present rows begin."""
+    rows that differ and may, and how."""
 
     folder: RunFolder
+    prepared: Prepared
     saved: Saved | None
     state: Mapping[str, Any] | None
     was: Mapping[str, Any]
     changed: Mapping[str, str]
-    first: int
-    total: int
 
     @property
     def step(self) -> int:
         return self.state["counters"]["step"] if self.state else 0
 
+    @cached_property
+    def first(self) -> int:
+        """The step at which the present rows begin. Where steps are made up otherwise, it is put so that as much of the data is
+        behind the run as it was."""
+        if self.state is None:
+            return 0
+        first = self.state["counters"]["first"]
+        if "data.train" in self.changed:
+            return self.step
+        if not any(name in self.changed for name in OF_THE_ORDER):
+            return first
+        was = self.was["settings"]
+        full, rest = divmod(self.was["rows"]["data.train"]["rows"], was["train.batch_size"])
+        before = full + (rest > 0 and not was["train.drop_last"])
+        return self.step - round((self.step - first) / before * self.prepared.sampler.steps_per_epoch)
+
+    @property
+    def total(self) -> int:
+        return self.prepared.steps_from(self.first)
+
     @property
     def finished(self) -> bool:
         facts = self.folder.facts
-        return facts.get("status") == "done" and (facts.get("steps", 0) >= self.total or bool(facts.get("ended_early")))
+        longer = self.total > facts.get("total_steps", 0) or any(
+            name == "data.train" or name.startswith("run.early_stop") for name in self.changed
+        )
+        enough = facts.get("steps", 0) >= self.total or (bool(facts.get("ended_early")) and not longer)
+        return facts.get("status") == "done" and enough
 
     @property
     def choices(self) -> Mapping[str, Any]:
@@ -82,82 +93,122 @@ class Earlier:
     @property
     def told(self) -> str:
         """What is said before it goes on."""
-        path, total = self.folder.path, self.total
-        if self.finished:
-            how = (
-                f"it ended early: {self.folder.facts['ended_early']}"
-                if self.folder.facts.get("ended_early")
-                else f"{total} steps"
+        return visible(self._finished() if self.finished else self._going_on())
+
+    def _finished(self) -> str:
+        facts = self.folder.facts
+        how = f"it ended early: {facts['ended_early']}" if facts.get("ended_early") else f"{facts.get('steps')} steps"
+        when = f", {facts['finished']}" if facts.get("finished") else ""
+        return (
+            f"the run in {self.folder.path} is finished ({how}{when}): there is nothing to do\n"
+            "  to train longer, raise train.epochs or train.max_steps; to start anew, `valence train RECIPE --fresh`"
+        )
+
+    def _going_on(self) -> str:
+        where = f"after step {self.step} of {self.total}" if self.state else "from its first step (it has no checkpoint yet)"
+        lines = [f"taking up the run in {self.folder.path} {where}", *(f"  with {said}" for said in self.changed.values())]
+        before = self.folder.facts.get("total_steps")
+        if before and before != self.total:
+            lines.append(
+                f"  {self.total} steps instead of {before}: the learning rate has the schedule of {self.total} from here on"
             )
-            when = f", {self.folder.facts['finished']}" if self.folder.facts.get("finished") else ""
-            return (
-                f"the run in {path} is finished ({how}{when}): there is nothing to do\n"
-                "  to train longer, raise train.epochs or train.max_steps; to start anew, --fresh"
-            )
-        where = f"after step {self.step} of {total}" if self.state else "from its first step (it has no checkpoint yet)"
-        lines = [f"taking up the run in {path} {where}", *(f"  with {said}" for said in self.changed.values())]
-        if self.first and self.first == self.step:
-            lines.append(f"  the rows have changed: all of the new ones are trained on, from step {self.first} on")
-        if other := differences(self.was):
-            lines.append(f"  last digits may differ from those of an undisturbed run: {', '.join(other)}")
+        if self.state and "data.train" in self.changed:
+            lines.append(f"  all of the rows are trained on from step {self.step} on, as if none had been before")
         return "\n".join(lines)
 
 
 def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Earlier:
-    """The run in this folder. Raises UserError, with a list of differences, when it is not the one that the recipe describes, but
-    for what is allowed by name (a setting, or a section with all in it)."""
+    """The run in this folder. Raises UserError, with a list of differences, when it is not the one that the recipe describes,
+    but for what is allowed by name (a setting, or a section with all in it)."""
     checkpoints = Checkpoints(folder.path / "checkpoints", None)
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
     was = saved.facts if saved else folder.identity
-    rows = _changed_rows(folder.path, was.get("rows") or {}, prepared) if was.get("rows") else {}
-    changed = (_changed_settings(was["settings"], prepared) if was.get("settings") else {}) | rows
-    known = _accepted(folder.facts, prepared)
-    if refused := [name for name in changed if name not in known and not _allowed(name, allow)]:
-        raise _refusal([changed[name] for name in refused], folder.path, refused)
+    changed = changes(folder.path, was, prepared)
+    refuse(changed, folder.facts, allow, prepared, folder.path)
     state = store.load(saved.path) if saved and saved.has_state else None
-    first = 0
-    if state:
-        counters = state["counters"]
-        first = counters["step"] if any(name.endswith("train") for name in rows) else counters["first"]
-    found = Earlier(folder, saved, state, was, changed, first, prepared.steps_from(first))
-    if saved and not state and not found.finished:
+    found = Earlier(folder, prepared, saved, state, was, changed)
+    if found.finished:
+        if not state:
+            folder.say(f"no state of it is kept: its weights are those in {folder.path / 'model'}")
+    elif saved and not state:
         raise UserError(
             "the checkpoints of this run hold no state to go on from (run.save_state is false)",
             where=str(saved.path),
-            fix="start anew with --fresh, which moves it aside; its models are in checkpoints/step-N/model",
+            fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models are in checkpoints/step-N/model",
+        )
+    elif found.step > found.total:
+        raise UserError(
+            f"the run has done {found.step} steps, more than the {found.total} that are asked for now",
+            where=f"run.dir: {folder.path}",
+            fix="raise train.epochs or train.max_steps, or use what is there (`valence export RUN FOLDER`)",
         )
     return found
 
 
 def take_up(run: Run, earlier: Earlier) -> None:
-    """Puts a run where the earlier one was saved last; before the first checkpoint, where it began."""
+    """Puts a run where the earlier one was saved last; before the first checkpoint, where it began.
+
+    Raises UserError when the state is of another model, optimizer or schedule.
+    """
     if run.policy.packs and earlier.choices.get("packed") is False:
         run.policy.lay_out(packed=False)
+    if other := differences(earlier.was):
+        run.say_once(visible(f"last digits may differ from those of an undisturbed run: {', '.join(other)}"))
     if run.finished or earlier.state is None:
         if earlier.state:
             load_weights(run, earlier.state)
-        else:
+        elif not run.finished:
             run.registry.parts["log"].load_state_dict({"bytes": 0})
         return
-    fresh = [{name: value for name, value in group.items() if name != "params"} for group in run.optimizer.param_groups]
+    fresh = [dict(group) for group in run.optimizer.param_groups]
     bases = getattr(run.scheduler, "base_lrs", [])
-    run.load_state_dict(earlier.state)
+    kinds = [sorted(group) for group in earlier.state["optimizer"]["param_groups"]]
+    try:
+        if kinds != [sorted(group) for group in run.optimizer.param_groups]:
+            raise ValueError("it has other settings")
+        run.load_state_dict(earlier.state)
+    except (KeyError, ValueError) as error:
+        what = f"the saved state is that of another optimizer or schedule ({error})"
+        fix = "give those that the run began with, or start anew (`valence train RECIPE --fresh`)"
+        raise UserError(what, where="checkpoint", fix=fix) from error
     run.counters.first = earlier.first
-    if earlier.budget:
-        run.budget.load_state_dict([list(change) for change in earlier.budget])
-    else:
-        run.budget.load_state_dict([[0, "evaluation", make_plan(run.prepared, run.policy.causal).micro_batch_tokens]])
-    if any(name.startswith("train.") for name in earlier.changed):
-        for group, settings in zip(run.optimizer.param_groups, fresh, strict=True):
-            group.update(settings)
-        run.scheduler.base_lrs = bases
-    if isinstance(run.scheduler, LambdaLR):  # the number of steps may have grown
-        for group, base, factor in zip(run.optimizer.param_groups, run.scheduler.base_lrs, run.scheduler.lr_lambdas, strict=True):
-            group["lr"] = base * factor(run.scheduler.last_epoch)
+    _budget(run, earlier)
+    _hyper(run, earlier, fresh, bases)
+    _selections(run, earlier)
     assert run.saver is not None
     run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
+
+
+def _budget(run: Run, earlier: Earlier) -> None:
+    planned = [[0, "evaluation", run.budget.at(0, "evaluation")]]
+    if "train.micro_batch_tokens" in earlier.changed:
+        planned = [[0, "evaluation", make_plan(run.prepared, run.policy.causal).micro_batch_tokens]]
+    run.budget.load_state_dict([list(change) for change in earlier.budget] or planned)
+
+
+def _hyper(run: Run, earlier: Earlier, fresh: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
+    """Settings of the optimizer that were changed on purpose, and the learning rate where the number of steps has grown."""
+    names = [name for setting, names in HYPER.items() if setting in earlier.changed and run.own_optimizer for name in names]
+    for group, settings in zip(run.optimizer.param_groups, fresh, strict=True):
+        group.update({name: settings[name] for name in names if name in settings})
+    if not isinstance(run.scheduler, LambdaLR):
+        return
+    if "lr" in names:
+        run.scheduler.base_lrs = list(bases)
+    for group, base, factor in zip(run.optimizer.param_groups, run.scheduler.base_lrs, run.scheduler.lr_lambdas, strict=True):
+        group["lr"] = base * factor(run.scheduler.last_epoch)
+
+
+def _selections(run: Run, earlier: Earlier) -> None:
+    """The best evaluation so far is none when others follow that do not compare; a run that ended early is given another try."""
+    if earlier.folder.facts.get("ended_early"):
+        run.early.since = 0
+    if any(name == "data.eval" or name.startswith(("loss.", "eval.max_examples")) for name in earlier.changed):
+        run.say_once("evaluations no longer compare with those before: the best so far is forgotten")
+        for each in (run.best, run.early, run.watch):
+            each.reset()
 
 
 def begin(folder: RunFolder, prepared: Prepared, command: str, budget: Sequence[Any], earlier: Earlier | None) -> None:
@@ -172,132 +223,11 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, budget: Sequence[
     facts: dict[str, Any] = {"command": command, "started": now()}
     if earlier:
         here = {"at": now(), "step": earlier.step, "with": list(earlier.changed.values())}
-        facts = {"taken_up": [*folder.facts.get("taken_up", []), here]}
+        facts = {"taken_up": [*folder.facts.get("taken_up", []), here], "ended_early": None}
     folder.state(
         **facts, status="running", changed=changed, method=prepared.recipe.method, cwd=os.getcwd(),
         total_steps=prepared.steps_from(earlier.first if earlier else 0), versions=versions(),
         settings=settings_of(prepared), rows=rows_of(prepared),
         micro_batch_tokens=earlier.budget if earlier and earlier.budget else budget,
     )  # fmt: skip
-    write_rows(prepared, folder.path)
-
-
-def settings_of(prepared: Prepared) -> dict[str, Any]:
-    """Every setting, as JSON has it, by dotted name."""
-    return json.loads(json.dumps({name: each.value for name, each in prepared.source.settings.items()}, default=str))
-
-
-def choices_of(policy: Engine) -> dict[str, Any]:
-    """What the last bits of a result depend on besides settings and rows: choices that were made, and the machine."""
-    return {"compiled": policy.compiled, "packed": policy.packs, **_machine()}
-
-
-def _machine() -> dict[str, Any]:
-    cuda = torch.cuda.is_available()
-    chip = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
-    return {"threads": torch.get_num_threads(), "device": "cuda" if cuda else "cpu", "chip": chip}
-
-
-def differences(was: Mapping[str, Any]) -> list[str]:
-    """What is not as it was on the machine, so that the last digits of results may differ."""
-    before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
-    here = versions() | _machine()
-    return [f"{name} {before[name]} then, {here[name]} now" for name in here if before.get(name, here[name]) != here[name]]
-
-
-def _accepted(facts: Mapping[str, Any], prepared: Prepared) -> set[str]:
-    """Settings and lists of rows that are as they were at the last start, which may have been after the newest checkpoint."""
-    now, was = settings_of(prepared) | rows_of(prepared), {**(facts.get("settings") or {}), **(facts.get("rows") or {})}
-    return {name for name in now.keys() | was.keys() if was and now.get(name) == was.get(name)}
-
-
-def _changed_settings(was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
-    """Settings that are not as they were, and how; but for those that may change freely, or have grown and may."""
-    found: dict[str, str] = {}
-    now, settings = settings_of(prepared), prepared.source.settings
-    for name in sorted(was.keys() | now.keys()):
-        before, after = was.get(name), now.get(name)
-        new = name not in was and settings[name].is_default  # in this version
-        if before == after or name in FREE or new:
-            continue
-        if name in MAY_GROW and (after is None or (before is not None and after > before)):
-            continue
-        found[name] = f"{name}: {json.dumps(before, ensure_ascii=False)} -> {json.dumps(after, ensure_ascii=False)}"
-    return found
-
-
-def _allowed(name: str, allow: Sequence[str]) -> bool:
-    return any(name == each or name.startswith(f"{each}.") for each in allow)
-
-
-def _refusal(said: Sequence[str], path: Path, names: Sequence[str]) -> UserError:
-    shown = [f"  {line}" for line in said[:LISTED]] + ([f"  and {len(said) - LISTED} more"] if len(said) > LISTED else [])
-    what = "\n".join(["the run in this folder was another one:", *shown])
-    allow = " ".join(f"--allow {name}" for name in names[:3])
-    fix = f"undo the change; or go on with it all the same: {allow}; or start anew with --fresh; or choose another run.dir"
-    return UserError(what, where=f"run.dir: {path}", fix=fix)
-
-
-# ------------------------------------------------------------------ rows
-
-
-def rows_of(prepared: Prepared) -> dict[str, Any]:
-    """How many rows each list of the recipe has, and a digest of them."""
-    return {_list(name): {"rows": len(c.units), "digest": _digest(c)} for name, c in prepared.corpora.items()}
-
-
-def write_rows(prepared: Prepared, path: Path) -> None:
-    """Keeps a hash of every row, so that it can be said later which have changed."""
-    write_whole(path / ROWS, save({_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}))
-
-
-def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
-    now = rows_of(prepared)
-    names = [name for name in now if was.get(name) != now[name]]
-    try:
-        kept = load_file(path / ROWS) if names else {}
-    except (OSError, SafetensorError):
-        kept = {}
-    corpora = {_list(name): corpus for name, corpus in prepared.corpora.items()}
-    return {name: _how(name, was, now, kept.get(name), corpora[name]) for name in names}
-
-
-def _list(corpus: str) -> str:
-    """The setting that names the rows of a corpus."""
-    return corpus if corpus.startswith("mix") else f"data.{corpus}"
-
-
-def _how(name: str, was: Mapping[str, Any], now: Mapping[str, Any], kept: torch.Tensor | None, corpus: Corpus) -> str:
-    """What has changed about a list of rows, in words."""
-    before = (was.get(name) or {}).get("rows", 0)
-    said = f"{name}: {before} rows then, {now[name]['rows']} now"
-    if kept is None:
-        return said
-    hashes = _hashes(corpus.units)
-    old = set(kept.tolist())
-    new = [unit for unit, each in zip(corpus.units, hashes, strict=True) if each not in old]
-    gone = len(old - set(hashes))
-    parts = [f"{len(new)} are new, the first of them {new[0].origin}"] if new else []
-    parts += [f"{gone} are gone or have changed"] if gone else []
-    return f"{said}: {', '.join(parts) or 'the same ones in another order'}"
-
-
-def _digest(corpus: Corpus) -> str:
-    """Of all rows. Their order counts only among those with the same content, as it does for a run."""
-    units, hashes = corpus.units, _hashes(corpus.units)
-    order = sorted(range(len(units)), key=lambda i: units[i].id)
-    return hashlib.sha256(array("q", [hashes[i] for i in order]).tobytes()).hexdigest()[:32]
-
-
-def _hashes(units: Sequence[Encoded]) -> list[int]:
-    return [_hash(unit) for unit in units]
-
-
-def _hash(unit: Encoded) -> int:
-    """Of all that training reads of a row: its tokens, which of them are trained on, and its verdict."""
-    digest = hashlib.blake2b(digest_size=8)
-    for ids, mask in ((unit.prompt_ids, unit.prompt_mask), *((answer.ids, answer.mask) for answer in unit.answers)):
-        digest.update(array("q", ids).tobytes() + b"|" + bytes(mask) + b"|")
-    rest = (unit.id, unit.kind, unit.label, unit.scores, unit.attributes, unit.margin, unit.soft, unit.weight)
-    digest.update(repr(rest).encode())
-    return int.from_bytes(digest.digest(), "little", signed=True)
+    folder.write(ROWS, hashes_of(prepared))

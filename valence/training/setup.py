@@ -169,6 +169,9 @@ def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedReci
         else part
         for i, part in enumerate(recipe.mix)
     ]
+    for i, part in enumerate(mix):
+        if part is not recipe.mix[i]:
+            settings[f"mix.{i}.loss"] = Setting(part.loss, "loss.class_weights: auto", False)
     return LoadedRecipe(recipe.model_copy(update={"mix": mix}), settings)
 
 

@@ -1,5 +1,5 @@
-"""What ends a run early: SIGINT, SIGTERM, SIGUSR1 and the clock. A step is finished first, anything else ends at once, and a
-second signal always does."""
+"""What ends a run early: SIGINT, SIGTERM, SIGUSR1, SIGHUP and the clock. A step is finished first, anything else ends at once,
+and a second signal always does."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from typing import Any
 
 from rich.console import Console
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OUT_OF_TIME = 124
 """Exit status when run.max_time is over: that of the `timeout` command. Of a signal it is 128 and its number."""
 
 
-ECHO = 2.0
-"""Seconds within which the same signal once more (but for Ctrl-C) is taken for the same one."""
+ECHO, ECHO_OF_A_KEY = 2.0, 0.2
+"""Seconds within which the same signal once more is taken for the same one; of Ctrl-C, which people press twice."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -49,6 +49,10 @@ class Stop:
         self._clock_calls = False
 
     @property
+    def out_of_time(self) -> bool:
+        return self.status == OUT_OF_TIME
+
+    @property
     def requested(self) -> bool:
         if not self.reason and time.monotonic() >= self._ends_at:
             self._ask("run.max_time is over", OUT_OF_TIME)
@@ -73,16 +77,18 @@ class Stop:
     def _ask(self, reason: str, status: int) -> None:
         self.reason, self.status, self._asked_at = reason, status, time.monotonic()
         if self.patient:
-            self.console.print(f"{reason}: finishing the step; a signal now ends at once", style="yellow", markup=False)
+            self.console.print(
+                f"{reason}: finishing what is under way; another signal ends at once", style="yellow", markup=False
+            )
 
     def _signalled(self, number: int, _: Any) -> None:
         by_clock, self._clock_calls = self._clock_calls, False
         if by_clock and self.reason:
             return  # it stops already
         if self.reason:
-            again = number != signal.SIGINT and number + 128 == self.status and time.monotonic() - self._asked_at < ECHO
-            if again:
-                return  # a scheduler may send it to the job and to its processes
+            echo = ECHO_OF_A_KEY if number == signal.SIGINT else ECHO
+            if number + 128 == self.status and time.monotonic() - self._asked_at < echo:
+                return  # a scheduler or a terminal may send it to a job and to its processes
             raise self.ended(at_once=True)
         if by_clock:
             self._ask("run.max_time is over", OUT_OF_TIME)
@@ -106,7 +112,8 @@ class Stop:
         before: dict[int, Any] = {}
         try:
             for number in SIGNALS:
-                before[number] = signal.signal(number, self._signalled)
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored, as nohup has it, or not Python's
+                    before[number] = signal.signal(number, self._signalled)
             self._listens = True
         except ValueError:  # not the main thread: signals are somebody else's business
             pass
@@ -115,6 +122,6 @@ class Stop:
         finally:
             if self._clock:
                 self._clock.cancel()
-            self._listens = False
+            self._listens, self._ends_at = False, float("inf")
             for number, handler in before.items():
                 signal.signal(number, handler)

@@ -56,11 +56,16 @@ class Window:
 class Selection:
     """The best evaluation so far by one number, and how many have passed since."""
 
+    best: float | None
+    step: int | None
+    since: int
+
     def __init__(self, wanted: Best | None) -> None:
         self.wanted = wanted
-        self.best: float | None = None
-        self.step: int | None = None
-        self.since = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.best, self.step, self.since = None, None, 0
 
     def see(self, step: int, found: Mapping[str, float]) -> bool:
         """Takes in an evaluation (numbers by their name in the log); whether it is the best so far. That before the first step
@@ -112,11 +117,18 @@ COLLAPSE = 0.5
 class Watch:
     """Looks out for a loss that jumps, and for preferred answers that become much less likely than they were."""
 
+    seen: int
+    mean: float
+    variance: float
+    chosen: float | None
+    collapsed: bool
+
     def __init__(self) -> None:
-        self.seen = 0
-        self.mean = self.variance = 0.0
-        self.chosen: float | None = None
-        self.collapsed = False
+        self.reset()
+
+    def reset(self) -> None:
+        self.seen, self.mean, self.variance = 0, 0.0, 0.0
+        self.chosen, self.collapsed = None, False
 
     def see(self, record: Mapping[str, Any]) -> list[str]:
         """Takes in a record of the log; what there is to warn of."""
