@@ -1,22 +1,50 @@
-"""What a step asks of the processes it runs on."""
+"""What a run asks of the processes it runs on."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 from torch import Tensor
 
 
 class Group(Protocol):
-    """The processes that share a run."""
+    """The processes that share a run. All of them call the same members in the same order; what a call gives has the same bits
+    on all of them. A process that has nothing to give takes part with zeros, or with an empty tensor."""
 
     rank: int
+    """Number of this process, from 0."""
     size: int
+    """Number of processes."""
+    local_rank: int
+    """Number of this process among those of its host, from 0: which of the host's devices it has."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """The sum over all processes, on all processes."""
+        """The sum over all processes, in the type and on the device of ``values``, whose axes are the same on all processes."""
         ...
 
     def gather(self, values: Tensor) -> Tensor:
-        """The first axes of all processes' tensors, one after another in the order of ranks, on all processes."""
+        """The first axes of all processes' tensors, one after another in the order of ranks. Their lengths may differ, and be 0;
+        the type and the other axes may not."""
+        ...
+
+    def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
+        """Replaces each gradient by its sum over all processes. One that a process lacks counts as 0 there; one that all
+        processes lack stays absent."""
+        ...
+
+    def broadcast(self, value: Any) -> Any:
+        """What rank 0 gives, as JSON carries it: a tuple arrives as a list. What others give is not looked at."""
+        ...
+
+    def any(self, flag: bool) -> bool:
+        """Whether any process says so."""
+        ...
+
+    def barrier(self, name: str) -> None:
+        """Returns once all processes have come to it. name: of the place, for the error of who waits in vain."""
+        ...
+
+    def close(self) -> None:
+        """Ends the group, without waiting for anybody. It takes part in nothing afterwards."""
         ...

@@ -1,0 +1,83 @@
+"""Starts a group of processes that share no memory, each forked from a server that has torch loaded."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from valence.dist import processes
+from valence.dist.launch import LISTENS
+from valence.errors import UserError
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(["torch.distributed", "valence.dist.processes"])
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A process that has ended: what its job gave, or the error that it met, after how many seconds, and its exit code."""
+
+    value: Any = None
+    error: str = ""
+    seconds: float = 0.0
+    code: int | None = None
+
+
+def run(
+    job: Callable[..., Any], size: int, *args: Any, deadline: float = 30.0, started: Sequence[int] | None = None
+) -> list[Ended]:
+    """Calls job(group, *args) in each of so many processes, or in those of them that are started."""
+    started = range(size) if started is None else started
+    with socket.create_server(("127.0.0.1", 0), backlog=size) as listening:
+        port = listening.getsockname()[1]
+        if 0 not in started:
+            listening.close()
+        pairs = [SERVER.Pipe(duplex=False) for _ in started]
+        kept = [listening if rank == 0 else None for rank in started]
+        places = zip(started, kept, pairs, strict=True)
+        given = [(job, rank, size, port, keeps, deadline, end, args) for rank, keeps, (_, end) in places]
+        ranks = [SERVER.Process(target=_rank, args=each) for each in given]
+        for process in ranks:
+            process.start()
+    for _, end in pairs:
+        end.close()
+    found = [_received(pipe) for pipe, _ in pairs]
+    for process in ranks:
+        process.join()
+    return [Ended(*each, process.exitcode) for each, process in zip(found, ranks, strict=True)]
+
+
+def _received(pipe: Connection) -> tuple[Any, str, float]:
+    try:
+        return pickle.loads(pipe.recv_bytes())
+    except EOFError:  # it ended before it could say anything
+        return None, "", 0.0
+
+
+def _rank(
+    job: Callable[..., Any], rank: int, size: int, port: int, listening: socket.socket | None, deadline: float, pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:  # fmt: skip
+    torch.set_num_threads(1)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if listening is not None:
+        os.environ[LISTENS] = str(listening.detach())
+    processes.HEAD_START = 0.3  # no launcher looks who failed first
+    began = time.monotonic()
+    value, error = None, ""
+    try:
+        group = processes.start(deadline, "cpu")
+        value = job(group, *args)
+        group.close()
+    except UserError as failed:
+        error = str(failed)
+    pipe.send_bytes(pickle.dumps((value, error, time.monotonic() - began)))  # not as memory that it would share
