@@ -67,9 +67,7 @@ def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
 
 
 class WithAnother(Single):
-    """Two processes, of which the other one always adds the same to every sum."""
-
-    size = 2
+    """A process beside another one, whose rows are its own, and which always adds the same to every sum."""
 
     def __init__(self, sums: dict[tuple[int, ...], Tensor]) -> None:
         self.sums = sums
@@ -92,11 +90,11 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
         return float(outcome.loss), {key: float(mean.total / mean.count) for key, mean in means.items()}  # type: ignore[union-attr]
 
     _, alone = run("kto", Single())
-    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (1,): torch.tensor([3]), (): torch.tensor(0)}))
+    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (1,): torch.tensor([3]), (4,): torch.zeros(4)}))
     assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
     assert both["kl"] == max(0.0, both["kl/raw"])
     whole, _ = run("apo_zero_unpaired", Single())
-    more, _ = run("apo_zero_unpaired", WithAnother({(1,): torch.tensor([3]), (): torch.tensor(3)}))
+    more, _ = run("apo_zero_unpaired", WithAnother({(1,): torch.tensor([3]), (4,): torch.tensor([3.0, 0, 0, 0])}))
     assert more == pytest.approx(whole * 5 / (5 + 3) + 3)
 
 

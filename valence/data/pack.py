@@ -44,6 +44,18 @@ def fill(sizes: Sequence[int], budget: int) -> list[list[int]]:
     return [[i] for i in alone] + [sorted(rows) for rows in dealt if rows]
 
 
+def deal(costs: Sequence[float], hands: int) -> list[list[int]]:
+    """Deals things of these costs to so many hands, the dearest first and each to the hand that has least so far. Indices,
+    ascending in each hand; some may stay empty."""
+    found: list[list[int]] = [[] for _ in range(hands)]
+    held = [(0.0, k) for k in range(hands)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        cost, k = held[0]
+        heapq.heapreplace(held, (cost + costs[i], k))
+        found[k].append(i)
+    return [sorted(hand) for hand in found]
+
+
 def _families(units: Sequence[Encoded], budget: int) -> list[tuple[int, list[int]]]:
     """Units that share tokens with the one before them in sorted order, cut where the budget is full: (tokens, indices) each."""
     found: list[tuple[int, list[int]]] = []

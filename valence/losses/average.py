@@ -53,7 +53,10 @@ UNITS: dict[Average, tuple[Counter, ...]] = {
 
 def counts(averages: Sequence[Average], batches: Sequence[Batch]) -> Tensor:
     """What these averages count in these micro-batches [k], to be added up over processes."""
-    return torch.stack([torch.stack([unit(batch) for batch in batches]).sum() for name in averages for unit in UNITS[name]])
+    wanted = [unit for name in averages for unit in UNITS[name]]
+    if not batches:  # this process has none of the step's
+        return torch.zeros(len(wanted), dtype=torch.long)
+    return torch.stack([torch.stack([unit(batch) for batch in batches]).sum() for unit in wanted])
 
 
 def divisors(averages: Sequence[Average], counted: Tensor) -> dict[Average, Tensor]:

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from valence.data.forest import planted
+from valence.data.forest import plant, planted
 from valence.data.mismatch import mismatch, mismatch_groups
-from valence.data.pack import collate, pack, strands
+from valence.data.pack import collate, deal, pack, strands
 from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
@@ -41,18 +41,24 @@ class SequenceRow:
 
 @dataclass
 class Outcome:
-    """What a pass over the units of one step gave. ``metrics`` are to be pooled over micro-batches; ``tokens`` are those that ran
-    through the policy, ``distinct_tokens`` those that any layout has to run; ``class_sums``: see there, for BCO's delta."""
+    """What a pass over the units of one step gave, on all processes together but for what is to be pooled or gathered:
+    ``metrics``, ``checks`` and ``rows`` of this process. ``distinct_tokens``: what any layout has to run; ``class_sums``: see
+    there, for BCO's delta."""
 
     loss: Tensor
     micro_batches: int
-    tokens: int
     distinct_tokens: int
     largest: int
+    tokens_of: list[int]
+    """Tokens that ran through the policy, of each process."""
     metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
     rows: list[SequenceRow] = field(default_factory=list[SequenceRow])
     class_sums: Tensor | None = None
+
+    @property
+    def tokens(self) -> int:
+        return sum(self.tokens_of)
 
     def not_finite(self) -> list[str]:
         """Content ids of the rows whose log-probability is not finite; of all rows of a micro-batch when only its loss is not."""
@@ -82,9 +88,22 @@ class Objective:
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
 
     def batches(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> list[Batch]:
-        """The micro-batches of these units."""
-        dealt = pack(units, self.budget)
+        """This process's micro-batches of these units: of all of them those that it is dealt, by what they cost."""
+        dealt = self._packed(units)
+        if self.group.size > 1:
+            costs = [self._cost([units[i] for i in rows]) for rows in dealt]
+            dealt = [dealt[k] for k in deal(costs, self.group.size)[self.group.rank]]
         return [collate([units[i] for i in rows], rows, groups, self.policy.device) for rows in dealt]
+
+    def _packed(self, units: Sequence[Encoded]) -> list[list[int]]:
+        """The micro-batches of all processes, small enough that each process may have one."""
+        whole = planted([strand for unit in units for strand in strands(unit)])
+        return pack(units, max(1, min(self.budget, -(-whole // self.group.size))))
+
+    def _cost(self, units: Sequence[Encoded]) -> float:
+        """What a micro-batch costs, in tokens: attention to a context of 6 hidden sizes is as dear as a layer's products."""
+        forest = plant([strand for unit in units for strand in strands(unit)])
+        return len(forest.tokens) + float((forest.pos + 1).sum()) / (6 * self.policy.causal.config.get_text_config().hidden_size)
 
     def mismatched(self, units: Sequence[Encoded], following: Iterable[Encoded]) -> tuple[list[Encoded], list[int]]:
         """The step's mismatched units and which reference point (group) each unit of the step belongs to."""
@@ -99,7 +118,7 @@ class Objective:
         """The micro-batches of a step that trains. Mismatched units go along where all fit one micro-batch: their prompts are
         then run once, and they are measured over those prompts' keys and values. Else they have passes of their own."""
         both = [strand for unit in (*units, *extra) for strand in strands(unit)]
-        if extra and self.policy.packs and planted(both) <= self.budget:
+        if extra and self.policy.packs and self.group.size == 1 and planted(both) <= self.budget:
             return [collate(units, range(len(units)), groups, self.policy.device, measured=extra)]
         return self.batches(units, groups)
 
@@ -139,27 +158,54 @@ class Objective:
         batches = self.laid_out(units, extra if backward else (), groups)
         outcome = Outcome(
             loss=torch.zeros(()),
-            micro_batches=len(batches),
-            tokens=sum(len(batch.tokens) for batch in batches),
+            micro_batches=0,
             distinct_tokens=planted([strand for unit in (*units, *extra) for strand in strands(unit)]),
-            largest=max(len(batch.tokens) for batch in batches),
+            largest=0,
+            tokens_of=[],
         )
         count, shared = self._counted([batch.part(trains=True) for batch in batches])
         if "delta" in shared:
             outcome.metrics["delta"] = [mean(shared["delta"][None])]
-        if groups and all(batches[0].trains):
+        ran = [len(batch.tokens) for batch in batches]
+        largest = max(ran, default=0)
+        if groups and all(all(batch.trains) for batch in batches):
             passes = list(self.apart(extra, groups, progress))
-            outcome.tokens += sum(len(batch.tokens) for batch, _ in passes)
-            shared |= self._z0(torch.stack([found for _, found in passes]).sum(0), outcome)
+            ran += [len(batch.tokens) for batch, _ in passes]
+            own = [found for _, found in passes] or [torch.zeros(2, max(groups) + 1, device=self.policy.device, dtype=self._type)]
+            shared |= self._z0(torch.stack(own).sum(0), outcome)
         step = _Pass(self, outcome, count, shared, weight=weight, backward=backward, rows=rows, progress=progress)
-        if self.method.loss.couples and len(batches) > 1:
-            parts = [step.coupled(batches)]
+        if self.method.loss.couples and (len(batches) > 1 or self.group.size > 1):
+            parts = [step.coupled(batches or self._any_batch(units, groups), idle=not batches)]
         else:
             parts = [step.alone(batch) for batch in batches]
-        outcome.loss = self.group.sum(_wide(torch.stack(parts)).sum())
-        if outcome.class_sums is not None:
-            outcome.class_sums = self.group.sum(outcome.class_sums)
+        self._together(outcome, parts, len(batches), sum(ran), largest)
         return outcome
+
+    @property
+    def _type(self) -> torch.dtype:
+        """Of log-probabilities."""
+        return torch.float64 if next(self.policy.parameters()).dtype == torch.float64 else torch.float32
+
+    def _any_batch(self, units: Sequence[Encoded], groups: Sequence[int] | None) -> list[Batch]:
+        """A micro-batch for a process that has none, to take part in what depends on all of them."""
+        rows = self._packed(units)[0]
+        return [collate([units[i] for i in rows], rows, groups, self.policy.device)]
+
+    def _together(self, outcome: Outcome, parts: Sequence[Tensor], micro_batches: int, tokens: int, largest: int) -> None:
+        """Puts together what the processes had of a step: its loss, and how much each of them ran."""
+        ran = torch.zeros(2, self.group.size)
+        ran[:, self.group.rank] = torch.tensor([tokens, largest])
+        loss = torch.stack(list(parts)).sum() if parts else torch.zeros((), device=self.policy.device)
+        told = torch.cat([_wide(loss)[None], _wide(torch.tensor([micro_batches, *ran.flatten().tolist()]).to(loss.device))])
+        told = self.group.sum(told)
+        outcome.loss = told[0]
+        sizes = [micro_batches, tokens, largest] if self.group.size == 1 else [int(size) for size in told[1:].tolist()]
+        outcome.micro_batches = sizes[0]
+        outcome.tokens_of = sizes[1 : 1 + self.group.size]
+        outcome.largest = max(sizes[1 + self.group.size :])
+        if self.method.loss.shifts:
+            own = outcome.class_sums if outcome.class_sums is not None else torch.zeros(2, 2, device=self.policy.device)
+            outcome.class_sums = self.group.sum(_wide(own))
 
     def learn(self, outcome: Outcome) -> None:
         """Takes what a step measured into the running statistics, after it was applied."""
@@ -175,7 +221,8 @@ class Objective:
         if loss.shifts:
             shared["delta"] = torch.tensor(self.shift.delta, device=self.policy.device)
         if loss.credit is not None:
-            scores = _wide(torch.cat([batch.target[:, 0] for batch in batches if batch.target is not None]))
+            found = [batch.target[:, 0] for batch in batches if batch.target is not None]
+            scores = _wide(torch.cat(found) if found else torch.zeros(0, device=self.policy.device))
             shared["moments"] = stats.moments(self.group.sum(stats.powers(scores)))
         return count, shared
 
@@ -215,9 +262,10 @@ class _Pass:
         self._note(batch, out, ref, plain, view, part.detach())
         return part.detach()
 
-    def coupled(self, batches: Sequence[Batch]) -> Tensor:
-        """The step's loss where it depends on sequences of all micro-batches together. Its gradient with respect to every
-        log-probability comes first; each micro-batch then runs once more, backward through sum(logp * gradient)."""
+    def coupled(self, batches: Sequence[Batch], idle: bool = False) -> Tensor:
+        """This process's share of the step's loss where it depends on sequences of all micro-batches together. Its gradient with
+        respect to every log-probability comes first; each micro-batch then runs once more, backward through
+        sum(logp * gradient). ``idle``: the batches are another process's."""
         loss, settings = self.of.method.loss, self.of.settings
         leaves: list[Tensor] = []
         reads: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
@@ -228,14 +276,15 @@ class _Pass:
             out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
             leaves.append(out.logp)
             reads.append(loss.read(batch, out, ref, settings, self._shared_of(batch)))
-            self._note(batch, out, ref, *reads[-1], torch.zeros(()))
-        plain, view = (_joined([read[side] for read in reads]) for side in (0, 1))
+            if not idle:
+                self._note(batch, out, ref, *reads[-1], torch.zeros(()))
+        plain, view = (_joined([read[side] for read in reads], self.of.group, idle) for side in (0, 1))
         part = loss.total(plain, view, settings, self.count)
         if self.backward:
             (self.weight * part).backward()
-            for batch, leaf in zip(batches, leaves, strict=True):
+            for batch, leaf in zip(batches, leaves, strict=True) if not idle else ():
                 (self.of.policy(batch).logp * leaf.grad).sum().backward()
-        return part.detach()
+        return part.detach() / self.of.group.size  # all of them have found the same
 
     def _shared_of(self, batch: Batch) -> dict[str, Tensor]:
         """What holds for the whole step, and the reference point of each sequence."""
@@ -290,10 +339,22 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
-def _joined(views: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The views of several micro-batches as one, in the order of the step, which breaks ties. What has no axis holds for all."""
-    order = torch.cat([view["unit"] for view in views]).argsort(stable=True)
-    return {name: torch.cat([view[name] for view in views])[order] if value.ndim else value for name, value in views[0].items()}
+def _joined(views: Sequence[dict[str, Tensor]], group: Group, idle: bool) -> dict[str, Tensor]:
+    """The views of several micro-batches, of all processes, as one in the order of the step, which breaks ties. What has no axis
+    holds for all. Only this process's part has a gradient."""
+    own = {name: torch.cat([view[name] for view in views]) for name, value in sorted(views[0].items()) if value.ndim}
+    whole = {name: _gathered(value[:0] if idle else value, group) for name, value in own.items()}
+    order = whole["unit"].argsort(stable=True)
+    return {name: whole[name][order] if name in whole else value for name, value in views[0].items()}
+
+
+def _gathered(own: Tensor, group: Group) -> Tensor:
+    """All processes' values [S, ...], this process's among them as they are, with their gradient."""
+    if group.size == 1:
+        return own
+    ends = group.gather(torch.tensor([len(own)], device=own.device)).cumsum(0).tolist()
+    found = group.gather(own.detach())
+    return torch.cat([found[: ends[group.rank] - len(own)], own, found[ends[group.rank] :]])
 
 
 @dataclass(frozen=True)
@@ -314,7 +375,7 @@ def _with_share(whole: Outcome, share: Share, own: Outcome) -> Outcome:
         whole,
         loss=whole.loss + share.weight * own.loss,
         micro_batches=whole.micro_batches + own.micro_batches,
-        tokens=whole.tokens + own.tokens,
+        tokens_of=[sum(both) for both in zip(whole.tokens_of, own.tokens_of, strict=True)],
         distinct_tokens=whole.distinct_tokens + own.distinct_tokens,
         largest=max(whole.largest, own.largest),
         metrics=whole.metrics | metrics,
@@ -342,6 +403,7 @@ def optimizer_step(
         learnt.append((share.objective, own))
         outcome = _with_share(outcome, share, own)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
+    objective.group.reduce_gradients(trained)
     norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm if clip_norm is not None else float("inf"))
     size, loss = torch.stack([norm.to(outcome.loss), outcome.loss]).tolist()  # the one time that the device is waited for
     applied = math.isfinite(size) and math.isfinite(loss)
