@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+PROCESSES = "tests/dist/test_step.py::test_a_step_of_several_processes_is_that_of_one"
 WHOLE = "tests/golden/test_whole_step.py"
 CONTRACT = "tests/contract/test_contract.py"
 PITFALLS = "tests/training/test_pitfalls.py"
@@ -74,10 +75,9 @@ STATISTICS = [
     one("z0: log-ratios are clamped before they are added", STATS, "(logp - ref).detach(), torch.ones_like",
         "(logp - ref).clamp(min=0).detach(), torch.ones_like", *whole("kto")),
     one("z0 may be negative", STATS, "return raw.clamp(min=0), raw", "return raw, raw", *whole("kto (-1.0, 0.3)")),
-    one("z0 is a mean of means over micro-batches", STEP, "torch.stack([found for _, found in passes]).sum(0)",
-        "torch.stack([found / found[1] for _, found in passes]).sum(0)", *whole("kto")),
-    one("z0 is of the last micro-batch", STEP, "torch.stack([found for _, found in passes]).sum(0)", "passes[-1][1]",
-        *whole("kto")),
+    one("z0 is a mean of means over micro-batches", STEP, "torch.stack(own).sum(0)",
+        "torch.stack([found / found[1] for found in own]).sum(0)", *whole("kto")),
+    one("z0 is of the last micro-batch", STEP, "torch.stack(own).sum(0)", "own[-1]", *whole("kto")),
     one("z0 is estimated for every three rows", STEP, "max_length=self.max_length), [0] * len(units)",
         "max_length=self.max_length), [i // 3 for i in range(len(units))]", *whole("kto")),
     one("every row has the first group's z0", PACK, "[groups[number] if groups else 0 for", "[0 for",
@@ -196,7 +196,12 @@ STEPS = [
         "                (self.weight * part).backward()\n        self._note",
         "                self.of.policy.zero_grad()\n                (self.weight * part).backward()\n        self._note",
         *whole("dpo")),
-    one("aot is sorted inside each micro-batch", STEP, "if self.method.loss.couples and len(batches) > 1:", "if False:", *whole("aot")),
+    one("aot is sorted inside each micro-batch", STEP,
+        "if self.method.loss.couples and (len(batches) > 1 or self.group.size > 1):", "if False:", *whole("aot")),
+    one("gradients of other processes are forgotten", STEP, "    objective.group.reduce_gradients(trained)\n", "",
+        f"{PROCESSES}[2-7-40]"),
+    one("every process counts the loss of a coupled step", STEP, "part.detach() / self.of.group.size", "part.detach()",
+        f"{PROCESSES}[2-7-40]"),
     one("aot's second pass follows the wrong slopes", STEP, "* leaf.grad).sum()", "* leaf.grad.sign()).sum()", *whole("aot")),
     one("a step that is not finite is applied", STEP, "applied = math.isfinite(size) and math.isfinite(loss)", "applied = True",
         f"{WHOLE}::test_a_step_that_is_not_finite_changes_neither_weights_nor_delta"),
