@@ -482,3 +482,14 @@ def test_time_that_is_too_short_for_anything_is_no_reason_to_start_again(
     monkeypatch.setattr(Stop, "limit", lambda self, _: setattr(self, "_ends_at", 0.0))
     with pytest.raises(UserError, match="nothing was done within run.max_time"):
         train(settings)
+
+
+def test_answers_to_prompts_that_are_gone_are_told_of(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["run"]["samples"] = {"prompts": 3, "max_new_tokens": 2}
+    killed(settings, 6)
+    written(tmp_path / "eval.jsonl", ROWS[2:7])
+    _, said = train(settings, allow=["data.eval"])
+    assert "2 of 3 prompts that were answered before training are gone" in said
+    (kept,) = json.loads((tmp_path / "run/samples.json").read_text())
+    assert kept["prompt"] == "question 2"
+    assert {"before", "after"} <= kept.keys()

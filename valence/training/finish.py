@@ -63,7 +63,10 @@ def run_to_end(run: Run) -> Run:
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
         if before:
             answers = {row["prompt"]: row["before"] for row in _samples(run)}
-            folder.write("samples.json", [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers])
+            both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
+            if len(both) < len(before):  # other held-out rows were allowed since
+                run.warn(f"{len(before) - len(both)} of {len(before)} prompts that were answered before training are gone")
+            folder.write("samples.json", both)
         _report_cache(run)
         _refuse_broken(run)
         folder.state(finished=now(), seconds=seconds(), steps=run.step)
