@@ -1,6 +1,7 @@
 # `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
-# `make test`: the whole suite.   `make setup`: the environment both use.
+# `make test`: the whole suite, by two processes.   `make setup`: the environment both use.
 PYTHON ?= python3
+WORKERS ?= 2
 BIN := .venv/bin
 
 # Threads that wait by spinning slow a small machine several times over.
@@ -20,7 +21,7 @@ demo: setup
 	$(BIN)/python -m examples.demo
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check .

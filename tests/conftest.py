@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 from hypothesis import settings
 
 settings.register_profile("valence", deadline=None)  # how long an example takes depends on what else the machine does
 settings.load_profile("valence")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background: tests send this signal
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+TOGETHER = ("dist", "real")
+"""Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share a large model."""
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        for mark in TOGETHER:
+            if item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.xdist_group(mark))

@@ -20,6 +20,10 @@ from valence.data.audit_text import render
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
 from valence.data.pack import collate, pack
+from valence.dist.processes import start
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.dist.together import same
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer, without_dropout
@@ -27,7 +31,7 @@ from valence.errors import UserError
 from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.training.build import build_models
-from valence.training.compare import choices_of
+from valence.training.compare import choices_of, rows_of, settings_of
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
@@ -57,8 +61,12 @@ def train(
     quiet: bool = False,
     console: Console | None = None,
     command: str = "valence.train(...)",
+    group: Group | None = None,
 ) -> Run:
     """Runs a recipe (a YAML file or a mapping) to its end. Objects given replace what the recipe checked.
+
+    Under torchrun or `accelerate launch` the processes train together: each calls this in the same way. group: of the processes;
+    by default the one that the environment tells of. Sinks are those of rank 0, callbacks are called on all.
 
     A run that is in the folder already is taken up where it was saved last; of one that is finished nothing is done.
     fresh: move it aside and start anew. allow: settings, or sections such as ``data``, that may differ from those of the run
@@ -71,15 +79,21 @@ def train(
     Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
     KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
     """
-    console = console or Terminal()
+    group = group or start()
+    console = console or terminal_of(group)
     stop = Stop(console)
     with stop.listening():
         run = build_run(
             recipe, overrides, model=model, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
             given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, allow=allow, quiet=quiet,
-            console=console, command=command, stop=stop,
+            console=console, command=command, stop=stop, group=group,
         )  # fmt: skip
         return run if run.finished else run_to_end(run)
+
+
+def terminal_of(group: Group) -> Console:
+    """What rank 0 prints on; the others print nothing."""
+    return Terminal(quiet=group.rank > 0)
 
 
 def build_run(
@@ -96,51 +110,58 @@ def build_run(
     allow: Sequence[str] = (),
     command: str = "valence.train(...)",
     stop: Stop | None = None,
+    group: Group | None = None,
     **parts: Any,
 ) -> Run:
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
     state of the run that is there already, if any, taken up."""
-    console = console or Terminal()
-    stop = stop or Stop(console)
+    world = group or Single()
+    console = console or terminal_of(world)
     in_memory = [name for name, rows in (given or {}).items() if rows is not None]
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
     checked = source.recipe
-    if checked.run.max_time:
-        stop.limit(seconds_of(checked.run.max_time))
     _refuse_own_inputs(checked)
+    (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"))
+    data = world.split(checked.parallel.tensor)[0]
+    folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
         prepared = prepare(source, tokenizer=tokenizer, given=given)
+        same(world, lambda: settings_of(prepared) | rows_of(prepared), "give all processes the same recipe and rows")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
-        tokens = _announced(prepared, model, earlier, console, quiet)
-        first = [[0, "evaluation", tokens]]
+        tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
         finished = earlier is not None and earlier.finished
         if not finished:
             folder.claim()
             failing.callback(_gave_up, folder)
             if earlier is None:
-                begin(folder, prepared, command, first, None)
-            if not quiet and model is None:
-                say(f"loading and checking {checked.model.name}")
-        chosen = earlier.compiled if earlier else None
-        policy, frozen = build_models(prepared, model=model, reference=reference, fills=not finished, compiled=chosen)
+                begin(folder, prepared, command, tokens, None)
+        if not quiet and model is None:
+            say(f"loading and checking {checked.model.name}")
+        policy, frozen = build_models(
+            prepared, group=world, model=model, reference=reference, fills=not finished,
+            compiled=earlier.compiled if earlier else None, sharded=sharded,
+        )  # fmt: skip
         run = Run(
-            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop,
-            micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
+            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop, world=world,
+            group=data, micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
         )  # fmt: skip
         if earlier:
             take_up(run, earlier)
         if not finished:
             start = _starting_weights(run, folder) if model is not None else None
             if earlier:
-                begin(folder, prepared, command, first, earlier)
-            folder.state(choices=choices_of(policy), start=start)
+                begin(folder, prepared, command, tokens, earlier)
+            folder.state(choices=choices_of(policy, world), start=start)
         failing.pop_all()
-    if finished:
-        run.facts = folder.facts
-        folder.close()
+    return _looked_at(run, folder) if finished else run
+
+
+def _looked_at(run: Run, folder: RunFolder) -> Run:
+    """A finished run, whose folder is free for others."""
+    run.facts = folder.facts
+    folder.close()
     return run
 
 
@@ -170,20 +191,22 @@ def _gave_up(folder: RunFolder) -> None:
         folder.state(status="failed")
 
 
-def _announced(prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool) -> int:
-    """Says what is going to be done. Returns how many tokens run at once."""
+def _announced(
+    prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool, group: Group
+) -> tuple[int, bool | None]:
+    """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
     if earlier:
         if not quiet:
             say(earlier.told)
         if earlier.micro_batch_tokens:
-            return earlier.micro_batch_tokens
+            return earlier.micro_batch_tokens, earlier.sharded
     elif not quiet:
         show_audit(prepared, console)
-    plan = make_plan(prepared, model)
+    plan = make_plan(prepared, model, group, sharded=earlier.sharded if earlier else None)
     for line in describe(plan) if not (quiet or earlier) else ():
         say(line)
-    return plan.micro_batch_tokens
+    return plan.micro_batch_tokens, plan.split.ways > 1
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:

@@ -2,7 +2,8 @@
 random file operations, and started again until the run is done. Weights, log and evaluations must then be those of the same run
 left alone, bit for bit.
 
-20 recipes on a small random model, two processes at a time, one thread each. --quick: some of them, for about 90 seconds.
+22 recipes on a small random model, two runs at a time, one thread each; two of them with `--nproc 2`, of which a process or the
+launcher is killed. --quick: some of them, for about 90 seconds.
 Exit status: 0 every run ended as it should, 1 some did not.
 """
 

@@ -14,13 +14,14 @@ TRAINED, HELD_OUT = 18, 5
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights."""
+    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights; processes: that train it."""
 
     name: str
     method: str
     rows: str
     lora: bool
     sections: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    processes: int = 1
 
 
 def make_model(folder: str) -> None:
@@ -83,6 +84,7 @@ MANY_BATCHES = {"train": {"micro_batch_tokens": 90}}
 FOLLOWS = {"reference": {"sync_every": 4, "sync_mix": 0.6}}
 ALSO_SFT = {"mix": [{"method": "sft", "train": "shown", "batch_size": 3, "weight": 0.5}]}
 WHOLE_MODELS = {"run": {"save_hf": True}}
+SPLIT = {"parallel": {"shard": "full"}}
 DROPOUT = {"lora": {"dropout": 0.1}}
 
 CASES = (
@@ -106,5 +108,9 @@ CASES = (
     Case("pointwise", "pointwise", "thumbs", False),
     Case("aot, lora", "aot", "pairs", True),
     Case("aot", "aot", "pairs", False),
+    Case("kto, lora, 2 processes", "kto", "thumbs", True, MANY_BATCHES, processes=2),
+    Case("dpo, 2 that share it", "dpo", "pairs", False, MANY_BATCHES | SPLIT, processes=2),
 )
-QUICK = ("kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models")
+QUICK = (
+    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models", "dpo, 2 that share it",
+)  # fmt: skip

@@ -1,4 +1,5 @@
-"""One training process. It notes where it is in memory that outlives it, and can kill itself at a chosen file operation."""
+"""A training process, or several that one starts. They note where they are in memory that outlives them, and can kill themselves
+at a chosen file operation."""
 
 from __future__ import annotations
 
@@ -7,35 +8,41 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from benchmarks.crash.forked import popen_forks
+
 PRELOADED = [
-    "valence.cli", "valence.api", "valence.report.page", "peft", "transformers.models.llama.modeling_llama",
-    "transformers.models.auto.modeling_auto", "torch.utils.flop_counter", "torch._dynamo",
+    "benchmarks.crash.forked", "valence.cli", "valence.api", "valence.report.page", "peft",
+    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "torch.utils.flop_counter",
+    "torch._dynamo",
 ]  # fmt: skip
 """What every process needs and nothing changes: loaded once, before it is forked."""
 LOADING, TRAINING, EVALUATION, FINISHING = range(4)
+LAUNCHER = -1
 
 
 class Notes(ctypes.Structure):
-    """Of a process: its phase, optimizer steps that it ran, file operations of saves and others, and when it was ready to train
-    (seconds of the machine's monotonic clock, 0: never)."""
+    """Of a process: its id, its phase, optimizer steps that it ran, file operations of saves and others, whether it has killed
+    one, and when it was ready to train (seconds of the machine's monotonic clock, 0: never)."""
 
     _fields_ = (
-        ("phase", ctypes.c_int), ("steps", ctypes.c_int), ("saving", ctypes.c_int), ("other", ctypes.c_int),
-        ("ready", ctypes.c_double),
+        ("pid", ctypes.c_int), ("phase", ctypes.c_int), ("steps", ctypes.c_int), ("saving", ctypes.c_int),
+        ("other", ctypes.c_int), ("killed", ctypes.c_int), ("ready", ctypes.c_double),
     )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When: at file operation number ``at`` (from 1) of saves, or of others in the run's folder; or after ``at`` seconds."""
+    """When: at file operation number ``at`` (from 1) of saves, or of others in the run's folder; in step ``at``, as soon as the
+    weights have changed; or after ``at`` seconds. who: the rank of the process; or LAUNCHER, in what rank 0 does."""
 
-    by: Literal["saving", "other", "seconds"]
+    by: Literal["saving", "other", "steps", "seconds"]
     at: float
+    who: int = 0
 
 
 DIRECTORY = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.chmod": 2, "os.rename": 2, "shutil.rmtree": 1}
@@ -70,34 +77,58 @@ def _path(name: Any, directory: int | None) -> str:
     return os.path.abspath(where)
 
 
-def train(recipe: str, run: str, notes: Notes, kill: Kill | None, said: str) -> None:
-    """`valence train`, in a process that was forked for it. said: a file for what it prints."""
+def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, said: str) -> None:
+    """`valence train`, in a process that was forked for it, or in several. said: a file for what it prints."""
     if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
         sys.exit("the parent had threads when it forked")
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
-    _note(notes)
+    sys.argv = ["valence", "train", recipe, f"run.dir={run}"]
+    launcher = os.getpid()
+    if len(notes) > 1:
+        sys.argv += ["--nproc", str(len(notes))]
+        with popen_forks(lambda: _work(run, notes, kill, launcher)):
+            _main()
+    else:
+        _work(run, notes, kill, launcher)
 
-    def count(_: str, path: str) -> None:
-        if not path.startswith(run + os.sep):
-            return
-        kind = "saving" if path[len(run) + 1 :].startswith("checkpoints") else "other"
-        setattr(notes, kind, getattr(notes, kind) + 1)
-        if kill is not None and kill.by == kind and getattr(notes, kind) >= kill.at:
-            os.kill(os.getpid(), signal.SIGKILL)
 
-    operations(count)
+def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) -> None:
+    """A process that trains."""
+    rank = int(os.environ.get("RANK", "0"))
+    own = notes[rank]
+    own.pid = os.getpid()
+
+    def count(kind: str) -> None:
+        setattr(own, kind, getattr(own, kind) + 1)
+        ours = kill is not None and kill.by == kind and rank == max(kill.who, 0)
+        if kill is not None and ours and getattr(own, kind) >= kill.at and not own.killed:
+            own.killed = 1
+            os.kill(launcher if kill.who == LAUNCHER else own.pid, signal.SIGKILL)
+
+    def changes(_: str, path: str) -> None:
+        if path.startswith(run + os.sep):
+            count("saving" if path[len(run) + 1 :].startswith("checkpoints") else "other")
+
+    _note(own, lambda: count("steps"))
+    operations(changes)
     from tqdm import std
 
-    from valence.cli import main
+    from valence.dist import processes
 
     vars(std)["TqdmDefaultWriteLock"].mp_lock = None  # a semaphore, which would outlive a process that is killed
-    sys.argv = ["valence", "train", recipe, f"run.dir={run}"]
+    processes.HEAD_START = 0.3  # long enough for who started it to see which one failed first
+    _main()
+
+
+def _main() -> None:
+    from valence.cli import main
+
     main()
 
 
-def _note(notes: Notes) -> None:
+def _note(notes: Notes, stepped: Callable[[], None]) -> None:
     """Has the run tell its phase and its steps."""
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -121,4 +152,4 @@ def _note(notes: Notes) -> None:
             return evaluate(self, rows, name=name)
 
     Run.fit, Run.evaluate = noted_fit, noted_evaluate
-    register_optimizer_step_post_hook(lambda *_: setattr(notes, "steps", notes.steps + 1))
+    register_optimizer_step_post_hook(lambda *_: stepped())

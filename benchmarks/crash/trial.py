@@ -8,7 +8,10 @@ import random
 import signal
 import time
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -16,31 +19,45 @@ from typing import Any
 from safetensors.numpy import load_file
 
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
-from benchmarks.crash.process import EVALUATION, FINISHING, PRELOADED, Kill, Notes, train
+from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
+from valence.checkpoint.lock import holder
 
 CLOCK = ("seconds", "tokens/s")
 """What two logs of the same run may differ in."""
 UNSEEDED = ("/random/python", "/random/numpy")
+"""In names of tensors: what draws without a seed."""
 PLACES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
 PATIENCE = 120
 """Seconds after which a process that ends neither by itself nor by a kill has failed."""
+LEAVES = 10.0
+"""Seconds in which a process ends after the one that started it: it may have to save first."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended: its exit status (negative: by that signal), seconds it ran and until it could train (0: never)."""
+    """How a command ended: its exit status (negative: by that signal), whether one of its processes was killed, seconds it ran
+    and until it could train (0: never), what each process noted, and the ids of those that were left behind."""
 
     status: int
+    killed: bool
     seconds: float
     ready: float
-    notes: Notes
+    processes: Sequence[Notes]
+    left: Sequence[int]
+
+    @property
+    def notes(self) -> Notes:
+        """Of the process that writes the run's folder."""
+        return self.processes[0]
 
 
 @dataclass
 class Trial:
-    """A run that was killed until it was done. ``places``: where the kills fell; ``wrong``: what is not as it should be."""
+    """A run that was killed until it was done. ``places``: where the kills fell; ``wrong``: what is not as it should be;
+    ``stopped``: some of its processes may have been asked to end when another was killed."""
 
     places: Counter[str] = field(default_factory=Counter[str])
+    stopped: bool = False
     restarts: list[float] = field(default_factory=list[float])
     wrong: list[str] = field(default_factory=list[str])
 
@@ -65,21 +82,28 @@ class Laboratory:
             raise RuntimeError("the model could not be made")
 
     def start(self, case: Case, run: Path, kill: Kill | None = None) -> Ended:
-        """One process of a run, to its end."""
+        """The command of a run, to its end."""
         written = self.folder / f"{case.name}.json"
         written.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
-        notes = self.context.RawValue(Notes)
+        notes = self.context.RawArray(Notes, case.processes)
         process = self.context.Process(target=train, args=(str(written), str(run), notes, kill, f"{run}.said"))
         began = time.monotonic()
         process.start()
-        process.join(kill.at if kill is not None and kill.by == "seconds" else PATIENCE)
+        killed = False
+        if kill is not None and kill.by == "seconds":
+            process.join(kill.at)
+            if killed := process.is_alive():
+                _kill(notes[kill.who].pid if kill.who != LAUNCHER else 0, process.pid)
+        process.join(PATIENCE)
         late = process.is_alive()
         if late:
             process.kill()
             process.join()
         ended = time.monotonic()
-        status = -signal.SIGALRM if late and (kill is None or kill.by != "seconds") else process.exitcode
-        return Ended(status, ended - began, max(0.0, notes.ready - began), notes)
+        left = _left([each.pid for each in notes])
+        killed = killed or any(each.killed for each in notes)
+        status = -signal.SIGALRM if late else process.exitcode
+        return Ended(status, killed, ended - began, max(0.0, notes[0].ready - began), notes, left)
 
     def left_alone(self, case: Case) -> tuple[Path, Ended]:
         """The same run without a kill: its folder and how it ended."""
@@ -93,15 +117,23 @@ class Laboratory:
 
     def until_done(self, case: Case, run: Path, draw: random.Random) -> Trial:
         """Kills a run at moments that are drawn, until it ends by itself."""
+        whole = self.left_alone(case)[1]
+        return self.killed(case, run, (drawn(draw, whole) for _ in count()))
+
+    def killed(self, case: Case, run: Path, kills: Iterator[Kill]) -> Trial:
+        """Kills a run as long as there are kills, until it ends by itself."""
         other, whole = self.left_alone(case)
         trial = Trial()
         while True:
             before = newest(run)
-            ended = self.start(case, run, drawn(draw, whole))
+            ended = self.start(case, run, next(kills, None))
             if before and ended.ready:
                 trial.restarts.append(ended.ready)
-            if ended.status != -signal.SIGKILL:
+            if ended.left:
+                trial.wrong.append(f"{len(ended.left)} processes were left behind")
+            if not ended.killed or -ended.status == signal.SIGALRM:
                 break
+            trial.stopped |= case.processes > 1
             trial.places[place(run, ended)] += 1
             if newest(run) < before:
                 trial.wrong.append(f"checkpoint step-{before} was lost")
@@ -112,19 +144,49 @@ class Laboratory:
             trial.wrong.append(f"ran {ended.notes.steps} steps after step {before} of {whole.notes.steps}")
         trial.wrong += differences(run, other)
         kept, wanted = states(run), states(other)
-        if kept != wanted:
+        if trial.stopped:  # it has saved where it stopped as well, and removed an older one for it
+            kept, wanted = ({name: each[name] for name in kept.keys() & wanted.keys()} for each in (kept, wanted))
+        if kept != wanted or not kept:
             trial.wrong.append(f"the checkpoints {', '.join(sorted(kept))} are not as those of {', '.join(sorted(wanted))}")
+        if holder(run) is not None:
+            trial.wrong.append("its folder is still locked")
         if left := [os.fspath(path.relative_to(run)) for path in run.rglob(".*")]:
             trial.wrong.append(f"left over: {', '.join(left)}")
         return trial
 
 
 def drawn(draw: random.Random, whole: Ended) -> Kill:
-    """A moment, or a file operation, of a whole run."""
+    """A moment, or a file operation, of a whole run; of several processes, one or their launcher."""
+    several = len(whole.processes) > 1
+    who = draw.choice((*range(len(whole.processes)), LAUNCHER)) if several else 0
     by = draw.choice(("seconds", "seconds", "saving", "other"))
-    if by == "seconds":
-        return Kill(by, draw.uniform(0, whole.seconds))
-    return Kill(by, draw.randint(1, getattr(whole.notes, by)))
+    most = getattr(whole.processes[max(who, 0)], by) if by != "seconds" else 0
+    return Kill(by, draw.randint(1, most), who) if most else Kill("seconds", draw.uniform(0, whole.seconds), who)
+
+
+def _kill(*pids: int) -> None:
+    """The first of these processes that has come to be."""
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(next(pid for pid in pids if pid), signal.SIGKILL)
+
+
+def _left(pids: Sequence[int]) -> list[int]:
+    """Those of the processes that do not end, killed now."""
+    ends = time.monotonic() + LEAVES
+    while left := [pid for pid in pids if pid and _lives(pid)]:
+        if time.monotonic() > ends:
+            for pid in left:
+                _kill(pid)
+            return left
+        time.sleep(0.02)
+    return []
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def place(run: Path, ended: Ended) -> str:
@@ -151,12 +213,12 @@ def said(run: Path) -> str:
 
 def states(run: Path) -> dict[str, dict[str, bytes]]:
     """The tensors in each checkpoint: weights, optimizer and torch's random state. What other libraries draw has no seed."""
-    return {
-        path.parent.name: {
-            name: array.tobytes() for name, array in load_file(path).items() if not name.lstrip("0123456789").startswith(UNSEEDED)
-        }
-        for path in run.glob("checkpoints/*/tensors.safetensors")
-    }
+    found: dict[str, dict[str, bytes]] = {}
+    for path in run.glob("checkpoints/*/*.safetensors"):
+        tensors = {f"{path.name} {name}": array.tobytes() for name, array in load_file(path).items()}
+        seeded = {name: content for name, content in tensors.items() if not any(part in name for part in UNSEEDED)}
+        found.setdefault(path.parent.name, {}).update(seeded)
+    return found
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:

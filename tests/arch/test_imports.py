@@ -23,7 +23,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": ("types",),
     "data": ("types",),
     "rollout": ("types",),
-    "checkpoint": ("types", "dist.protocol"),
+    "checkpoint": ("types", "dist.protocol", "dist.together"),
     "report": ("types", "dist.protocol"),
     "training": LAYERS,
     "api": (*LAYERS, "training"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -40,6 +41,10 @@ CASES += [
 NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
 
+models_of = cache(models_for)
+"""Nothing here changes a weight, and making a model takes longer than asking it."""
+
+
 def in_order(rows: list[Encoded]) -> list[Encoded]:
     return [rows[i] for i in canonical_order(rows, 0, 0)]
 
@@ -59,7 +64,7 @@ def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[s
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = models_for(name)
+    policy, reference = models_of(name)
     rows = units_for(name)
 
     def made(budget: int) -> Objective:
@@ -87,7 +92,7 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name:
 
 @pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
 def test_a_modifier_that_is_on_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = models_for(name)
+    policy, reference = models_of(name)
     rows = units_for(name)
     _, _, plain = gradient(objective(name, policy, reference, **SUMMED.get(name, {})), rows)
     _, _, changed = gradient(objective(name, policy, reference, **settings), rows)
@@ -111,7 +116,7 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].of_scores])
 def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
     """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's log-probability."""
-    policy, reference = policy_and_reference()
+    policy, reference = models_of(name)
     made = objective(name, policy, reference)
     loss = made.method.loss
     rows = [replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0]
@@ -144,7 +149,7 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].of_scores])
 def test_scores_move_in_the_declared_direction(name: str) -> None:
     """From scores of zero. What the data gives no target for gets no gradient."""
-    policy, _ = models_for(name)
+    policy, _ = models_of(name)
     assert isinstance(policy, Scorer)
     made = objective(name, policy, None)
     loss, rows = made.method.loss, [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0]
@@ -171,7 +176,7 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_weight_multiplies_and_never_divides(name: str) -> None:
     """sum(w * loss) / count: doubling all weights doubles loss and gradient."""
-    policy, reference = models_for(name)
+    policy, reference = models_of(name)
     rows = units_for(name)
     once, _, grad = gradient(objective(name, policy, reference), rows)
     twice, _, doubled = gradient(objective(name, policy, reference), [replace(r, weight=2 * r.weight) for r in rows])
@@ -214,7 +219,7 @@ def test_an_absent_class_is_left_out_and_never_zero() -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_a_token_of_the_prompt_is_context_only(name: str) -> None:
     """Summed log-probabilities are over completions: a longer prompt leaves the counts as they are."""
-    policy, reference = models_for(name)
+    policy, reference = models_of(name)
     made = objective(name, policy, reference)
     rows = in_order(units_for(name))
     outcome = made.run(rows, backward=False, rows=True)

@@ -19,7 +19,9 @@ from valence.dist.launch import LISTENS
 from valence.errors import UserError
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(["torch.distributed", "valence.dist.processes"])
+SERVER.set_forkserver_preload(
+    ["torch.distributed.fsdp", "valence.dist.processes", "valence.training.step", "tests.forests", "peft"]
+)
 
 
 @dataclass(frozen=True)

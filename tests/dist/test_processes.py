@@ -159,8 +159,8 @@ def test_no_environment_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_missing_are_counted() -> None:
-    posts = Posts(torch.distributed.HashStore(), 0, 30)
+    posts = Posts(torch.distributed.HashStore(), 0, range(30))
     for rank in range(30):
-        Posts(posts.store, rank, 30).post(Place(5 if rank % 2 == 0 else 4, "sum"))
+        Posts(posts.store, rank, range(30)).post(Place(5 if rank % 2 == 0 else 4, "sum"))
     said = posts.missed(Place(5, "sum"), 600.0)
     assert said.what.startswith("ranks 1, 3, 5, 7, 9, 11, 13, 15 and 7 more have not come to `sum` #5 within 600 s (rank 1 was ")

@@ -1,4 +1,4 @@
-"""The batch script for Slurm puts itself back into the queue when, and only when, there is more to train."""
+"""The batch scripts for Slurm put themselves back into the queue when, and only when, there is more to train."""
 
 from __future__ import annotations
 
@@ -15,7 +15,14 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-SCRIPT = ROOT / "examples/slurm/train.sbatch"
+ONE, SEVERAL = (ROOT / "examples/slurm" / name for name in ("train.sbatch", "nodes.sbatch"))
+TASK = {
+    "SLURM_JOB_NODELIST": "node[1-2]",
+    "SLURM_PROCID": "9",
+    "SLURM_NTASKS": "16",
+    "SLURM_LOCALID": "1",
+    "SLURM_NTASKS_PER_NODE": "8",
+}
 FINISHES_ITS_STEP = """
 trap 'sleep 0.3; echo saved >> "$CALLS"; exit 138' USR1
 trap 'sleep 0.3; echo saved >> "$CALLS"; exit 143' TERM
@@ -31,23 +38,23 @@ echo done >> "$CALLS"
 
 
 class Job:
-    """The script as Slurm starts it, with a training that is written in shell. ``calls``: what happened, in order."""
+    """A script as Slurm starts it, with a training that is written in shell. ``calls``: what happened, in order."""
 
-    def __init__(self, folder: Path, training: str, *arguments: str) -> None:
+    def __init__(self, script: Path, folder: Path, training: str, *arguments: str) -> None:
         self.calls = folder / "calls"
         self.calls.touch()
         commands = {
-            "srun": 'exec "$@"',
-            "scontrol": 'echo "scontrol $*" >> "$CALLS"',
+            "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+            "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
             "valence": f'echo "valence $*" >> "$CALLS"\n{training}',
         }
         for name, code in commands.items():
             (folder / name).write_text(f"#!/bin/bash\n{code}\n")
             (folder / name).chmod(0o755)
-        environment = os.environ | {
+        environment = os.environ | TASK | {
             "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "CALLS": str(self.calls), "SLURM_JOB_ID": "123",
         }  # fmt: skip
-        self.process = subprocess.Popen(["bash", str(SCRIPT), *arguments], env=environment, cwd=folder, start_new_session=True)
+        self.process = subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=folder, start_new_session=True)
 
     def lines(self) -> list[str]:
         return self.calls.read_text().splitlines()
@@ -62,12 +69,17 @@ class Job:
         return self.process.wait(20)
 
 
+@pytest.fixture(params=[ONE, SEVERAL], ids=lambda script: script.stem)
+def script(request: pytest.FixtureRequest) -> Path:
+    return request.param
+
+
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def job(script: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     made: list[Job] = []
 
     def start(training: str, *arguments: str) -> Job:
-        made.append(Job(tmp_path, training, *arguments))
+        made.append(Job(script, tmp_path, training, *arguments))
         return made[-1]
 
     yield start
@@ -110,6 +122,13 @@ def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Call
     assert one.lines() == ["valence train recipe.yaml", "started", "done"]
 
 
-def test_slurm_is_asked_for_a_notice_that_reaches_the_script_and_for_a_log_that_grows() -> None:
-    asked = re.findall(r"^#SBATCH (\S+)$", SCRIPT.read_text(encoding="utf-8"), re.MULTILINE)
+@pytest.mark.parametrize("script", [SEVERAL], indirect=True)
+def test_each_task_is_told_its_place(job: Callable[..., Job]) -> None:
+    one = job('echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT" >> "$CALLS"')
+    assert one.code() == 0
+    assert one.lines()[1:] == ["9 16 1 8 node1 20123"]
+
+
+def test_slurm_is_asked_for_a_notice_that_reaches_the_script_and_for_a_log_that_grows(script: Path) -> None:
+    asked = re.findall(r"^#SBATCH (\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
     assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} <= set(asked)

@@ -11,8 +11,8 @@ import torch
 
 from tests.models import tiny
 from valence.engine import memory
-from valence.engine.memory import Memory, free_memory, predict
-from valence.engine.shape import shape_of, skeleton_of
+from valence.engine.memory import Memory, Split, free_memory, predict
+from valence.engine.shape import decoder_layers, shape_of, skeleton_of
 
 SHAPE = shape_of(skeleton_of(tiny()))
 ADAPTED = replace(SHAPE, trained=1000, adapted=500)
@@ -57,6 +57,47 @@ def test_a_token_more_takes_what_a_token_takes() -> None:
     found = predicted()
     assert found.total(100) - found.total(99) == found.per_token
     assert found.total(0) > found.program + found.weights + found.gradient + found.optimizer
+
+
+def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
+    """In bfloat16 over masters: the layer that runs and the next one, and embedding and head with their copies."""
+    large = replace(SHAPE, layers=8)
+    whole, quarter = (predicted(large, width=2, frozen_copy=True, split=split) for split in (Split(), Split(4)))
+    assert quarter.weights == quarter.reference == SHAPE.parameters  # 4 bytes each, for 4 processes
+    assert (quarter.optimizer, whole.gathered) == (whole.optimizer // 4, 0)
+    assert quarter.gathered == 2 * 2 * SHAPE.largest + 6 * SHAPE.outside
+    head = 4 * SHAPE.vocabulary * SHAPE.hidden
+    assert quarter.gradient == SHAPE.parameters + 4 * (2 * SHAPE.largest + SHAPE.outside) + head
+    assert quarter.per_token == whole.per_token
+    assert quarter.total(0) - whole.total(0) == quarter.gathered + sum(
+        getattr(quarter, part) - getattr(whole, part) for part in ("weights", "reference", "gradient", "optimizer")
+    )
+
+
+def test_settings_of_a_split_cost_what_they_cost() -> None:
+    base = predicted(split=Split(4))
+    kept, once, away = (predicted(split=Split(4, **{name: value})) for name, value in
+                        (("reshard", False), ("each", False), ("offload", True)))  # fmt: skip
+    assert kept.gathered - base.gathered == 4 * (SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest)
+    assert once.gradient == base.gradient + 4 * (SHAPE.parameters - min(SHAPE.parameters, SHAPE.outside + 2 * SHAPE.largest))
+    assert (away.weights, away.reference, away.optimizer, away.gathered) == (0, 0, 0, base.gathered)
+    assert away.gradient == base.gradient - SHAPE.parameters
+
+
+def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
+    whole, half, quarter = (predicted(split=split) for split in (Split(), Split(1, 2), Split(2, 2)))
+    assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (whole.weights, whole.gradient, whole.optimizer)
+    assert half.per_token < whole.per_token
+    assert half.gathered == 0 < quarter.gathered
+    assert quarter.weights == half.weights // 2
+
+
+def test_layers_and_what_is_outside_them_are_all_weights() -> None:
+    for kind in ("llama", "gpt2", "opt", "qwen3_moe"):
+        model = skeleton_of(tiny(kind))
+        found = shape_of(model)
+        assert found.largest == sum(p.numel() for p in decoder_layers(model)[0].parameters())
+        assert found.parameters == 2 * found.largest + found.outside
 
 
 def test_free_memory_is_what_the_machine_has_left() -> None:

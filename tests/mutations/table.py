@@ -8,6 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 PROCESSES = "tests/dist/test_step.py::test_a_step_of_several_processes_is_that_of_one"
+SPLIT = "tests/dist/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one"
 WHOLE = "tests/golden/test_whole_step.py"
 CONTRACT = "tests/contract/test_contract.py"
 PITFALLS = "tests/training/test_pitfalls.py"
@@ -17,6 +18,7 @@ TABLE, STATS, AVERAGE = (f"valence/losses/{name}.py" for name in ("__init__", "s
 MODIFIERS, VIEWS, METRICS = (f"valence/losses/{name}.py" for name in ("modifiers", "views", "metrics"))
 REWARD, SCORES, ENGINE = "valence/losses/reward.py", "valence/engine/scores.py", "valence/engine/logprobs.py"
 STEP, EVALUATE = "valence/training/step.py", "valence/training/evaluate.py"
+PASSES, FSDP, GROUP = "valence/training/passes.py", "valence/dist/fsdp2.py", "valence/dist/processes.py"
 PACK, MISMATCH, FOREST = (f"valence/data/{name}.py" for name in ("pack", "mismatch", "forest"))
 
 
@@ -90,12 +92,12 @@ STATISTICS = [
         (ENGINE, "with torch.set_grad_enabled(trains and torch.is_grad_enabled()):\n                    before",
          "with torch.set_grad_enabled(torch.is_grad_enabled()):\n                    before"),
     ), whole("kto")),
-    one("mismatched rows train", STEP, "                batch = batch.part(trains=True)\n", "", *whole("kto")),
+    one("mismatched rows train", PASSES, "                batch = batch.part(trains=True)\n", "", *whole("kto")),
     one("mismatched rows are counted", STEP, "[batch.part(trains=True) for batch in batches]", "batches", *whole("kto")),
     one("a row may be paired with its own prompt or completion", MISMATCH, "o.prompt_ids != unit.prompt_ids and o.answers",
         "o.prompt_ids != unit.prompt_ids or o.answers", "tests/data/test_mismatch.py"),
     one("groups pair a row with itself", MISMATCH, "(i + 1) % size", "i", *whole("kto {'group': 4, 'pairing': 'next'}")),
-    one("delta is updated before it is used", STEP, "            part = loss.total(plain, view, settings, self.count)\n",
+    one("delta is updated before it is used", PASSES, "            part = loss.total(plain, view, settings, self.count)\n",
         "            if loss.shifts:\n"
         '                after = self.of.shift.after(stats.class_sums(plain), settings["beta"])\n'
         '                view["delta"] = torch.tensor(after.delta)\n'
@@ -112,11 +114,13 @@ AVERAGES = [
     one("weights are ignored", AVERAGE, '(share * view["weight"]).sum()', "share.sum()", *whole("dpo")),
     one("the sum is divided by the sum of weights", AVERAGE, '(share * view["weight"]).sum()',
         '(share * view["weight"]).sum() / view["weight"].mean().clamp(min=0.01)', *whole("dpo")),
-    one("the mean of micro-batch means", STEP, "            part = loss.total(plain, view, settings, self.count)\n",
+    one("the mean of micro-batch means", PASSES, "            part = loss.total(plain, view, settings, self.count)\n",
+        "            from valence.losses.average import counts, divisors\n"
         "            own = divisors([*self.count], counts([*self.count], [batch]))\n"
         "            part = loss.total(plain, view, settings, own) / self.outcome.micro_batches\n", *whole("sft")),
-    one("means of micro-batches are added: no division by the accumulation", STEP,
+    one("means of micro-batches are added: no division by the accumulation", PASSES,
         "            part = loss.total(plain, view, settings, self.count)\n",
+        "            from valence.losses.average import counts, divisors\n"
         "            own = divisors([*self.count], counts([*self.count], [batch]))\n"
         "            part = loss.total(plain, view, settings, own)\n", *whole("dpo")),
     one("a mean inside each sequence is left out", AVERAGE, 'share = loss / view["n_t"] if average == "seq_mean_token_mean" else loss',
@@ -184,28 +188,37 @@ VIEWED = [
 ]  # fmt: skip
 
 STEPS = [
-    one("the reference is the policy itself", STEP,
-        "ref = self.of.reference(batch) if self.of.reference else None\n        with torch.set_grad",
+    one("the reference is the policy itself", PASSES,
+        "ref = self.of.compared(batch)\n        with torch.set_grad",
         "ref = self.of.policy(batch).logp.detach() if self.of.reference else None\n        with torch.set_grad", *whole("dpo")),
-    one("the gradient is clipped before the accumulation ends", STEP,
-        "                (self.weight * part).backward()\n        self._note",
-        "                (self.weight * part).backward()\n"
-        "                torch.nn.utils.clip_grad_norm_(self.of.policy.parameters(), 0.1)\n        self._note",
+    one("the gradient is clipped before the accumulation ends", PASSES,
+        "            self._slope(self.weight * part)\n        self._note",
+        "            self._slope(self.weight * part)\n"
+        "            torch.nn.utils.clip_grad_norm_(self.of.policy.parameters(), 0.1)\n        self._note",
         f"{WHOLE}::test_the_gradient_is_clipped_once_and_then_applied", *whole("dpo")),
-    one("only the last micro-batch's gradient is applied", STEP,
-        "                (self.weight * part).backward()\n        self._note",
-        "                self.of.policy.zero_grad()\n                (self.weight * part).backward()\n        self._note",
+    one("only the last micro-batch's gradient is applied", PASSES,
+        "            self._slope(self.weight * part)\n        self._note",
+        "            self.of.policy.zero_grad()\n            self._slope(self.weight * part)\n        self._note",
         *whole("dpo")),
     one("aot is sorted inside each micro-batch", STEP,
-        "if self.method.loss.couples and (len(batches) > 1 or self.group.size > 1):", "if False:", *whole("aot")),
-    one("gradients of other processes are forgotten", STEP, "    objective.group.reduce_gradients(trained)\n", "",
+        "if self.method.loss.couples and (hand.rounds > 1 or self.group.size > 1) else", "if False else", *whole("aot")),
+    one("gradients of other processes are forgotten", STEP, "        objective.group.reduce_gradients(trained)\n", "",
         f"{PROCESSES}[2-7-40]"),
-    one("every process counts the loss of a coupled step", STEP, "part.detach() / self.of.group.size", "part.detach()",
+    one("gradients of split weights are never added up", PASSES, "self.ends and self.left == 0)", "False)", f"{SPLIT}[2 split]"),
+    one("gradients of split weights are means", FSDP, "set_gradient_divide_factor(1.0)", "set_gradient_divide_factor(2.0)",
+        f"{SPLIT}[2 split]"),
+    one("the norm of split gradients is of one process's part", GROUP, "                    dist.all_reduce(square, group=group)\n",
+        "                    pass\n", f"{SPLIT}[2 split]"),
+    one("a process without rows adds the gradient of another's", PASSES, "(0 if slope is None", "(1 if slope is None",
+        f"{SPLIT}[4 split]"),
+    one("rows that a process only takes part with are kept in its cache", STEP, "if ghost and isinstance(self.reference, Cached):", "if False:",
+        "tests/dist/test_fsdp.py::test_processes_agree_whether_a_reference_is_computed"),
+    one("every process counts the loss of a coupled step", PASSES, "part.detach() / group.size", "part.detach()",
         f"{PROCESSES}[2-7-40]"),
-    one("aot's second pass follows the wrong slopes", STEP, "* leaf.grad).sum()", "* leaf.grad.sign()).sum()", *whole("aot")),
+    one("aot's second pass follows the wrong slopes", PASSES, "0 if slope is None else slope)", "0 if slope is None else slope.sign())", *whole("aot")),
     one("a step that is not finite is applied", STEP, "applied = math.isfinite(size) and math.isfinite(loss)", "applied = True",
         f"{WHOLE}::test_a_step_that_is_not_finite_changes_neither_weights_nor_delta"),
-    one("the gradient is never clipped", STEP, 'clip_norm if clip_norm is not None else float("inf")', 'float("inf")',
+    one("the gradient is never clipped", STEP, "            clip(trained, clip_norm, norm)\n", "            pass\n",
         f"{WHOLE}::test_the_gradient_is_clipped_once_and_then_applied"),
 ]  # fmt: skip
 
@@ -217,7 +230,7 @@ REWARDS = [
     one("a score is read at the first token that an answer has to itself", SCORES, "batch.segments[leaf][1] - 1 for", "batch.segments[leaf][0] for",
         *whole("bradley_terry")),
     one("thresholds are not summed up", SCORES, "softplus(self.cuts[1:]).cumsum(0)", "softplus(self.cuts[1:])", *whole("ordinal")),
-    one("another method in the step is not weighed", STEP, "backward=True, weight=share.weight)", "backward=True)",
+    one("another method in the step is not weighed", STEP, "backward=True, weight=share.weight, ends=last)", "backward=True, ends=last)",
         "tests/training/test_mix.py::test_each_method_is_averaged_over_its_own_rows"),
 ]  # fmt: skip
 

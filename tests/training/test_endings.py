@@ -135,7 +135,7 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     monkeypatch: Any,
 ) -> None:
     """Interrupted before the update the state is that of the last step; amid it, it is that of no step."""
-    calls = {"forward": "valence.training.step.Objective.run", "update": "torch.optim.AdamW.step"}
+    calls = {"forward": "valence.training.step.Objective.run", "update": "valence.training.optim.AdamW.step"}
     target, name = calls[where].rsplit(".", 1)
     module, kind = target.rsplit(".", 1)
     owner = getattr(__import__(module, fromlist=[kind]), kind)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 import torch
 
 import valence
+from tests.dist.rig import run as together
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from valence.dist.protocol import Group
 from valence.engine.reference import AdapterOff, Frozen, Later
 from valence.errors import UserError
 from valence.training import build
@@ -172,16 +175,18 @@ def test_a_run_whose_rows_were_scored_runs_no_reference(
     assert [path.name for path in Path("runs").iterdir()] == ["1"]
 
 
+def shared(group: Group, place: Path, settings: Sequence[str]) -> int:
+    os.chdir(place)
+    return score("kto.yaml", settings, group=group, quiet=True).misses
+
+
+@pytest.mark.dist
 def test_two_processes_share_the_work(place: Path) -> None:
-    """Each scores what the other does not, and together it is everything."""
-
-    class Half:
-        def __init__(self, rank: int) -> None:
-            self.rank, self.size = rank, 2
-
+    """Together they score everything, and nothing twice."""
     settings = ("reference.cache=kept", "train.micro_batch_tokens=60")
-    found = [score("kto.yaml", settings, group=Half(rank), quiet=True) for rank in (0, 1)]  # type: ignore[arg-type]
-    assert all(cached.misses > COUNT // 2 for cached in found)
+    whole = score("kto.yaml", ["reference.cache=alone", settings[1]], quiet=True).misses
+    ranks = together(shared, 2, place, settings, deadline=60.0)
+    assert [(rank.error, rank.value) for rank in ranks] == [("", whole)] * 2
     assert score("kto.yaml", settings, quiet=True).misses == 0
 
 

@@ -112,14 +112,14 @@ def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
 
 def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     run = trained(made(tmp_path, "kto", "first"), 2)
-    state = copy.deepcopy(run.state_dict()["random"])
+    state = copy.deepcopy(run.state_dict()["processes"])
 
     def drawn() -> list[float]:
         return [torch.rand(1).item(), float(np.random.random()), float(np.random.normal()), random.random(), random.gauss(0, 1)]
 
     wanted = drawn()
     drawn()
-    run.registry.parts["random"].load_state_dict(state)
+    run.registry.parts["processes"].load_state_dict(state)
     assert drawn() == wanted
 
 

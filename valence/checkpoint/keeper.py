@@ -7,13 +7,18 @@ import json
 import re
 import shutil
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from valence.checkpoint.store import PLAIN, Snapshot, synced, written_aside
+from torch import Tensor
+
+from valence.checkpoint.store import PLAIN, Snapshot, Write, agreed, place_aside, synced, written_aside
+from valence.dist.protocol import Group
+from valence.dist.together import gathered
 from valence.errors import UserError
 
 FORMAT = 1
@@ -44,11 +49,16 @@ class Checkpoints:
     """checkpoints/step-N of a run's folder.
 
     A save that fails leaves the earlier ones as they are. ``failed``: how many have failed since one was written;
-    ``trouble``: what went wrong with them, until it is told. ``keep``: how many of the newest stay (None: all).
+    ``trouble``: what went wrong with them, until it is told. ``keep``: how many of the newest stay (None: all). ``group``: the
+    processes that save together, where the state has tensors sharded over them: all of these then call ``save`` alike, and come
+    back from it with the same success or failure. ``write``: writes such tensors. All else is done by rank 0 alone.
     """
 
-    def __init__(self, folder: Path, keep: int | None) -> None:
+    def __init__(self, folder: Path, keep: int | None, group: Group | None = None, write: Write | None = None) -> None:
         self.folder, self.keep = folder, keep
+        self.group = group if group is not None and group.size > 1 else None
+        self.leads = group is None or group.rank == 0
+        self.write = write or _unwritten
         self.failed = 0
         self.trouble: list[str] = []
         self._writing: threading.Thread | None = None
@@ -75,17 +85,16 @@ class Checkpoints:
         """Writes a checkpoint, in the background where its size makes that worth while, else (and with ``wait``) at once.
 
         first: what must be on the disk before it counts. beside: adds files to its folder (training then waits). spare: the
-        step of one that stays whatever its age. Whether it went well is told by ``failed`` and ``trouble``.
+        step of one that stays whatever its age. Whether it went well is told by ``failed`` and ``trouble``. Processes that save
+        together do so at once.
         """
         self.wait()
-        at_once = wait or beside is not None
+        at_once = wait or beside is not None or self.group is not None
         snapshot = Snapshot(state, copied=not at_once) if state is not None else None
 
         def write() -> None:
             try:
-                for each in first:
-                    each()
-                self._write(step, snapshot, facts, beside)
+                self._write(step, snapshot, facts, first, beside)
                 self._ended(step)
             except (OSError, UserError) as error:
                 self._ended(step, str(error))
@@ -123,27 +132,63 @@ class Checkpoints:
         return found
 
     def _write(
-        self, step: int, snapshot: Snapshot | None, facts: Mapping[str, Any], beside: Callable[[Path], None] | None
+        self,
+        step: int,
+        snapshot: Snapshot | None,
+        facts: Mapping[str, Any],
+        first: Iterable[Callable[[], None]],
+        beside: Callable[[Path], None] | None,
     ) -> None:
+        """What can fail in one process alone is in blocks that end in all of them, in the same way."""
+        target = self.path(step)
+        with ExitStack() as opened:
+            with agreed(self.group):
+                for each in first:
+                    each()
+                folder = opened.enter_context(self._made(target)) if self.leads else place_aside(target)
+                if snapshot is not None and self.leads:
+                    snapshot.write(folder)
+            with agreed(self.group):
+                if not folder.is_dir():
+                    raise FileNotFoundError(2, "run.dir is not on a disk that all hosts share", str(folder))
+            with agreed(self.group):
+                parts = self.write(folder, snapshot.shards) if snapshot is not None and snapshot.shards else []
+            with agreed(self.group):
+                if beside is not None:
+                    self._add(beside, folder, alone=snapshot is None)
+            files = self._described(folder, parts)
+            with agreed(self.group):
+                if self.leads:
+                    self._sign(folder, step, files, facts)
+                opened.close()
+
+    def _made(self, target: Path) -> AbstractContextManager[Path]:
+        """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
         if not self.folder.is_dir():
             self.folder.mkdir()
             synced(self.folder.parent)
-        with written_aside(self.path(step)) as folder:
-            if snapshot is not None:
-                snapshot.write(folder)
-            if beside is not None:
-                self._add(beside, folder, alone=snapshot is None)
-            files = {
-                path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-                for path in sorted(folder.rglob("*"))
-                if path.is_file()
-            }
-            when = datetime.now(UTC).isoformat(timespec="seconds")
-            found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
-            said = json.loads(json.dumps(found, default=str))
-            (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
+        return written_aside(target)
+
+    def _described(self, folder: Path, parts: Collection[Path]) -> dict[str, Any]:
+        """Sizes and checksums of the files that several processes have written, each found by its own."""
+        with agreed(self.group):
+            own = {path.name: _facts(path) for path in parts}
+        return {name: said for each in gathered(self.group, own) for name, said in each.items()} if self.group else own
+
+    def _sign(self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]) -> None:
+        """Adds the manifest. files: those that are described already."""
+        for name, said in files.items():
+            if (folder / name).stat().st_size != said["bytes"]:
+                raise OSError(f"{name} is not as another process wrote it")
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
+                files[name] = _facts(path)
+        when = datetime.now(UTC).isoformat(timespec="seconds")
+        found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
+        said = json.loads(json.dumps(found, default=str))
+        (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
 
     def _add(self, beside: Callable[[Path], None], folder: Path, alone: bool) -> None:
         """Adds files to a checkpoint. That this fails does not cost the state beside them."""
@@ -151,7 +196,7 @@ class Checkpoints:
         try:
             beside(folder)
         except Exception as error:  # of the libraries that write models, whichever
-            if alone or isinstance(error, OSError | UserError):
+            if alone or self.group or isinstance(error, OSError | UserError):
                 raise
             for path in set(folder.iterdir()) - before:
                 shutil.rmtree(path, ignore_errors=True)
@@ -159,7 +204,7 @@ class Checkpoints:
 
     def prune(self, spare: int | None) -> None:
         """Removes those that are neither among the newest nor spared."""
-        if self.keep is None:
+        if self.keep is None or not self.leads:
             return
         for step in set(self.steps()[: -self.keep]) - {spare}:
             _remove(self.path(step))
@@ -199,6 +244,10 @@ class Checkpoints:
         return None
 
 
+def _unwritten(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
+    raise TypeError(f"nothing was given that writes sharded tensors into {folder}, such as {next(iter(tensors))}")
+
+
 def check(path: Path) -> Saved:
     """A checkpoint whose files are as they were written. Raises Damaged when they are not."""
 
@@ -236,6 +285,10 @@ def check(path: Path) -> Saved:
 def _sum(manifest: Mapping[str, Any]) -> str:
     """Of what a manifest says, however it is written down."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
 
 
 def _sha256(path: Path) -> str:

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from valence.report.console import Terminal
+
+if TYPE_CHECKING:
+    from valence.dist.protocol import Group
 
 app = typer.Typer(
     help="Align language models with feedback. A recipe is a YAML file that names a method, a model and data: `valence losses` "
@@ -39,6 +46,30 @@ Step = Annotated[
     str | None,
     typer.Option("--step", help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the newest."),
 ]
+
+
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="Run in so many processes of this host (torchrun and accelerate launch work as well)."),
+]
+
+
+@contextmanager
+def processes(nproc: int | None) -> Iterator[Group]:
+    """The processes that the command runs in. Started here where several are asked for: then this one only waits for them, and
+    ends as they do. Only rank 0 prints."""
+    from valence.dist.launch import launch, needed
+
+    if needed(nproc):
+        raise typer.Exit(launch(sys.argv[1:], nproc or 1))
+    from valence.dist.processes import start
+
+    group = start()
+    if group.rank:
+        console.quiet = True
+        warnings.simplefilter("ignore")
+    with closing(group):
+        yield group
 
 
 def table_of_settings(*columns: str) -> Table:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
-from valence.cli.common import Overrides, Step, app, console
+from valence.cli.common import Nproc, Overrides, Step, app, console, processes
 from valence.errors import UserError
+
+if TYPE_CHECKING:
+    from valence.dist.protocol import Group
 
 
 @app.command()
@@ -28,17 +32,19 @@ def evaluate(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")] = None,
     step: Step = None,
+    nproc: Nproc = None,
 ) -> None:
     """Measure a run, or the policy a recipe starts from, on held-out rows."""
-    run = _run_of(target, [*_held_out(data), *(overrides or [])], step=step)
-    if "eval" not in run.prepared.corpora:
-        raise UserError("there are no rows to measure on", where=str(target), fix="give --data, or data.eval in the recipe")
-    found = run.evaluate()
+    with processes(nproc) as group:
+        run = _run_of(target, [*_held_out(data), *(overrides or [])], step=step, group=group)
+        if "eval" not in run.prepared.corpora:
+            raise UserError("there are no rows to measure on", where=str(target), fix="give --data, or data.eval in the recipe")
+        found = run.evaluate()
     table = Table("metric", "value", box=None, pad_edge=False)
     for name, value in found.metrics.items():
         table.add_row(name, f"{value:.6g}")
     console.print(table)
-    if out:
+    if out and group.rank == 0:
         from valence.training.folder import finite
 
         report = {"step": run.step, "metrics": found.metrics, "rows": [finite(row) for row in found.rows]}
@@ -65,6 +71,7 @@ def sample(
         Path | None, typer.Option("--out", help="Write prompts and answers to this file, one JSON object a line.")
     ] = None,
     step: Step = None,
+    nproc: Nproc = None,
 ) -> None:
     """Answer prompts with a run's model."""
     from valence.data.load import load
@@ -80,9 +87,11 @@ def sample(
         asked += [example.prompt for example in load([Source(path=path, format="prompt") for path in data], "prompt").examples]
     if not asked:
         raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
-    run = _run_of(target, ["data.eval=[]"], step=step)
+    with processes(nproc) as group:
+        run = _run_of(target, ["data.eval=[]"], step=step, group=group)
+        answered = run.sample(asked, how, number)
     lines: list[str] = []
-    for content, answers in zip(asked, run.sample(asked, how, number), strict=True):
+    for content, answers in zip(asked, answered, strict=True):
         text = as_text(content, run.prepared.tokenizer)
         shown: Any = [dict(m) for m in content.messages] if isinstance(content, Chat) else text
         for completion in answers:
@@ -92,7 +101,7 @@ def sample(
             if not out:
                 console.print(f"> {text}", style="bold", markup=False, soft_wrap=True)
                 console.print(f"{completion.text}\n", markup=False, highlight=False, soft_wrap=True)
-    if out:
+    if out and group.rank == 0:
         _write(out, "\n".join(lines) + "\n")
 
 
@@ -102,21 +111,27 @@ def export(
     to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")] = False,
     step: Step = None,
+    nproc: Nproc = None,
 ) -> None:
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
+    from valence.dist.together import by_first
     from valence.training.finish import write_model
 
-    if to.exists():
-        raise UserError("this exists already", where=str(to), fix="name a folder that does not exist")
-    _check_can_be_made(to)
-    run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir), step=step)
+    with processes(nproc) as group:
+        by_first(group, partial(_check_can_be_made, to))
+        run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir), step=step, group=group)
+        _check_writes(run, run_dir, adapter)
+        write_model(run, to, "adapter" if adapter else "merged")
+    console.print(str(to), markup=False, soft_wrap=True)
+
+
+def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
+    """Raises UserError when there is no adapter that could be written by itself."""
     if adapter and run.prepared.method.of_scores:
         what = "a reward model is written whole: its head is what an adapter would be worth nothing without"
         raise UserError(what, where=str(run_dir), fix="leave out --adapter")
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
-    write_model(run, to, "adapter" if adapter else "merged")
-    console.print(str(to), markup=False, soft_wrap=True)
 
 
 def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
@@ -126,7 +141,7 @@ def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
     return ("train",) if method_of_run(run_dir).of_scores else ()
 
 
-def _run_of(target: Path, overrides: list[str], keeps: tuple[str, ...] = (), step: str | None = None) -> Any:
+def _run_of(target: Path, overrides: list[str], *, group: Group, keeps: tuple[str, ...] = (), step: str | None = None) -> Any:
     """The run of a folder with its newest weights, or those of a step, or that of a recipe before its first step. keeps: its own
     lists of rows that are read."""
     from valence.config.load import load_recipe
@@ -138,11 +153,12 @@ def _run_of(target: Path, overrides: list[str], keeps: tuple[str, ...] = (), ste
 
     overrides = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
     if target.is_dir():
-        return restore(target, overrides=overrides, at=_at(step), console=console)
+        return restore(target, overrides=overrides, at=_at(step), console=console, group=group)
     if step is not None:
         raise UserError("a recipe has no checkpoints", where="--step", fix="name a run's folder")
     prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
-    return Run(prepared, *build_models(prepared), console=console)
+    data = group.split(prepared.recipe.parallel.tensor)[0]
+    return Run(prepared, *build_models(prepared, group=group), console=console, world=group, group=data)
 
 
 def _at(step: str | None) -> Any:
@@ -163,6 +179,8 @@ def _held_out(files: list[str] | None) -> list[str]:
 
 
 def _check_can_be_made(folder: Path) -> None:
+    if folder.exists():
+        raise UserError("this exists already", where=str(folder), fix="name a folder that does not exist")
     try:
         folder.mkdir(parents=True)
         folder.rmdir()

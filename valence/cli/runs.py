@@ -10,7 +10,19 @@ from typing import Annotated, Any
 
 import typer
 
-from valence.cli.common import Allow, Fresh, Overrides, Quiet, RecipeArg, app, console, status_of, table_of_settings
+from valence.cli.common import (
+    Allow,
+    Fresh,
+    Nproc,
+    Overrides,
+    Quiet,
+    RecipeArg,
+    app,
+    console,
+    processes,
+    status_of,
+    table_of_settings,
+)
 from valence.errors import UserError
 
 
@@ -21,12 +33,14 @@ def train(
     fresh: Fresh = False,
     allow: Allow = None,
     quiet: Quiet = False,
+    nproc: Nproc = None,
 ) -> None:
     """Train: audit the data, run the recipe, write model, log and report into its run folder.
 
-    A run that was stopped or killed goes on where it was saved last.
+    A run that was stopped or killed goes on where it was saved last, also on another number of processes.
     """
-    _train(recipe, overrides or [], fresh=fresh, allow=allow or [], quiet=quiet)
+    with processes(nproc) as group:
+        _train(recipe, overrides or [], fresh=fresh, allow=allow or [], quiet=quiet, group=group)
 
 
 def _train(recipe: Path, overrides: list[str], **how: Any) -> None:
@@ -57,6 +71,7 @@ def resume(
     overrides: Overrides = None,
     allow: Allow = None,
     quiet: Quiet = False,
+    nproc: Nproc = None,
 ) -> None:
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
     from valence.training.restore import place_of_run
@@ -65,9 +80,11 @@ def resume(
         raise UserError("a run goes on where it is", where="run.dir", fix="move the folder, and name it")
     folder = run_dir.absolute()
     recipe, place = place_of_run(folder)
-    if place and place.is_dir():
-        os.chdir(place)
-    _train(recipe, [*(overrides or []), f"run.dir={json.dumps(str(folder))}"], fresh=False, allow=allow or [], quiet=quiet)
+    with processes(nproc) as group:
+        if place and place.is_dir():
+            os.chdir(place)
+        ours = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
+        _train(recipe, ours, fresh=False, allow=allow or [], quiet=quiet, group=group)
 
 
 @app.command()
@@ -87,10 +104,15 @@ def runs(
 
 
 @app.command()
-def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
+def check(
+    recipe: RecipeArg,
+    overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option("--nproc", min=1, help="Predict for so many processes; none are started.")] = 1,
+) -> None:
     """Everything short of training: the settings and where each came from, the data, steps, predicted memory and time."""
     from valence.api import show_audit
     from valence.config.load import load_recipe
+    from valence.dist.single import Planned
     from valence.training.methods import method_of
     from valence.training.plan import describe, make_plan
     from valence.training.setup import prepare
@@ -106,7 +128,7 @@ def check(recipe: RecipeArg, overrides: Overrides = None) -> None:
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
         console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
     show_audit(prepared, console)
-    for line in describe(make_plan(prepared)):
+    for line in describe(make_plan(prepared, group=Planned(nproc))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -142,27 +164,29 @@ def score(
         int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
     ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+    nproc: Nproc = None,
 ) -> None:
     """With --data and --out: write log-probabilities and rewards of every answer beside its row. Else: fill a recipe's reference
     cache, so that its training runs no reference. Stopped, it goes on where it was."""
     settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-    try:
-        if data and out and not verify:
-            from valence.training.score_rows import score_rows
+    with processes(nproc) as group:
+        try:
+            if data and out and not verify:
+                from valence.training.score_rows import score_rows
 
-            score_rows(
-                target, data, out, overrides=[*(overrides or []), *ours], format=format, beta=beta, tokens=tokens, column=column,
-                fresh=fresh, console=console, quiet=quiet,
-            )  # fmt: skip
-        else:
-            _check_fills(target, any((data, out, ours, beta, tokens, format, fresh, column != "valence")))
-            from valence.training.score import score as fill
+                score_rows(
+                    target, data, out, overrides=[*(overrides or []), *ours], format=format, beta=beta, tokens=tokens,
+                    column=column, fresh=fresh, console=console, quiet=quiet, group=group,
+                )  # fmt: skip
+            else:
+                _check_fills(target, any((data, out, ours, beta, tokens, format, fresh, column != "valence")))
+                from valence.training.score import score as fill
 
-            fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=_command())
-    except KeyboardInterrupt as stopped:
-        console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
-        raise typer.Exit(status_of(stopped)) from None
+                fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=_command(), group=group)
+        except KeyboardInterrupt as stopped:
+            console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
+            raise typer.Exit(status_of(stopped)) from None
 
 
 def _check_fills(target: str, for_rows: bool) -> None:

@@ -70,6 +70,16 @@ class Case:
         return any(method.needs_reference for method in (self.method, *self.mixed))
 
     @property
+    def splits(self) -> bool:
+        """Are weights split over processes, for sure?"""
+        return self.recipe.parallel.shard == "full" or self.recipe.parallel.tensor > 1
+
+    @property
+    def quantizes(self) -> bool:
+        """Are frozen weights kept in 4 bits?"""
+        return self.recipe.model.quantize is not None
+
+    @property
     def words(self) -> dict[str, str | None]:
         """What a rule's ``why`` may name."""
         kinds = "scored answers" if self.method.kind == "scored" else f"{self.method.kind}s"
@@ -98,6 +108,7 @@ class Rule:
 
 
 NO_EVAL = "nothing is evaluated during training, as data.eval is empty"
+WHOLE = "with parallel.shard: off each process holds all weights"
 NO_EFFECT = (
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
@@ -136,6 +147,9 @@ NO_EFFECT = (
         "there is no adapter to merge or to keep apart",
         "set model.lora",
     ),
+    Rule("parallel.reshard", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
+    Rule("parallel.sync", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
+    Rule("parallel.offload", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
     Rule(
         "run.samples.prompts",
         lambda c: not c.rows & {"eval", "test"},
@@ -213,6 +227,48 @@ CONTRADICTIONS = (
         lambda c: bool(c.mixed) and any(method.of_scores for method in (c.method, *c.mixed)),
         "a reward model is trained by one method alone",
         "remove it, or choose a method that trains a policy",
+    ),
+    Rule(
+        "train.optimizer",
+        lambda c: c.recipe.train.optimizer == "adamw_8bit" and c.splits,
+        "moments of 8 bits cannot be split over processes",
+        "set train.optimizer: adamw, or parallel.shard: off and parallel.tensor: 1",
+    ),
+    Rule(
+        "train.compile",
+        lambda c: c.recipe.train.compile == "on" and c.splits,
+        "layers that are split over processes are not compiled",
+        "remove it, or set parallel.shard: off and parallel.tensor: 1",
+    ),
+    Rule(
+        "model.quantize",
+        lambda c: c.quantizes and c.recipe.model.lora is None and c.recipe.model.adapter is None,
+        "weights of 4 bits do not train: an adapter on them does",
+        "set model.lora, or remove model.quantize",
+    ),
+    Rule(
+        "model.quantize",
+        lambda c: c.quantizes and c.recipe.model.gguf_file is not None,
+        "the weights of a GGUF file are not quantized once more",
+        "remove model.gguf_file or model.quantize",
+    ),
+    Rule(
+        "model.quantize",
+        lambda c: c.quantizes and c.recipe.model.dtype == "float64",
+        "weights of 4 bits have no products in float64",
+        "set model.dtype: bfloat16 or float32",
+    ),
+    Rule(
+        "model.quantize",
+        lambda c: c.quantizes and (c.recipe.parallel.tensor > 1 or c.recipe.parallel.offload),
+        "weights of 4 bits are split over processes by parallel.shard alone",
+        "remove parallel.tensor and parallel.offload, or model.quantize",
+    ),
+    Rule(
+        "train.compile",
+        lambda c: c.quantizes and c.recipe.train.compile == "on",
+        "layers with weights of 4 bits (model.quantize) are not compiled",
+        "remove train.compile, or model.quantize",
     ),
     Rule(
         "model.lora",

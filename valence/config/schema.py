@@ -78,6 +78,9 @@ class Model(Section):
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
+    quantize: Literal["nf4"] | None = None
+    """Keep the weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of linear layers, not the embedding, the head
+    or norms; also those of reference.model. Needs the extra `eightbit`."""
     tokenizer: Text | None = None
     """Folder or hub id of the tokenizer. Default: the model's own."""
     gguf_file: Text | None = None
@@ -218,6 +221,23 @@ class Train(Section):
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
 
+class Parallel(Section):
+    """Nothing here changes a result, only memory and speed."""
+
+    shard: Literal["auto", "off", "full"] = "auto"
+    """What several processes hold of a model: all of it each (off), or weights, gradients and moments split over them (full:
+    FSDP2). auto: full where one could not hold it all; a run that is taken up keeps the choice."""
+    tensor: PositiveInt = 1
+    """Processes that share the products of each layer (tensor parallel), neighbours on one host. The others have other rows."""
+    reshard: bool = True
+    """With shard full: give a layer's weights back after its forward pass, and gather them again for the backward pass."""
+    sync: Literal["auto", "step", "micro_batch"] = "auto"
+    """With shard full: when gradients are summed over the processes: once a step, which needs room for a whole gradient, or after
+    each micro-batch. auto: once a step under an adapter, else after each micro-batch."""
+    offload: bool = False
+    """With shard full: keep shards and moments in the host's memory (CUDA only)."""
+
+
 class Eval(Section):
     every: Annotated[PositiveFloat, WholeFromOne] = 50.0
     """Evaluate every so many optimizer steps; below 1, every such fraction of an epoch."""
@@ -275,7 +295,8 @@ class RunSection(Section):
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
-    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto: merged."""
+    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto: merged. With model.quantize
+    it is merged into the weights as they are in model.name, which are loaded in model.dtype into the host's memory for it."""
 
 
 class Recipe(Section):
@@ -297,5 +318,7 @@ class Recipe(Section):
     """The optimizer and its steps."""
     eval: Eval = Eval()
     """Evaluation during training."""
+    parallel: Parallel = Parallel()
+    """How several processes share a model (`--nproc`, torchrun)."""
     run: RunSection = RunSection()
     """Output."""

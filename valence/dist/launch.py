@@ -28,8 +28,9 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 MISTAKE, OUT_OF_TIME = 2, 124
 STOPPED = (OUT_OF_TIME, *(128 + number for number in SIGNALS))
 """Statuses of a process that was asked to end, and has saved."""
-GRACE = 3.0
-"""Seconds in which a process may end by itself when another has failed, or when it was asked twice."""
+GRACE = 6.0
+"""Seconds in which a process may end by itself when another has failed, or when it was asked twice. Longer than it looks whether
+another has failed before it says so itself: it is to leave its folder in order."""
 ECHO = 2.0
 """Seconds within which the same signal once more (but for Ctrl-C) is the same one: schedulers send it twice."""
 KEPT = 1 << 16
@@ -163,7 +164,7 @@ class _Launched:
         passed = self.workers[0].hush()
         mistake = words[words.rfind("valence: ") :] if status == MISTAKE and "valence: " in words else ""
         shown = worker.rank == 0 or (mistake and mistake in passed)
-        lines = [] if shown else [mistake or f"rank {worker.rank} says:\n{words}"]
+        lines = [] if shown or not words else [mistake or f"rank {worker.rank} says:\n{words}"]
         if status > 128:
             lines.append(f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}")
         if lines:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
-from torch.distributed import Store  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed import PrefixStore, Store, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
 from valence.errors import UserError
 
@@ -27,8 +29,12 @@ class Place:
 class Posts:
     """The places of all processes, in a store that rank 0 or its launcher keeps."""
 
-    def __init__(self, store: Store, rank: int, size: int) -> None:
-        self.store, self.rank, self.size = store, rank, size
+    def __init__(self, store: Store, rank: int, ranks: Sequence[int]) -> None:
+        self.store, self.rank, self.ranks = store, rank, ranks
+
+    def part(self, name: str, ranks: Sequence[int]) -> Posts:
+        """The places of some of these processes in a group of their own."""
+        return Posts(PrefixStore(name, self.store), self.rank, ranks)
 
     def post(self, place: Place) -> None:
         """Says where this process is. It is sent, and nobody waits for it to arrive."""
@@ -36,14 +42,23 @@ class Posts:
 
     def absent(self) -> list[int]:
         """The ranks that have posted nothing yet."""
-        return [rank for rank in range(self.size) if not self.store.check([f"at/{rank}"])]
+        return [rank for rank in self.ranks if not self.store.check([f"at/{rank}"])]
 
     def others(self) -> dict[int, Place] | None:
         """Where every other process was last, or None when the store does not answer."""
-        ranks = [rank for rank in range(self.size) if rank != self.rank]
-        try:
-            found = self.store.multi_get([f"at/{rank}" for rank in ranks])
-        except RuntimeError:
+        ranks = [rank for rank in self.ranks if rank != self.rank]
+        found: list[bytes] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                found.extend(self.store.multi_get([f"at/{rank}" for rank in ranks]))
+
+        # In a thread that may be left behind: after its timeout the store tells rank 0's host that it waits no more, and waits
+        # for the answer to that without end.
+        asking = threading.Thread(target=ask, name="posts", daemon=True)
+        asking.start()
+        asking.join(self.store.timeout.total_seconds())  # pyright: ignore[reportAttributeAccessIssue]
+        if len(found) < len(ranks):
             return None
         parts = [each.decode().partition(" ") for each in found]
         return {rank: Place(int(number), name) for rank, (number, _, name) in zip(ranks, parts, strict=True)}
@@ -53,15 +68,24 @@ class Posts:
         others = self.others()
         ended = f"within {waited:g} s" if waited is not None else "before a connection to another process broke"
         if others is None:
-            what = f"{here} did not end {ended}, and nobody can say who is missing: rank 0, or what started it, does not answer"
+            keeper = f"rank 0, or what started it, does not answer{_address(self.store)}"
+            what = f"{here} did not end {ended}, and nobody can say who is missing: {keeper}"
         elif behind := {rank: at for rank, at in others.items() if at.number < here.number}:
             what = f"{_ranks(behind)} not come to {here} {ended} ({_places(behind)})"
         elif apart := {rank: at for rank, at in others.items() if at.number == here.number and at.name != here.name}:
             what = f"the processes have parted: this one is at {here}, {_places(apart)}"
         else:
-            what = f"{here} did not end {ended}: all processes had come to it, so one of them has ended or cannot be reached"
+            gone = f"rank {next(iter(others))}" if len(others) == 1 else "one of them"
+            what = f"{here} did not end {ended}: all processes had come to it, so {gone} has ended or cannot be reached"
         fix = "see what these processes said last, and whether their hosts can be reached"
         return UserError(what, where=f"rank {self.rank}", fix=fix)
+
+
+def _address(store: Store) -> str:
+    """Where it is kept."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return f" at {store.host}:{store.port}" if isinstance(store, TCPStore) else ""
 
 
 def _ranks(ranks: Mapping[int, Place]) -> str:

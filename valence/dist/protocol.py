@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -30,7 +31,12 @@ class Group(Protocol):
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         """Replaces each gradient by its sum over all processes. One that a process lacks counts as 0 there; one that all
-        processes lack stays absent."""
+        processes lack stays absent. Those of weights that are split over the processes are sums already."""
+        ...
+
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        """The norm of all gradients together, after they were summed: of those that are split over processes all parts count,
+        of the others each once."""
         ...
 
     def broadcast(self, value: Any) -> Any:
@@ -43,6 +49,15 @@ class Group(Protocol):
 
     def barrier(self, name: str) -> None:
         """Returns once all processes have come to it. name: of the place, for the error of who waits in vain."""
+        ...
+
+    def at(self, name: str) -> AbstractContextManager[None]:
+        """Around what all processes do together by other means than this group's: errors say who did not come to it."""
+        ...
+
+    def split(self, tensor: int) -> tuple[Group, Group]:
+        """Of this process, the group of those that have other rows, and the group of those (``tensor`` neighbours) with which it
+        shares each layer's products. Raises UserError when the processes are not a multiple of that."""
         ...
 
     def close(self) -> None:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import Tensor
+from torch.nn.utils import get_total_norm
+
+from valence.dist.protocol import Group
+from valence.errors import UserError
 
 
 class Single:
@@ -25,6 +30,9 @@ class Single:
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         pass
 
+    def norm(self, parameters: Sequence[Tensor]) -> Tensor:
+        return get_total_norm([p.grad for p in parameters if p.grad is not None])
+
     def broadcast(self, value: Any) -> Any:
         return json.loads(json.dumps(value))  # as it would arrive from another process
 
@@ -34,5 +42,24 @@ class Single:
     def barrier(self, name: str) -> None:
         pass
 
+    def at(self, name: str) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def split(self, tensor: int) -> tuple[Group, Group]:
+        if tensor != 1:
+            fix = "start as many processes (--nproc), or set it to 1"
+            raise UserError(f"one process cannot share its products among {tensor}", where="parallel.tensor", fix=fix)
+        return self, Single()
+
     def close(self) -> None:
         pass
+
+
+class Planned(Single):
+    """Processes of one host that are only planned for: each would have what this one has."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def gather(self, values: Tensor) -> Tensor:
+        return values.repeat(self.size, *[1] * (values.ndim - 1))

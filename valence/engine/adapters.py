@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.errors import UserError
@@ -44,6 +45,16 @@ def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Modu
     config = _fresh(model, lora) if adapter is None else _saved(adapter)
     config.inference_mode = False
     return _wrapped(model, config)
+
+
+def merged(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.Module:
+    """The base with the adapter of a trained model added to it, in the type of the base's weights. weights: those of the adapter,
+    as peft saves them."""
+    from peft import set_peft_model_state_dict
+
+    wrapped: Any = _wrapped(base, copy.deepcopy(trained.peft_config[trained.active_adapter]))
+    set_peft_model_state_dict(wrapped, dict(weights))
+    return wrapped.merge_and_unload()
 
 
 def adapted(model: nn.Module) -> bool:

@@ -42,11 +42,13 @@ class Cached:
         about: str = "",
         fills: bool = True,
         again: Callable[[], Reference] | None = None,
+        agree: Callable[[bool], bool] = bool,
     ) -> None:
         """about: the reference in a few words, for whoever looks into the folder. Without ``fills`` nothing is written. again:
-        loads the reference anew, where that can be done. The folder is opened when it is first needed."""
+        loads the reference anew, where that can be done. agree: whether any process computes, where none can without the others.
+        The folder is opened when it is first needed."""
         self.inner, self.name, self.precision = inner, inner.name, inner.precision
-        self.folder, self.about, self.fills, self.again = folder, about, fills, again
+        self.folder, self.about, self.fills, self.again, self.agree = folder, about, fills, again, agree
         self.hits = self.misses = 0
         self._trusted = {made_by()}
 
@@ -97,7 +99,7 @@ class Cached:
         self.hits += len(found)
         self.misses += len(keys) - len(found)
         doubted = {by for s in found if (by := self.ledger.head(keys[s])["by"]) not in self._trusted}
-        if len(found) == len(keys) and not doubted:
+        if not self.agree(len(found) < len(keys) or bool(doubted)):
             logp = np.zeros(len(batch.tokens), found[0].dtype)
         else:
             logp = self.inner(batch).cpu().numpy()
@@ -110,6 +112,10 @@ class Cached:
         for s, values in found.items():
             logp[rows[s]] = values
         return torch.from_numpy(logp).to(batch.tokens.device)
+
+    def beside(self, batch: Batch) -> Tensor:
+        """Takes part in what other processes compute, if they do. What it gives means nothing."""
+        return self.inner(batch) if self.agree(False) else batch.tokens.new_zeros(len(batch.tokens), dtype=torch.float32)
 
     def check(self, batch: Batch) -> tuple[int, float]:
         """Computes a micro-batch again. Returns how many of its sequences are known, and the difference (root mean square over

@@ -5,11 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+from valence.engine.quantized import states
 
 if TYPE_CHECKING:
     from valence.engine.logprobs import Engine
@@ -25,7 +29,8 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
     and its configuration), and how and on what kind of device they are computed with.
 
     It is taken of the weights as they are, not of a file: what a loader, a cast or an adapter made of them is in it. An adapter's
-    wrapper around a model does not change the names of the model's own weights here.
+    wrapper around a model does not change the names of the model's own weights here. Where weights are split over processes, all
+    of them call this together.
     """
     model: Any = engine.model
     adapters = getattr(model, "peft_config", {}) if adapter else {}
@@ -37,18 +42,29 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
     digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
     weights = {
         name.replace("base_model.model.", "").replace(".base_layer.", "."): weight
-        for name, weight in model.state_dict().items()
+        for name, weight in {**model.state_dict(), **states(model)}.items()
         if adapter or not ("lora_" in name or ".modules_to_save." in name)  # the latter: a head that trains with the adapter
     }
     names = sorted(weights)
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as pool:  # hashing lets other threads run
-        for name, content in zip(names, pool.map(_content, (weights[name] for name in names)), strict=True):
-            digest.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content)
+    for name, content in zip(names, _contents(weights[name] for name in names), strict=True):
+        digest.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content)
     return digest.hexdigest()[:32]
 
 
+def _contents(weights: Iterable[Any]) -> Iterator[bytes]:
+    """A hash of each tensor's bytes. Some are made at once, as hashing lets other threads run; what is split over processes is
+    put together here, so that all of them do it in one order."""
+    waiting: deque[Future[bytes]] = deque()
+    at_once = min(8, os.cpu_count() or 1)
+    with ThreadPoolExecutor(at_once) as pool:
+        for weight in weights:
+            waiting.append(pool.submit(_content, weight.full_tensor() if hasattr(weight, "full_tensor") else weight))
+            if len(waiting) > at_once:
+                yield waiting.popleft().result()
+        yield from (each.result() for each in waiting)
+
+
 def _content(weight: Tensor) -> bytes:
-    """A hash of a tensor's bytes."""
     return hashlib.sha256(weight.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data).digest()
 
 

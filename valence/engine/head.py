@@ -6,11 +6,12 @@ import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
 from valence.engine import native
@@ -38,6 +39,8 @@ class Head:
     """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2) or a scale (Cohere, Granite).
 
     ``half``: the operands of the products are rounded to bfloat16; logits are accumulated and used in float32 all the same.
+    A layer with a ``group`` (see ``dist.tensor``) has the logits of some tokens alone, from ``first``; the other processes of
+    the group have the others.
     """
 
     layer: nn.Module
@@ -53,6 +56,10 @@ class Head:
         scale /= getattr(config, "logits_scaling", None) or 1.0
         return cls(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), scale, half)
 
+    @property
+    def group(self) -> Any:
+        return getattr(self.layer, "group", None)
+
     def __call__(self, hidden: Tensor, target: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N] (nats), and the entropy [N].
 
@@ -60,9 +67,10 @@ class Head:
         """
         # Autocast would turn the products back into bfloat16.
         with torch.autocast(hidden.device.type, enabled=False):
-            if type(self.layer) is not nn.Linear:  # an adapter on the head: only the layer itself knows its product
+            if type(self.layer) is not nn.Linear and not self.group:
+                # An adapter on the head: only the layer itself knows its product.
                 return self._by_layer(hidden, target, entropy)
-            weight, bias = self.layer.weight, self.layer.bias
+            weight, bias = self._own
             grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
             found: Any = LinearLogProb.apply(hidden, weight, bias, target, self, entropy, grad)
             return found
@@ -73,12 +81,21 @@ class Head:
         found: list[Tensor] = []
         with torch.autocast(hidden.device.type, enabled=False):
             for rows in hidden.split(ROWS // 8):
-                logits = self.layer(rows.to(next(self.layer.parameters()).dtype))
+                rows = rows.to(next(self.layer.parameters()).dtype)
+                logits = linear(rows, *self._own) if self.group else self.layer(rows)
                 logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
-                e = (logits - logits.amax(-1, keepdim=True)).exp_()  # a softmax's own rounding would all be in one direction
-                total = e.sum(-1)
-                found.append(e.square_().sum(-1) / total.square())
+                top = logits.amax(-1)
+                e = (logits - top[:, None]).exp_()  # a softmax's own rounding would all be in one direction
+                tops, totals, squares = everyones(torch.stack([top, e.sum(-1), e.square_().sum(-1)]), self.group).unbind(1)
+                share = torch.exp(tops - tops.amax(0))
+                found.append((squares * share.square()).sum(0) / (totals * share).sum(0).square())
         return torch.cat(found)
+
+    @property
+    def _own(self) -> tuple[Tensor, Tensor | None]:
+        """Weight and bias of a linear layer, or this process's part of them."""
+        weight, bias = cast(Any, self.layer).weight, cast(Any, self.layer).bias
+        return (weight.to_local(), None if bias is None else bias.to_local()) if self.group else (weight, bias)
 
     def finish(self, logits: Tensor) -> Tensor:
         """The layer's product, scaled and capped."""
@@ -137,6 +154,8 @@ class LinearLogProb(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, head: Head, entropy: bool, grad: bool
     ) -> tuple[Tensor, Tensor | None]:
         tiles = _Tiles(head, hidden, weight, bias)
+        if head.group:
+            target = target - cast(Any, head.layer).first
         found = tiles.memory.new_empty(len(tiles.ranges), 4, hidden.shape[0])
         kept: list[Tensor] = []
         for k, (start, stop) in enumerate(tiles.ranges):
@@ -144,12 +163,11 @@ class LinearLogProb(torch.autograd.Function):
             exponentials = tiles.measure(start, stop, target - start, found[k], entropy, keep)
             if exponentials is not None:
                 kept.append(exponentials)
-        tops, sums, means, hits = found.unbind(1)  # [ranges, N] each
-        peak = tops.amax(0)
-        share = torch.exp(tops - peak).clamp_min_(TINY)  # what is known of a range is relative to its own largest logit
-        total = (sums * share).sum(0)
-        logp = hits.sum(0) - peak - total.log()
-        spread = total.log() - ((means + sums * (tops - peak)) * share).sum(0) / total if entropy else None
+        whole = _merged(found)
+        peak, total, mean, hit = (_merged(everyones(whole, head.group)) if head.group else whole).unbind()
+        share = _share(found[:, 0], peak)
+        logp = hit - peak - total.log()
+        spread = total.log() - mean / total if entropy else None
         for k, exponentials in enumerate(kept):
             _put(exponentials, target - tiles.ranges[k][0], torch.expm1(logp) * total / share[k])
         ctx.head, ctx.dtype = head, hidden.dtype
@@ -179,12 +197,36 @@ class LinearLogProb(torch.autograd.Function):
                     _put_product(to_weight[start:stop], slope.t(), other, add=in_place)
                 if to_bias is not None:
                     to_bias[start:stop] = (slope * factor).sum(0)
+        if ctx.head.group and to_hidden is not None:
+            to_hidden = ctx.head.group.sum(to_hidden)  # of each process, through its own logits
         return (
             None if to_hidden is None else to_hidden.to(ctx.dtype),
             None if to_weight is None or in_place else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
             *[None] * 4,
         )
+
+
+def everyones(values: Tensor, group: Any) -> Tensor:
+    """The values of all processes of a group [size, ...]; of this one if there is none."""
+    if group is None:
+        return values[None]
+    found = values.new_zeros(group.size, *values.shape)
+    found[group.rank] = values
+    return group.sum(found)
+
+
+def _merged(found: Tensor) -> Tensor:
+    """What ``_measure`` found of several ranges [ranges, 4, N] as that of them all [4, N]."""
+    tops, sums, means, hits = found.unbind(1)
+    peak = tops.amax(0)
+    share = _share(tops, peak)
+    return torch.stack([peak, (sums * share).sum(0), ((means + sums * (tops - peak)) * share).sum(0), hits.sum(0)])
+
+
+def _share(tops: Tensor, peak: Tensor) -> Tensor:
+    """What is known of a range is relative to its own largest logit: its factor [ranges, N] relative to the largest of all."""
+    return torch.exp(tops - peak).clamp_min_(TINY)
 
 
 class _Saved(NamedTuple):
@@ -370,8 +412,8 @@ def _only_adds(node: Any, weight: Tensor, dtype: torch.dtype) -> bool:
 
     Then that can be done here, range by range, without a second gradient of full size.
     """
-    grad = weight.grad
-    if not weight.is_leaf or grad is None or grad.dtype != dtype or grad.layout != torch.strided:
+    grad = weight.grad if weight.is_leaf else None
+    if grad is None or grad.dtype != dtype or grad.layout != torch.strided:
         return False
     if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
         return False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from safetensors import SafetensorError
+from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
 
@@ -27,3 +29,23 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
         where="model",
         fix="check the folder or hub id and that it holds a causal language model; a hub needs a network connection",
     )
+
+
+SETTINGS = (".json", ".py", ".txt", ".jinja")
+WEIGHTS = (".safetensors", ".bin", ".gguf", ".model")
+
+
+def fingerprint(name: str) -> dict[str, str]:
+    """What tells the folder of a model or adapter from another: by file, a hash of settings, and the size of weights; for a hub
+    id the commit. Raises UserError when that cannot be found out."""
+    folder = Path(name)
+    if not folder.is_dir():
+        kinds = ("config.json", "adapter_config.json")
+        try:
+            found = [cached_file(name, kind, _raise_exceptions_for_missing_entries=False) for kind in kinds]
+        except OSError as error:
+            raise cannot_load("model or adapter", name, error) from error
+        return {"commit": next((Path(path).parent.name for path in found if path), "")}
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    settings = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.suffix in SETTINGS}
+    return settings | {path.name: f"{path.stat().st_size} bytes" for path in files if path.suffix in WEIGHTS}

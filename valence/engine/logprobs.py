@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -32,11 +33,14 @@ class Engine(nn.Module):
 
     compiled = False  # whether the layers are
     along = 48  # rows that are only measured, up to which they go along with those that train
+    lockstep = False  # whether the weights are split over processes, so that each run is one of all of them
+    home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
         self.compute = compute
+        self.most: Callable[[int], int] = int  # of the numbers of all processes that run in lockstep
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
         self.flexes = self.device.type == "cuda"
@@ -73,7 +77,11 @@ class Engine(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        return next(self.model.parameters()).device
+        return self.home or next(self.model.parameters()).device
+
+    def within(self, action: Callable[[], Any]) -> Any:
+        """What an action gives that runs the model itself: embedding and head are whole meanwhile."""
+        return action()
 
     def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
@@ -155,21 +163,31 @@ class Engine(nn.Module):
 
     def _one_by_one(self, batch: Batch, want: Collection[str]) -> TokenOut:
         found: list[_Found] = []
-        for s, trains in enumerate(batch.trains):
-            path = batch.rows(s)
+        for s, path in self._alone(batch):
             read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
             tokens = batch.tokens[path]
-            with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-                logits = self.outputs(tokens, read - 1)
+            with torch.set_grad_enabled(batch.trains[s] and torch.is_grad_enabled()):
+                logits = self._outputs(tokens, read - 1)
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
                 logps = torch.log_softmax(logits, -1) if want else logits
                 spread = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
                 squares = (2 * logps.detach()).exp().sum(-1) if "sum_sq" in want else None
                 found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread, squares))
-        return _scatter(batch, found)
+        out = _scatter(batch, found[: batch.sequences])
+        return replace(out, logp=out.logp + nothing(logp for _, logp, *_ in found[batch.sequences :]))
+
+    def _alone(self, batch: Batch) -> Iterator[tuple[int, Tensor]]:
+        """Each sequence and the rows of its tokens. In lockstep the last one comes again as often as another process has more."""
+        for s in range(self.most(batch.sequences)):
+            s = min(s, batch.sequences - 1)
+            yield s, batch.rows(s)
 
     def outputs(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """What the model's own forward says of one sequence tokens[n] by itself, at these places (None: all): logits [n, V]."""
+        """What the model's own forward says of one sequence tokens[n] by itself, at these places (None: all): logits [n, V]; of
+        a reward model its scores [n, A]."""
+        return self._outputs(tokens, at).clone()  # not a view of something larger, by which sharded weights would miss its slope
+
+    def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:
         self._forget_lengths()
         with self._autocast():
             return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=0 if at is None else at).logits[0]
@@ -186,6 +204,11 @@ class Engine(nn.Module):
         Raises UserError when the model is not causal.
         """
         check(self)
+
+
+def nothing(values: Iterable[Tensor]) -> Tensor | int:
+    """0, with a slope of 0 in all of these, whatever they are."""
+    return sum(each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0).sum() for each in values)
 
 
 def _scatter(batch: Batch, found: list[_Found]) -> TokenOut:

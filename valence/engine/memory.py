@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from valence.engine.checkpointing import Checkpointing
 from valence.engine.head import AREA, KEEP, KEEP_CUDA
+from valence.engine.quantized import BYTES, STATES
 from valence.engine.shape import Shape
 
 PROGRAM = 400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
@@ -20,8 +21,30 @@ MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}  # bytes of the optimizer's state p
 
 
 @dataclass(frozen=True, slots=True)
+class Split:
+    """How a model is shared: weights, gradients and moments over so many processes (``ways``), which gather a layer's weights to
+    run it; and before that, the products of each layer over ``tensor`` of them.
+
+    reshard: a layer's weights are given back between its forward and its backward run. each: gradients are summed after each
+    micro-batch, not once a step. offload: what is split is kept in the host's memory.
+    """
+
+    ways: int = 1
+    tensor: int = 1
+    reshard: bool = True
+    each: bool = True
+    offload: bool = False
+
+    @property
+    def single(self) -> bool:
+        """Does each process hold a whole model?"""
+        return self.ways == self.tensor == 1
+
+
+@dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted bytes of each part. ``per_token``: activations for each token that runs at once."""
+    """Predicted bytes of each part, in each process. ``per_token``: activations for each token that runs at once; ``gathered``:
+    weights of other processes."""
 
     weights: int
     reference: int
@@ -30,10 +53,11 @@ class Memory:
     head: int
     per_token: int
     program: int = PROGRAM
+    gathered: int = 0
 
     def total(self, tokens: int) -> int:
         """With this many tokens in the largest micro-batch."""
-        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.head
+        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.head + self.gathered
         return fixed + tokens * self.per_token
 
 
@@ -52,30 +76,60 @@ def predict(
     compiled: bool = False,
     optimizer: str = "adamw",
     device: torch.device = torch.device("cpu"),
+    split: Split = Split(),
 ) -> Memory:
-    """Bytes of a run. width: bytes of one number of the computation; frozen_copy: is the reference a model of its own?
+    """Bytes of a run, in each process. width: bytes of one number of the computation; frozen_copy: is the reference a model of
+    its own?
 
     Weights that train are float32 masters (float64 in float64), with a gradient and two moments each, and copies for products in
-    bfloat16. The gradient of the head is there twice for a moment.
+    bfloat16. The gradient of the head is there twice for a moment, and so are, as numbers, weights of 4 bits of the layer that
+    runs.
     """
     masters = max(width, 4)
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
     copies = width if width < stream else 0
-    weights = shape.parameters * (stream + copies) + (0 if shape.full else shape.trained * masters)
+    parameters, trained = shape.parameters // split.tensor, shape.trained // split.tensor
+    inner = INNER * shape.inner // split.tensor
     if compiled:
-        kept = COMPILED * shape.layers * (HIDDEN * shape.hidden + INNER * shape.inner) * width
+        kept = COMPILED * shape.layers * (HIDDEN * shape.hidden + inner) * width
     else:
-        kept = shape.layers * (HIDDEN * shape.hidden * stream + INNER * shape.inner * width)
+        kept = shape.layers * (HIDDEN * shape.hidden * stream + inner * width)
     kept += shape.adapted * masters if width == masters else 0  # an adapter widens its input
+    held = int((parameters - shape.quantized) * stream + shape.quantized * BYTES)
+    unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     again = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
-    return Memory(
-        weights=weights,
-        reference=shape.parameters * stream if frozen_copy else 0,
-        gradient=shape.trained * masters + (shape.vocabulary * shape.hidden * masters if shape.full else 0),
-        optimizer=int(shape.trained * (MOMENTS[optimizer] if width < 8 else 16)),
+    whole = Memory(
+        weights=held + parameters * copies + unpacked + (0 if shape.full else trained * masters),
+        reference=held if frozen_copy else 0,
+        gradient=trained * masters + (shape.vocabulary * shape.hidden * masters // split.tensor if shape.full else 0),
+        optimizer=int(trained * (MOMENTS[optimizer] if width < 8 else 16)),
         head=_head(device),
         per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
+    )
+    return whole if split.ways == 1 else _sharded(whole, shape, split, width)
+
+
+def _sharded(whole: Memory, shape: Shape, split: Split, width: int) -> Memory:
+    """What is left of it in each process, and what it gathers: the layer that runs and the next one (or all), in the type of the
+    products, and what is outside them; and their gradients before they are summed (or all of them)."""
+    masters = max(width, 4)
+    stream = masters if shape.full else width
+    copies = width if width < stream else 0
+    outside = shape.outside // split.tensor
+    inside = shape.parameters - shape.outside
+    layers = (2 * shape.largest if split.reshard else inside) // split.tensor
+    narrow = shape.quantized / max(inside, 1)  # share of them that travels in 4 bits
+    trained = shape.trained // split.tensor
+    unsummed = min(trained, outside + 2 * shape.largest // split.tensor) if split.each else trained
+    kept = 0 if split.offload else 1 / split.ways
+    return replace(
+        whole,
+        weights=int(kept * (whole.weights - shape.parameters // split.tensor * copies)),
+        reference=int(kept * whole.reference),
+        gradient=int(whole.gradient - trained * masters + masters * (unsummed + kept * trained)),
+        optimizer=int(kept * whole.optimizer),
+        gathered=int(outside * (stream + copies) + layers * ((1 - narrow) * width + narrow * BYTES) + shape.quantized * STATES),
     )
 
 

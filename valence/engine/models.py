@@ -25,6 +25,7 @@ from valence.engine.adapters import with_adapter
 from valence.engine.checkpointing import Checkpointing, recompute_layers
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
+from valence.engine.quantized import compute_alike, how, packed
 from valence.engine.reference import AdapterOff, Following, Frozen, Reference
 from valence.engine.scores import Scorer, is_reward_model, widen_head
 from valence.errors import UserError
@@ -51,29 +52,32 @@ def load_model(
     attributes: Sequence[str] | None = None,
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
+    quantize: bool = False,
 ) -> nn.Module:
     """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model, which scores each of them.
 
     A reward model's head is the one that was saved with it; on a language model it is fresh, and zero: all answers score 0.
-    Raises UserError when the model cannot be loaded, or was trained on other attributes.
+    quantize: linear layers, but no head, keep 4 bits of each weight, and their products are in ``dtype``; such a model is loaded
+    onto the CUDA device if there is one. Raises UserError when the model cannot be loaded, is quantized already, or was trained
+    on other attributes.
     """
-    must_exist(name, "model.name")
+    config = read_config(name, attributes=attributes, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
     if not BARS:
         disable_progress_bar()
-    extra: dict[str, Any] = {}
+    extra: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "config": config}
     if gguf_file:
         from transformers import GgufConfig
 
-        extra = {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+        extra |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    if quantize:
+        if getattr(config, "quantization_config", None) is not None:
+            what = "the model is kept quantized already"
+            raise UserError(what, where=f"model.name: {name}", fix="name the one that it was made of, or remove model.quantize")
+        extra["quantization_config"] = how(dtype)
     try:
-        config = AutoConfig.from_pretrained(
-            name, trust_remote_code=trust_remote_code, **({"gguf_file": gguf_file} if gguf_file else {})
-        )
-        extra |= {"dtype": dtype, "trust_remote_code": trust_remote_code, "config": config}
         if attributes is None:
             return AutoModelForCausalLM.from_pretrained(name, **extra)
-        _name_attributes(config, attributes, name)
-        with _quiet():
+        with quiet():
             model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **extra)
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
@@ -89,8 +93,26 @@ def load_model(
     raise UserError(why, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
 
 
+def read_config(
+    name: str, *, attributes: Sequence[str] | None = None, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> Any:
+    """The configuration of a model; with ``attributes`` that of a reward model which scores each of them.
+
+    Raises UserError when it cannot be read, or is of a model for others.
+    """
+    must_exist(name, "model.name")
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
+    except LOADING_ERRORS as error:
+        raise cannot_load("model", name, error) from error
+    if attributes is not None:
+        _name_attributes(config, attributes, name)
+    return config
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """transformers tells at length that a head is new, and that the one over the vocabulary is not used."""
     before = get_verbosity()
     set_verbosity_error()
@@ -156,13 +178,15 @@ def build_policy(
     adapter: str | None = None,
     checkpointing: Checkpointing = "off",
     levels: int | None = None,
+    check: bool = True,
 ) -> Engine:
     """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or with a continued one.
 
     A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its thresholds (None: it has none).
     lora: rank, alpha, dropout, targets. dtype: of the computation.
     Weights that train are float32 masters, whatever the type that the model comes in (float64 stays, and comes with float64);
-    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``.
+    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check: whether its layout is chosen
+    here (``Engine.check_layout``), which runs the model.
     Raises UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed as asked.
     """
     model, scores = without_dropout(model), is_reward_model(model)
@@ -178,23 +202,32 @@ def build_policy(
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
     engine = Scorer(model, compute=compute, levels=levels) if scores else Engine(model, compute=compute)
-    engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
+    compute_alike(model)
+    if check:
+        engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
     return engine.train()
 
 
 def build_reference(
-    policy: Engine, *, fresh_adapter: bool, model: nn.Module | None = None, name: str = "", follows: bool = False
+    policy: Engine,
+    *,
+    fresh_adapter: bool,
+    model: nn.Module | None = None,
+    name: str = "",
+    follows: bool = False,
+    check: bool = True,
 ) -> Reference:
     """The reference: a model of its own, or the policy as it starts (adapter off if that started from zero, else a copy).
-    follows: a copy that can be moved.
+    follows: a copy that can be moved. check: as for ``build_policy``.
 
     A model of its own is computed as the policy is, in the types of the policy's weights and products: the same weights have a
     reward of exactly zero. Raises UserError when it is not causal.
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
-        engine = Engine(without_dropout(model), compute=policy.compute)
-        engine.check_layout()
+        engine = Engine(compute_alike(without_dropout(model)), compute=policy.compute)
+        if check:
+            engine.check_layout()
         return Frozen(engine, name)
     if follows:
         return Following(policy)
@@ -202,7 +235,9 @@ def build_reference(
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the weights a type. Buffers keep theirs: rotary frequencies in bfloat16 would turn positions."""
+    """Gives the weights a type, but not those of 4 bits. Buffers keep theirs: rotary frequencies in bfloat16 would turn
+    positions."""
+    bytes_only = packed(model)
     for weight in model.parameters():
-        if weight.is_floating_point():
+        if weight.is_floating_point() and id(weight) not in bytes_only:
             weight.data = weight.data.to(dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 
-from valence.engine.logprobs import Engine
+from valence.engine.logprobs import Engine, nothing
 from valence.errors import UserError
 from valence.types import Batch, TokenOut
 
@@ -52,13 +52,13 @@ class Scorer(Engine):
             with self._autocast():
                 score = self._head(self._hidden(batch)[ends])
         else:
-            score = torch.cat([self.outputs(batch.tokens[batch.rows(s)])[-1:] for s in range(batch.sequences)])
+            found = [self._outputs(batch.tokens[path], None)[-1:] for _, path in self._alone(batch)]
+            score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
         if not all(batch.trains):
             score = torch.where(torch.tensor(batch.trains, device=score.device)[:, None], score, score.detach())
         return TokenOut(score.new_zeros(len(batch.tokens)), score=score)
 
-    def outputs(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """What the model's own forward makes of one sequence tokens[n], by itself, at these places (None: all): [n, A] scores."""
+    def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:
         self._forget_lengths()
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         with self._autocast():

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.engine.adapters import planned_adapter
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.engine.quantized import countable
 from valence.engine.scores import is_reward_model
 
 
@@ -22,7 +24,8 @@ class Shape:
     ``linear``: weights that each token is multiplied with in the decoder's layers (of experts, those that it is sent to).
     ``inner``, ``heads``: numbers of a token inside a feed-forward layer, and in all heads of an attention layer.
     ``vocabulary``: numbers that the model's head gives (a reward model's: scores).
-    ``adapted``: inputs of all linear layers with an adapter, in numbers per token.
+    ``adapted``: inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the largest of the
+    decoder's layers; ``outside``: those of no layer (embedding, head). ``quantized``: weights that are kept in 4 bits.
     """
 
     parameters: int
@@ -34,6 +37,9 @@ class Shape:
     heads: int
     vocabulary: int
     adapted: int = 0
+    largest: int = 0
+    outside: int = 0
+    quantized: int = 0
 
     @property
     def full(self) -> bool:
@@ -63,8 +69,8 @@ def skeleton_of(model: Any) -> nn.Module:
         return type(model)(copy.deepcopy(model.config))
 
 
-def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None) -> Shape:
-    """Counts a skeleton (which it may change). lora, adapter: as for ``build_policy``.
+def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None, quantize: bool = False) -> Shape:
+    """Counts a skeleton (which it may change). lora, adapter: as for ``build_policy``; quantize: as for ``load_model``.
 
     Raises UserError when the adapter does not fit.
     """
@@ -74,6 +80,9 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None) 
     head: int = _of(config, "head_dim") or config.hidden_size // config.num_attention_heads
     trained = parameters = sum(p.numel() for p in model.parameters())
     linear, adapted = _multiplied(model, experts), 0
+    layers = decoder_layers(model)
+    each = [sum(p.numel() for p in layer.parameters()) for layer in layers]
+    quantized = countable(layers) if quantize else 0
     if lora is not None or adapter is not None:
         planned = planned_adapter(model, lora, adapter)
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
@@ -88,7 +97,18 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None) 
         heads=head * config.num_attention_heads,
         vocabulary=config.num_labels if is_reward_model(model) else config.vocab_size,
         adapted=adapted,
+        largest=max(each, default=0),
+        outside=parameters - sum(each),
+        quantized=quantized,
     )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of a decoder, first to last; none of a model that has no list of them."""
+    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    count = model.config.get_text_config().num_hidden_layers  # type: ignore[operator]
+    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    return layers or list(next(lists, ()))
 
 
 def _multiplied(model: Any, experts: int) -> int:

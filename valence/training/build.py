@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.config.schema import Recipe
+from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
+from valence.dist.protocol import Group
+from valence.dist.single import Single
 from valence.engine.cache import Cached
 from valence.engine.compiling import compile_layers, why_not
 from valence.engine.logprobs import Engine
+from valence.engine.memory import Split, free_memory
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, position_limit
+from valence.engine.quantized import is_quantized
 from valence.engine.reference import Frozen, Reference
 from valence.engine.scores import is_reward_model
+from valence.engine.shape import shape_of, skeleton, skeleton_of
+from valence.engine.stream import CannotStreamError, Stream, outline
 from valence.errors import UserError
 from valence.training.setup import Prepared
+from valence.training.sharding import check_folders, choose, fits_whole, least_free, share, trains_whole
 
 WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
 """Operations of a run, about five minutes of them, from which on compiled layers save more time than they take to compile."""
@@ -29,87 +38,186 @@ WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
 def build_models(
     prepared: Prepared,
     *,
+    group: Group | None = None,
+    parts: tuple[Group, Group] | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
     fills: bool = False,
     compiled: bool | None = None,
+    sharded: bool | None = None,
 ) -> tuple[Engine, Reference | None]:
     """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
 
     fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
-    compiled: whether they are, where that was chosen before.
+    compiled, sharded: whether layers are compiled, and weights split over processes, where that was chosen before.
+    group: all processes, which call it together. parts: of them, those that have other rows than this one, and those that it
+    shares each layer with (as ``Group.split`` gives them).
     """
+    group = group or Single()
     with prepared.source.placing():
         recipe = prepared.recipe
-        spec = recipe.model
-        dtype = DTYPES[spec.dtype]
-        torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here
-        # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
-        whole = spec.lora is None and spec.adapter is None
-        loaded = torch.float32 if whole and dtype == torch.bfloat16 else dtype
-        load = partial(load_model, dtype=loaded, trust_remote_code=spec.trust_remote_code)
-        scores = prepared.method.of_scores
+        check_folders(prepared, group, model=model is None, reference=reference is None)
+        data, layers = parts or group.split(recipe.parallel.tensor)
+        split = _split(prepared, model, group, sharded)
+        loads = _Loads(prepared, split, data, layers)
+        policy, stream = loads.policy(model)
+        check_vocabulary(policy.causal, prepared.tokenizer)
+        _check_positions(policy, prepared)
+        if fills and split.single and _compiles(prepared, policy, compiled, group.size):
+            compile_layers(policy)
+        own = recipe.reference.model if reference is None else None
+        copied = prepared.needs_reference and reference is None and own is None
+        built = loads.reference(policy, None) if copied else None  # a copy is made of what is still whole, or still nothing
+        loads.share(policy, stream)
+        if isinstance(built, Frozen):
+            loads.share(built.engine, stream)
+        elif prepared.needs_reference and not copied:
+            built = loads.reference(policy, reference) if reference is not None else loads.named_reference(policy, own)
         # How the reference's weights can be had once more.
-        attributes = (spec.attributes or ONE) if scores else None
-        origin = partial(load, spec.name, gguf_file=spec.gguf_file, attributes=attributes) if model is None else None
-        model = origin() if origin else model
-        assert model is not None
+        whole = copied and model is None and trains_whole(recipe)
+        again = partial(loads.named_reference, policy, own) if own or whole else None
+        if data.rank:
+            torch.manual_seed(recipe.train.seed + data.rank)  # an adapter's dropout is another in each process
+        among = group if split.ways > 1 else layers  # those without which this process cannot run the reference
+        return policy, None if built is None else _kept(built, recipe, fills, again, among.any)
+
+
+@dataclass(frozen=True)
+class _Loads:
+    """Loads the models of a run. Where they are split, each process has its part alone: a model is made without weights, what is
+    to be a copy of it is copied, and then each is shared and read. Only what cannot be read in parts is loaded whole before."""
+
+    prepared: Prepared
+    split: Split
+    data: Group
+    layers: Group
+
+    def policy(self, model: nn.Module | None) -> tuple[Engine, Stream | None]:
+        """Of the model given, or the recipe's."""
+        recipe, spec, stream = self.prepared.recipe, self.prepared.recipe.model, None
+        torch.manual_seed(recipe.train.seed)
+        if model is None:
+            model, stream = self._model(None)
+        scores = self.prepared.method.of_scores
         if is_reward_model(model) is not scores:
             what = "is a reward model" if not scores else "has no head for scores"
             raise UserError(f"the model given {what}", where="model", fix=f"give what {recipe.method} trains")
-        model.to(best_device())
+        _check_quantized(model, spec)
+        torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here, whatever loading has drawn
         policy = build_policy(
-            model, dtype=dtype, lora=spec.lora, adapter=spec.adapter, checkpointing=recipe.train.checkpointing,
-            levels=recipe.loss.get("levels"),
+            model.to(best_device()), dtype=DTYPES[spec.dtype], lora=spec.lora, adapter=spec.adapter,
+            checkpointing=recipe.train.checkpointing, levels=recipe.loss.get("levels"), check=self.split.single,
         )  # fmt: skip
-        check_vocabulary(policy.causal, prepared.tokenizer)
-        _check_positions(policy, prepared)
-        if fills and _compiles(prepared, policy, compiled):
-            compile_layers(policy)
-        if not prepared.needs_reference:
-            return policy, None
-        if reference is None and recipe.reference.model:
-            origin = partial(load, recipe.reference.model)
-            reference = origin()
-        elif reference is not None or not whole:
-            origin = None
-        built = _reference(policy, recipe, reference)
-        again = (lambda: _reference(policy, recipe, origin())) if origin else None
-        return policy, _kept(built, recipe, fills, again)
+        if stream:
+            stream.forget(policy.causal)
+        return policy, stream
+
+    def named_reference(self, policy: Engine, name: str | None) -> Reference:
+        """The model of a folder or hub id; None: that of the policy, as it is there."""
+        model, stream = self._model(name)
+        return self.reference(policy, model, stream)
+
+    def reference(self, policy: Engine, model: nn.Module | None, stream: Stream | None = None) -> Reference:
+        """The model given, or the policy as it is now, which is then still to be shared."""
+        recipe = self.prepared.recipe
+        name = recipe.reference.model
+        if model is not None:
+            _check_same_vocabulary(policy, model, name or "")
+            model.to(policy.device)
+        built = build_reference(
+            policy,
+            fresh_adapter=recipe.model.lora is not None and recipe.model.adapter is None,
+            model=model,
+            name=name or "the model given",
+            follows=recipe.reference.sync_every is not None,
+            check=self.split.single,
+        )
+        if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
+            compile_layers(built.engine)
+        if model is not None and isinstance(built, Frozen):
+            if stream:
+                stream.forget(built.engine.causal)
+            self.share(built.engine, stream)
+        return built
+
+    def share(self, engine: Engine, stream: Stream | None) -> None:
+        """Leaves this process its part, and chooses the layout."""
+        if self.split.single:
+            return
+        share(engine, stream, self.split, self.data, self.layers, best_device())
+        trains = engine.training
+        engine.eval().check_layout()
+        engine.train(trains)
+
+    def _model(self, name: str | None) -> tuple[nn.Module, Stream | None]:
+        recipe, spec = self.prepared.recipe, self.prepared.recipe.model
+        dtype = DTYPES[spec.dtype]
+        more: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
+        # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
+        more["dtype"] = torch.float32 if trains_whole(recipe) and dtype == torch.bfloat16 else dtype
+        file = spec.gguf_file if name is None else None
+        if name is None and self.prepared.method.of_scores:
+            more["attributes"] = spec.attributes or ONE
+        name = name or spec.name
+        if not self.split.single and not spec.quantize:  # what is in 4 bits is made of whole weights
+            try:
+                return outline(name, device=best_device(), gguf_file=file, **more)
+            except CannotStreamError as why:
+                if self.data.rank == self.layers.rank == 0:
+                    warnings.warn(f"each process loads all weights of {name} before they are split, as {why}", stacklevel=2)
+        return load_model(name, gguf_file=file, quantize=spec.quantize is not None, **more), None
 
 
-def _reference(policy: Engine, recipe: Recipe, model: nn.Module | None) -> Reference:
-    """The model given, or the policy as it is now."""
-    name = recipe.reference.model
+def _check_quantized(model: nn.Module, spec: Model) -> None:
+    """Raises UserError when a model is in 4 bits and the recipe does not say so, or the other way round."""
+    if is_quantized(model) and not spec.quantize:
+        fix = "name the model that it was made of, and set model.quantize: nf4"
+        raise UserError("its weights are kept in 4 bits", where=f"model.name: {spec.name}", fix=fix)
+    if spec.quantize and not is_quantized(model):
+        fix = "load it so, give its name instead, or remove model.quantize"
+        raise UserError("the model given has no weights of 4 bits", where="model.quantize", fix=fix)
+
+
+def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bool | None) -> Split:
+    """How the processes share the weights."""
+    spec, device = prepared.recipe.model, best_device()
+
+    def fits() -> bool:
+        bare = layers_of(prepared, model)
+        shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+        return fits_whole(prepared, shape, device, least_free(free_memory(device), device, group))
+
+    return choose(prepared.recipe, group.size, device, before=before, fits=fits)
+
+
+def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
+    """The layers of the model given, or of the recipe's, without weights."""
     if model is not None:
-        _check_same_vocabulary(policy, model, name or "")
-        model.to(policy.device)
-    fresh = recipe.model.lora is not None and recipe.model.adapter is None
-    follows = recipe.reference.sync_every is not None
-    built = build_reference(policy, fresh_adapter=fresh, model=model, name=name or "the model given", follows=follows)
-    if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
-        compile_layers(built.engine)
-    return built
+        return skeleton_of(model)
+    spec = prepared.recipe.model
+    scores = len(spec.attributes or ONE) if prepared.method.of_scores else None
+    return skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores)
 
 
-def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None) -> bool:
+def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None, processes: int) -> bool:
     if chosen and (why := why_not(policy.device)):
         fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
         raise UserError(f"the layers of this run were compiled, and now {why}", where="train.compile", fix=fix)
-    return pays_to_compile(prepared, sum(p.numel() for p in policy.parameters()), policy.device) if chosen is None else chosen
+    weights = sum(p.numel() for p in policy.parameters())
+    return pays_to_compile(prepared, weights, policy.device, processes) if chosen is None else chosen
 
 
-def pays_to_compile(prepared: Prepared, weights: int, device: torch.device) -> bool:
+def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
     """Whether the recipe asks for compiled layers, or leaves it open and the run is long. Counted, not measured: the values in a
     reference cache are those of one way to compute them. Raises UserError when they are asked for and cannot be had."""
     asked, why = prepared.recipe.train.compile, why_not(device)
     if asked == "on" and why:
         raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
-    if asked != "auto" or why or "train" not in prepared.corpora:
+    if asked != "auto" or why or "train" not in prepared.corpora or prepared.recipe.model.quantize:
         return asked == "on"
     epochs = prepared.total_steps / prepared.sampler.steps_per_epoch
     tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
-    return 6 * weights * tokens >= WORTH_COMPILING[device.type]
+    return 6 * weights * tokens / processes >= WORTH_COMPILING[device.type]
 
 
 def own_cache(recipe: Recipe) -> Path:
@@ -117,15 +225,17 @@ def own_cache(recipe: Recipe) -> Path:
     return Path(recipe.run.dir) / "reference"
 
 
-def _kept(built: Reference, recipe: Recipe, fills: bool, again: Callable[[], Reference] | None) -> Reference:
+def _kept(
+    built: Reference, recipe: Recipe, fills: bool, again: Callable[[], Reference] | None, agree: Callable[[bool], bool]
+) -> Reference:
     """The reference with the cache that the recipe asks for."""
     kept = recipe.reference.cache
     if kept == "off" or recipe.reference.sync_every is not None:
         return built
-    about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.dtype}"
+    about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.quantize or recipe.model.dtype}"
     if kept == "auto":
-        return Cached(built, own_cache(recipe), about=about, fills=fills, again=again)
-    return Cached(built, Path(kept), about=about, again=again)
+        return Cached(built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree)
+    return Cached(built, Path(kept), about=about, again=again, agree=agree)
 
 
 def _check_positions(policy: Engine, prepared: Prepared) -> None:

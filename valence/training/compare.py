@@ -15,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
+from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.errors import UserError
 from valence.training.folder import versions
@@ -23,8 +24,8 @@ from valence.types import Encoded
 
 FREE = {
     f"run.{name}" for name in ("dir", "save_every", "keep", "save_state", "save_hf", "max_failed_saves", "max_time", "export")
-}
-"""Settings on which neither the weights nor the log depend."""
+} | {f"parallel.{name}" for name in ("shard", "tensor", "reshard", "sync", "offload")}
+"""Settings on which neither the weights nor the log depend, but for their last digits."""
 MAY_GROW = ("train.epochs", "train.max_steps")
 OF_THE_ORDER = ("train.batch_size", "train.drop_last", "train.seed", "data.stratify")
 """Settings that say which rows make up which step."""
@@ -69,21 +70,22 @@ def settings_of(prepared: Prepared) -> dict[str, Any]:
     return json.loads(json.dumps({name: each.value for name, each in prepared.source.settings.items()}, default=str))
 
 
-def choices_of(policy: Engine) -> dict[str, Any]:
+def choices_of(policy: Engine, world: Group) -> dict[str, Any]:
     """What the last bits of a result depend on besides settings and rows: choices that were made, and the machine."""
-    return {"compiled": policy.compiled, "packed": policy.packs, **_machine()}
+    made = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.lockstep}
+    return made | _machine(world)
 
 
-def _machine() -> dict[str, Any]:
+def _machine(world: Group) -> dict[str, Any]:
     cuda = torch.cuda.is_available()
     chip = torch.cuda.get_device_name() if cuda else torch.backends.cpu.get_cpu_capability()
-    return {"threads": torch.get_num_threads(), "device": "cuda" if cuda else "cpu", "chip": chip}
+    return {"processes": world.size, "threads": torch.get_num_threads(), "device": "cuda" if cuda else "cpu", "chip": chip}
 
 
-def differences(was: Mapping[str, Any]) -> list[str]:
+def differences(was: Mapping[str, Any], world: Group) -> list[str]:
     """What is not as it was on the machine, so that the last digits of results may differ."""
     before = {**(was.get("versions") or {}), **(was.get("choices") or {})}
-    here = versions() | _machine()
+    here = versions() | _machine(world)
     return [f"{name} {before[name]} then, {here[name]} now" for name in here if before.get(name, here[name]) != here[name]]
 
 

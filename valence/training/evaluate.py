@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.sampler import canonical_order
+from valence.dist.protocol import Group
+from valence.dist.together import gathered
 from valence.report.metrics import Meter
 from valence.training.step import Objective, SequenceRow
 from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference, Ranking
@@ -27,9 +29,10 @@ def evaluate(
     units: Sequence[Encoded],
     examples: Mapping[str, Example],
     tokenizer: PreTrainedTokenizerBase,
-    progress: Callable[[Batch], None] = lambda _: None,
+    progress: Callable[[Batch | None], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss and metrics of the policy on these units, without a gradient. kto has one z0 for all of them (or one per group)."""
+    """Loss and metrics of the policy on these units, without a gradient, on all processes of the objective's group together. kto
+    has one z0 for all of them (or one per group)."""
     order = canonical_order(units, 0, 0)
     policy = objective.policy.eval()
     try:
@@ -40,12 +43,18 @@ def evaluate(
     meter.add({"loss": Mean(outcome.loss, outcome.loss.new_ones(()))})
     meter.pool(outcome.metrics)
     by_unit: dict[int, list[SequenceRow]] = {}
-    for row in outcome.rows:
+    for row in all_rows(objective.group, outcome.rows):
         by_unit.setdefault(order[row.unit], []).append(row)
     rows = [
         _row(unit, sorted(by_unit[i], key=lambda row: row.side), examples.get(unit.id), tokenizer) for i, unit in enumerate(units)
     ]
     return Evaluation(meter.reduce(objective.group), rows)
+
+
+def all_rows(group: Group, own: Sequence[SequenceRow]) -> list[SequenceRow]:
+    """What all processes measured."""
+    found = gathered(group, [astuple(row) for row in own]) if group.size > 1 else []
+    return [SequenceRow(*row) for rows in found for row in rows] if found else list(own)
 
 
 def _row(

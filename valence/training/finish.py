@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.checkpoint.export import export
 from valence.checkpoint.store import Snapshot
 from valence.data.sampler import canonical_order
+from valence.data.targets import ONE
+from valence.dist.fsdp2 import local
+from valence.dist.together import by_first, gathered
+from valence.engine.adapters import merged
 from valence.engine.cache import Cached
+from valence.engine.models import DTYPES, load_model
 from valence.engine.scores import Scorer, with_padding
 from valence.errors import UserError
 from valence.report.card import CardFacts, model_card
@@ -94,24 +102,25 @@ def _open_cache(run: Run) -> None:
         return
     if run.reference.note:
         run.say_once(run.reference.note)
-    if run.reference.knows(unit for units in passes(run) for unit in units):
+    if not run.world.any(not run.reference.knows(unit for units in passes(run) for unit in units)):
         run.reference.let_go()
 
 
 def _report_cache(run: Run) -> None:
     if isinstance(run.reference, Cached) and run.folder:
-        run.say_once(run.reference.summary)
-        found = {"folder": str(run.reference.folder), "hits": run.reference.hits, "misses": run.reference.misses}
-        run.folder.state(reference_cache=found)
+        cached = run.reference
+        cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
+        run.say_once(cached.summary)
+        run.folder.state(reference_cache={"folder": str(cached.folder), "hits": cached.hits, "misses": cached.misses})
 
 
 def _save_what_there_is(run: Run) -> None:
-    """Saves after something went wrong, unless that was while the weights changed. That this fails as well must not hide what
-    went wrong first."""
+    """Saves after something went wrong, unless that was while the weights changed, or other processes may not know of it. That
+    this fails as well must not hide what went wrong first."""
     try:
         assert run.saver is not None
         run.saver.checkpoints.wait()
-        if run.step > 0 and run.whole:
+        if run.step > 0 and run.whole and run.together:
             run.save()
     except UserError as error:
         run.console.print(f"the state could not be saved either: {error}", style="red", markup=False)
@@ -119,10 +128,10 @@ def _save_what_there_is(run: Run) -> None:
 
 def _refuse_broken(run: Run) -> None:
     """A model whose last steps were not finite is not written as if it were one."""
-    broken = [name for name, p in run.policy.named_parameters() if p.requires_grad and not bool(torch.isfinite(p).all())]
-    if broken:
+    broken = [name for name, p in run.trained.items() if not bool(torch.isfinite(local(p)).all())]
+    if names := [name for names in gathered(run.world, broken[:1]) for name in names]:
         raise UserError(
-            f"the run ended badly: weights are not finite ({broken[0]}); no model was written",
+            f"the run ended badly: weights are not finite ({names[0]}); no model was written",
             where=f"step {run.step}",
             fix="lower train.learning_rate, or use model.dtype: float32",
         )
@@ -130,6 +139,8 @@ def _refuse_broken(run: Run) -> None:
 
 def _page(run: Run, path: Path, status: str) -> None:
     """The page is for reading: that it cannot be written must not hide how the run itself ended."""
+    if run.world.rank:
+        return
     try:
         write_page(path, status)
     except (OSError, UserError) as error:
@@ -145,8 +156,10 @@ def _samples_before(run: Run) -> list[dict[str, str]]:
         if found:
             run.folder.write(kept.name, found)
         return found
-    if not run.recipe.run.samples.prompts:
-        return []
+    return by_first(run.world, partial(_read_samples, run, kept)) if run.recipe.run.samples.prompts else []
+
+
+def _read_samples(run: Run, kept: Path) -> list[dict[str, str]]:
     try:
         return [{name: row[name] for name in ("prompt", "before")} for row in json.loads(kept.read_text(encoding="utf-8"))]
     except (OSError, ValueError, KeyError) as error:
@@ -169,8 +182,20 @@ def _samples(run: Run) -> list[dict[str, str]]:
     return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
 
 
-def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter"]) -> None:
-    """The policy as it is, for others to load, with its card."""
+About = tuple[PreTrainedTokenizerBase, Mapping[str, Any] | None]
+"""What is saved with a model: its tokenizer, and entries of its configuration."""
+
+
+def about_model(run: Run) -> About:
+    """All processes call it."""
+    if isinstance(run.policy, Scorer):
+        return _of_reward_model(run, run.policy)
+    return run.prepared.encoder.tokenizer, None
+
+
+def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter"], about: About | None = None) -> None:
+    """The policy as it is, for others to load, with its card. All processes call it, but where each holds all weights and
+    ``about`` is known: then one is enough."""
     recipe, encoder = run.recipe, run.prepared.encoder
     scores = isinstance(run.policy, Scorer)
     if scores and what == "adapter":
@@ -195,12 +220,24 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
         reward_model=scores,
         finished=run.facts.get("status") != "interrupted",
     )
-    tokenizer, config = _of_reward_model(run, run.policy) if isinstance(run.policy, Scorer) else (encoder.tokenizer, None)
+    tokenizer, config = about or about_model(run)
+    if run.world.rank and not run.divided:
+        return
     with run.policy.stock():
         export(
             run.policy.model, tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback,
-            config=config,
+            config=config, group=run.world if run.divided else None,
+            merge=partial(_merged, run) if recipe.model.quantize else None,
         )  # fmt: skip
+
+
+def _merged(run: Run, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
+    """An adapter on weights of 4 bits merged into what these were made of: the model that the recipe names, in its type, which
+    takes the host's memory for all of it. To merge it into 4 bits would round most of it away."""
+    spec = run.recipe.model
+    attributes = (spec.attributes or ONE) if isinstance(run.policy, Scorer) else None
+    more = {"attributes": attributes, "trust_remote_code": spec.trust_remote_code}
+    return merged(load_model(spec.name, dtype=DTYPES[spec.dtype], **more), model, weights)
 
 
 @torch.no_grad()
@@ -210,12 +247,15 @@ def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase,
     looked_at = [units[i] for i in canonical_order(units, run.recipe.train.seed, 0)[:LOOKED_AT]]
     policy.eval()
     try:
-        found = [policy(batch).score for batch in run.objective.batches(looked_at)]
+        ours = run.objective
+        found = ours.rounds(ours.hand(looked_at), lambda batch: policy(batch).score, ours.beside)
     finally:
         policy.train()
+    own = [row for scores in found if scores is not None for row in scores.tolist()]
+    scores = [row for rows in gathered(run.group, own) for row in rows]
     ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
     tokenizer = with_padding(encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0])
-    described = policy.description(torch.cat([score for score in found if score is not None]))
+    described = policy.description(torch.tensor(scores))
     return tokenizer, described | {"pad_token_id": tokenizer.pad_token_id}
 
 

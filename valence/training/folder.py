@@ -8,11 +8,15 @@ import platform
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from valence.checkpoint.lock import NAME, Lock
 from valence.checkpoint.store import write_whole
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.dist.together import by_first
 from valence.errors import UserError
 
 IDENTITY = ("settings", "rows", "choices", "versions")
@@ -26,20 +30,29 @@ class RunFolder:
     from the moment it is known to exist until ``close``.
     """
 
-    def __init__(self, path: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None) -> None:
-        """Looks whether the folder can be had. ``fresh``: a run that is there will be moved aside.
+    def __init__(
+        self, path: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None, group: Group | None = None
+    ) -> None:
+        """Looks whether the folder can be had. ``fresh``: a run that is there will be moved aside. group: of the processes of the
+        run, of which rank 0 looks and writes; the others are told what it found.
 
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
         """
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
-        path = self.path
+        self.group = group or Single()
+        self.writes = self.group.rank == 0
         self.facts: dict[str, Any] = {}
         self._unwritten: dict[str, str] = {}
         self._told = False
         self._guard = threading.Lock()
-        self.lock = Lock(path)
+        self.lock = Lock(self.path)
         self.taken_up = self._looked = False
+        self.taken_up, self.facts = by_first(self.group, partial(self._look, fresh))
+
+    def _look(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
+        """Whether a run is to go on there, and what its run.json says."""
+        path = self.path
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
         if path.is_dir() and any(path.iterdir()):
@@ -47,9 +60,9 @@ class RunFolder:
                 raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
             self._take()
             self._looked = True
-            self.taken_up = _holds_work(path) and not fresh
-            if self.taken_up:
-                self.facts = self._read_facts()
+            if _holds_work(path) and not fresh:
+                return True, self._read_facts()
+        return False, {}
 
     def _take(self) -> None:
         if said := self.lock.take(self.say):
@@ -65,6 +78,9 @@ class RunFolder:
 
     def claim(self) -> None:
         """Makes the folder, moving an earlier run aside. Raises UserError when it cannot."""
+        by_first(self.group, self._claim)
+
+    def _claim(self) -> None:
         path = self.path
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -87,12 +103,15 @@ class RunFolder:
             ) from error
 
     def close(self) -> None:
-        """Lets other processes have the folder."""
-        self.lock.release()
+        """Lets others have the folder."""
+        if self.writes:
+            self.lock.release()
 
     def write(self, name: str, content: bytes | str | Mapping[str, Any] | Sequence[Any]) -> Path:
         """Writes a file as a whole: bytes, text, or anything JSON can say."""
         target = self.path / name
+        if not self.writes:
+            return target
         raw = content if isinstance(content, bytes) else _text(content).encode("utf-8", errors="backslashreplace")
         try:
             write_whole(target, raw)
@@ -104,6 +123,8 @@ class RunFolder:
 
     def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
         """Writes a file; if it cannot be written, that is told once, and tried again with each checkpoint."""
+        if not self.writes:
+            return
         with self._guard:
             self._unwritten[name] = _text(content)
         try:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from rich.console import Console
 
-from valence.checkpoint.state import RandomState
+from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.dist.together import gathered
 from valence.engine.logprobs import Engine
-from valence.engine.memory import out_of_memory
 from valence.engine.reference import Following, Reference
 from valence.errors import UserError
 from valence.report.console import Progress
@@ -20,6 +21,7 @@ from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation, evaluate
 from valence.training.folder import RunFolder
+from valence.training.memory import with_memory
 from valence.training.methods import Method
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.plan import make_plan
@@ -27,7 +29,7 @@ from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Corpus, Part, Prepared, rows_to_measure
 from valence.training.signals import Interrupted, Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
-from valence.training.track import Budget, Counters, Phase, Selection, Watch, Window
+from valence.training.track import Budget, Counters, Selection, Watch, Window
 from valence.types import Batch, Completion, Content, Encoded, Mean
 
 SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl")
@@ -61,15 +63,21 @@ class Run:
         micro_batch_tokens: int | None = None,
         first: int = 0,
         finished: bool = False,
+        world: Group | None = None,
+        group: Group | None = None,
     ) -> None:
         """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given. first: the step
-        from which on the present rows are trained on, when a run is taken up with others than it had. finished: it was so before,
-        and is only here to be looked at."""
+        from which on the present rows are trained on, when a run is taken up with others. finished: it was so before, and is only
+        here to be looked at. world: all processes; group: those that have other rows than this one (default: all)."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
-        train, run = self.recipe.train, self.recipe.run
-        self.budget = Budget(micro_batch_tokens or make_plan(prepared, policy.causal).micro_batch_tokens)
+        self.world = world or Single()
+        self.group = group or self.world
+        run = self.recipe.run
+        self.budget = Budget(micro_batch_tokens or self.planned_tokens())
+        self.divided = any(hasattr(p, "placements") for p in policy.parameters())
+        """Whether weights are split over processes."""
         self.objective = self._objective(prepared.method, self.recipe.loss)
         mixed = prepared.mixed if "train" in prepared.corpora else ()
         self.mixed = [(part, self._objective(part.method, part.settings)) for part in mixed]
@@ -77,20 +85,17 @@ class Run:
         self.counters = Counters(first=first)
         self.total_steps = prepared.steps_from(first) if self.sampler else 0
         self.own_optimizer = optimizer is None
-        self.optimizer = _made(optimizer, [p for p in policy.parameters() if p.requires_grad]) or adamw(
-            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
-        )
-        self.scheduler = _made(scheduler, self.optimizer) or schedule(
-            self.optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
-        )
-        self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder else None
-        self.log = FanOut([self._jsonl] if self._jsonl else [], list(sinks), self.warn)
-        self.saver = Saver(self, folder, self._jsonl) if folder and self._jsonl else None
+        self.optimizer, self.scheduler = self._optimizer(optimizer, scheduler)
+        self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder and folder.writes else None
+        self.log = FanOut([self._jsonl] if self._jsonl else [], list(sinks) if self.world.rank == 0 else [], self.warn)
+        self.saver = Saver(self, folder, self._jsonl) if folder else None
         self.window, self.watch = Window(), Watch()
         self.best, self.early = Selection(run.keep_best), Selection(run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
         # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
         self.whole = True
+        self.together = self.world.size == 1
+        """Whether all processes have come to the same place, so that they may save what there is."""
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         self.said: set[str] = set()
         self.stop = stop or Stop(self.console)
@@ -102,9 +107,24 @@ class Run:
         self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
         self.registry = registry_of(self, self._jsonl)
 
+    def _optimizer(self, given: OptimizerLike | None, scheduler: SchedulerLike | None) -> tuple[torch.optim.Optimizer, Any]:
+        """Those given, or those of the recipe."""
+        policy, train = self.policy, self.recipe.train
+        optimizer = _made(given, [p for p in policy.parameters() if p.requires_grad]) or adamw(
+            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
+        )
+        return optimizer, _made(scheduler, optimizer) or schedule(
+            optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
+        )
+
     def _objective(self, method: Method, settings: Mapping[str, Any]) -> Objective:
         reference, budget = self.reference if method.needs_reference else None, self.budget.at(0, "evaluation")
-        return Objective(method, dict(settings), self.policy, reference, Single(), budget, self.recipe.data.max_length)
+        return Objective(method, dict(settings), self.policy, reference, self.group, budget, self.recipe.data.max_length)
+
+    def planned_tokens(self) -> int:
+        """How many tokens are to run at once, where nothing has said so. All processes call it."""
+        plan = make_plan(self.prepared, self.policy.causal, self.world, sharded=self.policy.lockstep)
+        return plan.micro_batch_tokens
 
     @property
     def objectives(self) -> list[Objective]:
@@ -138,7 +158,7 @@ class Run:
                 last = self._settle(bar) or last
                 if seen:
                     bar.update(self.step, tokens=seen, metrics=last)
-                if self.step >= self.total_steps or self.early.exhausted or self.stop.requested:
+                if self.step >= self.total_steps or self.early.exhausted or self._stops():
                     break
                 seen += self._one_step().tokens
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
@@ -147,6 +167,14 @@ class Run:
                 raise UserError("nothing was done within run.max_time", where="run.max_time", fix="make it longer")
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
+
+    def _stops(self) -> bool:
+        """Whether any process was asked to stop: then all are. All come here."""
+        if self.world.any(self.stop.requested) and self.world.size > 1:
+            said = gathered(self.world, [self.stop.reason, self.stop.status])
+            self.stop.take_over(*next(each for each in said if each[0]))
+            self.together = True
+        return self.stop.requested
 
     def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
@@ -161,7 +189,7 @@ class Run:
         began = time.monotonic()
         before = self._light()
         learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        outcome, norm, applied, examples = self._with_memory("training", self._update)
+        outcome, norm, applied, examples = with_memory(self, "training", self._update)
         self.scheduler.step()
         counters, window = self.counters, self.window
         counters.step += 1
@@ -172,12 +200,13 @@ class Run:
         counters.examples_seen += examples
         if applied:
             window.meter.pool(outcome.metrics)
-            window.meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))})
-        window.meter.add({
-            "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
-            "skipped": _one(torch.tensor(float(not applied))),
-        })  # fmt: skip
-        window.tokens += outcome.tokens
+        if self.group.rank == 0:  # what is known of all processes together
+            window.meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))} if applied else {})
+            window.meter.add({
+                "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
+                "skipped": _one(torch.tensor(float(not applied))),
+            })  # fmt: skip
+        window.ran(outcome.tokens_of)
         window.last = {"lr": learning_rate, "micro_batches": outcome.micro_batches}
         window.seconds += time.monotonic() - began
         self.whole = True
@@ -205,35 +234,6 @@ class Run:
         units = part.sampler.units
         return Share(part.name, objective, part.weight, [units[i] for i in ours], (units[i] for i in following))
 
-    def _with_memory(self, phase: Phase, action: Callable[[], Any]) -> Any:
-        """What the action gives. When memory runs out, it is done again with half as many tokens at once: that gives the same, by
-        construction. Raises UserError when that does not help, or was done before."""
-        while True:
-            random = RandomState()
-            before = random.state_dict()
-            for objective in self.objectives:
-                objective.budget = self.budget.at(self.step, phase)
-            try:
-                return action()
-            except (RuntimeError, MemoryError) as error:
-                if not out_of_memory(error):
-                    raise
-                if not self.whole:
-                    fix = "set model.lora, train.optimizer: adamw_8bit, or train.checkpointing: full"
-                    raise UserError("out of memory in the optimizer's step", where=f"step {self.step}", fix=fix) from error
-            self.budget.halve(self.step, phase)
-            tokens = self.budget.at(self.step, phase)
-            self.warn(
-                f"out of memory in step {self.step} ({phase}): from here on {tokens} tokens run at once, half as many; "
-                "the result is the same"
-            )
-            if self.folder:
-                self.folder.state(micro_batch_tokens=self.budget.state_dict())
-            self.optimizer.zero_grad(set_to_none=True)
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            random.load_state_dict(before)
-
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The weights that train, by name."""
@@ -247,22 +247,17 @@ class Run:
             return
         counters.skipped_in_a_row += 1
         self._before_skips = self._before_skips or before
-        names = outcome.not_finite()
-        where = self._origins(names) if names else "no single row (the gradient overflowed)"
+        names = sorted({name for names in gathered(self.group, outcome.not_finite()) for name in names})
+        where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
         self.warn(f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm {norm:.4g}; rows: {where}")
         if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
+            self.together = True
             raise UserError(
                 f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
                 where=f"step {self.step}",
                 fix="look at the rows named above, use model.dtype: float32, or lower train.learning_rate (with --allow "
                 "train.learning_rate the run goes on from before these steps)",
             )
-
-    def _origins(self, names: Sequence[str]) -> str:
-        trained_on = (corpus for name, corpus in self.prepared.corpora.items() if name.endswith("train"))
-        found = [str(u.origin) for corpus in trained_on for u in corpus.units if u.id in set(names)]
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        return ", ".join(found[:8]) + more
 
     def _settle(self, bar: Progress) -> dict[str, Any]:
         """What is due after a step: evaluation, log, save. Returns the record that was logged, if any.
@@ -304,16 +299,20 @@ class Run:
         """The record of the steps since the last one."""
         assert self.sampler is not None
         counters, window = self.counters, self.window
+        tokens, most, least = sum(window.tokens_of), max(window.tokens_of), min(window.tokens_of)
+        several = self.group.size > 1
+        shares = {"ranks": self.group.size, "tokens/rank_max": most, "tokens/rank_min": least} if several else {}
         return {
             "step": self.step,
             "epoch": (self.step - counters.first) / self.sampler.steps_per_epoch,
             **window.meter.reduce(self.objective.group),
             **window.last,
-            "tokens": window.tokens,
+            "tokens": tokens,
             "tokens_seen": counters.tokens_seen,
             "examples_seen": counters.examples_seen,
-            "tokens/s": window.tokens / window.seconds if window.seconds > 0 else 0.0,
+            "tokens/s": tokens / window.seconds if window.seconds > 0 else 0.0,
             "seconds": window.seconds,
+            **shares,
         }
 
     def say_once(self, message: str) -> None:
@@ -352,11 +351,12 @@ class Run:
             raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
         encoder = self.prepared.encoder
         generator = HFGenerator(self.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
+        asked = [encoder.encode_prompt(prompt) for prompt in prompts]
         with self.policy.stock():
-            return generator.generate([encoder.encode_prompt(prompt) for prompt in prompts], n, sampling)
+            return self.policy.within(lambda: generator.generate(asked, n, sampling))
 
     def _measured(self, corpus: Corpus, phase: str, most: int | None) -> Evaluation:
-        return self._with_memory("evaluation", lambda: self._measure_once(corpus.units[:most], corpus, phase))
+        return with_memory(self, "evaluation", lambda: self._measure_once(corpus.units[:most], corpus, phase))
 
     def _measure_once(self, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
         per_unit = 2 if self.prepared.method.mismatches else 1
@@ -364,15 +364,20 @@ class Run:
         done = tokens = 0
         with Progress(self.console, phase, total, quiet=self.quiet) as bar:
 
-            def advance(batch: Batch) -> None:
+            def advance(batch: Batch | None) -> None:
                 nonlocal done, tokens
-                if self.stop.requested:
+                if self._stops():
                     raise self.stop.ended()
-                done += batch.sequences
-                tokens += len(batch.tokens)
-                bar.update(done, tokens=tokens)
+                if batch is not None:
+                    done += batch.sequences * self.group.size  # about what the others have done as well
+                    tokens += len(batch.tokens) * self.group.size
+                bar.update(min(done, total), tokens=tokens)
 
-            return evaluate(self.objective, units, corpus.examples, self.prepared.tokenizer, advance)
+            # One process that ended by itself would be waited for.
+            with self.stop.waiting() if self.world.size > 1 else nullcontext():
+                found = evaluate(self.objective, units, corpus.examples, self.prepared.tokenizer, advance)
+            bar.update(total, tokens=tokens)
+            return found
 
     def _evaluation_due(self) -> bool:
         assert self.sampler is not None
@@ -401,6 +406,7 @@ class Run:
         """All that the rest of the run depends on. While steps are being skipped, it is that from before the first of them."""
         light, groups = self._before_skips or self._light()
         state = light | {name: self.registry.parts[name].state_dict() for name in HEAVY}
+        state["processes"] = [each for own in gathered(self.group, state["processes"]) for each in own]
         saved = state["optimizer"]["param_groups"]
         named = [old | {"params": group["params"]} for group, old in zip(saved, groups, strict=True)]
         return state | {"optimizer": {**state["optimizer"], "param_groups": named}}
@@ -415,9 +421,10 @@ class Run:
         self.registry.load_state_dict(state)
 
     def save(self, *, wait: bool = True) -> None:
-        """Writes a checkpoint into the run's folder, if it has one. Raises UserError when it cannot be written; without ``wait``
-        only when that was so too often."""
+        """Writes a checkpoint into the run's folder, if it has one: all processes call it. Raises UserError when it cannot be
+        written; without ``wait`` only when that was so too often."""
         if self.saver is not None:
+            self.saver.ready()
             self.saver.save(self.state_dict(), wait=wait)
             self.saver.tell(last=wait)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from importlib.util import find_spec
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -45,11 +45,22 @@ def adamw(
     ]
     groups = [group for group in groups if group["params"]]
     if kind == "adamw":
-        return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, fused=True)
+        return AdamW(groups, lr=learning_rate, betas=betas, fused=True)
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels for 4-bit weights
     from bitsandbytes.optim.adamw import AdamW8bit
 
     return AdamW8bit(groups, lr=learning_rate, betas=betas)
+
+
+class AdamW(torch.optim.AdamW):
+    """Works on the part of each weight that this process has: its fused kernel takes no mixture of weights that are split over
+    processes and weights that are not."""
+
+    def _init_group(self, group: Any, *lists: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        found = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = [t.to_local() if hasattr(t, "to_local") else t for t in tensors]
+        return found
 
 
 def warmup_steps(warmup: float, total: int) -> int:

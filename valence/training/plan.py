@@ -13,34 +13,42 @@ from valence.data.forest import plant
 from valence.data.mismatch import mismatch_groups
 from valence.data.pack import strands
 from valence.data.sampler import Sampler
-from valence.data.targets import ONE
+from valence.dist.protocol import Group
+from valence.dist.single import Single
 from valence.engine import speed
 from valence.engine.checkpointing import recompute_layers
-from valence.engine.memory import Memory, free_memory, predict
+from valence.engine.memory import Memory, Split, free_memory
 from valence.engine.models import DTYPES
-from valence.engine.shape import Shape, shape_of, skeleton, skeleton_of
+from valence.engine.shape import Shape, shape_of
 from valence.engine.speed import Work
 from valence.report.console import duration
-from valence.training.build import best_device, check_vocabulary, pays_to_compile
+from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
 from valence.training.methods import Method
 from valence.training.setup import Prepared
+from valence.training.sharding import LEAST, MARGIN, choose, fits_whole, least_free, memory_of
 from valence.types import Encoded, plural
 
-LEAST = 512  # tokens that run at once, where `auto` finds little memory
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
-MARGIN = 0.8  # share of the free memory that `auto` may plan to take
 LOOKED_AT = 4  # steps whose work is counted
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out about a run before it starts. ``free``: bytes on the device, where something tells."""
+    """What was found out about a run before it starts. ``free``: bytes that each process has on its device, where something
+    tells; ``processes``: all of them; ``split``: how they share the weights."""
 
     prepared: Prepared
     shape: Shape
     memory: Memory
     device: torch.device
     free: int | None
+    processes: int
+    split: Split
+
+    @property
+    def dealt(self) -> int:
+        """Processes that a step's rows are dealt to."""
+        return self.processes // self.split.tensor
 
     @cached_property
     def micro_batch_tokens(self) -> int:
@@ -55,11 +63,11 @@ class Plan:
 
     @property
     def largest(self) -> int:
-        """Tokens of the largest micro-batch that may come."""
+        """Tokens of the largest micro-batch that may come to a process."""
         trained_on = [corpus.units for name, corpus in self.prepared.corpora.items() if name.endswith("train")]
         lengths = sorted(_rows(unit) for units in trained_on for unit in units)
         step = sum(lengths[-self.prepared.recipe.train.batch_size :])
-        return max(lengths[-1], min(self.micro_batch_tokens, step))
+        return max(lengths[-1], min(self.micro_batch_tokens, -(-step // self.dealt)))
 
     @cached_property
     def work(self) -> list[list[tuple[Method, Work, Work]]]:
@@ -94,7 +102,7 @@ class Plan:
         ]
         dtype = DTYPES[recipe.model.dtype]
         rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(self.device, dtype, self.shape.hidden, self.shape.inner)
-        return sum(operations) / len(self.work) / rate
+        return sum(operations) / len(self.work) / rate / self.processes
 
     @property
     def total_seconds(self) -> float:
@@ -104,33 +112,26 @@ class Plan:
         return first * self.seconds() + (steps - first) * self.seconds(again=True)
 
 
-def make_plan(prepared: Prepared, model: nn.Module | None = None) -> Plan:
-    """Looks at the model (that of the recipe, unless another is given) and at the device, and loads nothing.
+def make_plan(
+    prepared: Prepared, model: nn.Module | None = None, group: Group | None = None, *, sharded: bool | None = None
+) -> Plan:
+    """Looks at the model (that of the recipe, unless another is given) and at the device, and loads nothing. group: all
+    processes, which call it together and find the same. sharded: whether weights are split over them, where it was chosen before.
 
-    Raises UserError when there is no such model, the tokenizer or the adapter does not fit it, or its layers cannot be recomputed
-    as the recipe asks.
+    Raises UserError when there is no such model, the tokenizer or the adapter does not fit it, its layers cannot be recomputed as
+    the recipe asks, or weights not be split.
     """
+    group = group or Single()
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
     with prepared.source.placing():
-        if model is None:
-            scores = len(spec.attributes or ONE) if prepared.method.of_scores else None
-            model = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores)
-        else:
-            model = skeleton_of(model)
-        check_vocabulary(model, prepared.tokenizer)
-        recompute_layers(model, recipe.train.checkpointing, device)
-        shape = shape_of(model, lora=spec.lora, adapter=spec.adapter)
-        compiled = pays_to_compile(prepared, shape.parameters, device)
-    memory = predict(
-        shape,
-        width=DTYPES[spec.dtype].itemsize,
-        frozen_copy=prepared.needs_reference and (spec.lora is None or recipe.reference.model is not None),
-        checkpointing=recipe.train.checkpointing,
-        compiled=compiled,
-        optimizer=recipe.train.optimizer,
-        device=device,
-    )
-    return Plan(prepared, shape, memory, device, free_memory(device))
+        bare = layers_of(prepared, model)
+        check_vocabulary(bare, prepared.tokenizer)
+        recompute_layers(bare, recipe.train.checkpointing, device)
+        shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+        free = least_free(free_memory(device), device, group)
+        split = choose(recipe, group.size, device, before=sharded, fits=lambda: fits_whole(prepared, shape, device, free))
+        compiled = pays_to_compile(prepared, shape.parameters, device, group.size) if split.single else False
+    return Plan(prepared, shape, memory_of(prepared, shape, device, split, compiled=compiled), device, free, group.size, split)
 
 
 def describe(plan: Plan) -> list[str]:
@@ -141,20 +142,22 @@ def describe(plan: Plan) -> list[str]:
     longest = max(map(_rows, units))
     mismatched = " and as many mismatched ones, measured only," if method.mismatches else ""
     trained = "all of which train" if shape.full else f"of which {shape.trained:,} train"
-    total = memory.total(plan.largest)
+    narrow = f", and {shape.quantized:,} are kept in 4 bits" if shape.quantized else ""
+    total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
     parts = {
         "program": memory.program,
         "weights": memory.weights,
         "reference": memory.reference,
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
-    }
+    } | ({"gathered weights": memory.gathered} if memory.gathered else {})
     lines = [
         f"steps: {prepared.total_steps} ({prepared.sampler.steps_per_epoch} per epoch of {len(units)} {plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch; {plan.micro_batch_tokens:,} at once"
         + (" (auto)" if asked == "auto" else ""),
-        f"weights: {shape.parameters:,}, {trained}",
-        f"memory: about {_gigabytes(total)} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        f"weights: {shape.parameters:,}, {trained}{narrow}",
+        *_shared(plan),
+        f"memory: about {_gigabytes(total)}{each} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
         f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without evaluation",
     ]
     if prepared.source.settings.get("loss.desirable_weight", prepared.source.settings["method"]).origin.endswith("auto"):
@@ -170,6 +173,19 @@ def describe(plan: Plan) -> list[str]:
     if prepared.ends_early:
         lines.append(prepared.ends_early)
     return lines
+
+
+def _shared(plan: Plan) -> list[str]:
+    """What to say of how processes share the run."""
+    if plan.processes == 1:
+        full = plan.prepared.recipe.parallel.shard == "full"
+        return ["1 process: parallel.shard: full has nothing to split over"] if full else []
+    split = plan.split
+    held = "each a part of weights, gradients and moments" if split.ways > 1 else "each all weights"
+    if split.tensor > 1:
+        held = f"each a part of every layer ({split.tensor} share one)" + (f", and of that {held}" if split.ways > 1 else "")
+    auto = " (auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
+    return [f"{plan.processes} processes: {held}{auto}"]
 
 
 def _rows(unit: Encoded) -> int:

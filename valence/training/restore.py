@@ -12,11 +12,15 @@ from rich.console import Console
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved, check
 from valence.config.load import load_recipe
+from valence.dist import shards
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.dist.together import by_first
 from valence.errors import UserError
 from valence.training.build import build_models
 from valence.training.loop import Run
 from valence.training.methods import Method, method_of
-from valence.training.saving import load_weights
+from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import prepare
 
 At = int | Literal["best"] | None
@@ -31,7 +35,7 @@ def _checkpoint(run_dir: Path, at: At) -> Saved:
         raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
     step = steps[-1] if at is None else at
     if step == "best":
-        step = store.load(check(checkpoints.path(steps[-1])).path)["best"]["step"]
+        step = store.load(check(checkpoints.path(steps[-1])).path, lazy=HEAVY)["best"]["step"]
         if step is None:
             raise UserError("no checkpoint is the best one", where=str(run_dir), fix="set run.keep_best before training")
     if step not in steps:
@@ -45,16 +49,31 @@ def _checkpoint(run_dir: Path, at: At) -> Saved:
 
 
 def restore(
-    run_dir: Path, *, overrides: Sequence[str] = (), at: At = None, console: Console | None = None, quiet: bool = False
+    run_dir: Path,
+    *,
+    overrides: Sequence[str] = (),
+    at: At = None,
+    console: Console | None = None,
+    quiet: bool = False,
+    group: Group | None = None,
 ) -> Run:
     """The run of a folder with its newest weights, or those of another checkpoint, without anything being written there.
 
-    overrides: settings to change, such as the data to evaluate on. Raises UserError when the folder holds no run.
+    overrides: settings to change, such as the data to evaluate on. group: of the processes that it is to be measured on. Raises
+    UserError when the folder holds no run.
     """
+    world = group or Single()
     source = load_recipe(_config_of(run_dir), overrides, method_of=method_of, training=False)
-    state = store.load(_checkpoint(run_dir, at).path)
-    policy, reference = build_models(prepared := prepare(source))
-    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2])
+    if world.size % source.recipe.parallel.tensor:  # it was trained by more processes than are there to look at it
+        ours = [*overrides, "parallel.tensor=1"]
+        source = load_recipe(_config_of(run_dir), ours, method_of=method_of, training=False)
+    place = Path(by_first(world, lambda: str(_checkpoint(run_dir, at).path)))
+    state = store.load(place, shards.read, HEAVY)
+    policy, reference = build_models(prepared := prepare(source), group=world)
+    run = Run(
+        prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2], world=world,
+        group=world.split(source.recipe.parallel.tensor)[0],
+    )  # fmt: skip
     load_weights(run, state)
     run.facts = _read(run_dir / "run.json")
     run.audit = _read(run_dir / "audit.json").get("train", {})

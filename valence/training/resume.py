@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
+from valence.dist import shards
+from valence.dist.together import by_first
 from valence.errors import UserError
 from valence.report.console import visible
 from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
-from valence.training.plan import make_plan
-from valence.training.saving import load_weights
+from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import Prepared
 
 HYPER = {"train.learning_rate": ("lr", "initial_lr"), "train.weight_decay": ("weight_decay",), "train.betas": ("betas",)}
@@ -80,6 +82,11 @@ class Earlier:
         return None if "train.compile" in self.changed else self.choices.get("compiled")
 
     @property
+    def sharded(self) -> bool | None:
+        """Whether the model was split over the processes; None where that was not chosen."""
+        return self.choices.get("sharded")
+
+    @property
     def budget(self) -> Sequence[Sequence[Any]]:
         """The tokens that ran at once, as Budget has them; empty where that is to be chosen anew."""
         if "train.micro_batch_tokens" in self.changed:
@@ -120,13 +127,10 @@ class Earlier:
 def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Earlier:
     """The run in this folder. Raises UserError, with a list of differences, when it is not the one that the recipe describes,
     but for what is allowed by name (a setting, or a section with all in it)."""
-    checkpoints = Checkpoints(folder.path / "checkpoints", None)
-    checkpoints.tidy()
-    saved = checkpoints.newest(folder.say)
-    was = saved.facts if saved else folder.identity
-    changed = changes(folder.path, was, prepared)
-    refuse(changed, folder.facts, allow, prepared, folder.path)
-    state = store.load(saved.path) if saved and saved.has_state else None
+    place, was, changed = by_first(folder.group, partial(_look, folder, prepared, allow))
+    saved = Saved(Path(place[0]), place[1], was) if place else None
+    lazy = HEAVY if folder.group.size > 1 else ()
+    state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
     found = Earlier(folder, prepared, saved, state, was, changed)
     if found.finished:
         if not state:
@@ -146,6 +150,19 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
     return found
 
 
+def _look(
+    folder: RunFolder, prepared: Prepared, allow: Sequence[str]
+) -> tuple[tuple[str, int] | None, Mapping[str, Any], Mapping[str, str]]:
+    """Of the newest checkpoint where it is and its step; what the run was; what has changed since."""
+    checkpoints = Checkpoints(folder.path / "checkpoints", None)
+    checkpoints.tidy()
+    saved = checkpoints.newest(folder.say)
+    was = saved.facts if saved else folder.identity
+    changed = changes(folder.path, was, prepared)
+    refuse(changed, folder.facts, allow, prepared, folder.path)
+    return (str(saved.path), saved.step) if saved else None, was, changed
+
+
 def take_up(run: Run, earlier: Earlier) -> None:
     """Puts a run where the earlier one was saved last; before the first checkpoint, where it began.
 
@@ -153,7 +170,7 @@ def take_up(run: Run, earlier: Earlier) -> None:
     """
     if run.policy.packs and earlier.choices.get("packed") is False:
         run.policy.lay_out(packed=False)
-    if other := differences(earlier.was):
+    if other := differences(earlier.was, run.world):
         run.say_once(visible(f"last digits may differ from those of an undisturbed run: {', '.join(other)}"))
     if run.finished or earlier.state is None:
         if earlier.state:
@@ -177,14 +194,15 @@ def take_up(run: Run, earlier: Earlier) -> None:
     _hyper(run, earlier, fresh, bases)
     _selections(run, earlier)
     assert run.saver is not None
-    run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
+    if run.world.rank == 0:
+        run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
 
 
 def _budget(run: Run, earlier: Earlier) -> None:
     planned = [[0, "evaluation", run.budget.at(0, "evaluation")]]
     if "train.micro_batch_tokens" in earlier.changed:
-        planned = [[0, "evaluation", make_plan(run.prepared, run.policy.causal).micro_batch_tokens]]
+        planned = [[0, "evaluation", run.planned_tokens()]]
     run.budget.load_state_dict([list(change) for change in earlier.budget] or planned)
 
 
@@ -211,8 +229,8 @@ def _selections(run: Run, earlier: Earlier) -> None:
             each.reset()
 
 
-def begin(folder: RunFolder, prepared: Prepared, command: str, budget: Sequence[Any], earlier: Earlier | None) -> None:
-    """Writes what is known before the first step, or before the next one."""
+def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: Earlier | None) -> None:
+    """Writes what is known before the first step, or before the next one. tokens: that run at once."""
     folder.write("config.yaml", prepared.source.to_yaml())
     folder.write("audit.json", {name: corpus.audit.to_dict() for name, corpus in prepared.corpora.items()})
     changed = [
@@ -228,6 +246,6 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, budget: Sequence[
         **facts, status="running", changed=changed, method=prepared.recipe.method, cwd=os.getcwd(),
         total_steps=prepared.steps_from(earlier.first if earlier else 0), versions=versions(),
         settings=settings_of(prepared), rows=rows_of(prepared),
-        micro_batch_tokens=earlier.budget if earlier and earlier.budget else budget,
+        micro_batch_tokens=earlier.budget if earlier and earlier.budget else [[0, "evaluation", tokens]],
     )  # fmt: skip
     folder.write(ROWS, hashes_of(prepared))

@@ -9,16 +9,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints
-from valence.checkpoint.state import RandomState, Registry, Through
+from valence.checkpoint.state import RandomState, Registry, State, Through
+from valence.dist import shards
 from valence.engine.cache import Cached
 from valence.engine.reference import AdapterOff, Following
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
+from valence.report.metrics import Meter
 from valence.report.sinks import JsonlSink
 from valence.training.folder import RunFolder
+from valence.training.track import Window
 
 if TYPE_CHECKING:
+    from valence.training.finish import About
     from valence.training.loop import Run
 
 HEAVY = ("weights", "reference", "optimizer")
@@ -31,21 +36,50 @@ def registry_of(run: Run, log: JsonlSink | None) -> Registry:
     registry = Registry()
     registry.add("weights", Through(lambda: _weights(run), lambda state: _put_weights(run, state)))
     registry.add("reference", Through(lambda: _reference(run), lambda state: _put_reference(run, state)))
-    registry.add("optimizer", run.optimizer)
+    registry.add("optimizer", Through(run.optimizer.state_dict, lambda state: _put_optimizer(run, state)))
     registry.add("scheduler", run.scheduler)
     registry.add(
         "shifts", Through(lambda: [astuple(each.shift) for each in run.objectives], lambda state: _put_shifts(run, state))
     )
     registry.add("counters", run.counters)
-    registry.add("window", run.window)
     registry.add("evaluations", Through(lambda: dict(run.evaluations), run.evaluations.update))
     registry.add("best", run.best)
     registry.add("early_stop", run.early)
     registry.add("watch", run.watch)
     registry.add("budget", run.budget)
     registry.add("log", log or Through(lambda: {"bytes": 0}, lambda _: None))
-    registry.add("random", RandomState())
+    registry.add("processes", PerProcess(run))
     return registry
+
+
+class PerProcess:
+    """What each process of a run has of its own: what it measured since the last record, and where its random draws stand."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.random = run, RandomState()
+
+    def state_dict(self) -> list[State]:
+        """Of this process: those of all are put together when they are saved."""
+        return [{"window": self.run.window.state_dict(), "random": self.random.state_dict()}]
+
+    def load_state_dict(self, state: Sequence[State]) -> None:
+        """On another number of processes each takes over the measurements of as many as there are for it; one that is new
+        draws from the seed and its rank."""
+        group, window = self.run.group, self.run.window
+        window.load_state_dict(state[0]["window"])
+        if len(state) != group.size:
+            window.meter = Meter()
+            for each in state[group.rank :: group.size]:
+                other = Window()
+                other.load_state_dict(each["window"])
+                window.add(other)
+            window.tokens_of = [sum(window.tokens_of), *[0] * (group.size - 1)] if window.tokens_of else []
+        elif group.rank:
+            window.load_state_dict(state[group.rank]["window"])
+        if group.rank < len(state):
+            self.random.load_state_dict(state[group.rank]["random"])
+        else:
+            torch.manual_seed(self.run.recipe.train.seed + group.rank)
 
 
 def load_weights(run: Run, state: Mapping[str, Any]) -> None:
@@ -78,9 +112,7 @@ def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
         raise UserError(
             f"the saved weights are those of another model ({what})", where="checkpoint", fix="use the model of the saved run"
         )
-    with torch.no_grad():
-        for name, value in saved.items():
-            own[name].copy_(value)
+    store.put(saved, own)
 
 
 def _reference(run: Run) -> dict[str, Any]:
@@ -93,7 +125,7 @@ def _reference(run: Run) -> dict[str, Any]:
 
 def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
     if isinstance(run.reference, Following):
-        run.reference.follow(state["weights"])
+        store.put(state["weights"], run.reference.weights)
     elif state["digest"] != _reference(run)["digest"]:
         name = run.recipe.reference.model or run.recipe.model.name
         raise UserError(
@@ -101,6 +133,10 @@ def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
             where="reference.model",
             fix="put back the model that it was, or start anew with --fresh",
         )
+
+
+def _put_optimizer(run: Run, state: Mapping[str, Any]) -> None:
+    run.optimizer.load_state_dict(store.for_optimizer(state, run.optimizer))
 
 
 def _put_shifts(run: Run, state: Sequence[Sequence[float]]) -> None:
@@ -112,14 +148,31 @@ def _put_shifts(run: Run, state: Sequence[Sequence[float]]) -> None:
 class Saver:
     """The checkpoints of a run with a folder."""
 
-    def __init__(self, run: Run, folder: RunFolder, log: JsonlSink) -> None:
+    def __init__(self, run: Run, folder: RunFolder, log: JsonlSink | None) -> None:
+        """log: of the process that writes it."""
         self.run, self.folder, self.log = run, folder, log
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", run.recipe.run.keep)
+        together = run.world if run.divided else None
+        self.checkpoints = Checkpoints(folder.path / "checkpoints", run.recipe.run.keep, together, shards.write)
+        self.about: About | None = None
         self.saved: tuple[int, int] | None = None
         """Where the run stood, and how far it was settled, in the newest checkpoint."""
 
+    def ready(self) -> None:
+        """What all processes do before one of them saves: what each has written must be on the disk by then."""
+        from valence.training.finish import about_model
+
+        self.about = about_model(self.run) if self.run.recipe.run.save_hf else None
+        if isinstance(self.run.reference, Cached) and not self.folder.writes:
+            try:
+                self.run.reference.sync()
+            except OSError as error:
+                self.run.warn(f"{self.run.reference.folder}: cannot be written ({error.strerror})")
+
     def save(self, state: Mapping[str, Any], *, wait: bool) -> None:
-        """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does it, though it failed before."""
+        """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does it, though it failed before. All
+        processes call it; where each holds all weights, one alone writes."""
+        if not (self.folder.writes or self.run.divided):
+            return
         if wait:
             self.checkpoints.wait()
             self._told()
@@ -132,7 +185,7 @@ class Saver:
             counters["step"],
             state if wanted.save_state else None,
             self.folder.identity,
-            first=[self.log.sync, self.folder.sync, *([cached.sync] if cached else [])],
+            first=[*([self.log.sync] if self.log else []), self.folder.sync, *([cached.sync] if cached else [])],
             beside=self._write_model if wanted.save_hf else None,
             spare=self.run.best.step,
             wait=wait,
@@ -142,7 +195,7 @@ class Saver:
     def _write_model(self, folder: Path) -> None:
         from valence.training.finish import write_model
 
-        write_model(self.run, folder / "model", self.run.recipe.run.export)
+        write_model(self.run, folder / "model", self.run.recipe.run.export, self.about)
 
     def _told(self) -> None:
         for said in self.checkpoints.told():

@@ -15,6 +15,7 @@ from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
 from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.dist.together import gathered
 from valence.engine.cache import Cached
 from valence.errors import UserError
 from valence.report.console import Progress
@@ -25,7 +26,7 @@ from valence.training.methods import method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
 from valence.training.step import Objective
-from valence.types import Encoded
+from valence.types import Batch, Encoded
 
 
 def score(
@@ -43,7 +44,7 @@ def score(
     verify: of how many sequences the values are computed again afterwards and compared. Raises UserError when the recipe keeps no
     cache, or what it keeps is not what the reference gives.
     """
-    console = console or Console()
+    world, console = group or Single(), console or Console()
     source = load_recipe(recipe, overrides, method_of=method_of)
     where = source.recipe.reference.cache
     with source.placing():
@@ -55,7 +56,7 @@ def score(
         if where == "off":
             raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
     say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    folder = RunFolder(Path(source.recipe.run.dir), say=say) if where == "auto" else None
+    folder = RunFolder(Path(source.recipe.run.dir), say=say, group=world) if where == "auto" else None
     stop = Stop(console)
     with stop.listening(), ExitStack() as ending:
         if folder:
@@ -63,21 +64,23 @@ def score(
             if folder.taken_up:
                 fix = "choose another run.dir, or name a folder in reference.cache"
                 raise UserError("the folder holds a run already", where=f"run.dir: {folder.path}", fix=fix)
-        if source.recipe.run.max_time:
-            stop.limit(seconds_of(source.recipe.run.max_time))
+        stop.limit(seconds_of(source.recipe.run.max_time or ""))
         prepared = prepare(source)
         if folder:
             folder.claim()
             folder.state(command=command, started=now(), status="scored")
-        policy, cached = build_models(prepared, fills=True)
+        policy, cached = build_models(prepared, group=world, fills=True)
+        data = world.split(source.recipe.parallel.tensor)[0]
         assert isinstance(cached, Cached)
-        run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop)
-        _fill(run, cached, group or Single())
+        run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop, world=world, group=data)
+        _fill(run, cached)
         try:
             cached.sync()
         except OSError as error:
             what = f"what was computed cannot be kept ({error.strerror})"
             raise UserError(what, where=str(cached.folder), fix="make room, and give the same command again") from error
+        world.barrier("scored")  # what one has computed all can read
+    cached.hits, cached.misses = map(sum, zip(*gathered(data, [cached.hits, cached.misses]), strict=True))
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
     for line in said if not quiet else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -108,22 +111,28 @@ def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]
             yield run.objective, [units[i] for i in canonical_order(units, 0, 0)], iter(())
 
 
-def _fill(run: Run, cached: Cached, group: Group) -> None:
-    own = sum(len(unit.answers) * (1 + objective.method.mismatches) for objective, units, _ in _own(run) for unit in units)
-    total, done, tokens = own, 0, 0
+def _fill(run: Run, cached: Cached) -> None:
+    group = run.group
+    total = sum(len(unit.answers) * (1 + objective.method.mismatches) for objective, units, _ in _own(run) for unit in units)
+    done = tokens = 0
     with Progress(run.console, "scoring", total, quiet=run.quiet) as bar:
+
+        def scored(batch: Batch) -> None:
+            nonlocal done, tokens
+            cached(batch)
+            done += batch.sequences * group.size  # about what the others have done as well
+            tokens += len(batch.tokens) * group.size
+            bar.update(min(done, total), tokens=tokens)
+
         for units in passes(run):
-            for batch in run.objective.batches(units)[group.rank :: group.size]:
-                cached(batch)
-                done += batch.sequences * group.size
-                tokens += len(batch.tokens)
-                bar.update(min(done, total), tokens=tokens)
+            run.objective.rounds(run.objective.hand(units), scored, cached.beside)
 
 
 def _verified(run: Run, cached: Cached, number: int) -> str:
     """What to say after so many sequences, drawn from all rows, were computed again. Raises UserError when they differ."""
     units = [unit for corpus in run.prepared.corpora.values() for unit in corpus.units]
     chosen = random.Random(run.recipe.train.seed).sample(units, min(number, len(units)))
-    found = [cached.check(batch) for batch in run.objective.batches(chosen)]
+    own = run.objective.rounds(run.objective.hand(chosen), cached.check, cached.beside)
+    found = [pair for pairs in gathered(run.group, own) for pair in pairs]
     count, largest = sum(count for count, _ in found), max(difference for _, difference in found)
     return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"

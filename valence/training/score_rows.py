@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
 from pathlib import Path
@@ -21,6 +22,9 @@ from valence.data.encode import Encoder
 from valence.data.load import stream
 from valence.data.pack import collate, pack
 from valence.data.sources import BadRow, Row
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.dist.together import gathered
 from valence.errors import UserError
 from valence.report.console import Progress
 from valence.training.judges import Judge, Numbers, load_judge
@@ -74,6 +78,7 @@ def score_rows(
     fresh: bool = False,
     console: Console | None = None,
     quiet: bool = False,
+    group: Group | None = None,
 ) -> Tally:
     """Writes every row of these files with what a model says of its answers, one JSON object a line, in the order of the rows.
 
@@ -81,29 +86,32 @@ def score_rows(
     a recipe (the model it starts from). data: files, or sections as in a recipe. overrides: settings, of which those under model,
     reference and data count. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside.
     beta: of the reward, by default the recipe's, or 0.1; not of a run, which is scored with the reward that it trains. tokens:
-    that run at once. column: the name of the new one.
+    that run at once. column: the name of the new one. group: of processes that each score a share; rank 0 writes.
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
-    console = console or Console()
+    group, console = group or Single(), console or Console()
     with Stop(console).listening():
         source = _settings(target, data, overrides)
         sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
         _refuse_inputs(out, sources)
-        lines = Lines(out, WINDOW, fresh=fresh)
+        lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         total = _read_through(sources, column)
         source = _without_rows(source)
         encoder = prepare(source).encoder
-        lines.agree(_facts(sources, source, encoder, column))
+        if lines:
+            lines.agree(_facts(sources, source, encoder, column))
         if not quiet:
             console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
         judge = _judge(target, source, encoder, beta, overrides)
-        lines.agree(judge.facts)
-        with lines.open(total):
-            writer = _Writer(lines, encoder, judge, tokens or _budget(source), column)
+        if lines:
+            lines.agree(judge.facts)
+        with lines.open(total) if lines else nullcontext():
+            writer = _Writer(lines, encoder, judge, tokens or _budget(source), column, group)
             pairs = chain.from_iterable(map(stream, sources))
             tally = writer.skip(pairs)
-            lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
+            if lines:
+                lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
             writer.run(pairs, tally, total, console, quiet)
     if not quiet:
         _say(tally, out, console)
@@ -203,13 +211,14 @@ def _judge(target: str, source: LoadedRecipe, encoder: Encoder, beta: float | No
 
 @dataclass
 class _Writer:
-    """Makes one line of each row, and numbers for a window of rows at once."""
+    """Makes one line of each row, and numbers for a window of rows at once. ``lines``: of rank 0."""
 
-    lines: Lines
+    lines: Lines | None
     encoder: Encoder
     judge: Judge
     tokens: int
     column: str
+    group: Group
 
     def run(self, pairs: Iterator[Pair], tally: Tally, total: int, console: Console, quiet: bool) -> None:
         """Scores these rows. They are read a window at a time."""
@@ -218,26 +227,35 @@ class _Writer:
             while window := list(islice(pairs, WINDOW)):
                 made = _Window(window, self.encoder)
                 done = tally.rows + len(window) - len(made.units)  # there is nothing to compute for the others
-                for units, tokens in made.score(self.judge, self.tokens):
+                for units, tokens in made.score(self.judge, self.tokens, self.group):
                     done, seen = done + units, seen + tokens
                     bar.update(done, tokens=seen)
                 lines = [made.line(i, self.column) for i in range(len(window))]
-                self.lines.write([line for line, _ in lines])
+                if self.lines:
+                    self.lines.write([line for line, _ in lines])
                 for _, said in lines:
                     tally.add(said)
                 bar.update(tally.rows, tokens=seen)
 
     def skip(self, pairs: Iterator[Pair]) -> Tally:
         """Takes the rows that have their lines already. Raises UserError for a line that is not of its row."""
-        tally = Tally(earlier=self.lines.kept)
+        if self.lines is None:
+            kept = self.group.broadcast(None)
+            return Tally(rows=len(list(islice(pairs, kept))), earlier=kept)
+        tally = self._skip(self.lines, pairs)
+        self.group.broadcast(tally.rows)
+        return tally
+
+    def _skip(self, lines: Lines, pairs: Iterator[Pair]) -> Tally:
+        tally = Tally(earlier=lines.kept)
         # In this order: after the last line no row is taken.
-        for number, (line, (row, example)) in enumerate(zip(self.lines.read(), pairs, strict=False), 1):
+        for number, (line, (row, example)) in enumerate(zip(lines.read(), pairs, strict=False), 1):
             said = _said(line, self.column)
             if said is None:
-                raise self.lines.foreign(number)
+                raise lines.foreign(number)
             if (said["origin"], said.get("id")) != (str(row.origin), _id(example)):
                 raise UserError(
-                    f"{self.lines.path}:{number} is not of this row, but of {said['origin']} as that was: the data has changed",
+                    f"{lines.path}:{number} is not of this row, but of {said['origin']} as that was: the data has changed",
                     where=str(row.origin),
                     fix=ANEW,
                 )
@@ -257,9 +275,10 @@ class _Window:
         self.units = [unit for encoded in self.encoded if encoded for unit in encoded.units]
         self.numbers: list[list[Numbers]] = [[] for _ in window]
 
-    def score(self, judge: Judge, tokens: int) -> Iterator[tuple[int, int]]:
-        """Yields how many units and tokens were run, each time."""
-        for dealt in pack(self.units, tokens):
+    def score(self, judge: Judge, tokens: int, group: Group) -> Iterator[tuple[int, int]]:
+        """Each process scores a share. Yields how many units and tokens were run, each time."""
+        own: list[tuple[int, Numbers]] = []
+        for dealt in pack(self.units, tokens)[group.rank :: group.size]:
             batch = collate([self.units[k] for k in dealt], dealt, device=judge.device)
             try:
                 numbers = judge(batch)
@@ -269,9 +288,11 @@ class _Window:
                     where=str(self.units[dealt[0]].origin),
                     fix="give fewer --tokens; the same command goes on from here",
                 ) from error
-            for k, found in zip(batch.unit.tolist(), numbers, strict=True):  # the sides of a unit are in order
-                self.numbers[self.places[k]].append(found)
+            own += zip(batch.unit.tolist(), numbers, strict=True)
             yield len(dealt), len(batch.tokens)
+        for share in gathered(group, own):
+            for k, found in share:  # the sides of a unit are in order, and together
+                self.numbers[self.places[k]].append(found)
 
     def line(self, i: int, column: str) -> tuple[str, Said]:
         """A row with what is said of it, as JSON. A row that is no object has an error alone in its line."""

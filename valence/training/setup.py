@@ -20,6 +20,7 @@ from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.engine.loading import must_exist
 from valence.engine.models import DTYPES, load_tokenizer
+from valence.engine.quantized import check_library
 from valence.errors import UserError
 from valence.training.methods import Method, method_of
 from valence.training.optim import check_optimizer, up
@@ -96,6 +97,13 @@ class Prepared:
     def method_for(self, corpus: str) -> Method:
         """The method that reads the rows of a corpus."""
         return next((method_of(part.method) for i, part in enumerate(self.recipe.mix) if corpus == _mix(i)), self.method)
+
+    def origins(self, ids: Sequence[str], most: int = 8) -> str:
+        """Where training rows with these content ids are from, the first of them by name."""
+        trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
+        found = [str(unit.origin) for corpus in trained_on for unit in corpus.units if unit.id in set(ids)]
+        more = f" and {len(found) - most} more" if len(found) > most else ""
+        return ", ".join(found[:most]) + more
 
     @property
     def total_steps(self) -> int:
@@ -270,6 +278,8 @@ def _check(prepared: Prepared) -> None:
         if named:
             must_exist(named, setting)
     check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
+    if recipe.model.quantize:
+        check_library()
     kept = recipe.reference.cache
     if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
         raise UserError(f"{kept} is a file", where="reference.cache", fix="name a folder, new or old")

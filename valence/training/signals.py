@@ -59,7 +59,9 @@ class Stop:
         return bool(self.reason)
 
     def limit(self, seconds: float) -> None:
-        """Ends the run so many seconds after this object was made, whatever the main thread is busy with then."""
+        """Ends the run so many seconds after this object was made (0: never), whatever the main thread is busy with then."""
+        if not seconds:
+            return
         self._ends_at = self._began + seconds
         if self._listens:
             self._clock = threading.Timer(max(0.0, self._ends_at - time.monotonic()), self._call)
@@ -81,6 +83,11 @@ class Stop:
                 f"{reason}: finishing what is under way; another signal ends at once", style="yellow", markup=False
             )
 
+    def take_over(self, reason: str, status: int) -> None:
+        """Another process of the run was asked to stop."""
+        if not self.reason:
+            self._ask(reason, status)
+
     def _signalled(self, number: int, _: Any) -> None:
         by_clock, self._clock_calls = self._clock_calls, False
         if by_clock and self.reason:
@@ -100,11 +107,11 @@ class Stop:
     @contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside the block the first signal is kept for later."""
-        self.patient = True
+        before, self.patient = self.patient, True
         try:
             yield
         finally:
-            self.patient = False
+            self.patient = before
 
     @contextmanager
     def listening(self) -> Iterator[None]:

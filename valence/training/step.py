@@ -3,71 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
 
 from valence.data.forest import plant, planted
 from valence.data.mismatch import mismatch, mismatch_groups
 from valence.data.pack import collate, deal, pack, strands
 from valence.dist.protocol import Group
+from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
-from valence.engine.scores import Scorer
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
-from valence.losses.views import seq_view, token_columns
 from valence.training.methods import Method
-from valence.types import Batch, Encoded, Mean, Ranked, TokenOut
-
-
-@dataclass(frozen=True)
-class SequenceRow:
-    """What one sequence measured: summed log-probabilities (nats), trained tokens, implicit reward if any; or the scores that a
-    reward model gave it."""
-
-    unit: int
-    side: int
-    logp: float | None
-    ref: float | None
-    reward: float | None
-    tokens: int
-    scores: tuple[float, ...] = ()
-
-
-@dataclass
-class Outcome:
-    """What a pass over the units of one step gave, on all processes together but for what is to be pooled or gathered:
-    ``metrics``, ``checks`` and ``rows`` of this process. ``distinct_tokens``: what any layout has to run; ``class_sums``: see
-    there, for BCO's delta."""
-
-    loss: Tensor
-    micro_batches: int
-    distinct_tokens: int
-    largest: int
-    tokens_of: list[int]
-    """Tokens that ran through the policy, of each process."""
-    metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
-    checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
-    rows: list[SequenceRow] = field(default_factory=list[SequenceRow])
-    class_sums: Tensor | None = None
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.tokens_of)
-
-    def not_finite(self) -> list[str]:
-        """Content ids of the rows whose log-probability is not finite; of all rows of a micro-batch when only its loss is not."""
-        names: list[str] = []
-        for ids, sequences, loss in self.checks:
-            if not bool(loss):
-                bad = [row for row, fine in zip(ids, sequences.tolist(), strict=True) if not fine]
-                names += bad or ids
-        return sorted(set(names))
+from valence.training.passes import Outcome, Pass, SequenceRow
+from valence.training.rounds import Found, Hand, in_rounds, in_turn, no_way_back
+from valence.types import Batch, Encoded, TokenOut
 
 
 @dataclass
@@ -88,12 +45,22 @@ class Objective:
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
 
     def batches(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> list[Batch]:
-        """This process's micro-batches of these units: of all of them those that it is dealt, by what they cost."""
-        dealt = self._packed(units)
-        if self.group.size > 1:
-            costs = [self._cost([units[i] for i in rows]) for rows in dealt]
-            dealt = [dealt[k] for k in deal(costs, self.group.size)[self.group.rank]]
-        return [collate([units[i] for i in rows], rows, groups, self.policy.device) for rows in dealt]
+        """This process's micro-batches of these units."""
+        return self.hand(units, groups).own
+
+    def hand(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> Hand:
+        """What this process is dealt of the micro-batches of these units, by what they cost."""
+        packed, size = self._packed(units), self.group.size
+        costs = [self._cost([units[i] for i in rows]) if size > 1 else 1.0 for rows in packed]
+        hands = in_turn(costs, size) if self.policy.lockstep else deal(costs, size)
+        rounds = max(len(own) for own in hands)
+        dealt = [packed[k] for k in hands[self.group.rank]]
+        batches = [collate([units[i] for i in rows], rows, groups, self.policy.device) for rows in dealt]
+        ghost = None
+        if len(dealt) < rounds and (self.policy.lockstep or (self.method.loss.couples and not dealt)):
+            cheapest = min(range(len(units)), key=lambda i: units[i].tokens)
+            ghost = collate([units[cheapest]], [cheapest], groups, self.policy.device)
+        return Hand(batches, rounds, ghost)
 
     def _packed(self, units: Sequence[Encoded]) -> list[list[int]]:
         """The micro-batches of all processes, small enough that each process may have one."""
@@ -114,13 +81,13 @@ class Objective:
         found = mismatch_groups(units, size, scope["pairing"], max_length=self.max_length)
         return found, [i // size for i in range(len(units))]
 
-    def laid_out(self, units: Sequence[Encoded], extra: Sequence[Encoded], groups: Sequence[int] | None) -> list[Batch]:
+    def laid_out(self, units: Sequence[Encoded], extra: Sequence[Encoded], groups: Sequence[int] | None) -> Hand:
         """The micro-batches of a step that trains. Mismatched units go along where all fit one micro-batch: their prompts are
         then run once, and they are measured over those prompts' keys and values. Else they have passes of their own."""
         both = [strand for unit in (*units, *extra) for strand in strands(unit)]
         if extra and self.policy.packs and self.group.size == 1 and planted(both) <= self.budget:
-            return [collate(units, range(len(units)), groups, self.policy.device, measured=extra)]
-        return self.batches(units, groups)
+            return Hand([collate(units, range(len(units)), groups, self.policy.device, measured=extra)], 1)
+        return self.hand(units, groups)
 
     @torch.no_grad()
     def mismatched_sums(self, batch: Batch, out: TokenOut, ref: Tensor | None) -> Tensor:
@@ -131,14 +98,37 @@ class Objective:
 
     @torch.no_grad()
     def apart(
-        self, units: Sequence[Encoded], groups: Sequence[int], progress: Callable[[Batch], None]
-    ) -> Iterator[tuple[Batch, Tensor]]:
-        """Mismatched units in passes of their own: micro-batches and their sums."""
-        assert self.reference is not None
-        for batch in self.batches(units, groups):
-            sums = self.mismatched_sums(batch, self.policy(batch), self.reference(batch))
-            progress(batch)
-            yield batch, sums
+        self, units: Sequence[Encoded], groups: Sequence[int], progress: Callable[[Batch | None], None]
+    ) -> list[tuple[Batch, Tensor]]:
+        """Mismatched units in passes of their own: this process's micro-batches and their sums."""
+
+        def sums(batch: Batch) -> tuple[Batch, Tensor]:
+            ref = self.compared(batch)
+            return batch, self.mismatched_sums(batch, self.policy(batch), ref)
+
+        return self.rounds(self.hand(units, groups), sums, self.beside, progress)
+
+    def rounds(
+        self,
+        hand: Hand,
+        run: Callable[[Batch], Found],
+        beside: Callable[[Batch], object],
+        progress: Callable[[Batch | None], None] = lambda _: None,
+    ) -> list[Found]:
+        """What ``run`` makes of each of this process's micro-batches. beside: the same passes over a ghost, for lockstep."""
+        return in_rounds(hand, self.group, run, beside if self.policy.lockstep else None, progress)
+
+    @torch.no_grad()
+    def beside(self, ghost: Batch) -> None:
+        """Takes part in what the other processes measure."""
+        self.compared(ghost, ghost=True)
+        self.policy(ghost)
+
+    def compared(self, batch: Batch, *, ghost: bool = False) -> Tensor | None:
+        """The reference's log-probabilities, if there is one. ghost: nothing is looked up or kept for these rows."""
+        if ghost and isinstance(self.reference, Cached):
+            return self.reference.beside(batch)
+        return self.reference(batch) if self.reference else None
 
     def run(
         self,
@@ -148,14 +138,17 @@ class Objective:
         backward: bool,
         rows: bool = False,
         weight: float = 1.0,
-        progress: Callable[[Batch], None] = lambda _: None,
+        ends: bool = True,
+        progress: Callable[[Batch | None], None] = lambda _: None,
     ) -> Outcome:
-        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss."""
+        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss. ends:
+        nothing more is added to them in this step. progress: called by all processes equally often."""
         extra: list[Encoded] = []
         groups: list[int] | None = None
         if self.method.mismatches:
             extra, groups = self.mismatched(units, following)
-        batches = self.laid_out(units, extra if backward else (), groups)
+        hand = self.laid_out(units, extra if backward else (), groups)
+        batches = hand.own
         outcome = Outcome(
             loss=torch.zeros(()),
             micro_batches=0,
@@ -164,20 +157,17 @@ class Objective:
             tokens_of=[],
         )
         count, shared = self._counted([batch.part(trains=True) for batch in batches])
-        if "delta" in shared:
+        if "delta" in shared and self.group.rank == 0:
             outcome.metrics["delta"] = [mean(shared["delta"][None])]
         ran = [len(batch.tokens) for batch in batches]
         largest = max(ran, default=0)
-        if groups and all(all(batch.trains) for batch in batches):
-            passes = list(self.apart(extra, groups, progress))
+        if groups and all(all(batch.trains) for batch in batches):  # of all processes alike
+            passes = self.apart(extra, groups, progress)
             ran += [len(batch.tokens) for batch, _ in passes]
             own = [found for _, found in passes] or [torch.zeros(2, max(groups) + 1, device=self.policy.device, dtype=self._type)]
             shared |= self._z0(torch.stack(own).sum(0), outcome)
-        step = _Pass(self, outcome, count, shared, weight=weight, backward=backward, rows=rows, progress=progress)
-        if self.method.loss.couples and (len(batches) > 1 or self.group.size > 1):
-            parts = [step.coupled(batches or self._any_batch(units, groups), idle=not batches)]
-        else:
-            parts = [step.alone(batch) for batch in batches]
+        step = Pass(self, outcome, hand, count, shared, weight=weight, backward=backward, rows=rows, ends=ends, progress=progress)
+        parts = [step.coupled()] if self.method.loss.couples and (hand.rounds > 1 or self.group.size > 1) else step.alone()
         self._together(outcome, parts, len(batches), sum(ran), largest)
         return outcome
 
@@ -185,11 +175,6 @@ class Objective:
     def _type(self) -> torch.dtype:
         """Of log-probabilities."""
         return torch.float64 if next(self.policy.parameters()).dtype == torch.float64 else torch.float32
-
-    def _any_batch(self, units: Sequence[Encoded], groups: Sequence[int] | None) -> list[Batch]:
-        """A micro-batch for a process that has none, to take part in what depends on all of them."""
-        rows = self._packed(units)[0]
-        return [collate([units[i] for i in rows], rows, groups, self.policy.device)]
 
     def _together(self, outcome: Outcome, parts: Sequence[Tensor], micro_batches: int, tokens: int, largest: int) -> None:
         """Puts together what the processes had of a step: its loss, and how much each of them ran."""
@@ -229,109 +214,9 @@ class Objective:
     def _z0(self, sums: Tensor, outcome: Outcome) -> dict[str, Tensor]:
         """kto's reference points z0 [groups] (nats), of which the metrics also tell the unclamped value."""
         z0, raw = stats.reference_point(self.group.sum(sums))
-        outcome.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(raw)]}
+        if self.group.rank == 0:  # it is that of all
+            outcome.metrics |= {"kl": [mean(z0)], "kl/raw": [mean(raw)]}
         return {"z0": z0}
-
-
-@dataclass
-class _Pass:
-    """The forward (and backward) passes of one step: what all of its micro-batches share."""
-
-    of: Objective
-    outcome: Outcome
-    count: dict[Average, Tensor]
-    shared: dict[str, Tensor]
-    weight: float
-    backward: bool
-    rows: bool
-    progress: Callable[[Batch], None]
-
-    def alone(self, batch: Batch) -> Tensor:
-        """A micro-batch's part of the step's loss."""
-        loss, settings = self.of.method.loss, self.of.settings
-        ref = self.of.reference(batch) if self.of.reference else None
-        with torch.set_grad_enabled(self.backward):
-            out = self.of.policy(batch, loss.wants(settings))
-            if not all(batch.trains):
-                self.shared |= self.of._z0(self.of.mismatched_sums(batch.part(trains=False), out, ref), self.outcome)
-                batch = batch.part(trains=True)
-            plain, view = loss.read(batch, out, ref, settings, self._shared_of(batch))
-            part = loss.total(plain, view, settings, self.count)
-            if self.backward:
-                (self.weight * part).backward()
-        self._note(batch, out, ref, plain, view, part.detach())
-        return part.detach()
-
-    def coupled(self, batches: Sequence[Batch], idle: bool = False) -> Tensor:
-        """This process's share of the step's loss where it depends on sequences of all micro-batches together. Its gradient with
-        respect to every log-probability comes first; each micro-batch then runs once more, backward through
-        sum(logp * gradient). ``idle``: the batches are another process's."""
-        loss, settings = self.of.method.loss, self.of.settings
-        leaves: list[Tensor] = []
-        reads: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
-        for batch in batches:
-            ref = self.of.reference(batch) if self.of.reference else None
-            with torch.no_grad():
-                out = self.of.policy(batch, loss.wants(settings))
-            out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
-            leaves.append(out.logp)
-            reads.append(loss.read(batch, out, ref, settings, self._shared_of(batch)))
-            if not idle:
-                self._note(batch, out, ref, *reads[-1], torch.zeros(()))
-        plain, view = (_joined([read[side] for read in reads], self.of.group, idle) for side in (0, 1))
-        part = loss.total(plain, view, settings, self.count)
-        if self.backward:
-            (self.weight * part).backward()
-            for batch, leaf in zip(batches, leaves, strict=True) if not idle else ():
-                (self.of.policy(batch).logp * leaf.grad).sum().backward()
-        return part.detach() / self.of.group.size  # all of them have found the same
-
-    def _shared_of(self, batch: Batch) -> dict[str, Tensor]:
-        """What holds for the whole step, and the reference point of each sequence."""
-        found = {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
-        if "thresholds" in self.of.method.loss.reads:  # anew for each micro-batch, as each runs backward through them
-            assert isinstance(self.of.policy, Scorer)
-            assert self.of.policy.thresholds is not None
-            found["thresholds"] = self.of.policy.thresholds
-        return found
-
-    def _note(
-        self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: dict[str, Tensor], view: dict[str, Tensor], part: Tensor
-    ) -> None:
-        """What a micro-batch measured, for the log, for guards, and for tables of rows."""
-        loss, outcome = self.of.method.loss, self.outcome
-        out = replace(out, logp=out.logp.detach())
-        sums = seq_view(batch, token_columns(batch, out, ref))
-        finite = torch.isfinite(sums["logp"] - sums["ref"] if "ref" in sums else sums["logp"])
-        if out.score is not None:
-            finite &= torch.isfinite(out.score.detach()).all(1)
-        outcome.checks.append((batch.ids, finite, torch.isfinite(part) & finite.all()))
-        for name, metric in loss.measure(batch, out, ref, plain, self.of.settings).items():
-            outcome.metrics.setdefault(name, []).append(metric)
-        if loss.shifts:
-            found = stats.class_sums(view)
-            outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found
-        if self.rows:
-            outcome.rows += self._rows(batch, sums) if out.score is None else _scored_rows(batch, out.score.detach(), sums["n"])
-        self.progress(batch)
-
-    def _rows(self, batch: Batch, sums: dict[str, Tensor]) -> list[SequenceRow]:
-        reward = self.of.method.loss.reward
-        rewards = reward(sums, self.of.settings).tolist() if reward else [None] * batch.sequences
-        refs = sums["ref"].tolist() if "ref" in sums else [None] * batch.sequences
-        columns = zip(
-            batch.unit.tolist(), batch.side.tolist(), sums["logp"].tolist(), refs, rewards, sums["n"].tolist(), strict=True
-        )
-        return [SequenceRow(u, side, lp, rf, rw, int(n)) for u, side, lp, rf, rw, n in columns]
-
-
-def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
-    """What a reward model gave: its score is the reward where there is but one."""
-    columns = zip(batch.unit.tolist(), batch.side.tolist(), n.tolist(), score.tolist(), strict=True)
-    return [
-        SequenceRow(unit, side, None, None, own[0] if len(own) == 1 else None, int(count), tuple(own) if len(own) > 1 else ())
-        for unit, side, count, own in columns
-    ]
 
 
 def _wide(values: Tensor) -> Tensor:
@@ -339,22 +224,10 @@ def _wide(values: Tensor) -> Tensor:
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
 
 
-def _joined(views: Sequence[dict[str, Tensor]], group: Group, idle: bool) -> dict[str, Tensor]:
-    """The views of several micro-batches, of all processes, as one in the order of the step, which breaks ties. What has no axis
-    holds for all. Only this process's part has a gradient."""
-    own = {name: torch.cat([view[name] for view in views]) for name, value in sorted(views[0].items()) if value.ndim}
-    whole = {name: _gathered(value[:0] if idle else value, group) for name, value in own.items()}
-    order = whole["unit"].argsort(stable=True)
-    return {name: whole[name][order] if name in whole else value for name, value in views[0].items()}
-
-
-def _gathered(own: Tensor, group: Group) -> Tensor:
-    """All processes' values [S, ...], this process's among them as they are, with their gradient."""
-    if group.size == 1:
-        return own
-    ends = group.gather(torch.tensor([len(own)], device=own.device)).cumsum(0).tolist()
-    found = group.gather(own.detach())
-    return torch.cat([found[: ends[group.rank] - len(own)], own, found[ends[group.rank] :]])
+def clip(parameters: Sequence[Tensor], most: float, norm: Tensor) -> None:
+    """Shortens gradients of this norm to at most this norm."""
+    for mesh in {getattr(p, "device_mesh", None) for p in parameters}:  # no others with those split over the same processes
+        clip_grads_with_norm_([p for p in parameters if getattr(p, "device_mesh", None) == mesh], most, norm)
 
 
 @dataclass(frozen=True)
@@ -370,7 +243,8 @@ class Share:
 
 def _with_share(whole: Outcome, share: Share, own: Outcome) -> Outcome:
     """The outcome of a step with that of one of its shares, whose numbers keep names of their own."""
-    metrics = {f"{share.name}/{name}": parts for name, parts in (own.metrics | {"loss": [mean(own.loss[None])]}).items()}
+    of_all = {"loss": [mean(own.loss[None])]} if share.objective.group.rank == 0 else {}
+    metrics = {f"{share.name}/{name}": parts for name, parts in (own.metrics | of_all).items()}
     return replace(
         whole,
         loss=whole.loss + share.weight * own.loss,
@@ -396,15 +270,19 @@ def optimizer_step(
     A loss or gradient that is not finite leaves the weights and the optimizer as they were.
     """
     optimizer.zero_grad(set_to_none=True)
-    outcome = objective.run(units, following, backward=True)
+    outcome = objective.run(units, following, backward=True, ends=not shares)
     learnt = [(objective, outcome)]
     for share in shares:
-        own = share.objective.run(share.units, share.following, backward=True, weight=share.weight)
+        last = share is shares[-1]
+        own = share.objective.run(share.units, share.following, backward=True, weight=share.weight, ends=last)
         learnt.append((share.objective, own))
         outcome = _with_share(outcome, share, own)
     trained = [p for group in optimizer.param_groups for p in group["params"]]
-    objective.group.reduce_gradients(trained)
-    norm = torch.nn.utils.clip_grad_norm_(trained, clip_norm if clip_norm is not None else float("inf"))
+    with no_way_back(objective.group.size > 1):
+        objective.group.reduce_gradients(trained)
+        norm = objective.group.norm(trained)
+        if clip_norm is not None:
+            clip(trained, clip_norm, norm)
     size, loss = torch.stack([norm.to(outcome.loss), outcome.loss]).tolist()  # the one time that the device is waited for
     applied = math.isfinite(size) and math.isfinite(loss)
     if applied:
@@ -413,3 +291,6 @@ def optimizer_step(
             each.learn(own)
     optimizer.zero_grad(set_to_none=True)
     return outcome, size, applied
+
+
+__all__ = ["Objective", "Outcome", "SequenceRow", "Share", "clip", "optimizer_step"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -37,20 +37,33 @@ class Window:
     """The steps since the last record: their numbers, tokens that ran, seconds, and what the last of them said about itself."""
 
     meter: Meter = field(default_factory=Meter)
-    tokens: int = 0
+    tokens_of: list[int] = field(default_factory=list[int])
+    """Of each process."""
     seconds: float = 0.0
     last: dict[str, float] = field(default_factory=dict[str, float])
 
     def clear(self) -> None:
-        self.meter, self.tokens, self.seconds, self.last = Meter(), 0, 0.0, {}
+        self.meter, self.tokens_of, self.seconds, self.last = Meter(), [], 0.0, {}
+
+    def ran(self, tokens_of: Sequence[int]) -> None:
+        """Takes in what each process ran in a step."""
+        self.tokens_of = [a + b for a, b in zip(self.tokens_of or [0] * len(tokens_of), tokens_of, strict=True)]
+
+    def add(self, other: Window) -> None:
+        """Takes in what another process measured in the same steps."""
+        for name, mean in other.meter.means.items():
+            self.meter.add({name: mean})
+        for name, parts in other.meter.ranked.items():
+            self.meter.pool({name: parts})
 
     def state_dict(self) -> dict[str, Any]:
-        return {"meter": self.meter.state_dict(), "tokens": self.tokens, "seconds": self.seconds, "last": dict(self.last)}
+        plain = {"tokens_of": list(self.tokens_of), "seconds": self.seconds, "last": dict(self.last)}
+        return {"meter": self.meter.state_dict(), **plain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.meter = Meter()
         self.meter.load_state_dict(state["meter"])
-        self.tokens, self.seconds, self.last = state["tokens"], state["seconds"], dict(state["last"])
+        self.tokens_of, self.seconds, self.last = list(state["tokens_of"]), state["seconds"], dict(state["last"])
 
 
 class Selection:

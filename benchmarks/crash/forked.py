@@ -1,0 +1,72 @@
+"""Programs that begin as a copy of this process, which has loaded all that they need, instead of loading it anew."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+
+@contextmanager
+def popen_forks(program: Callable[[], None]):
+    """Inside the block ``subprocess.Popen`` calls ``program`` in a forked process, in the environment and with the streams that
+    it is given, whatever the command is."""
+
+    class Forked(subprocess.Popen):  # type: ignore[type-arg]
+        def __init__(
+            self,
+            command: Sequence[str],
+            *,
+            env: Mapping[str, str],
+            preexec_fn: Callable[[], None],
+            pass_fds: Sequence[int],
+            **how: Any,
+        ) -> None:
+            def child() -> None:  # the last that Popen calls before it would start another program
+                preexec_fn()
+                _as_if_new(env, pass_fds)
+                os._exit(_status(program))
+
+            super().__init__(command, env=env, preexec_fn=child, pass_fds=pass_fds, **how)
+
+    with patch.object(subprocess, "Popen", Forked):
+        yield
+
+
+def _as_if_new(env: Mapping[str, str], kept: Sequence[int]) -> None:
+    """No more files are open, signals do what they do by default, and objects are collected."""
+    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
+        try:
+            os.close(fd)
+        except OSError:  # that of the listing itself
+            continue
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.environ.clear()
+    os.environ.update(env)
+    gc.enable()
+
+
+def _status(program: Callable[[], None]) -> int:
+    """Of a program, to its end."""
+    try:
+        program()
+        status = 0
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:  # as Python would
+        traceback.print_exc()
+        status = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status

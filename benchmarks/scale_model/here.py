@@ -1,0 +1,75 @@
+"""What the model says of steps on this machine, beside what they take."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from benchmarks.scale_model.measure import PRODUCTS, SENT, STEPS, UPDATED, WAYS
+from benchmarks.scale_model.model import UPDATE, Job, Layout, Machine, balance, seconds, sharded
+from valence.dist.launch import launch
+from valence.engine import speed
+from valence.engine.shape import Shape
+from valence.engine.speed import Work
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step run in one of the ways, in seconds. loss: what it gave."""
+
+    name: str
+    way: str
+    predicted: float
+    measured: float
+    loss: float
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def measured(rounds: int) -> dict[str, Any]:
+    """Starts two processes of one thread each, and returns what they timed."""
+    with TemporaryDirectory() as folder, patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}):
+        file = Path(folder) / "found.json"
+        status = launch([str(file), str(rounds)], 2, program=[sys.executable, "-m", "benchmarks.scale_model.measure"])
+        if status:
+            raise SystemExit(status)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+
+def machine(taken: Mapping[str, float], processes: int) -> Machine:
+    """This one, when so many processes work at once."""
+    small, large = (taken[f"sum, {size}"] for size in SENT)
+    bandwidth = (SENT[1] - SENT[0]) / (large - small)  # of two processes, an all-reduce brings each as many bytes as it sums
+    return Machine(
+        flops=speed.EFFICIENCY[torch.float32] * PRODUCTS / taken[f"product, {processes}"],
+        memory=UPDATE * UPDATED / taken[f"update, {processes}"],
+        near=bandwidth,
+        far=bandwidth,
+        start=small - SENT[0] / bandwidth,
+        overlaps=False,
+    )
+
+
+def steps(found: Mapping[str, Any]) -> list[Step]:
+    shape, taken = Shape(**found["shape"]), found["seconds"]
+    made: list[Step] = []
+    for name in STEPS:
+        for way, processes in WAYS.items():
+            ran = found[f"{name}, {way}"]
+            layout = sharded(processes) if way == "two, sharded" else Layout(processes)
+            rounds, share = max(map(len, ran["operations"])), balance(ran["operations"], layout)
+            job = Job(shape, Work(*found[name]), micro_batches=rounds, balance=share, width=4)
+            predicted = seconds(job, layout, machine(taken, processes)).total
+            made.append(Step(name, way, predicted, taken[f"{name}, {way}"], ran["loss"]))
+    return made

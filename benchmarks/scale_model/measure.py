@@ -1,0 +1,173 @@
+"""One of two processes that time what the model needs to know of this machine, and steps that it is to foretell.
+
+``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.dist.launch``: rank 0 writes what was found.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from valence.data.forest import plant
+from valence.data.pack import strands
+from valence.dist.fsdp2 import shard
+from valence.dist.processes import start
+from valence.dist.protocol import Group
+from valence.dist.single import Single
+from valence.dist.together import gathered
+from valence.engine import speed
+from valence.engine.logprobs import Engine
+from valence.engine.models import build_policy
+from valence.engine.shape import decoder_layers, shape_of
+from valence.engine.speed import Work
+from valence.training.methods import METHODS
+from valence.training.step import Objective, optimizer_step
+from valence.types import Answer, Encoded, Origin
+
+HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096
+BUDGET = 256
+STEPS = {"256 tokens": 256, "1,024 tokens": 1024}
+"""Tokens of the steps that are foretold: few, so that what travels counts, and many."""
+WAYS = {"one process": 1, "two processes": 2, "two, sharded": 2}
+SENT = (1 << 16, 1 << 24)
+"""Bytes of the gradients whose sums are timed."""
+UPDATED = 1 << 22
+"""Weights whose update is timed."""
+TIMES = 5
+PRODUCTS = TIMES * 2 * 1024 * HIDDEN * INNER
+"""Operations of products as large as a feed-forward layer's."""
+
+
+def rows(tokens: int) -> list[Encoded]:
+    """Demonstrations of uneven lengths."""
+    draw, found, left = random.Random(tokens), list[Encoded](), tokens
+    while left > 0:
+        length = min(left, draw.randint(24, 96))
+        ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length + 2))
+        answer = Answer(ids[2:], (True,) * length)
+        found.append(Encoded(
+            id=str(len(found)), origin=Origin("made", len(found) + 1), kind="demonstration", prompt_ids=ids[:2],
+            prompt_mask=(False, False), answers=(answer,),
+        ))  # fmt: skip
+        left -= length
+    return found
+
+
+class Way:
+    """Steps of a model that learns nothing, so that all of them have the same loss. group: of the processes that take part."""
+
+    def __init__(self, policy: Engine, group: Group) -> None:
+        method = METHODS["sft"]
+        self.objective = Objective(method, method.resolve({}), policy, None, group, BUDGET, max_length=256)
+        self.optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0)
+        self.loss = 0.0
+
+    def step(self, tokens: int) -> None:
+        self.loss = float(optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss)
+
+    def laid_out(self, tokens: int) -> list[Work]:
+        """What each of this process's micro-batches of a step runs, counted on the rows."""
+        units = rows(tokens)
+        dealt = [[units[i] for i in sorted(set(batch.unit.tolist()))] for batch in self.objective.batches(units)]
+        forests = [plant([strand for unit in own for strand in strands(unit)]) for own in dealt]
+        return [Work(float(len(f.tokens)), float(f.mask.sum()), float((f.pos + 1).sum())) for f in forests]
+
+
+class Timer:
+    """Seconds by name, each measured several times in turn, by one process while the other waits or by both at once."""
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.found = group, dict[str, list[float]]()
+
+    def time(self, name: str, processes: int, call: Callable[..., object], *given: Any) -> None:
+        """As long as the slower one takes."""
+        self.group.barrier(name)
+        own = _seconds(call, *given) if self.group.rank < processes else 0.0
+        self.found.setdefault(name, []).append(float(self.group.gather(torch.tensor([own], dtype=torch.float64)).max()))
+
+    def medians(self) -> dict[str, float]:
+        return {name: median(seconds) for name, seconds in self.found.items()}
+
+
+def _seconds(call: Callable[..., object], *given: Any) -> float:
+    began = time.perf_counter()
+    call(*given)
+    return time.perf_counter() - began
+
+
+def ways(group: Group) -> dict[str, Way]:
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+    ))  # fmt: skip
+    whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
+    several: Any = group
+    shard(split, decoder_layers(split.causal), several, each=True)
+    return dict(zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True))
+
+
+def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
+    """Seconds of everything, the medians of so many rounds."""
+    a, b = torch.randn(1024, HIDDEN), torch.randn(HIDDEN, INNER)
+    sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
+    apart = torch.zeros(UPDATED, requires_grad=True)
+    for each in (*sent, apart):
+        each.grad = torch.ones_like(each)
+    update = torch.optim.AdamW([apart], lr=1e-6).step
+    timer = Timer(group)
+    for done in range(rounds + 1):
+        for name, way in made.items():
+            for step, tokens in STEPS.items():  # a product beside each: other work on the machine then slows both
+                timer.time(f"product, {WAYS[name]}", WAYS[name], lambda: [a @ b for _ in range(TIMES)])
+                timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
+        for processes in (1, 2):
+            timer.time(f"update, {processes}", processes, update)
+        for size, each in zip(SENT, sent, strict=True):
+            timer.time(f"sum, {size}", 2, group.reduce_gradients, [each])
+        if not done:
+            timer.found.clear()  # what is set up at first
+    return timer.medians()
+
+
+def measured(group: Group, rounds: int) -> dict[str, Any]:
+    """Seconds by name, the shape, and of each step its work and, by the way it was run, its loss and the operations of each
+    process's micro-batches."""
+    made = ways(group)
+    shape = shape_of(made["one process"].objective.policy.causal)
+    found: dict[str, Any] = {"seconds": timed(group, made, rounds), "shape": asdict(shape)}
+    for step, tokens in STEPS.items():
+        for name, way in made.items():
+            way.step(tokens) if group.rank < WAYS[name] else None
+            costs = [speed.step(shape, work) for work in way.laid_out(tokens)]
+            found[f"{step}, {name}"] = {"loss": way.loss, "operations": gathered(group, costs)[: WAYS[name]]}
+        works = made["one process"].laid_out(tokens)
+        found[step] = [sum(getattr(work, each) for work in works) for each in Work.__slots__]
+    return found
+
+
+def main() -> int:
+    file, rounds = sys.argv[1:]
+    torch.set_num_threads(1)
+    group = start(device="cpu")
+    found = measured(group, int(rounds))
+    if group.rank == 0:
+        Path(file).write_text(json.dumps(found), encoding="utf-8")
+    group.barrier("end")
+    group.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

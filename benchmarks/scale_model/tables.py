@@ -1,0 +1,128 @@
+"""The tables of docs/scale.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+
+from benchmarks.scale_model import cases
+from benchmarks.scale_model.model import Layout, dealt, seconds, sharded, volume
+
+PROCESSES = (8, 64, 512)
+LARGEST = 141
+"""GB of an H200."""
+STEP = (
+    f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, {sum(cases.lengths()) / 1e6:.1f} million "
+    f"in all, a quarter of them prompts; {cases.AT_ONCE:,} run at once in a process; layers are recomputed "
+    "(`train.checkpointing: full`), products are in bfloat16, adapters have rank 16, and nothing is in the reference cache yet."
+)
+
+
+def text() -> str:
+    """All of them, in Markdown."""
+    return "\n\n".join([STEP, *(f"### {title}\n\n{said}\n\n{shown}" for title, said, shown in _tables())]) + "\n"
+
+
+def _tables() -> Iterator[tuple[str, str, str]]:
+    several = [f"{n} GPUs" for n in PROCESSES]
+    yield (
+        "Memory of a GPU",
+        "GB, of `parallel.shard: off`, and of `full` on so many GPUs. An H100 has 80, an H200 141.",
+        _table(["model, method", "off", *several], _memory()),
+    )
+    yield (
+        "What travels in a step",
+        "GB that come to each GPU in a step of sft; as many leave it.",
+        _table(["model, setting", *several], _volume()),
+    )
+    yield (
+        "Throughput",
+        "Tokens per second and GPU; in brackets the seconds of a step, and the share of them that products take. Weights are "
+        "split where `parallel.shard: auto` would on an H100.",
+        _table(["model, method", *several], _throughput()),
+    )
+    yield (
+        "Balance",
+        "Mean work of a process by what is waited for: the share of its speed that the split of a step leaves.",
+        _table(["rows a step", *several], _balance()),
+    )
+    yield "Constants", "None of them is measured by Valence yet.", _table(["", "value", "from"], cases.CONSTANTS)
+    yield (
+        "Beside published figures",
+        "Tokens per second and GPU of torchtitan, which trains by FSDP2 too, on Llama 3.1 8B with rows of 8,192 tokens (December "
+        "2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, not compiled).",
+        _table(["", "predicted", "published", "ratio"], _published()),
+    )
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _kinds() -> Iterator[tuple[str, str, str, bool]]:
+    for model in cases.DECODERS:
+        yield f"{model}, sft", model, "sft", False
+        yield f"{model}, dpo and kto", model, "dpo", False
+        yield f"{model}, LoRA, any method", model, "dpo", True
+
+
+def gigabytes(model: str, method: str, lora: bool, layout: Layout) -> float:
+    return cases.memory(model, method, layout, lora=lora) / 1e9
+
+
+def _memory() -> Iterator[list[str]]:
+    for name, model, method, lora in _kinds():
+        layouts = [Layout(1), *(sharded(n, each=not lora) for n in PROCESSES)]
+        yield [name, *(f"{gigabytes(model, method, lora, layout):.0f}" for layout in layouts)]
+
+
+def _volume() -> Iterator[list[str]]:
+    for model in ("8B", "70B"):
+        for name, lora, made in (
+            ("shard off", False, Layout),
+            ("shard full", False, sharded),
+            ("shard full, reshard false", False, partial(sharded, reshard=False)),
+            ("shard full, sync step", False, partial(sharded, each=False)),
+            ("LoRA, shard off", True, Layout),
+            ("LoRA, shard full", True, partial(sharded, each=False)),
+        ):
+            layouts = [made(n) for n in PROCESSES]
+            found = [sum(volume(cases.job(model, "sft", layout, lora=lora), layout).values()) for layout in layouts]
+            yield [f"{model}, {name}", *(f"{size / 1e9:,.{1 if size < 1e10 else 0}f}" for size in found)]
+
+
+def _throughput() -> Iterator[list[str]]:
+    for model in ("8B", "70B"):
+        for method, lora, tensor in (
+            ("sft", False, 1), ("dpo", False, 1), ("kto", False, 1), ("sft", True, 1), ("dpo", True, 1), ("sft", False, 8),
+        ):  # fmt: skip
+            name = f"{model}, {method}" + (", LoRA" if lora else "") + (f", tensor {tensor}" if tensor > 1 else "")
+            layouts = [cases.chosen(model, method, n, lora=lora, tensor=tensor) for n in PROCESSES]
+            yield [name, *(_speed(model, method, lora, layout) for layout in layouts)]
+
+
+def _speed(model: str, method: str, lora: bool, layout: Layout) -> str:
+    if gigabytes(model, method, lora, layout) > LARGEST:
+        return "does not fit"
+    one = cases.job(model, method, layout, lora=lora)
+    took = seconds(one, layout, cases.H100)
+    rate = one.trained.tokens / took.total / layout.processes
+    return f"{rate:,.0f} ({took.total:.3g} s, {took.products / took.total:.0%})"
+
+
+def _balance() -> Iterator[list[str]]:
+    for rows in (64, 256, cases.ROWS):
+        yield [f"{rows:,}", *(f"{dealt(cases.lengths(rows), sharded(n), cases.AT_ONCE)[1]:.2f}" for n in PROCESSES)]
+
+
+def _published() -> Iterator[list[str]]:
+    for name, processes, told in cases.PUBLISHED:
+        found = published(processes)
+        yield [name, f"{found:,.0f}", f"{told:,}", f"{found / told:.2f}"]
+
+
+def published(processes: int) -> float:
+    """Tokens per second and GPU that the model gives for a published run."""
+    layout = sharded(processes)
+    one = cases.published(layout)
+    return one.trained.tokens / seconds(one, layout, cases.H100).total / processes

@@ -1,0 +1,73 @@
+"""Trains a recipe on a Ray cluster: `python train.py RECIPE WORKERS [KEY=VALUE]...`, with `pip install "ray[train]"`.
+
+Ray places the workers, a GPU each, and starts all of them again when one fails; the run then goes on where it was saved last. The
+recipe, and the run.dir that it names, lie on a disk that all hosts see.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.train
+from ray.train.backend import Backend
+from ray.train.torch import TorchConfig, TorchTrainer
+
+
+class Place(Backend):
+    """Tells all workers where rank 0 will listen. Ray's own backend would start a group of processes, which Valence does."""
+
+    def on_start(self, worker_group: Any, backend_config: Any) -> None:
+        address, port = worker_group.execute_single(0, free_port)
+        worker_group.execute(listens, address, port)
+
+
+@dataclass
+class Environment(TorchConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return Place
+
+
+def free_port() -> tuple[str, int]:
+    """This host's address, and a port that is free there."""
+    with socket.socket() as found:
+        found.bind(("", 0))
+        return ray.util.get_node_ip_address(), found.getsockname()[1]
+
+
+def listens(address: str, port: int) -> None:
+    os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+
+
+def train(given: dict[str, Any]) -> None:
+    """What each worker runs."""
+    context = ray.train.get_context()
+    os.environ |= {
+        "RANK": str(context.get_world_rank()),
+        "WORLD_SIZE": str(context.get_world_size()),
+        "LOCAL_RANK": "0",  # Ray shows each worker its own GPU alone
+        "LOCAL_WORLD_SIZE": str(context.get_local_world_size()),
+    }
+    import valence  # once Ray has said which GPU that is
+
+    valence.train(given["recipe"], overrides=given["overrides"])
+
+
+def main() -> None:
+    recipe, workers, *overrides = sys.argv[1:]
+    TorchTrainer(
+        train,
+        train_loop_config={"recipe": recipe, "overrides": overrides},
+        torch_config=Environment(),
+        scaling_config=ray.train.ScalingConfig(num_workers=int(workers), use_gpu=True),
+        run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3)),
+    ).fit()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,390 @@
+"""Checkpoints and models of weights that are sharded over processes: saved together or not at all, loaded by any number."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.fsdp import fully_shard
+
+from tests.dist.rig import run
+from valence.checkpoint import keeper, store
+from valence.checkpoint.keeper import Checkpoints, check
+from valence.checkpoint.store import Stored
+from valence.dist import shards
+from valence.dist.protocol import Group
+from valence.errors import UserError
+
+pytestmark = pytest.mark.dist
+
+HEAVY = ("weights", "reference", "optimizer")
+
+
+class Model:
+    """A model with an optimizer and a reference that follows, sharded over the processes or not. Vectors are never sharded."""
+
+    def __init__(self, *, sharded: bool) -> None:
+        torch.manual_seed(0)
+        self.net, self.reference = (nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+        if sharded:
+            for net in (self.net, self.reference):
+                fully_shard(net, ignored_params={p for p in net.parameters() if p.ndim < 2})
+        trained = list(self.net.parameters())
+        groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
+        self.optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
+
+    def step(self) -> None:
+        torch.manual_seed(1)
+        self.net(torch.randn(8, 6)).square().sum().backward()  # the same in all processes: gradients are averaged
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "weights": {"values": dict(self.net.named_parameters())},
+            "reference": {"weights": dict(self.reference.named_parameters())},
+            "optimizer": self.optimizer.state_dict(),
+            "counters": {"step": 2},
+            "random": [torch.arange(5)],
+        }
+
+    def take(self, state: dict[str, Any]) -> None:
+        store.put(state["weights"]["values"], dict(self.net.named_parameters()))
+        store.put(state["reference"]["weights"], dict(self.reference.named_parameters()))
+        self.optimizer.load_state_dict(store.for_optimizer(state["optimizer"], self.optimizer))
+
+    def numbers(self) -> dict[str, Tensor]:
+        """All tensors, whole."""
+        found = {f"{kind} {name}": value for kind in HEAVY[:2] for name, value in _first(self.state()[kind]).items()}
+        for i, of in self.optimizer.state_dict()["state"].items():
+            found |= {f"{i} {name}": value for name, value in of.items()}
+        return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for name, t in found.items()}
+
+
+def _first(values: dict[str, Any]) -> dict[str, Any]:
+    return next(iter(values.values()))
+
+
+def differing(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name in wanted if not torch.equal(found[name], wanted[name])]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Tensor]]]:
+    """A checkpoint of one process, and the numbers in it and after one more step."""
+    folder = tmp_path_factory.mktemp("alone") / "checkpoints"
+    model = Model(sharded=False)
+    model.step()
+    Checkpoints(folder, None).save(2, model.state(), {})
+    there = {name: value.clone() for name, value in model.numbers().items()}
+    model.step()
+    return folder / "step-2", [there, model.numbers()]
+
+
+# Saving and loading
+
+
+def saves(group: Group, folder: str, other: str, numbers: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """A checkpoint of processes together, then saves in which one process fails in one way or another. And what is wrong after
+    loading another checkpoint."""
+    model = Model(sharded=True)
+    model.step()
+    kept = Checkpoints(Path(folder), 2, group, shards.write)
+    kept.save(2, model.state(), {"rank": group.rank})
+    found: dict[str, Any] = {"numbers": model.numbers(), "saved": (kept.failed, kept.told(), kept.steps())}
+    for rank, place, name in FAULTS:
+        as_it_is = getattr(place, name)
+        if group.rank == rank:
+            setattr(place, name, _full)
+        kept.save(3, model.state(), {})
+        setattr(place, name, as_it_is)
+        group.barrier("failed")
+        found[name] = (kept.failed, kept.told(), sorted(path.name for path in Path(folder).iterdir()))
+        group.barrier("seen")
+    for step in (4, 5):
+        kept.save(step, model.state(), {}, beside=_beside if step == 5 else None)
+    group.barrier("seen")
+    found["after"] = (kept.failed, kept.told(), kept.steps())
+    return found | {"loaded": loads(group, other, numbers)}
+
+
+def _full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def _beside(folder: Path) -> None:
+    """A model beside the state, which processes make together and one of them writes."""
+    if torch.distributed.get_rank() == 0:
+        (folder / "model").mkdir()
+        (folder / "model/card").write_text("a card")
+
+
+FAULTS: list[tuple[int, Any, str]] = [
+    (0, store.Snapshot, "write"), (0, Path, "mkdir"), (2, Path, "is_dir"), (3, HuggingFaceStorageWriter, "write_data"),
+    (1, keeper, "_sha256"), (0, store, "_keep"),
+]  # fmt: skip
+"""Which process cannot do what."""
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> tuple[Path, list[dict[str, Any]]]:
+    """What four processes have saved together, and what each of them found."""
+    folder = tmp_path_factory.mktemp("saved") / "checkpoints"
+    ended = run(saves, 4, str(folder), str(alone[0]), alone[1])
+    assert [(each.error, each.code) for each in ended] == [("", 0)] * 4
+    return folder, [each.value for each in ended]
+
+
+def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[list[str]]:
+    """What of a checkpoint is other than it should be in sharded processes: as it is loaded, and after one more step."""
+    model = Model(sharded=True)
+    model.take(store.load(Path(folder), shards.read, HEAVY))
+    wrong = [differing(model.numbers(), numbers[0])]
+    model.step()
+    found = model.numbers()
+    return [*wrong, [name for name, value in numbers[1].items() if not torch.allclose(found[name], value, atol=1e-6)]]
+
+
+def test_a_checkpoint_of_four_is_loaded_by_one(saved: tuple[Path, list[dict[str, Any]]], alone: Any) -> None:
+    model = Model(sharded=False)
+    state = store.load(check(saved[0] / "step-5").path, shards.read)
+    assert state["counters"] == {"step": 2}
+    assert state["random"][0].equal(torch.arange(5))
+    weights = state["weights"]["values"]
+    assert isinstance(weights["0.weight"], Stored)
+    assert isinstance(weights["0.bias"], Tensor)
+    assert (weights["0.weight"].shape, weights["0.weight"].dtype) == ((7, 6), torch.float32)
+    model.take(state)
+    assert differing(model.numbers(), saved[1][0]["numbers"]) == []
+    assert {
+        name: torch.allclose(model.numbers()[name], value, atol=1e-6) for name, value in alone[1][0].items() if value.ndim > 1
+    }
+    assert store.whole(weights)["0.weight"].equal(weights["0.weight"].whole())
+    with pytest.raises(UserError, match="has the axes"):
+        weights["0.weight"].into(torch.zeros(7, 5))
+    with pytest.raises(TypeError, match="without a function that reads"):
+        store.put(store.load(saved[0] / "step-5")["weights"]["values"], dict(model.net.named_parameters()))
+
+
+def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str, Tensor]]]:
+    """The checkpoint of four processes, its numbers, and those of one process after one more step."""
+    folder, ranks = saved
+    model = Model(sharded=False)
+    model.take(store.load(folder / "step-5", shards.read))
+    model.step()
+    return str(folder / "step-5"), [ranks[0]["numbers"], model.numbers()]
+
+
+def test_a_checkpoint_of_four_is_loaded_by_three(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert [each.value for each in run(loads, 3, *after(saved))] == [[[], []]] * 3
+
+
+def test_a_checkpoint_of_four_is_loaded_by_two(exported: tuple[Path, Path, list[Any]]) -> None:
+    assert [each["loaded"] for each in exported[2]] == [[[], []]] * 2
+
+
+def test_a_checkpoint_of_one_is_loaded_by_four(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    assert [each["loaded"] for each in saved[1]] == [[[], []]] * 4
+
+
+def test_four_save_together_what_is_whole(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = saved
+    assert [each["saved"] for each in ranks] == [(0, [], [2])] * 4
+    assert [each["after"] for each in ranks] == [(0, [], [4, 5])] * 4
+    for step in (4, 5):
+        there = check(folder / f"step-{step}")
+        files = {path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()}
+        manifest = json.loads((there.path / "manifest.json").read_text())
+        assert files == {*manifest["files"], "manifest.json"}
+        parts = {f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, 5)}
+        assert files == {"manifest.json", "state.json", "tensors.safetensors", *parts, *(["model/card"] if step == 5 else [])}
+
+
+@pytest.mark.parametrize("name", ["shard-00003-model-00001-of-00001.safetensors", "tensors.safetensors", "model/card"])
+def test_every_file_is_checked(saved: tuple[Path, list[dict[str, Any]]], name: str) -> None:
+    file = saved[0] / "step-5" / name
+    before = file.read_bytes()
+    file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    try:
+        with pytest.raises(keeper.Damaged, match="has changed"):
+            check(saved[0] / "step-5")
+    finally:
+        file.write_bytes(before)
+
+
+@pytest.mark.parametrize("i", range(len(FAULTS)), ids=lambda i: FAULTS[i][2])
+def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_one(
+    saved: tuple[Path, list[dict[str, Any]]], i: int
+) -> None:
+    rank, _, name = FAULTS[i]
+    failed, told, there = saved[1][0][name]
+    assert [each[name] for each in saved[1]] == [(failed, told, there)] * 4
+    assert failed == i + 1
+    assert len(told) == 1
+    assert told[0].startswith("checkpoint step-3 was not saved: ")
+    assert f"rank {rank}" in told[0]
+    assert "No space left on device" in told[0]
+    assert there == ["step-2"]
+
+
+def test_sharded_tensors_are_not_saved_without_what_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "is_sharded", lambda tensor: True)
+    with pytest.raises(TypeError, match="nothing was given that writes sharded tensors"):
+        Checkpoints(tmp_path, None).save(1, {"weight": torch.ones(3)}, {}, wait=True)
+
+
+# Models for others to load
+
+
+class Case:
+    """A model with two axes or more of its weights sharded: what it is made of, and how it is exported."""
+
+    def __init__(self, kind: str, *, lora: dict[str, Any] | None = None, narrow: bool = False, **how: Any) -> None:
+        self.kind, self.lora, self.narrow, self.how = kind, lora, narrow, {"what": "auto", "card": "A card.", **how}
+
+    def model(self) -> Any:
+        from peft import LoraConfig, get_peft_model
+        from transformers import AutoModelForSequenceClassification
+
+        from tests.models import tiny
+
+        made: Any = tiny(self.kind, dtype=torch.bfloat16 if self.narrow else torch.float32)
+        if scores := (self.lora or {}).get("task_type") == "SEQ_CLS":
+            made.config.num_labels = 2
+            scorer = AutoModelForSequenceClassification.from_config(made.config)
+            scorer.load_state_dict(made.state_dict(), strict=False)
+            made = scorer
+        torch.manual_seed(3)
+        if self.lora is not None:
+            made = get_peft_model(made, LoraConfig(**{"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM", **self.lora}))
+            for name, p in made.named_parameters():
+                if "lora_B" in name or (scores and "score" in name):
+                    nn.init.normal_(p)
+        return made
+
+    def sharded(self) -> Any:
+        model = self.model()
+        vectors = {p for p in model.parameters() if p.ndim < 2}
+        base = model.get_base_model() if self.lora is not None else model
+        for layer in getattr(base, base.base_model_prefix).layers:
+            fully_shard(layer, ignored_params=vectors)
+        fully_shard(model, ignored_params=vectors)
+        return model
+
+
+CASES = {
+    "all weights": Case("qwen3", config={"more": [1.5]}),
+    "tied": Case("llama-tied", largest=20_000),
+    "other names": Case("gpt_neox", largest=20_000),
+    "other pieces": Case("qwen3_moe", largest=20_000),
+    "merged": Case("llama", lora={}, largest=20_000),
+    "merged, narrow": Case("llama-tied", lora={"use_dora": True, "target_modules": "all-linear"}, narrow=True),
+    "reward model": Case("llama", lora={"task_type": "SEQ_CLS"}),
+    "adapter": Case("llama", lora={"modules_to_save": ["lm_head"]}, what="adapter"),
+}
+
+
+def exports(group: Group, folder: str, saved: str, numbers: list[dict[str, Tensor]]) -> dict[str, Any]:
+    """Every case, and one of them on a disk that is full. And what is wrong after loading a checkpoint."""
+    from tests.tiny import tiny_tokenizer
+    from valence.checkpoint import export as exporting
+
+    tokenizer, said = tiny_tokenizer(), []
+    for name, case in CASES.items():
+        exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.how)
+    for place in ("save_file", "_keep"):
+        where: Any = exporting if place == "save_file" else store
+        as_it_is = getattr(where, place)
+        if group.rank == 0:
+            setattr(where, place, _full)
+        try:
+            exporting.export(CASES["tied"].sharded(), tokenizer, Path(folder, "full"), group=group, **CASES["tied"].how)
+        except UserError as error:
+            said.append(error.what)
+        setattr(where, place, as_it_is)
+    return {"said": said, "loaded": loads(group, saved, numbers)}
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> tuple[Path, Path, list[Any]]:
+    """The cases exported by two processes, and by one; what the former said."""
+    from tests.tiny import tiny_tokenizer
+    from valence.checkpoint.export import export
+
+    ours, theirs = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
+    ended = run(exports, 2, str(ours), *after(saved), deadline=60.0)
+    assert [(each.error, each.code) for each in ended] == [("", 0)] * 2
+    for name, case in CASES.items():
+        export(case.model(), tiny_tokenizer(), theirs / name, **case.how)
+    return ours, theirs, [each.value for each in ended]
+
+
+def loaded(name: str, folder: Path) -> dict[str, Tensor]:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    from tests.models import tiny
+
+    if name == "adapter":
+        return PeftModel.from_pretrained(tiny(CASES[name].kind, dtype=torch.float32), str(folder)).state_dict()  # type: ignore[arg-type]
+    auto: Any = AutoModelForSequenceClassification if name == "reward model" else AutoModelForCausalLM
+    model, found = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
+    assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_export_what_one_does(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
+    ours, theirs = (folder / name for folder in exported[:2])
+    found, wanted = loaded(name, ours), loaded(name, theirs)
+    assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in wanted.items()}
+    assert differing(found, wanted) == []
+    texts = {path.name for path in theirs.iterdir() if path.suffix != ".safetensors" and "index" not in path.name}
+    assert {path.name for path in ours.iterdir() if path.suffix != ".safetensors" and "index" not in path.name} == texts
+    for text in texts:
+        assert said(ours / text) == said(theirs / text), text
+
+
+def said(file: Path) -> Any:
+    """What a file says, in which the modules that an adapter is on have no order."""
+    found = file.read_text()
+    if file.name == "adapter_config.json":
+        found = json.loads(found)
+        found["target_modules"].sort()
+    return found
+
+
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if "largest" in case.how])
+def test_files_are_no_larger_than_asked_for(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
+    folder = exported[0] / name
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
+    assert set(files) == set(index["weight_map"].values())
+    assert len(files) > 2
+    assert max(files.values()) < 22_000  # and their headers
+
+
+def test_an_export_that_fails_in_one_process_fails_in_all(exported: tuple[Path, Path, list[Any]]) -> None:
+    first, other = exported[2]
+    assert first == other
+    assert len(first["said"]) == 2
+    assert all("No space left on device" in said for said in first["said"])
+    assert not list(exported[0].glob("*full*"))
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
+def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.tiny import tiny_tokenizer
+    from valence.checkpoint.export import export
+
+    monkeypatch.setattr("valence.checkpoint.export.is_sharded", lambda tensor: True)
+    model = Case("llama-tied", lora={"target_modules": ["lm_head"]}).model()
+    with pytest.raises(UserError, match="the adapter is on weights that are tied"):
+        export(model, tiny_tokenizer(), tmp_path / "model", what="auto", card="")
+    assert not list(tmp_path.iterdir())

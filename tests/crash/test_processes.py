@@ -1,0 +1,103 @@
+"""A run of several processes of which any is killed, or the one that started them, ends like one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from benchmarks.crash.cases import recipe
+from benchmarks.crash.process import LAUNCHER, Kill
+from benchmarks.crash.trial import Laboratory, Trial, differences, newest
+from tests.arch.source import ROOT
+from tests.crash.rig import CASE
+from valence.checkpoint.lock import holder
+
+pytestmark = pytest.mark.dist
+WHOLE, SPLIT = "kto, lora, 2 processes", "dpo, 2 that share it"
+MARK = "VALENCE_TEST_RUN"
+"""In the environment of a run's processes: its folder."""
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+        return Laboratory(tmp_path_factory.mktemp("laboratory"))
+
+
+def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(laboratory: Laboratory) -> None:
+    """The launcher, rank 1 amid a step, and rank 0 amid a save. At once with whole copies, and with weights that are split."""
+
+    def killed(name: str) -> Trial:
+        draw = random.Random(name)
+        kills = [
+            Kill("steps", draw.randint(1, 5), LAUNCHER),
+            Kill("steps", draw.randint(2, 5), 1),
+            Kill("saving", draw.randint(5, 25), 0),
+        ]
+        return laboratory.killed(CASE[name], laboratory.folder / f"{name} killed", iter(kills))
+
+    with ThreadPoolExecutor(2) as workers:
+        for trial in workers.map(killed, (WHOLE, SPLIT)):
+            assert trial.wrong == []
+            assert trial.kills == 3
+
+
+def processes(run: Path) -> dict[int, str]:
+    """Those of a run by their ids: their ranks, empty for what started them."""
+    found: dict[int, str] = {}
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            lines = path.read_bytes().split(b"\0")
+        except OSError:  # it has just ended, or is another user's
+            continue
+        if f"{MARK}={run}".encode() in lines:
+            ranks = [line.removeprefix(b"RANK=").decode() for line in lines if line.startswith(b"RANK=")]
+            found[int(path.parent.name)] = "".join(ranks)
+    return found
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Path]:
+    """A run's folder. None of its processes outlives the test."""
+    yield tmp_path / "run"
+    for pid in processes(tmp_path / "run"):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(laboratory: Laboratory, run: Path) -> None:
+    """As it is started by hand, and not from what was loaded before."""
+    case = CASE[WHOLE]
+    written = run.parent / "recipe.yaml"
+    written.write_text(json.dumps(recipe(case, laboratory.folder)), encoding="utf-8")
+    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "OMP_NUM_THREADS")}
+    started = subprocess.Popen(
+        [sys.executable, "-m", "valence", "train", str(written), f"run.dir={run}", "--nproc", "2"],
+        cwd=ROOT, env=environment | {MARK: str(run)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    while newest(run) < 3:
+        assert started.poll() is None
+        time.sleep(0.01)
+    first = next(pid for pid, rank in processes(run).items() if rank == "0")
+    while not any((run / "checkpoints").glob(".step-*")):
+        assert started.poll() is None
+        time.sleep(0.001)
+    os.kill(first, signal.SIGKILL)
+    words = started.communicate(timeout=60)[0]
+    assert started.returncode == 1
+    assert "rank 0 was ended by SIGKILL" in words
+    assert processes(run) == {}
+    assert laboratory.start(case, run).status == 0
+    assert "did not end by itself" in Path(f"{run}.said").read_text(encoding="utf-8")
+    assert differences(run, laboratory.left_alone(case)[0]) == []
+    assert holder(run) is None

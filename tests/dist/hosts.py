@@ -1,0 +1,94 @@
+"""Two hosts on this machine: network namespaces, joined by a cable that can be cut. They share the disk.
+
+Only loopback addresses are used, which nothing outside a namespace answers to or sees.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+ADDRESSES = ("127.77.0.1", "127.77.0.2")
+CABLE = "cable"
+"""The network device of either host."""
+SETTINGS = [f"net.ipv4.conf.{device}.{name}" for device in ("all", "default") for name in ("route_localnet=1", "rp_filter=0")]
+"""Without them Linux drops what comes over a cable from a loopback address."""
+
+
+class Hosts:
+    """Host 0 and host 1, which know each other as ADDRESSES."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = names
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+        """Starts a command on a host. Its output, errors among it, is a pipe."""
+        process = subprocess.Popen(
+            ["nsenter", f"--net=/run/netns/{self.names[host]}", "--", *command], cwd=folder, env=dict(environment),
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        self.started.append(process)
+        return process
+
+    def pids(self, host: int) -> list[int]:
+        """The processes on a host."""
+        return [int(pid) for pid in _ip("netns", "pids", self.names[host]).split()]
+
+    def cut(self) -> None:
+        """No packet passes any more. No connection is closed by that, and no process is told."""
+        _ip("-n", self.names[1], "link", "set", CABLE, "down")
+
+    def mend(self) -> None:
+        _ip("-n", self.names[1], "link", "set", CABLE, "up")
+
+
+@contextmanager
+def two_hosts() -> Iterator[Hosts]:
+    """They and what runs on them end with the block. Raises OSError where there can be none."""
+    if sys.platform != "linux" or not all(map(shutil.which, ("ip", "nsenter"))):
+        raise OSError("network namespaces need Linux, `ip` and `nsenter`")
+    names = [f"valence-{os.getpid()}-{host}" for host in range(2)]
+    made = Hosts(names)
+    with ExitStack() as ending:
+        for name in names:
+            _ip("netns", "add", name)
+            ending.callback(_ip, "netns", "delete", name)
+        ending.callback(_end, made)
+        for name in names:
+            _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", *SETTINGS)
+            _ip("-n", name, "link", "set", "lo", "up")
+            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")  # else the other's address would be one's own
+            _ip("-n", name, "addr", "add", "127.0.0.1/32", "dev", "lo")
+        _ip("-n", names[0], "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        for name, address in zip(names, ADDRESSES, strict=True):
+            _ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
+            _ip("-n", name, "link", "set", CABLE, "up")
+        yield made
+
+
+def _end(hosts: Hosts) -> None:
+    for host in range(2):
+        for pid in hosts.pids(host):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    for process in hosts.started:
+        process.kill()
+        process.communicate()
+
+
+def _ip(*words: str) -> str:
+    return _run("ip", *words)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise OSError(f"`{' '.join(command)}`: {done.stderr.strip()}")
+    return done.stdout

@@ -1,0 +1,155 @@
+"""docs/scale.md and its examples: tables are those of the model, commands and manifests are ones that their programs take."""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import typer
+from accelerate.commands.launch import launch_command_parser
+from ruamel.yaml import YAML
+from torch.distributed.run import get_args_parser
+
+import valence
+from tests.docs import scale
+from tests.docs.blocks import ROOT, blocks
+from valence import cli
+from valence.dist.processes import DEADLINE
+
+PAGE = scale.PAGE.read_text(encoding="utf-8")
+LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
+
+
+def test_the_tables_are_up_to_date() -> None:
+    assert scale.page() == PAGE, "run `python -m tests.docs.scale`"
+
+
+def test_the_page_tells_the_deadline() -> None:
+    assert DEADLINE == 600
+    assert "at most ten minutes" in PAGE
+    assert "within 600 s" in PAGE
+
+
+def options(command: list[str]) -> dict[str, Any]:
+    """What a command of Valence is asked to do. Raises when it does not take that."""
+    name, *arguments = command
+    return typer.main.get_command(cli.app).commands[name].make_context(name, arguments).params  # type: ignore[attr-defined]
+
+
+def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
+    found = [line for line in LINES if line.startswith("torchrun ")]
+    assert len(found) == 3
+    for line in found:
+        asked = get_args_parser().parse_args(shlex.split(line)[1:])
+        assert (asked.module, asked.training_script, asked.nproc_per_node) == (True, "valence", "8")
+        assert options(asked.training_script_args)["nproc"] is None
+    (line,) = [line for line in LINES if line.startswith("accelerate ")]
+    asked = launch_command_parser().parse_args(shlex.split(line)[2:])
+    assert (asked.module, asked.training_script, asked.num_processes) == (True, "valence", 8)
+    assert [options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")] == [8, 8, 2]
+
+
+@pytest.mark.parametrize("name", ["train", "resume", "evaluate", "score", "sample", "export"])
+def test_these_commands_take_nproc(name: str) -> None:
+    found = typer.main.get_command(cli.app).commands[name]  # type: ignore[attr-defined]
+    assert "nproc" in {parameter.name for parameter in found.params}
+
+
+# Kubernetes
+
+
+def manifest(name: str) -> Any:
+    return YAML(typ="safe").load((ROOT / "examples/kubernetes" / name).read_text(encoding="utf-8"))
+
+
+def check_pod(spec: Any) -> Any:
+    """The pod's only container: it works on a shared volume, and has as long to save as torchrun gives it."""
+    (container,) = spec["containers"]
+    claims = {each["name"] for each in spec["volumes"] if "persistentVolumeClaim" in each}
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    assert mounts.keys() == {each["name"] for each in spec["volumes"]}
+    assert container["workingDir"] in {mounts[name] for name in claims}
+    told = {each["name"]: each["value"] for each in container["env"]}
+    assert int(told["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]) == spec["terminationGracePeriodSeconds"]
+    return container
+
+
+def test_the_jobset_starts_torchrun_on_each_host_and_all_again_when_one_fails() -> None:
+    found = manifest("jobset.yaml")
+    name, (job,) = found["metadata"]["name"], found["spec"]["replicatedJobs"]
+    assert found["spec"]["network"]["enableDNSHostnames"]
+    assert found["spec"]["failurePolicy"]["maxRestarts"]
+    hosts = job["template"]["spec"]
+    container = check_pod(hosts["template"]["spec"])
+    shell, option, line = container["command"]
+    assert (shell, option, hosts["backoffLimit"]) == ("bash", "-c", 0)
+    exec_, torchrun, *arguments = shlex.split(line.replace("$JOB_COMPLETION_INDEX", "1"))
+    assert (exec_, torchrun) == ("exec", "torchrun")
+    asked = get_args_parser().parse_args(arguments)
+    assert int(asked.nnodes) == hosts["parallelism"] == hosts["completions"]
+    assert int(asked.nproc_per_node) == container["resources"]["limits"]["nvidia.com/gpu"]
+    assert asked.master_addr == f"{name}-{job['name']}-0-0.{name}"
+    assert [asked.master_port] == [port["containerPort"] for port in container["ports"]]
+    assert (asked.node_rank, asked.module, asked.training_script) == (1, True, "valence")
+    assert options(asked.training_script_args)
+
+
+def test_the_pytorchjob_starts_torchrun_on_each_host() -> None:
+    spec = manifest("pytorchjob.yaml")["spec"]
+    hosts = spec["pytorchReplicaSpecs"]
+    assert hosts["Master"]["template"] == hosts["Worker"]["template"]
+    container = check_pod(hosts["Master"]["template"]["spec"])
+    assert container["name"] == "pytorch"
+    assert int(spec["nprocPerNode"]) == container["resources"]["limits"]["nvidia.com/gpu"]
+    torchrun, *arguments = container["command"]
+    asked = get_args_parser().parse_args(arguments)
+    assert (torchrun, asked.module, asked.training_script) == ("torchrun", True, "valence")
+    assert options(asked.training_script_args)
+
+
+# Ray
+
+
+class Trainer:
+    """Runs two workers of Ray Train one after another, in this process."""
+
+    def __init__(self, loop: Any, *, train_loop_config: Any, torch_config: Any, scaling_config: Any, run_config: Any) -> None:
+        self.loop, self.given, self.config, self.workers = loop, train_loop_config, torch_config, scaling_config.num_workers
+
+    def fit(self) -> None:
+        group = SimpleNamespace(execute_single=lambda _, call: call(), execute=lambda call, *given: call(*given))
+        self.config.backend_cls().on_start(group, self.config)
+        for rank in range(self.workers):
+            Trainer.rank = rank
+            self.loop(self.given)
+
+
+def context() -> Any:
+    return SimpleNamespace(get_world_rank=lambda: Trainer.rank, get_world_size=lambda: 2, get_local_world_size=lambda: 1)
+
+
+def test_each_worker_of_ray_knows_its_place_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep = SimpleNamespace
+    ray, train, backend, torch = (ModuleType(name) for name in ("ray", "ray.train", "ray.train.backend", "ray.train.torch"))
+    vars(ray).update(train=train, util=keep(get_node_ip_address=lambda: "10.0.0.1"))
+    vars(train).update(get_context=context, ScalingConfig=lambda **given: keep(**given), RunConfig=keep, FailureConfig=keep)
+    vars(backend).update(Backend=object)
+    vars(torch).update(TorchConfig=object, TorchTrainer=Trainer)
+    for module in (ray, train, backend, torch):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    calls: list[Any] = []
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr(
+        valence, "train", lambda *given, **more: calls.append((given, more, [os.environ[name] for name in names]))
+    )
+    monkeypatch.setattr(sys, "argv", ["train.py", "recipe.yaml", "2", "train.seed=1"])
+    runpy.run_path(str(ROOT / "examples/ray/train.py"), run_name="__main__")
+    more = {"overrides": ["train.seed=1"]}
+    assert calls == [(("recipe.yaml",), more, [str(rank), "2", "0", "1", "10.0.0.1"]) for rank in (0, 1)]
+    assert int(os.environ["MASTER_PORT"]) > 0

@@ -1,0 +1,46 @@
+"""Memory that runs out: half as many tokens at once, and the same result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from valence.checkpoint.state import RandomState
+from valence.engine.memory import out_of_memory
+from valence.errors import UserError
+from valence.training.track import Phase
+
+if TYPE_CHECKING:
+    from valence.training.loop import Run
+
+
+def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
+    """What the action gives. When memory runs out, it is done again with half as many tokens at once: that gives the same, by
+    construction. Raises UserError when that does not help, or was done before."""
+    while True:
+        random = RandomState()
+        before = random.state_dict()
+        for objective in run.objectives:
+            objective.budget = run.budget.at(run.step, phase)
+        try:
+            return action()
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            if not run.whole:
+                fix = "set model.lora, train.optimizer: adamw_8bit, or train.checkpointing: full"
+                raise UserError("out of memory in the optimizer's step", where=f"step {run.step}", fix=fix) from error
+        run.budget.halve(run.step, phase)
+        tokens = run.budget.at(run.step, phase)
+        run.warn(
+            f"out of memory in step {run.step} ({phase}): from here on {tokens} tokens run at once, half as many; "
+            "the result is the same"
+        )
+        if run.folder:
+            run.folder.state(micro_batch_tokens=run.budget.state_dict())
+        run.optimizer.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        random.load_state_dict(before)
