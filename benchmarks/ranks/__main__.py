@@ -1,0 +1,99 @@
+"""python -m benchmarks.ranks [--quick]: the memory of each process against the number of processes.
+
+A random Llama-shaped model of 170 million weights (--quick: 45 million) in float32 trains in full for four steps with AdamW, from
+a folder to an exported folder: in one process, and split over 2 and 4 (`parallel.shard: full`). Told is the largest memory that
+any process had at any time (VmHWM), less what the program takes without a model. One process holds 16 bytes a weight (weight,
+gradient, two moments); of n processes each is to hold an n-th of that, the layer that it runs, and embedding and head.
+All numbers that they log must agree. The seconds are of processes that share the cores of one machine: they tell nothing.
+Exit status: 0 all figures held, 1 some fell short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from benchmarks.checkpoint.cases import tokenizer_of_bytes
+from valence.dist.launch import launch
+
+WORKER = (sys.executable, "-m", "benchmarks.ranks.worker")
+RANKS = (1, 2, 4)
+SHARES = {2: 0.65, 4: 0.45}
+"""The most that a process may take, as a share of what a single one does."""
+AGREE = 1e-5
+
+
+def make(folder: Path, width: int, layers: int) -> int:
+    """A model, rows and a recipe. Returns the number of weights."""
+    tokenizer = tokenizer_of_bytes()
+    tokenizer.save_pretrained(folder / "model")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
+        num_attention_heads=width // 64, max_position_embeddings=256,
+    )  # fmt: skip
+    model: Any = LlamaForCausalLM(config)
+    model.save_pretrained(folder / "model")
+    rows = [{"prompt": f"question {i} ", "completion": "word " * (4 + i % 5)} for i in range(16)]
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    recipe = {
+        "method": "sft", "model": {"name": str(folder / "model")}, "data": {"train": str(folder / "rows.jsonl")},
+        "train": {"batch_size": 4, "compile": "off", "learning_rate": 1e-4},
+    }  # fmt: skip
+    (folder / "recipe.yaml").write_text(json.dumps(recipe))
+    return sum(p.numel() for p in model.parameters())
+
+
+def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
+    """Bytes of the largest process, the log, and seconds of a step."""
+    notes = folder / f"notes {ranks}"
+    notes.mkdir()
+    os.environ["VALENCE_NOTES"] = str(notes)
+    out = folder / f"run {ranks}"
+    how = ["parallel.shard=full"] if ranks > 1 else []
+    status = launch(["train", str(folder / "recipe.yaml"), f"run.dir={out}", "--quiet", *how], ranks, program=WORKER)
+    assert status == 0, f"the run ended with {status}"
+    told = [json.loads(path.read_text()) for path in sorted(notes.glob("rank-*.json"))]
+    assert len(told) == ranks
+    log = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return max(each["peak"] - each["program"] for each in told), log, log[-1]["seconds"]
+
+
+def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
+    """The largest relative difference of what was logged of losses and gradients."""
+    pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in ("loss", "grad_norm")]
+    return max(abs(a - b) / abs(b) for a, b in pairs)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ranks", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="45 million weights")
+    width, layers = (512, 14) if parser.parse_args().quick else (768, 24)
+    with TemporaryDirectory() as place:
+        weights = make(Path(place), width, layers)
+        found = {ranks: run(Path(place), ranks) for ranks in RANKS}
+    print(f"{weights / 1e6:.0f} million weights: 16 bytes each are {16 * weights / 1e6:.0f} MB")
+    print(f"{'processes':>10}{'MB each':>10}{'of one':>8}{'an n-th':>9}{'s a step':>10}  losses")
+    largest = found[1][0]
+    for ranks, (peak, log, seconds) in found.items():
+        losses = " ".join(f"{record['loss']:.6f}" for record in log)
+        print(f"{ranks:>10}{peak / 1e6:>10.0f}{peak / largest:>8.2f}{1 / ranks:>9.2f}{seconds:>10.2f}  {losses}")
+    off = max(apart(found[ranks][1], found[1][1]) for ranks in RANKS)
+    if not off <= AGREE or math.isnan(off):
+        print(f"the logs differ by {off:.2g}: no figure is told")
+        return 1
+    figures = [(f"memory of 1 in {ranks}", found[ranks][0] / largest, bar) for ranks, bar in SHARES.items()]
+    figures.append(("logs differ by", off, AGREE))
+    print("; ".join(f"{name} {value:.2g} (bar {bar:g}) {'held' if value <= bar else 'short'}" for name, value, bar in figures))
+    return 0 if all(value <= bar for _, value, bar in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

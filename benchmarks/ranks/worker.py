@@ -1,0 +1,28 @@
+"""One process of a run: `valence` itself, and how much memory it took at most."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from valence.cli import main
+
+
+def memory(name: str) -> int:
+    """Bytes, of a line of /proc/self/status."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
+
+
+if __name__ == "__main__":
+    import valence.api  # noqa: F401  (what a program is without a model)
+
+    before = memory("VmRSS")
+    try:
+        main()
+    finally:
+        note = Path(os.environ["VALENCE_NOTES"]) / f"rank-{os.environ['RANK']}.json"
+        note.write_text(json.dumps({"program": before, "peak": memory("VmHWM")}))
+        sys.stdout.flush()
