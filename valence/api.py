@@ -31,7 +31,7 @@ from valence.errors import UserError
 from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.training.build import build_models
-from valence.training.compare import choices_of, rows_of, settings_of
+from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
@@ -128,11 +128,13 @@ def build_run(
     with ExitStack() as failing:
         failing.callback(folder.close)
         prepared = prepare(source, tokenizer=tokenizer, given=given)
-        same(world, lambda: settings_of(prepared) | rows_of(prepared), "give all processes the same recipe and rows")
+        same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
         finished = earlier is not None and earlier.finished
-        if not finished:
+        if finished:
+            stop.no_limit()
+        else:
             folder.claim()
             failing.callback(_gave_up, folder)
             if earlier is None:

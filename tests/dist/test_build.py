@@ -235,8 +235,8 @@ def test_auto_splits_what_one_process_cannot_hold(place: Path) -> None:
     assert tight[:2] == (2**19, 2)
     assert tight[3:5] == (True, [True, False])
     assert tight[2] == roomy[2] // 2
-    assert roomy[5][0] == "2 processes: each all weights (auto)"
-    assert tight[5][0] == "2 processes: each a part of weights, gradients and moments (auto)"
+    assert roomy[5][0] == "2 processes: each holds all weights (parallel.shard: auto)"
+    assert tight[5][0] == "2 processes: each holds 1/2 of all weights, their gradients and moments (parallel.shard: auto)"
     assert re.match("memory: about .* GB each", tight[5][1])
 
 

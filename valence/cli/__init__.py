@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from typing import Annotated
 
 import typer
@@ -16,6 +17,8 @@ from valence.errors import UserError
 from valence.cli import runs, models, look  # isort: skip
 
 MISTAKE = 2
+HEAD_START = 2.0
+"""Seconds."""
 
 
 def main() -> None:
@@ -26,6 +29,8 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
+        if os.environ.get("RANK", "0") != "0":
+            time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
         Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
         sys.exit(MISTAKE)
     except KeyboardInterrupt as stopped:

@@ -166,7 +166,8 @@ class _Launched:
         shown = worker.rank == 0 or (mistake and mistake in passed)
         lines = [] if shown or not words else [mistake or f"rank {worker.rank} says:\n{words}"]
         if status > 128:
-            lines.append(f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}")
+            why = ", as the system does when there is no memory left" if status - 128 == signal.SIGKILL else ""
+            lines.append(f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}{why}")
         if lines:
             print("\n".join(lines), file=sys.stderr, flush=True)
         return MISTAKE if status == MISTAKE else 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -32,11 +33,15 @@ DEADLINE = 600.0
 """Seconds."""
 DEADLINE_IS = "VALENCE_DEADLINE"
 """Names another deadline than DEADLINE, in seconds, the same for all processes."""
+LONGEST = 1e6
+"""Seconds, 11 days: PyTorch counts them in milliseconds, with 32 bits in places."""
 BUCKET = 64 << 20
 """Bytes of gradients that travel together: more gain nothing, and are held twice meanwhile."""
 HEAD_START = 2.0
 """Seconds that a process lives on when a collective has failed: the error of one that ended before is then seen first. Rank 0
 does so twice as long, as with it ends what the others know of each other."""
+PATIENCE = 15.0
+"""Seconds after which it is said that others are waited for."""
 OF_GLOO = ("gloo/transport", "pair closure")
 """Words of errors that are RuntimeErrors like any other."""
 ANSWERS = 30.0
@@ -73,8 +78,8 @@ def _deadline() -> float:
         seconds = float(given)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
-        fix = f"leave it out ({DEADLINE:g}), or set it above 0"
+    if not 0 < seconds <= LONGEST:
+        fix = f"leave it out ({DEADLINE:g}), or set it above 0, to at most {LONGEST:g}"
         raise UserError(f"{given!r} is no number of seconds", where=DEADLINE_IS, fix=fix)
     return seconds
 
@@ -149,8 +154,13 @@ class Processes:
     def _roll_call(self, store: dist.Store) -> None:
         """Returns once all processes are there."""
         self._posts.post(Place(0, "start"))
+        all_of_them = [f"at/{rank}" for rank in range(self.size)]
         try:
-            store.wait([f"at/{rank}" for rank in range(self.size)], timedelta(seconds=self.deadline))
+            try:
+                store.wait(all_of_them, timedelta(seconds=min(PATIENCE, self.deadline / 2)))
+            except RuntimeError:
+                print(f"valence: rank {self.rank} of {self.size} waits for the other processes", file=sys.stderr, flush=True)
+                store.wait(all_of_them, timedelta(seconds=self.deadline))
         except RuntimeError as error:
             missing = self._posts.absent()
             said = f"not all processes have started within {self.deadline:g} s; missing: rank {', '.join(map(str, missing))}"
@@ -160,7 +170,7 @@ class Processes:
     def split(self, tensor: int) -> tuple[Group, Group]:
         if self.size % tensor:
             what = f"{self.size} processes are not a multiple of {tensor}"
-            raise UserError(what, where="parallel.tensor", fix=f"set it to a divisor of {self.size}")
+            raise UserError(what, where="parallel.tensor", fix=f"give --nproc a multiple of {tensor}, or set it to 1")
         if tensor == 1:
             return self, Single()
         if tensor not in self._splits:

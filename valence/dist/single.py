@@ -47,7 +47,7 @@ class Single:
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         if tensor != 1:
-            fix = "start as many processes (--nproc), or set it to 1"
+            fix = f"give --nproc a multiple of {tensor}, or set it to 1"
             raise UserError(f"one process cannot share its products among {tensor}", where="parallel.tensor", fix=fix)
         return self, Single()
 

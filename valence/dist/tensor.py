@@ -7,6 +7,7 @@ processes of the group hold alike, they compute alike.
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -42,6 +43,12 @@ def tensor_parallel(model: nn.Module, group: Group) -> None:
     _share_vocabulary(causal, group)
 
 
+def check_shares(causal: nn.Module, size: int) -> None:
+    """Raises UserError when the layers of a model cannot be shared among so many processes. The model needs no memory."""
+    if size > 1:
+        _plan(causal, size)
+
+
 def _plan(causal: Any, size: int) -> dict[str, str]:
     """What transformers says of each layer of the decoder."""
     asked: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
@@ -60,7 +67,9 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
         config = causal.config.get_text_config()
         heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         if any(count % size for count in heads):
-            raise _mistake(f"{size} processes cannot share {heads[0]} heads, with keys and values of {heads[1]}, evenly")
+            common = math.gcd(*heads)
+            fits = f"; numbers that divide {common} fit" if common > 1 else ""
+            raise _mistake(f"{size} processes cannot share {heads[0]} heads, with keys and values of {heads[1]}, evenly{fits}")
     return found
 
 

@@ -115,13 +115,16 @@ class Cached:
 
     def beside(self, batch: Batch) -> Tensor:
         """Takes part in what other processes compute, if they do. What it gives means nothing."""
-        return self.inner(batch) if self.agree(False) else batch.tokens.new_zeros(len(batch.tokens), dtype=torch.float32)
+        self.digest()  # as those do that look something up: where weights are split, all put them together
+        wide = torch.promote_types(torch.float32, self.precision)
+        return self.inner(batch) if self.agree(False) else batch.tokens.new_zeros(len(batch.tokens), dtype=wide)
 
     def check(self, batch: Batch) -> tuple[int, float]:
         """Computes a micro-batch again. Returns how many of its sequences are known, and the difference (root mean square over
         their tokens, nats). Raises UserError when rounding does not explain it."""
         keys, rows = measured(batch)
         found = self._found(keys)
+        self.agree(True)
         logp = self.inner(batch).cpu().numpy()
         return len(found), self._compare([(values, logp[rows[s]]) for s, values in found.items()])
 

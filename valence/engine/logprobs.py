@@ -34,6 +34,7 @@ class Engine(nn.Module):
     compiled = False  # whether the layers are
     along = 48  # rows that are only measured, up to which they go along with those that train
     lockstep = False  # whether the weights are split over processes, so that each run is one of all of them
+    shared = False  # whether other processes take part in each run of this one's rows
     home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:

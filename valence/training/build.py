@@ -17,8 +17,10 @@ from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
 from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.dist.together import same
 from valence.engine.cache import Cached
 from valence.engine.compiling import compile_layers, why_not
+from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.memory import Split, free_memory
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, position_limit
@@ -28,6 +30,7 @@ from valence.engine.scores import is_reward_model
 from valence.engine.shape import shape_of, skeleton, skeleton_of
 from valence.engine.stream import CannotStreamError, Stream, outline
 from valence.errors import UserError
+from valence.training.compare import rows_of
 from valence.training.setup import Prepared
 from valence.training.sharding import check_folders, choose, fits_whole, least_free, share, trains_whole
 
@@ -57,10 +60,13 @@ def build_models(
     with prepared.source.placing():
         recipe = prepared.recipe
         check_folders(prepared, group, model=model is None, reference=reference is None)
+        same(group, lambda: rows_of(prepared), "give all processes the same rows")
         data, layers = parts or group.split(recipe.parallel.tensor)
         split = _split(prepared, model, group, sharded)
         loads = _Loads(prepared, split, data, layers)
         policy, stream = loads.policy(model)
+        if model is not None:
+            _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
         _check_positions(policy, prepared)
         if fills and split.single and _compiles(prepared, policy, compiled, group.size):
@@ -72,7 +78,9 @@ def build_models(
         if isinstance(built, Frozen):
             loads.share(built.engine, stream)
         elif prepared.needs_reference and not copied:
-            built = loads.reference(policy, reference) if reference is not None else loads.named_reference(policy, own)
+            built = (
+                loads.reference(policy, reference, among=group) if reference is not None else loads.named_reference(policy, own)
+            )
         # How the reference's weights can be had once more.
         whole = copied and model is None and trains_whole(recipe)
         again = partial(loads.named_reference, policy, own) if own or whole else None
@@ -117,8 +125,11 @@ class _Loads:
         model, stream = self._model(name)
         return self.reference(policy, model, stream)
 
-    def reference(self, policy: Engine, model: nn.Module | None, stream: Stream | None = None) -> Reference:
-        """The model given, or the policy as it is now, which is then still to be shared."""
+    def reference(
+        self, policy: Engine, model: nn.Module | None, stream: Stream | None = None, among: Group | None = None
+    ) -> Reference:
+        """The model given, or the policy as it is now, which is then still to be shared. among: processes that call this
+        together, and whose weights are to be the same."""
         recipe = self.prepared.recipe
         name = recipe.reference.model
         if model is not None:
@@ -137,6 +148,8 @@ class _Loads:
         if model is not None and isinstance(built, Frozen):
             if stream:
                 stream.forget(built.engine.causal)
+            elif among is not None:
+                _check_same_weights(among, "reference", built.engine)
             self.share(built.engine, stream)
         return built
 
@@ -176,6 +189,11 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
     if spec.quantize and not is_quantized(model):
         fix = "load it so, give its name instead, or remove model.quantize"
         raise UserError("the model given has no weights of 4 bits", where="model.quantize", fix=fix)
+
+
+def _check_same_weights(group: Group, name: str, engine: Engine) -> None:
+    """Raises UserError when the processes have different ones."""
+    same(group, lambda: {name: model_digest(engine, adapter=True)}, "let all processes give or load the same weights")
 
 
 def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bool | None) -> Split:

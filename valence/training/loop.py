@@ -108,11 +108,15 @@ class Run:
         self.registry = registry_of(self, self._jsonl)
 
     def _optimizer(self, given: OptimizerLike | None, scheduler: SchedulerLike | None) -> tuple[torch.optim.Optimizer, Any]:
-        """Those given, or those of the recipe."""
+        """Those given, or those of the recipe. Raises UserError for an optimizer of other weights than the policy has."""
         policy, train = self.policy, self.recipe.train
         optimizer = _made(given, [p for p in policy.parameters() if p.requires_grad]) or adamw(
             policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
         )
+        own = {id(p) for p in policy.parameters()}
+        if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+            what = "the optimizer given holds weights that are not those of the policy (which may be split over processes by now)"
+            raise UserError(what, where="optimizer", fix="give a function of the list of trained weights, which makes it")
         return optimizer, _made(scheduler, optimizer) or schedule(
             optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
         )
@@ -158,11 +162,12 @@ class Run:
                 last = self._settle(bar) or last
                 if seen:
                     bar.update(self.step, tokens=seen, metrics=last)
-                if self.step >= self.total_steps or self.early.exhausted or self._stops():
+                stops = self._stops()
+                if stops or self.step >= self.total_steps or self.early.exhausted:
                     break
                 seen += self._one_step().tokens
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
-        if self.stop.requested:
+        if stops:
             if self.stop.out_of_time and (self.step, self.counters.settled) == began:
                 raise UserError("nothing was done within run.max_time", where="run.max_time", fix="make it longer")
             raise self.stop.ended()
@@ -170,11 +175,12 @@ class Run:
 
     def _stops(self) -> bool:
         """Whether any process was asked to stop: then all are. All come here."""
-        if self.world.any(self.stop.requested) and self.world.size > 1:
+        asked = self.world.any(self.stop.requested)
+        if asked and self.world.size > 1:
             said = gathered(self.world, [self.stop.reason, self.stop.status])
             self.stop.take_over(*next(each for each in said if each[0]))
             self.together = True
-        return self.stop.requested
+        return asked  # not what this process has been asked since, of which the others do not know
 
     def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:

@@ -15,6 +15,7 @@ from valence.data.pack import strands
 from valence.data.sampler import Sampler
 from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.dist.tensor import check_shares
 from valence.engine import speed
 from valence.engine.checkpointing import recompute_layers
 from valence.engine.memory import Memory, Split, free_memory
@@ -127,6 +128,7 @@ def make_plan(
         bare = layers_of(prepared, model)
         check_vocabulary(bare, prepared.tokenizer)
         recompute_layers(bare, recipe.train.checkpointing, device)
+        check_shares(bare, recipe.parallel.tensor)
         shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
         free = least_free(free_memory(device), device, group)
         split = choose(recipe, group.size, device, before=sharded, fits=lambda: fits_whole(prepared, shape, device, free))
@@ -181,11 +183,10 @@ def _shared(plan: Plan) -> list[str]:
         full = plan.prepared.recipe.parallel.shard == "full"
         return ["1 process: parallel.shard: full has nothing to split over"] if full else []
     split = plan.split
-    held = "each a part of weights, gradients and moments" if split.ways > 1 else "each all weights"
-    if split.tensor > 1:
-        held = f"each a part of every layer ({split.tensor} share one)" + (f", and of that {held}" if split.ways > 1 else "")
-    auto = " (auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
-    return [f"{plan.processes} processes: {held}{auto}"]
+    whole = "all weights" if split.tensor == 1 else f"1/{split.tensor} of every layer (parallel.tensor)"
+    held = f"1/{split.ways} of {whole}, their gradients and moments" if split.ways > 1 else whole
+    auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
+    return [f"{plan.processes} processes: each holds {held}{auto}"]
 
 
 def _rows(unit: Encoded) -> int:

@@ -45,6 +45,7 @@ def in_rounds(
     run: Callable[[Batch], Found],
     lockstep: Callable[[Batch], object] | None = None,
     progress: Callable[[Batch | None], None] = lambda _: None,
+    shared: bool = False,
 ) -> list[Found]:
     """What each of this process's micro-batches gives. ``progress`` is told of each, and of None in a round without.
 
@@ -57,7 +58,7 @@ def in_rounds(
     for k in range(hand.rounds):
         batch = hand.own[k] if k < len(hand.own) and failed is None else None
         try:
-            with no_way_back(lockstep is not None), nullcontext() if lockstep is None else group.at("a micro-batch"):
+            with no_way_back(shared or lockstep is not None), nullcontext() if lockstep is None else group.at("a micro-batch"):
                 if batch is not None:
                     found.append(run(batch))
                 elif lockstep is not None and hand.ghost is not None:

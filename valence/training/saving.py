@@ -13,6 +13,7 @@ from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints
 from valence.checkpoint.state import RandomState, Registry, State, Through
 from valence.dist import shards
+from valence.dist.together import gathered
 from valence.engine.cache import Cached
 from valence.engine.reference import AdapterOff, Following
 from valence.errors import UserError
@@ -162,11 +163,15 @@ class Saver:
         from valence.training.finish import about_model
 
         self.about = about_model(self.run) if self.run.recipe.run.save_hf else None
-        if isinstance(self.run.reference, Cached) and not self.folder.writes:
-            try:
-                self.run.reference.sync()
-            except OSError as error:
-                self.run.warn(f"{self.run.reference.folder}: cannot be written ({error.strerror})")
+        if not isinstance(self.run.reference, Cached) or self.run.world.size == 1:
+            return
+        said = None
+        try:
+            self.run.reference.sync()
+        except OSError as error:
+            said = f"rank {self.run.world.rank}: {self.run.reference.folder} cannot be written ({error.strerror})"
+        for each in filter(None, gathered(self.run.world, said)):
+            self.run.warn(each)
 
     def save(self, state: Mapping[str, Any], *, wait: bool) -> None:
         """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does it, though it failed before. All

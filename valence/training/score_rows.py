@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from valence.data.pack import collate, pack
 from valence.data.sources import BadRow, Row
 from valence.dist.protocol import Group
 from valence.dist.single import Single
-from valence.dist.together import gathered
+from valence.dist.together import gathered, same
 from valence.errors import UserError
 from valence.report.console import Progress
 from valence.training.judges import Judge, Numbers, load_judge
@@ -96,7 +97,7 @@ def score_rows(
         sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
         _refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
-        total = _read_through(sources, column)
+        total, seen = _read_through(sources, column)
         source = _without_rows(source)
         encoder = prepare(source).encoder
         if lines:
@@ -104,6 +105,8 @@ def score_rows(
         if not quiet:
             console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
         judge = _judge(target, source, encoder, beta, overrides)
+        fix = "let all processes read the same files, as from a disk that they share"
+        same(group, lambda: {"file of rows": seen, "model": judge.facts}, fix)
         if lines:
             lines.agree(judge.facts)
         with lines.open(total) if lines else nullcontext():
@@ -156,13 +159,15 @@ def _refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
         raise UserError("this file is read and cannot be written as well", where=str(out), fix="give another --out")
 
 
-def _read_through(sources: Sequence[Source], column: str) -> int:
-    """How many rows there are. Raises UserError for what is wrong with a whole file, and when the new column is no new one."""
+def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
+    """How many rows there are, and a digest of them. Raises UserError for what is wrong with a whole file, and when the new
+    column is no new one."""
     if column in COLUMNS:
         raise UserError(f"formats of rows have a column {column!r}", where="--column", fix="choose another name")
-    total = 0
+    total, digest = 0, hashlib.sha256()
     for row, example in chain.from_iterable(map(stream, sources)):
         total += 1
+        digest.update(repr(row).encode(errors="backslashreplace"))
         if isinstance(row, Row) and column in row.value:
             what = f"the row has a column {column!r} already"
             raise UserError(what, where=str(row.origin), fix="give the new one another name with --column")
@@ -172,7 +177,7 @@ def _read_through(sources: Sequence[Source], column: str) -> int:
                 where=str(example.origin),
                 fix="name the column that holds the answers: --data '{path: FILE, keys: {completion: COLUMN}}'",
             )
-    return total
+    return total, digest.hexdigest()
 
 
 def _facts(sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str) -> dict[str, Any]:

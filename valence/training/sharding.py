@@ -36,7 +36,7 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
     parallel = recipe.parallel
     if size % parallel.tensor:
         what = f"{size} processes are not a multiple of {parallel.tensor}"
-        raise UserError(what, where="parallel.tensor", fix="start as many processes (--nproc), or set it to 1")
+        raise UserError(what, where="parallel.tensor", fix=f"give --nproc a multiple of {parallel.tensor}, or set it to 1")
     ways = size // parallel.tensor
     if parallel.shard == "auto":
         shards = ways > 1 and (not fits() if before is None else before)
@@ -125,6 +125,7 @@ def share(engine: Engine, stream: Stream | None, split: Split, data: Group, laye
     """Leaves each process its part of an engine's weights, and reads that from the files, unless they were loaded whole. data:
     the processes that have other rows; layers: those that share each layer."""
     tensor_parallel(engine.model, layers)
+    engine.shared = layers.size > 1
     if split.ways > 1:
         among: Any = data
         shard(

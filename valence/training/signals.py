@@ -68,6 +68,12 @@ class Stop:
             self._clock.daemon = True
             self._clock.start()
 
+    def no_limit(self) -> None:
+        """There is nothing left that could take long."""
+        self._ends_at = float("inf")
+        if self._clock:
+            self._clock.cancel()
+
     def _call(self) -> None:
         self._clock_calls = True
         _thread.interrupt_main()

@@ -116,7 +116,7 @@ class Objective:
         progress: Callable[[Batch | None], None] = lambda _: None,
     ) -> list[Found]:
         """What ``run`` makes of each of this process's micro-batches. beside: the same passes over a ghost, for lockstep."""
-        return in_rounds(hand, self.group, run, beside if self.policy.lockstep else None, progress)
+        return in_rounds(hand, self.group, run, beside if self.policy.lockstep else None, progress, self.policy.shared)
 
     @torch.no_grad()
     def beside(self, ghost: Batch) -> None:
