@@ -117,13 +117,11 @@ def build_run(
     state of the run that is there already, if any, taken up."""
     world = group or Single()
     console = console or terminal_of(world)
-    in_memory = [name for name, rows in (given or {}).items() if rows is not None]
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory)
+    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given or {}))
     checked = source.recipe
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
-    data = world.split(checked.parallel.tensor)[0]
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
@@ -146,8 +144,8 @@ def build_run(
             compiled=earlier.compiled if earlier else None, sharded=sharded,
         )  # fmt: skip
         run = Run(
-            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop, world=world,
-            group=data, micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, **parts,
+            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop,
+            micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, world=world, **parts,
         )  # fmt: skip
         if earlier:
             take_up(run, earlier)
@@ -158,6 +156,10 @@ def build_run(
             folder.state(choices=choices_of(policy, world), start=start)
         failing.pop_all()
     return _looked_at(run, folder) if finished else run
+
+
+def _given(rows: Mapping[str, Rows | None]) -> list[str]:
+    return [name for name, given in rows.items() if given is not None]
 
 
 def _looked_at(run: Run, folder: RunFolder) -> Run:

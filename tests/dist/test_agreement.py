@@ -69,6 +69,9 @@ def given(group: Group, place: Path) -> dict[str, str]:
     found["a function that makes one"] = train(
         "m6", SHARDED, model=model(0), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
     )
+    found["one that takes no mixture"] = train(
+        "m7", SHARDED, model=model(0), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True)
+    )
     return found
 
 
@@ -81,6 +84,7 @@ def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
     assert "rank 1 has another model" in found["other models"]
     assert "rank 1 has another reference" in found["other references"]
     assert "rank 1 has another data.train" in found["other rows"]
+    assert "a parameter group of their own" in found["one that takes no mixture"]
     assert "give a function" in found["an optimizer of whole weights"]
 
 

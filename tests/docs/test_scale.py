@@ -51,7 +51,7 @@ def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
     (line,) = [line for line in LINES if line.startswith("accelerate ")]
     asked = launch_command_parser().parse_args(shlex.split(line)[2:])
     assert (asked.module, asked.training_script, asked.num_processes) == (True, "valence", 8)
-    assert [options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")] == [8, 8, 2]
+    assert [options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")] == [8, 8, 8, 2]
 
 
 @pytest.mark.parametrize("name", ["train", "resume", "evaluate", "score", "sample", "export"])

@@ -157,8 +157,7 @@ def _run_of(target: Path, overrides: list[str], *, group: Group, keeps: tuple[st
     if step is not None:
         raise UserError("a recipe has no checkpoints", where="--step", fix="name a run's folder")
     prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
-    data = group.split(prepared.recipe.parallel.tensor)[0]
-    return Run(prepared, *build_models(prepared, group=group), console=console, world=group, group=data)
+    return Run(prepared, *build_models(prepared, group=group), console=console, world=group)
 
 
 def _at(step: str | None) -> Any:

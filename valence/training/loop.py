@@ -64,16 +64,15 @@ class Run:
         first: int = 0,
         finished: bool = False,
         world: Group | None = None,
-        group: Group | None = None,
     ) -> None:
         """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given. first: the step
         from which on the present rows are trained on, when a run is taken up with others. finished: it was so before, and is only
-        here to be looked at. world: all processes; group: those that have other rows than this one (default: all)."""
+        here to be looked at. world: all processes."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
         self.world = world or Single()
-        self.group = group or self.world
+        self.group = self.world.split(self.recipe.parallel.tensor)[0]  # of those that have other rows
         run = self.recipe.run
         self.budget = Budget(micro_batch_tokens or self.planned_tokens())
         self.divided = any(hasattr(p, "placements") for p in policy.parameters())

@@ -70,10 +70,7 @@ def restore(
     place = Path(by_first(world, lambda: str(_checkpoint(run_dir, at).path)))
     state = store.load(place, shards.read, HEAVY)
     policy, reference = build_models(prepared := prepare(source), group=world)
-    run = Run(
-        prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2], world=world,
-        group=world.split(source.recipe.parallel.tensor)[0],
-    )  # fmt: skip
+    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2], world=world)
     load_weights(run, state)
     run.facts = _read(run_dir / "run.json")
     run.audit = _read(run_dir / "audit.json").get("train", {})

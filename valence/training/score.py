@@ -70,9 +70,8 @@ def score(
             folder.claim()
             folder.state(command=command, started=now(), status="scored")
         policy, cached = build_models(prepared, group=world, fills=True)
-        data = world.split(source.recipe.parallel.tensor)[0]
         assert isinstance(cached, Cached)
-        run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop, world=world, group=data)
+        run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop, world=world)
         _fill(run, cached)
         try:
             cached.sync()
@@ -80,7 +79,7 @@ def score(
             what = f"what was computed cannot be kept ({error.strerror})"
             raise UserError(what, where=str(cached.folder), fix="make room, and give the same command again") from error
         world.barrier("scored")  # what one has computed all can read
-    cached.hits, cached.misses = map(sum, zip(*gathered(data, [cached.hits, cached.misses]), strict=True))
+    cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
     for line in said if not quiet else []:
         console.print(line, markup=False, highlight=False, soft_wrap=True)

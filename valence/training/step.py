@@ -18,6 +18,7 @@ from valence.dist.protocol import Group
 from valence.engine.cache import Cached
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
+from valence.errors import UserError
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
@@ -178,11 +179,10 @@ class Objective:
 
     def _together(self, outcome: Outcome, parts: Sequence[Tensor], micro_batches: int, tokens: int, largest: int) -> None:
         """Puts together what the processes had of a step: its loss, and how much each of them ran."""
-        ran = torch.zeros(2, self.group.size)
-        ran[:, self.group.rank] = torch.tensor([tokens, largest])
-        loss = torch.stack(list(parts)).sum() if parts else torch.zeros((), device=self.policy.device)
-        told = torch.cat([_wide(loss)[None], _wide(torch.tensor([micro_batches, *ran.flatten().tolist()]).to(loss.device))])
-        told = self.group.sum(told)
+        ran = [[0] * self.group.size, [0] * self.group.size]
+        ran[0][self.group.rank], ran[1][self.group.rank] = tokens, largest
+        loss = _wide(torch.stack(list(parts)).sum() if parts else torch.zeros((), device=self.policy.device))
+        told = self.group.sum(torch.cat([loss[None], loss.new_tensor([micro_batches, *ran[0], *ran[1]])]))
         outcome.loss = told[0]
         sizes = [micro_batches, tokens, largest] if self.group.size == 1 else [int(size) for size in told[1:].tolist()]
         outcome.micro_batches = sizes[0]
@@ -257,6 +257,17 @@ def _with_share(whole: Outcome, share: Share, own: Outcome) -> Outcome:
     )
 
 
+def _apply(optimizer: torch.optim.Optimizer) -> None:
+    try:
+        optimizer.step()
+    except RuntimeError as error:
+        if "DTensor" not in str(error):
+            raise
+        what = "the optimizer does not take weights of which some are split over processes and some are not"
+        fix = "give those of fewer than 2 axes a parameter group of their own, or set parallel.shard: off"
+        raise UserError(what, where="optimizer", fix=fix) from error
+
+
 def optimizer_step(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
@@ -286,7 +297,7 @@ def optimizer_step(
     size, loss = torch.stack([norm.to(outcome.loss), outcome.loss]).tolist()  # the one time that the device is waited for
     applied = math.isfinite(size) and math.isfinite(loss)
     if applied:
-        optimizer.step()
+        _apply(optimizer)
         for each, own in learnt:
             each.learn(own)
     optimizer.zero_grad(set_to_none=True)
