@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import valence
-from benchmarks.crash.cases import write_rows
 from tests.dist.rig import run as together
 from tests.dist.test_run import SHARDED, records, written
 from tests.models import tiny
@@ -24,17 +23,6 @@ from valence.training.signals import Interrupted
 
 pytestmark = pytest.mark.dist
 ROWS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(6)]
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("agreement")
-    tokenizer = tiny_tokenizer(None)
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_rows(folder)
-    return folder
 
 
 def said(action: Callable[[], Any]) -> str:
@@ -93,7 +81,8 @@ def scored(group: Group, place: Path) -> list[int]:
     recipe = place / "score.yaml"
     recipe.write_text(
         f"method: dpo\nmodel: {{name: {place / 'model'}}}\ndata: {{train: {place / 'pairs.jsonl'}, limit: 3, max_length: 128}}\n"
-        f"train: {{batch_size: 1}}\nparallel: {{shard: full}}\nreference: {{cache: {place / 'kept'}}}\nrun: {{dir: {place / 'none'}}}\n"
+        f"train: {{batch_size: 1}}\nparallel: {{shard: full}}\n"
+        f"reference: {{cache: {place / 'kept'}}}\nrun: {{dir: {place / 'none'}}}\n"
     )
     return [score(recipe, group=group, verify=1, quiet=True).misses for _ in range(2)]
 

@@ -127,7 +127,7 @@ def test_a_mistake_of_one_ends_all(place: Place) -> None:
 
 @pytest.mark.parametrize(("fails", "shown"), [
     ("raise ValueError('the cause')", r"rank 1 says:\nbefore\nTraceback [^$]*ValueError: the cause\n$"),
-    ("os.kill(os.getpid(), signal.SIGKILL)", r"rank 1 says:\nbefore\nrank 1 was ended by SIGKILL, as the system does when there is no memory left\n$"),
+    ("os.kill(os.getpid(), signal.SIGKILL)", r"rank 1 says:\nbefore\nrank 1 was ended by SIGKILL, as [^$]*\n$"),
     ("import ctypes; ctypes.string_at(0)", r"rank 1 says:\nbefore\nFatal Python error: Segm[^$]*ended by SIGSEGV\n$"),
     ("os._exit(77)", r"rank 1 says:\nbefore\n$"),
 ])  # fmt: skip

@@ -16,10 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 import valence
-from benchmarks.crash.cases import CASES, recipe, write_rows
+from benchmarks.crash.cases import CASES, recipe
 from tests.dist.rig import run as together
-from tests.models import tiny
-from tests.tiny import tiny_tokenizer
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.training.signals import Interrupted
@@ -40,17 +38,6 @@ HOW_IT_RAN = {
 """Numbers that depend on how a step was cut."""
 SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "keep": None}}
 """8 steps of 4 rows, but for one of 2; a save amid the log's window."""
-
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("runs")
-    tokenizer = tiny_tokenizer(None)
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    write_rows(folder)
-    return folder
 
 
 def written(case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]) -> dict[str, Any]:

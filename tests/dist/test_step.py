@@ -19,6 +19,7 @@ from valence.training.step import optimizer_step
 
 pytestmark = pytest.mark.dist
 
+
 def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[str, Any]:
     """What two steps of each method measure, and a digest of the weights after them."""
     torch.manual_seed(0)
