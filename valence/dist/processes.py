@@ -20,12 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import get_total_norm
 
 from valence.dist.launch import LISTENS
 from valence.dist.posts import Place, Posts
 from valence.dist.protocol import Group
-from valence.dist.single import Single
+from valence.dist.single import Single, total_norm
 from valence.dist.watch import Watch
 from valence.errors import UserError
 
@@ -241,10 +240,10 @@ class Processes:
         for p in parameters:  # not of the gradients, which a process may lack
             parts.setdefault(_split_over(p), []).extend([] if p.grad is None else [_own(p.grad)])
         if list(parts) == [()]:
-            return get_total_norm(parts[()])
+            return total_norm(parts[()])
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for groups, grads in parts.items():
-            square = get_total_norm(grads).to(total).square()
+            square = total_norm(grads).to(total).square()
             for group in groups:
                 with self._at("norm"):
                     dist.all_reduce(square, group=group)

@@ -7,11 +7,24 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from valence.dist.protocol import Group
 from valence.errors import UserError
+
+CHUNK = 2**20
+"""Numbers that are turned to float64 at once."""
+
+
+def total_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Euclidean norm of all of them together. On a CPU in float64, where PyTorch's own sum in float32 loses 4e-5 of millions."""
+    if any(grad.device.type != "cpu" for grad in grads):
+        return get_total_norm(grads)
+    chunks = (chunk for grad in grads for chunk in grad.detach().flatten().split(CHUNK))
+    norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
 
 
 class Single:
@@ -31,7 +44,7 @@ class Single:
         pass
 
     def norm(self, parameters: Sequence[Tensor]) -> Tensor:
-        return get_total_norm([p.grad for p in parameters if p.grad is not None])
+        return total_norm([p.grad for p in parameters if p.grad is not None])
 
     def broadcast(self, value: Any) -> Any:
         return json.loads(json.dumps(value))  # as it would arrive from another process
