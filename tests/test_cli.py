@@ -72,8 +72,8 @@ def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.Captu
     said = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
     assert [line["prompt"][0]["content"] for line in said] == ["question 1"] * 2
 
-    assert valence("sample", "runs/first", "--data", "rows.jsonl", "--max-new-tokens", "2", "--out", "said.jsonl") == 0
-    assert len((place / "said.jsonl").read_text().splitlines()) == 10
+    assert valence("sample", "runs/first", "--data", "rows.jsonl", "--max-new-tokens", "2", "--out", "more.jsonl") == 0
+    assert len((place / "more.jsonl").read_text().splitlines()) == 10
 
     assert valence("export", "runs/first", "whole") == 0
     assert (place / "whole/model.safetensors").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from valence.dist.single import Single
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
 from valence.engine.reference import Reference
+from valence.engine.values import add_values
 from valence.losses import LOSSES
 from valence.training.methods import METHODS
 from valence.training.step import Objective
@@ -53,6 +55,35 @@ def units(kind: Kind, count: int = 9, seed: int = 0) -> list[Encoded]:
         )
         for i in range(count)
     ]  # fmt: skip
+
+
+SAMPLED = ("adv", "old", "return", "sampler", "value")
+"""What is known of the tokens of answers that were sampled, in a recipe with a reward."""
+
+
+def sampled(count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED) -> list[Encoded]:
+    """Units of one answer each, of uneven lengths and weights, with these columns."""
+    draw = random.Random(seed)
+
+    def column(name: str, n: int) -> tuple[float, ...]:
+        return tuple(-4.5 + draw.gauss(0, 0.5) if name in ("old", "sampler") else draw.gauss(0, 1) for _ in range(n))
+
+    found: list[Encoded] = []
+    for ranking in units("ranking", -(-count // 3), seed):
+        for i, answer in enumerate(ranking.answers):
+            columns = tuple((name, column(name, len(answer.ids))) for name in known)
+            one = replace(answer, columns=columns)
+            found.append(replace(ranking, id=f"{ranking.id}.{i}", answers=(one,), scores=ranking.scores[i : i + 1]))
+    return found[:count]
+
+
+def policy_with_values(**changes: Any) -> tuple[Engine, Reference]:
+    """The two with a value head on the policy, which is not 0."""
+    policy, reference = policy_and_reference(**changes)
+    add_values(policy, trunk="shared")
+    assert policy.critic is not None
+    torch.nn.init.normal_(policy.critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(3))
+    return policy, reference
 
 
 def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[Engine, Reference]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,10 +47,27 @@ class Chat:
 
 
 @dataclass(frozen=True, slots=True)
+class Sampled:
+    """How an answer came about. ``logps``: of each token (nats, in the distribution that it was drawn from: at this temperature,
+    from the most likely tokens that have ``top_p`` together). ``vocabulary``: of the tokenizer, a digest ("": unknown)."""
+
+    logps: tuple[float, ...]
+    temperature: float = 1.0
+    top_p: float = 1.0
+    vocabulary: str = ""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the log-probabilities are those of the model as it is."""
+        return self.temperature == self.top_p == 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class Ids:
-    """Text that was tokenised by someone else and is taken as it is."""
+    """Text that was tokenised by someone else and is taken as it is. ``sampled``: known of an answer that a model gave."""
 
     ids: tuple[int, ...]
+    sampled: Sampled | None = field(default=None, compare=False, repr=False)  # identities are made of what is shown
 
 
 Content = str | Chat | Ids
@@ -72,13 +89,14 @@ def content_id(*parts: object) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of several ``attributes`` by
-    their names, or more than one of these."""
+    their names, or more than one of these. ``error``: why it has none, where what was to judge it has failed."""
 
     prompt: Content
     completion: Content
     label: bool | None = None
     score: float | None = None
     attributes: Mapping[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
     weight: float = 1.0
     origin: Origin
 
@@ -155,11 +173,14 @@ Example = Judgement | Preference | Demonstration | Ranking | Prompt
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One completion as tokens. ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token."""
+    """One completion as tokens. ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token.
+    ``columns``: (name, a number for each token) of what was known of it when it was sampled: `old`, `adv` and others of
+    ``losses.views``."""
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
     complete: bool = True
+    columns: tuple[tuple[str, tuple[float, ...]], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +237,7 @@ class Batch:
     group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
     groups      how many such groups the step has
     ids[S]      content id of each sequence's row, for messages and tables
+    given[N]    by name: what is known beforehand of the tokens that are read (the columns of ``Answer``), in the order of scored
     """
 
     tokens: Tensor
@@ -238,6 +260,7 @@ class Batch:
     group: Tensor
     groups: int
     ids: tuple[str, ...]
+    given: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
     @property
     def sequences(self) -> int:
@@ -268,25 +291,29 @@ class Batch:
         read = self.read[:, owner >= 0]
         read[1] = owner[owner >= 0]
         seq = number.to(self.seq.device)[self.seq]
+        known = (owner >= 0).to(self.seq.device)
         columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "soft", "group")}
         return replace(
             self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=read[0].to(self.seq.device), read=read,
             leaf=tuple(self.leaf[s] for s in kept), trains=(trains,) * len(kept),
             label=None if self.label is None else self.label[index],
-            target=None if self.target is None else self.target[index], ids=tuple(self.ids[s] for s in kept), **columns,
+            target=None if self.target is None else self.target[index], ids=tuple(self.ids[s] for s in kept),
+            given={name: values[known] for name, values in self.given.items()}, **columns,
         )  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
 class TokenOut:
     """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
-    float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats) and ``sum_sq[T]``,
-    the sum over the vocabulary of squared probabilities. ``score[S, A]``: of a reward model, whose logp is 0 throughout."""
+    float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats), ``sum_sq[T]``,
+    the sum over the vocabulary of squared probabilities, and ``value[T]``, a value head's estimate of the return from before the
+    token on. ``score[S, A]``: of a reward model, whose logp is 0 throughout."""
 
     logp: Tensor
     entropy: Tensor | None = None
     sum_sq: Tensor | None = None
     score: Tensor | None = None
+    value: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,17 +327,22 @@ class Mean:
 @dataclass(frozen=True, slots=True)
 class Ranked:
     """Numbers [S] beside others [S] (NaN: none, such a row does not count), pooled into a statistic of both columns: of classes
-    (1 should rank higher) the area under the ROC curve or the calibration error of probabilities, of numbers a correlation."""
+    (1 should rank higher) the area under the ROC curve or the calibration error of probabilities, of numbers a correlation
+    or the share of the others' variance that is explained."""
 
     values: Tensor
     others: Tensor
-    statistic: Literal["auc", "calibration_error", "pearson", "spearman"] = "auc"
+    statistic: Literal["auc", "calibration_error", "pearson", "spearman", "explained"] = "auc"
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
     """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's log-probability of
-    each (nats, of the distribution sampled from), the text without special tokens, why it stopped, and the policy version."""
+    each (nats, of the distribution sampled from), the text without special tokens, why it stopped, and the policy version.
+
+    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), ``rendered``: the text of the tokens that
+    were answered, template and all; ``info``: the other columns of its row. ``index``: which of the answers to its prompt.
+    """
 
     prompt_id: str
     tokens: tuple[int, ...]
@@ -318,3 +350,33 @@ class Completion:
     text: str
     stop: Literal["eos", "length"]
     version: int = 0
+    versions: tuple[int, ...] = ()
+    """Of each token, where the weights changed in the middle of an answer."""
+    index: int = 0
+    prompt: str | tuple[Message, ...] = ""
+    rendered: str = ""
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What a reward says of a completion. ``value``: None where it failed, and then ``error`` says why: a failure is never a
+    number. ``parts``: the numbers that it is made of, by name."""
+
+    value: float | None
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    error: str = ""
+
+
+class Reward(Protocol):
+    """Judges completions: one score each, in order. ``name``: of its numbers in the log. ``deterministic``: the same
+    completion always has the same score, so that scores may be kept."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def deterministic(self) -> bool: ...
+    async def __call__(self, completions: Sequence[Completion]) -> list[Score]: ...
+    async def close(self) -> None:
+        """Gives back connections and processes."""
+        ...

@@ -31,6 +31,9 @@ class Facts:
     needs_reference: bool
     settings: type[BaseModel]
     of_scores: bool = False
+    online: bool = False
+    follows_policy: bool = False
+    least_rollouts: int = 1
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         return {}
@@ -46,9 +49,15 @@ METHODS = {
     "pointwise": Facts("pointwise", "scored", False, NoSettings),
     "grpo": Facts("grpo", "ranking", True, NoSettings),
 }
+ONLINE = {
+    "grpo": Facts("grpo", "prompt", True, NoSettings, online=True, follows_policy=True, least_rollouts=2),
+    "rejection": Facts("rejection", "prompt", True, NoSettings, online=True),
+}
 
 
-def method_of(name: str) -> Facts:
+def method_of(name: str, online: bool = False) -> Facts:
+    if online and name in ONLINE:
+        return ONLINE[name]
     if name not in METHODS:
         raise UserError(f"there is no method {name!r}", where="elsewhere", fix="methods: kto, dpo, sft")
     return METHODS[name]

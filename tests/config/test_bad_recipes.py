@@ -249,6 +249,7 @@ SENSELESS: dict[str, tuple[list[str], str, str, str]] = {
     ),
     "reference model unread": (["method=sft", "reference.model=m"], "reference.model", "sft reads no reference", "remove it"),
     "reference cache unread": (["method=sft", "reference.cache=off"], "reference.cache", "sft reads no reference", "remove it"),
+    "number of the best of none": (["data.top_n=2"], "data.top_n", "best_to_demonstrations reads it", "set data.convert"),
     "threshold without scores": (["data.threshold=1"], "data.threshold", "scores_to_judgements and scores_to_pairs", "convert"),
     "threshold of pairs": (
         ["method=dpo", "data.convert=judgements_to_pairs", "data.threshold=1"],
@@ -319,6 +320,7 @@ EFFECTIVE: dict[str, list[str]] = {
     "samples": ["run.samples.prompts=3", "run.samples.temperature=0"],
     "samples of the test": ["data.eval=[]", "data.test=held_out.jsonl", "run.samples.prompts=3"],
     "threshold": ["data.convert=scores_to_judgements", "data.threshold=3"],
+    "the best ones": ["method=sft", "data.convert=best_to_demonstrations", "data.top_n=3"],
     "difference": ["method=dpo", "data.convert=scores_to_pairs", "data.threshold=0.5"],
     "any difference": ["method=dpo", "data.convert=scores_to_pairs"],
     "difference of all pairs": ["method=dpo", "data.convert=scores_to_all_pairs", "data.threshold=0.5"],

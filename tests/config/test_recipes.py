@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from valence.config.load import load_recipe
-from valence.training.methods import METHODS, method_of
+from valence.training.methods import METHODS, ONLINE, method_in, method_of
 
 RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
 
@@ -22,8 +22,16 @@ def test_a_shipped_recipe_loads_anywhere(path: Path, tmp_path: Path, monkeypatch
 
 
 def test_every_kind_of_rows_has_a_recipe():
-    used = {load_recipe(path, method_of=method_of, training=False).recipe.method for path in RECIPES}
-    assert {METHODS[name].kind for name in used} == {method.kind for method in METHODS.values()}
+    used = [method_in(load_recipe(path, method_of=method_of, training=False).recipe) for path in RECIPES]
+    assert {method.kind for method in used} == {method.kind for method in (*METHODS.values(), *ONLINE.values())}
+
+
+@pytest.mark.parametrize("name", ONLINE)
+def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str):
+    rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "prompts.jsonl")
+    given = {"method": name, "model": {"name": "some/model"}, "data": {"train": rows}, "reward": "vader"}
+    loaded = load_recipe(given, method_of=method_of)
+    assert loaded.recipe.loss.keys() >= ONLINE[name].loss.settings.keys()
 
 
 @pytest.mark.parametrize("name", METHODS)

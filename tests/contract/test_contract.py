@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.units import models_for, objective, policy_and_reference, units, units_for
+from tests.units import models_for, objective, policy_and_reference, policy_with_values, sampled, units, units_for
 from valence.data.sampler import canonical_order
+from valence.engine.logprobs import Engine
+from valence.engine.reference import Reference
 from valence.engine.scores import Scorer
 from valence.losses import LOSSES
 from valence.losses.stats import RewardShift, reference_point
@@ -30,9 +33,11 @@ ON: dict[str, dict[str, Any]] = {
     "f_divergence": {"f_divergence": "js"}, "wpo": {"wpo": True}, "nll": {"nll_weight": 0.7},
     "kl_penalty": {"kl_weight": 0.5},
 }  # fmt: skip
-"""Settings that turn each modifier on."""
+"""Settings that turn each modifier on, of those that act on rows as they are stored."""
+OF_SAMPLED: dict[str, dict[str, Any]] = {"correction": {"correction": 1.1}, "value": {"value": True}}
+"""Of those that act on answers with what was known of them when they were sampled."""
 CASES = [(name, {}) for name in ROWS] + [
-    (name, SUMMED.get(name, {}) | ON[modifier]) for name in ROWS for modifier in LOSSES[name].modifiers
+    (name, SUMMED.get(name, {}) | ON[modifier]) for name in ROWS for modifier in LOSSES[name].modifiers if modifier in ON
 ]
 CASES += [
     ("dpo", {"nll_weight": 1.0, "nll_average": "sequence"}),
@@ -41,7 +46,12 @@ CASES += [
 NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
 
+POLICIES = [name for name in ROWS if LOSSES[name].credit]
+GIVEN = [(name, (ON | OF_SAMPLED)[modifier]) for name in POLICIES for modifier in LOSSES[name].modifiers]
+EVERY = {"correction": 1.1, "kl_weight": 0.5}
+GIVEN_NAMES = [" ".join([name, *settings]) for name, settings in GIVEN]
 models_of = cache(models_for)
+valued = cache(policy_with_values)
 """Nothing here changes a weight, and making a model takes longer than asking it."""
 
 
@@ -58,17 +68,39 @@ def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[s
         for part in parts:
             meter.add({name: part})
     meter.add({"loss": Mean(outcome.loss, torch.ones(()))})
-    flat = torch.cat([p.grad.flatten() for p in objective.policy.parameters() if p.grad is not None])
-    return outcome, meter.reduce(objective.group), flat
+    return outcome, meter.reduce(objective.group), slopes(objective.policy)
+
+
+def slopes(policy: Engine) -> Tensor:
+    """The gradients of all weights as one vector, with 0 where nothing reads a weight."""
+    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = models_of(name)
-    rows = units_for(name)
+    whole = same_however_cut(name, settings, models_of(name), units_for(name))
+    assert whole.class_sums is None or LOSSES[name].shifts
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_order(name: str) -> None:
+    """With no reference, where none is read; and with every term."""
+    if name == "ppo":
+        same_however_cut(name, {**EVERY, "value": True}, valued(), sampled())
+    else:
+        same_however_cut(name, EVERY, models_of(name), sampled())
+    assert not LOSSES[name].refers(METHODS[name].resolve({}))
+    same_however_cut(name, {}, (models_of(name)[0], None), sampled(), budgets=(1, 24, NEVER_ALONE))
+
+
+def same_however_cut(
+    name: str, settings: dict[str, Any], models: tuple[Engine, Reference | None], rows: list[Encoded],
+    budgets: Sequence[int] = (1, 24, 33, 60, NEVER_ALONE),
+) -> Outcome:  # fmt: skip
+    """Loss, gradient and numbers of a step in one micro-batch and in many, in any order."""
 
     def made(budget: int) -> Objective:
-        found = objective(name, policy, reference, budget=budget, **settings)
+        found = objective(name, *models, budget=budget, **settings)
         found.shift = RewardShift(0.3, 2)
         return found
 
@@ -76,7 +108,7 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name:
     assert whole.micro_batches == 1
     assert grad.norm() > 1e-6
     seen = set()
-    for budget, seed in ((1, 0), (24, 1), (33, 2), (60, 3), (NEVER_ALONE, 4)):
+    for seed, budget in enumerate(budgets):
         shuffled = random.Random(seed).sample(rows, len(rows))
         cut, cut_numbers, cut_grad = gradient(made(budget), shuffled)
         seen.add(cut.micro_batches)
@@ -88,6 +120,7 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name:
             torch.testing.assert_close(cut.class_sums, whole.class_sums, rtol=1e-10, atol=1e-12)
     assert {1, len(rows)} <= seen
     assert len(seen) >= 3
+    return whole
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
@@ -97,6 +130,21 @@ def test_a_modifier_that_is_on_changes_the_gradient(name: str, settings: dict[st
     _, _, plain = gradient(objective(name, policy, reference, **SUMMED.get(name, {})), rows)
     _, _, changed = gradient(objective(name, policy, reference, **settings), rows)
     assert (changed - plain).norm() > 1e-3 * plain.norm()
+
+
+@pytest.mark.parametrize(("name", "settings"), GIVEN, ids=GIVEN_NAMES)
+def test_a_modifier_of_sampled_answers_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
+    """Also beside answers of which nothing is known that it reads, where it has no effect."""
+    policy, reference = valued() if settings.get("value") else models_of(name)
+    off: dict[str, Any] = {"correction": None}
+    _, _, plain = gradient(objective(name, policy, reference, **off), sampled())
+    _, _, changed = gradient(objective(name, policy, reference, **off | settings), sampled())
+    assert (changed - plain).norm() > 1e-3 * plain.norm()
+    if settings.keys() & {"correction", "value"}:
+        unknown = sampled(known=("adv", "old"))
+        _, _, plain = gradient(objective(name, policy, reference, **off), unknown)
+        _, _, changed = gradient(objective(name, policy, reference, **off | settings), unknown)
+        torch.testing.assert_close(changed, plain, rtol=1e-12, atol=1e-15)
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_reference])
@@ -144,6 +192,22 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
         if loss.couples and batch.label is not None:  # some of the larger class are left out
             found = found[found != 0]
         assert (torch.sign(found) == direction).all(), side
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_given_advantage_has_its_direction(name: str) -> None:
+    """Where the policy that answers is the one that trains: of every token, or of all of an answer that is judged as a whole."""
+    made = objective(name, models_of(name)[0], None)
+    loss = made.method.loss
+    (batch,) = made.batches([row for row in sampled(known=("adv",)) if row.weight > 0])
+    logp = (-batch.mask.double()).requires_grad_()
+    count, shared = made._counted([batch])
+    plain, view = loss.read(batch, TokenOut(logp), None, made.settings, shared)
+    loss.total(plain, view, made.settings, count).backward()
+    assert logp.grad is not None
+    assert (logp.grad[~batch.mask] == 0).all()
+    adv = view["adv"][batch.seq[batch.scored]] if loss.view == "answer" else batch.given["adv"]
+    assert (torch.sign(-logp.grad[batch.scored]) == torch.sign(adv)).all()
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].of_scores])
@@ -203,8 +267,7 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
         shared = {"z0": torch.full((batch.sequences,), float(z0), dtype=torch.float64)}
         plain, view = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, shared)
         made.method.loss.total(plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}).backward()
-    fixed = torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
-    torch.testing.assert_close(grad, fixed, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(grad, slopes(policy), rtol=1e-10, atol=1e-12)
 
 
 def test_an_absent_class_is_left_out_and_never_zero() -> None:

@@ -103,6 +103,8 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     # imitation, prompts, rankings
     ("demonstration", {"prompt": "1+1=", "completion": "2", "weight": "3"}, demo("1+1=", "2", weight=3.0)),
     ("messages", {"messages": [ASK, HI, ASK, BYE], "tools": [TOOL]}, demo(chat(ASK, HI, ASK, tools=(TOOL,)), chat(BYE))),
+    ("text_prompt", {"text": "1+1=", "answer": 2}, Prompt(prompt="1+1=", info={"answer": 2}, origin=HERE)),
+    ("prompt", {"prompt": [ASK], "text": "x"}, Prompt(prompt=chat(ASK), info={"text": "x"}, origin=HERE)),
     ("prompt", {"prompt": [ASK], "answer": 2}, Prompt(prompt=chat(ASK), info={"answer": 2}, origin=HERE)),
     (
         "ranking",
@@ -116,6 +118,7 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     # token ids
     ("judgement_ids", {"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, judged(Ids((1, 2)), Ids((3,)))),
+    ("scored_ids", {"prompt_ids": [1, 2], "completion_ids": [3], "score": 0.5}, judged(Ids((1, 2)), Ids((3,)), None, score=0.5)),
     ("demonstration_ids", {"prompt_ids": [1, 2], "completion_ids": [3]}, demo(Ids((1, 2)), Ids((3,)))),
     ("preference_ids", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, pair(Ids((1,)), Ids((2,)), Ids((3,)))),
     # HALOs

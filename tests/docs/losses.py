@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 from tests.docs.blocks import ROOT
 from tests.docs.settings import table
 from valence.config.describe import SettingRow, settings_table
 from valence.data.kinds import WORDS
+from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
 from valence.training.explain import Doc, facts, read_doc, switch
-from valence.training.methods import METHODS, Method
+from valence.training.methods import METHODS, ONLINE, Method
+from valence.training.online.makers import Credited
 
 PAGE = ROOT / "docs" / "losses.md"
 HEAD = """\
@@ -34,6 +38,8 @@ like. Made by `python -m tests.docs.losses`; `valence losses NAME` shows the sam
 | pairs, and no memory or time for a reference | @simpo | @cpo, @slic |
 | pairs, and a model that was never fine-tuned | @orpo | @sft on the chosen answers, then @dpo |
 | several scored answers to each prompt | @grpo | @ppo if scores compare across prompts; @dpo with `data.convert` |
+| prompts and a reward | @grpo | @rloo, @reinforce_pp to have the divergence in the reward; @ppo for a value head |
+| the same, and answers that are long | @dapo | @dr_grpo if they grow too long; @gspo, @cispo |
 | answers to imitate | @sft | @dft to forget less |
 | pairs, and the aim is a reward model | @bradley_terry | |
 | thumbs, numbers or stars, and the aim is a reward model | @pointwise | @ordinal for stars |
@@ -54,6 +60,8 @@ Rows of one kind become another's with [`data.convert`](settings.md).
 | `margin` | by how much the chosen answer should win, from the row's column; 0 without one |
 | `z0` | kto's reference point: the mean of `r` over mismatched answers of the whole step, not below 0 |
 | `delta` | bco's threshold: the running mean over steps of the middle between both classes' mean `beta*r`, saved with the run |
+| `A`, `rho` | advantage: how much better a token was than expected; ratio of its probability to that when it was sampled |
+| `G`, `R` | answers to a prompt; the reward (or score) of one |
 | `score`, `target` | what a reward model says of an answer; what the row says: its score, or 1 for thumbs up and 0 for down |
 | `[S]`, `[P]`, `[T]`, `[A]` | one number for each answer, pair, token, attribute |
 
@@ -68,6 +76,12 @@ Settings that change the log-probabilities or the weights that a loss reads, or 
 others are unknown settings there. They combine: tokens are clamped or weighted first, then summed, then scored, and terms are
 added to the loss ([why](decisions/0015-modifiers-outside-the-loss-functions.md)). Two that cannot go together are an error.
 Metrics show the answers as they were measured, without any of these.
+"""
+CREDIT_HEAD = """\
+## Advantages of the policy's own answers
+
+With a [`reward`](settings.md), rows are prompts that the policy answers itself, and these take the place of the *Advantage*
+above: `R` is the reward, over all answers of a round. Their settings are those of the method.
 """
 SHOWN = {
     "rows": "Rows", "reference": "Reference model", "average": "Average", "reads": "Reads", "advantage": "Advantage",
@@ -85,6 +99,7 @@ def page() -> str:
         sections = [_section(method) for method in METHODS.values() if method.kind == kind]
         parts += [f"## Methods that read {words}\n", *sections] if sections else []
     parts += [MODIFIERS_HEAD, *(_modifier(name) for name in MODIFIERS)]
+    parts += [CREDIT_HEAD, *(_credit(fn) for fn in dict.fromkeys(CREDITS.values()))]
     return re.sub(r"@(\w+)", r"[\1](#\1)", "\n".join(parts))
 
 
@@ -118,6 +133,15 @@ def _modifier(name: str) -> str:
     rows = [row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings]
     taken = "Taken by " + ", ".join(f"@{method.name}" for method in takers) + ".\n"
     return "\n".join([f"### {switch(modifier)}\n", _described(read_doc(modifier.fn.__doc__ or "")), taken, table(rows)])
+
+
+def _credit(fn: Callable[..., Any]) -> str:
+    takers = [name for name, credit in CREDITS.items() if credit is fn]
+    own = Credited(fn).settings
+    rows = [row for row in settings_table(ONLINE[takers[0]].settings, "loss.") if _name(row) in own]
+    told = "For " + ", ".join(f"@{name}" for name in takers) + ".\n"
+    parts = [f"### Of {', '.join(takers)}\n", _described(read_doc(fn.__doc__ or "")), told]
+    return "\n".join([*parts, table(rows) if rows else "No settings of its own.\n"])
 
 
 def _name(row: SettingRow) -> str:

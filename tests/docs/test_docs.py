@@ -80,8 +80,11 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ]
     for name, part in (("feedback", [*rows, *more[:14]]), ("held_out", more[14:])):
         Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    (recipe,) = blocks(README, "yaml")
+    recipe, own = blocks(README, "yaml")
     Path("recipe.yaml").write_text(recipe.text)
+    Path("own.yaml").write_text(own.text)
+    for name in ("prompts", "held_out_prompts"):
+        Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in more))
     return tmp_path
 
 
@@ -98,6 +101,7 @@ def test_the_readme_works_from_top_to_bottom(workplace: Path, monkeypatch: pytes
         with pytest.raises(SystemExit) as ended:
             cli.main()
         assert not ended.value.code, line
+    assert load_recipe("own.yaml", method_of=method_of).recipe.reward[0].reward == "my_rewards:concise"
     for path in promised_files():
         assert list(Path("runs/first").glob(path.replace("N", "*"))), path
     printed = list(executed(README, "README.md"))
@@ -196,8 +200,8 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 
 def test_the_readme_names_every_format_command_and_status() -> None:
     assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", README))
-    assert {f"valence {c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
-        f"valence {name}" for name in re.findall(r"^\| `valence (\w+)", README, re.MULTILINE)
+    assert {f"valence {c.name or c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
+        f"valence {name}" for name in re.findall(r"^\| `valence ([\w-]+)", README, re.MULTILINE)
     }
     section = README.split("| exit status |")[1].split("\n\n")[0]
     assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {

@@ -22,7 +22,8 @@ QUIRKS = {
     "bias": {"bias": True},
     "soft-cap": {"softcap": 1.5},
     "scale": {"scale": 0.25},
-    "all": {"bias": True, "softcap": 2.0, "scale": 0.3},
+    "temperature": {"temperature": 0.6},
+    "all": {"bias": True, "softcap": 2.0, "scale": 0.3, "temperature": 1.7},
 }
 
 
@@ -57,6 +58,7 @@ def oracle(found: Head, hidden: Tensor, target: Tensor, *, entropy: bool, rounde
     logits = found.scale * linear(*leaves)
     if found.softcap is not None:
         logits = found.softcap * torch.tanh(logits / found.softcap)
+    logits = logits / found.temperature
     values = dense(logits, target)
     return *values, *torch.autograd.grad(objective(*values, entropy=entropy), leaves)
 
@@ -97,11 +99,17 @@ def test_values_and_gradients_are_those_of_a_dense_softmax(
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("scale", [1.0, 0.25])
+@pytest.mark.parametrize(("scale", "temperature"), [(1.0, 1.0), (0.25, 0.6)])
 @pytest.mark.parametrize("keep", [0, 2**30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_operands_in_bfloat16_cost_their_own_rounding_and_no_more(
-    dtype: torch.dtype, keep: int, scale: float, entropy: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype,
+    keep: int,
+    scale: float,
+    temperature: float,
+    entropy: bool,
+    compiled: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Values are exact for the rounded operands. Each number of a gradient is rounded at most three times: its two operands
     and the result of a product; so it is off by less than three times 2^-9."""
@@ -109,7 +117,7 @@ def test_operands_in_bfloat16_cost_their_own_rounding_and_no_more(
     monkeypatch.setattr(head, "KEEP", keep)
     if not compiled:
         monkeypatch.setattr(native, "measures", lambda *_: False)
-    found = Head(layer(dtype), scale=scale, half=True)
+    found = Head(layer(dtype), scale=scale, half=True, temperature=temperature)
     logp, spread, *gradients = ours(found, *rows(dtype), entropy=entropy)
     wanted, disorder, *exact = oracle(found, *rows(dtype), entropy=entropy, rounded=True)
     assert logp.dtype == torch.float32
@@ -317,9 +325,9 @@ def test_an_adapter_on_the_head_is_heard(monkeypatch: pytest.MonkeyPatch) -> Non
     for weight in weights:
         nn.init.normal_(weight, std=0.3, generator=torch.Generator().manual_seed(3))
     hidden, target = rows()
-    values = Head(adapted)(hidden, target, True)
+    values = Head(adapted, temperature=0.8)(hidden, target, True)
     found = torch.autograd.grad(objective(*values, entropy=True), [hidden, *weights])
-    wanted = dense(adapted(hidden), target)
+    wanted = dense(adapted(hidden) / 0.8, target)
     exact = torch.autograd.grad(objective(*wanted, entropy=True), [hidden, *weights])
     for one, other in zip((*values, *found), (*wanted, *exact), strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -366,7 +374,7 @@ def test_the_kernel_says_what_the_plain_operations_say() -> None:
 def test_on_a_cuda_device(part: float, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "KEEP_CUDA", part)
     monkeypatch.setattr(head, "CHUNK", 50)
-    found = Head(layer(torch.float32), half=half)
+    found = Head(layer(torch.float32), half=half, temperature=0.7)
     wanted = oracle(found, *rows(torch.float32), entropy=False, rounded=half)
     found.layer.cuda()
     hidden, target = rows(torch.float32)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -18,10 +19,12 @@ from tests.units import units
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
 from valence.engine.reference import Frozen
+from valence.engine.values import add_values
 from valence.types import Answer, Encoded, Kind
 
-Of = Literal["tokens", "scores", "levels"]
-"""What is measured: tokens by two language models, two attributes by a reward model, or the same with thresholds of levels."""
+Of = Literal["tokens", "values", "scores", "levels"]
+"""What is measured: tokens by two language models, the same with a value head, two attributes by a reward model, or these with
+thresholds of levels."""
 LEVELS = 5
 STEP = 1e-4
 """How far apart the weights are at which a loss is taken for its derivative."""
@@ -29,12 +32,13 @@ STEP = 1e-4
 
 @dataclass(frozen=True)
 class Said:
-    """Of each token that is read: its log-probability under policy and reference, and the policy's log sum_v p_v^2. Of the
-    answer: what a reward model scores each attribute with, and its thresholds."""
+    """Of each token that is read: its log-probability under policy and reference, the policy's log sum_v p_v^2, and what its
+    value head says before it. Of the answer: what a reward model scores each attribute with, and its thresholds."""
 
     logp: tuple[float, ...] = ()
     ref: tuple[float, ...] = ()
     log_sum_sq: tuple[float, ...] = ()
+    critic: tuple[float, ...] = ()
     score: tuple[float, ...] = ()
     thresholds: tuple[float, ...] = ()
 
@@ -65,8 +69,11 @@ class Models:
 @cache
 def models(of: Of) -> Models:
     reference = None
-    if of == "tokens":
+    if of in ("tokens", "values"):
         policy = build_policy(tiny("gpt2", seed=3), dtype=torch.float64)
+        if of == "values":
+            add_values(policy, trunk="shared")
+            torch.nn.init.normal_(_head(policy).weight, std=0.3, generator=torch.Generator().manual_seed(4))
         reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another")
         assert isinstance(reference, Frozen)
     else:
@@ -95,9 +102,27 @@ def _varied(row: Encoded, i: int) -> Encoded:
 
 
 @cache
+def sampled(known: tuple[str, ...]) -> list[Encoded]:
+    """Rankings with what was known of their tokens when they were sampled, near to what the policy says of them now; and what
+    would be seen in any number that is made of a token that is not to be read."""
+    draw = random.Random(11)
+
+    def column(name: str, said: Said, mask: tuple[bool, ...]) -> tuple[float, ...]:
+        here, spread = {"old": (said.logp, 0.3), "sampler": (said.logp, 0.4)}.get(name, ((0.0,) * said.n, 1.0))
+        values = iter([x + draw.gauss(0, spread) for x in here])
+        return tuple(next(values) if read else 1e6 for read in mask)
+
+    def with_columns(a: Answer, said: Said) -> Answer:
+        return replace(a, columns=tuple((name, column(name, said, a.mask)) for name in known))
+
+    found = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
+    return [replace(row, answers=tuple(map(with_columns, row.answers, said))) for row, said in found]
+
+
+@cache
 def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
     """Of every answer of every row, with the policy's weights moved along the direction."""
-    say = _said if of == "tokens" else _scored
+    say = _said if of in ("tokens", "values") else _scored
     models(of).move(distance)
     found = [[say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers] for row in rows(kind)]
     models(of).move(-distance)
@@ -117,7 +142,23 @@ def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
     assert both.reference is not None
     ours, theirs = (_log_softmax(engine, ids) for engine in (both.policy, both.reference.engine))
     logp, ref = (tuple(found[t - 1][ids[t]] for t in read) for found in (ours, theirs))
-    return Said(logp, ref, tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read))
+    values = _values(both.policy, ids) if of == "values" else []
+    spread = tuple(math.log(sum(math.exp(2 * v) for v in ours[t - 1])) for t in read)
+    return Said(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
+
+
+def _head(policy: Engine) -> torch.nn.Linear:
+    assert policy.critic is not None
+    return policy.critic.head
+
+
+@torch.no_grad()
+def _values(policy: Engine, ids: Sequence[int]) -> list[float]:
+    """What the value head makes of each hidden state: [n]."""
+    with policy.stock():
+        states = policy.causal.transformer(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0].tolist()
+    (weight,), bias = _head(policy).weight.tolist(), _head(policy).bias.item()
+    return [sum(w * h for w, h in zip(weight, state, strict=True)) + bias for state in states]
 
 
 def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:

@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from tests.golden.plain import check, check_finite, column
-from valence.losses.advantage import group_norm, over_step, whiten, within_group
+from valence.losses.advantage import (
+    above_group,
+    above_others,
+    group_centre,
+    group_norm,
+    leave_one_out,
+    over_step,
+    whiten,
+    within_group,
+)
 from valence.losses.imitation import dft, sft
-from valence.losses.policy import k1, k2, k3, ppo_clip, reinforce
+from valence.losses.policy import cispo, gspo, k1, k2, k3, ppo_clip, reinforce, rloo
 
 
 def ppo_formula(
@@ -20,6 +29,21 @@ def ppo_formula(
     rho = math.exp(logp_t - old_t)
     gain = min(rho * adv_t, min(max(rho, 1 - eps_low), 1 + eps_high) * adv_t)
     return -(max(gain, dual_clip * adv_t) if dual_clip is not None and adv_t < 0 else gain)
+
+
+def gspo_formula(
+    logp: float, old: float, n: float, adv: float, eps_low: float = 3e-4, eps_high: float = 4e-4, dual_clip: float | None = None
+) -> float:
+    return ppo_formula(logp / n, old / n, adv, eps_low, eps_high, dual_clip)
+
+
+def cispo_formula(logp_t: float, old_t: float, adv_t: float, held_t: float, eps_high: float = 5.0) -> float:
+    """held_t: the log-probability as a number that is not differentiated."""
+    return -min(math.exp(held_t - old_t), eps_high) * adv_t * logp_t
+
+
+def rloo_formula(logp: float, old: float, adv: float) -> float:
+    return -math.exp(logp - old) * adv
 
 
 TOKENS = [
@@ -67,10 +91,59 @@ def test_dft() -> None:
     assert logp.grad.tolist() == pytest.approx([-math.exp(-0.5), -math.exp(-2), 0.0, -1.0])
 
 
-@pytest.mark.parametrize("fn", [ppo_clip, reinforce, k1, k2, k3, sft, dft])
+ANSWERS = [
+    {"logp": logp, "old": logp - n * ratio, "n": float(n), "adv": adv}
+    for logp, ratio, n in [
+        (-1.0, 0.0, 3),
+        (-9.0, 1e-4, 20),
+        (-5.0, 6e-4, 7),
+        (-3.0, -2.5e-4, 4),
+        (-4.0, -0.01, 30),
+        (-1.5, 0.4, 1),
+    ]
+    for adv in (1.3, -0.7, 0.0)
+]
+
+
+@pytest.mark.parametrize("settings", [{}, {"eps_low": 0.005, "eps_high": 0.2}, {"dual_clip": 1.2}])
+def test_gspo(settings: dict[str, float]) -> None:
+    check(gspo, gspo_formula, ANSWERS, **settings)
+
+
+def test_rloo() -> None:
+    check(rloo, rloo_formula, ANSWERS)
+
+
+def test_rloo_starts_as_reinforce_of_whole_answers() -> None:
+    logp = column(-7.0, -2.0).requires_grad_()
+    rloo(logp, logp.detach(), column(0.5, -2.0)).sum().backward()
+    assert logp.grad is not None
+    assert logp.grad.tolist() == pytest.approx([-0.5, 2.0])
+
+
+@pytest.mark.parametrize("cap", [5.0, 1.0])
+def test_cispo_has_a_gradient_beyond_its_cap(cap: float) -> None:
+    names = ("logp_t", "old_t", "adv_t")
+    logp, old, adv = (column(*(token[name] for token in TOKENS)) for name in names)
+    logp.requires_grad_()
+    loss = cispo(logp, old, adv, eps_high=cap)
+    loss.sum().backward()
+    read = [{name: token[name] for name in names} for token in TOKENS]
+    wanted = [cispo_formula(**token, held_t=token["logp_t"], eps_high=cap) for token in read]
+    assert loss.tolist() == pytest.approx(wanted, rel=1e-12)
+    assert logp.grad is not None
+    slopes = [-min(math.exp(t["logp_t"] - t["old_t"]), cap) * t["adv_t"] for t in TOKENS]
+    assert logp.grad.tolist() == pytest.approx(slopes, rel=1e-12)
+
+
+@pytest.mark.parametrize("fn", [ppo_clip, reinforce, cispo, gspo, rloo, k1, k2, k3, sft, dft])
 def test_far_away(fn: object) -> None:
     ends = [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4)]
-    points = [{"logp_t": a, "old_t": b, "ref_t": b, "adv_t": adv} for a, b in ends for adv in (1.0, -1.0, 0.0)]
+    points = [
+        {"logp_t": a, "old_t": b, "ref_t": b, "adv_t": adv, "logp": a, "old": b, "adv": adv, "n": 2.0}
+        for a, b in ends
+        for adv in (1.0, -1.0, 0.0)
+    ]
     check_finite(fn, points)  # type: ignore[arg-type]
 
 
@@ -94,16 +167,28 @@ def test_group_norm() -> None:
         assert advantage == pytest.approx(wanted, rel=1e-12)
 
 
+@pytest.mark.parametrize("groups", [GROUPS, [7] * 7, list(range(7))], ids=str)
+def test_scores_above_those_of_the_others(groups: list[int]) -> None:
+    centred, left_out = (fn(column(*SCORES), torch.tensor(groups)).tolist() for fn in (group_centre, leave_one_out))
+    for i, (score, group) in enumerate(zip(SCORES, groups, strict=True)):
+        others = [s for j, (s, g) in enumerate(zip(SCORES, groups, strict=True)) if g == group and i != j]
+        assert centred[i] == pytest.approx(score - fmean([score, *others]), rel=1e-12)
+        assert left_out[i] == pytest.approx(score - fmean(others) if others else 0.0, rel=1e-12)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equal_scores_have_exactly_no_advantage(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("fn", [group_norm, group_centre, leave_one_out])
+def test_equal_scores_and_groups_of_one_have_exactly_no_advantage(fn: object, dtype: torch.dtype) -> None:
     scores = torch.tensor([0.1] * 3 + [1e6 + 0.3] * 7 + [5.0], dtype=dtype)
-    found = group_norm(scores, torch.tensor([0] * 3 + [1] * 7 + [2]))
+    found = fn(scores, torch.tensor([0] * 3 + [1] * 7 + [2]))  # type: ignore[operator]
     assert found.dtype == dtype
     assert found.tolist() == [0.0] * 11
+    assert fn(scores[:0], torch.zeros(0, dtype=torch.long)).tolist() == []  # type: ignore[operator]
 
 
-def test_a_failed_score_stays_in_its_group() -> None:
-    found = group_norm(column(1.0, 2.0, math.nan, 4.0), torch.tensor([0, 0, 1, 1]))
+@pytest.mark.parametrize("fn", [group_norm, group_centre, leave_one_out])
+def test_a_failed_score_stays_in_its_group(fn: object) -> None:
+    found = fn(column(1.0, 2.0, math.nan, 4.0), torch.tensor([0, 0, 1, 1]))  # type: ignore[operator]
     assert found.isnan().tolist() == [False, False, True, True]
 
 
@@ -117,4 +202,5 @@ def test_whiten() -> None:
 
 def test_credit_within_a_group_needs_no_moments() -> None:
     scores, groups = column(*SCORES), torch.tensor(GROUPS)
-    assert within_group(scores, groups, column(3.0, 4.0)).tolist() == group_norm(scores, groups).tolist()
+    for credit, plain in ((within_group, group_norm), (above_group, group_centre), (above_others, leave_one_out)):
+        assert credit(scores, groups, column(3.0, 4.0)).tolist() == plain(scores, groups).tolist()

@@ -13,7 +13,7 @@ from torch import Tensor
 from valence.dist.single import Single
 from valence.losses.metrics import Metrics
 from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
-from valence.report.metrics import STATISTICS, Meter, calibration_error, pearson, spearman
+from valence.report.metrics import STATISTICS, Meter, calibration_error, explained, pearson, spearman
 from valence.types import Ranked
 
 
@@ -187,5 +187,13 @@ def test_metrics_of_scores_and_levels() -> None:
 
 
 def test_every_statistic_has_a_name() -> None:
-    assert set(STATISTICS) == {"auc", "calibration_error", "pearson", "spearman"}
+    assert set(STATISTICS) == {"auc", "calibration_error", "pearson", "spearman", "explained"}
     assert Ranked(column(1.0), column(1.0)).statistic == "auc"
+
+
+def test_explained_variance() -> None:
+    others = column(1.0, 2.0, 4.0)
+    found = [explained(values, others) for values in (others + 3, others * 0, -others, others * 0.5)]
+    assert found == pytest.approx([1.0, 0.0, -3.0, 0.75])
+    assert explained(others, column(2.0, 2.0, 2.0)) is None
+    assert explained(others[:0], others[:0]) is None

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from statistics import fmean
+from statistics import fmean, pvariance
 from typing import Any
 
 import pytest
 import torch
 
 from tests.golden.measured import Of, Said, measured, models, rows, slope
-from tests.golden.whole import IDLE, WHOLE_STEP, Step, reference_points
+from tests.golden.whole import IDLE, WHOLE_STEP, Step, answers, reference_points, value_error
 from tests.units import objective
 from valence.data.mismatch import mismatch
 from valence.data.pack import pack
@@ -56,35 +56,59 @@ CASES += [
     ("dpop", {"penalty": 0.5}),
     ("dpo", {"f_divergence": "alpha", "f_alpha": 0.8}),
     ("grpo", {"dual_clip": 1.5, "eps_high": 0.28}),
+    ("dr_grpo", {"max_tokens": 40}),
+    ("gspo", {"eps_low": 0.1, "eps_high": 0.2, "dual_clip": 1.5}),
+    ("cispo", {"eps_high": 1.1}),
     ("grpo", {"humanline": (-0.6, 1.5), "kl_weight": 0.3}),
     ("bradley_terry", {"center_coef": 0.25}),
     *(("pointwise", {"error": error}) for error in ("squared", "huber")),
 ]  # fmt: skip
 
 
-def of(name: str) -> Of:
+SAMPLED = ("adv", "old", "return", "sampler", "value")
+ALL: dict[str, Any] = {"correction": 1.2, "kl_weight": 0.3}
+KNOWN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
+    *((name, {}, SAMPLED) for name in WHOLE_STEP if LOSSES[name].credit),
+    *((name, {"correction": 1.2}, SAMPLED) for name in WHOLE_STEP if LOSSES[name].credit),
+    *((name, ALL, ("adv", "sampler")) for name in ("grpo", "dr_grpo", "gspo", "cispo", "rloo")),
+    *((name, {"correction": None}, SAMPLED) for name in ("grpo", "rloo")),
+    *((name, ALL, ("old", "sampler")) for name in ("grpo", "gspo", "ppo")),
+    ("dapo", {"humanline": (-0.6, 1.5), **ALL}, SAMPLED),
+    ("ppo", {"value": True}, SAMPLED),
+    ("ppo", {"value": True, "value_weight": 0.7, "value_clip": None, **ALL}, SAMPLED),
+    ("ppo", {"value": True}, ("adv", "old")),
+]
+"""Of answers that were sampled, and what was known of their tokens: all, no log-probabilities, or no advantage."""
+
+
+def of(name: str, given: dict[str, Any] | None = None) -> Of:
     """What its row of the table reads."""
+    if (given or {}).get("value"):
+        return "values"
     return "levels" if name == "ordinal" else "scores" if LOSSES[name].view.startswith("score") else "tokens"
 
 
 def the_step(
-    name: str, given: dict[str, Any], chosen: Sequence[int] | None = None, distance: float = 0.0, delta: float = 0.0
-) -> Step:
+    name: str, given: dict[str, Any], chosen: Sequence[int] | None = None, distance: float = 0.0, delta: float = 0.0,
+    known: tuple[str, ...] = (),
+) -> Step:  # fmt: skip
     kind = METHODS[name].kind
     chosen = range(len(rows(kind))) if chosen is None else chosen
-    now, held = ([measured(kind, d, of(name))[i] for i in chosen] for d in (distance, 0.0))
-    return Step(name, IDLE | WHOLE_STEP[name][1] | given, chosen, now, held, delta)
+    now, held = ([measured(kind, d, of(name, given))[i] for i in chosen] for d in (distance, 0.0))
+    return Step(name, IDLE | WHOLE_STEP[name][1] | given, chosen, now, held, delta, known)
 
 
 def made(name: str, given: dict[str, Any], budget: int = BUDGET) -> Objective:
-    return objective(name, models(of(name)).policy, models(of(name)).reference, budget=budget, **given)
+    both = models(of(name, given))
+    return objective(name, both.policy, both.reference, budget=budget, **given)
 
 
 def test_every_row_and_modifier_has_its_formula() -> None:
     assert sorted(LOSSES.keys() - WHOLE_STEP.keys()) == [], (
         "give these rows a formula of their whole step in tests/golden/whole.py"
     )
-    assert sorted(MODIFIERS.keys() - ON.keys()) == [], (
+    known = {m for name, given, _ in KNOWN for m in LOSSES[name].modifiers if MODIFIERS[m].idle[0] in given}
+    assert sorted(MODIFIERS.keys() - ON.keys() - known) == [], (
         "say here (ON) what turns these modifiers on, and compute them in whole.Step"
     )
 
@@ -101,6 +125,19 @@ def test_a_whole_step_from_logits_to_the_number(name: str, given: dict[str, Any]
         assert (outcome.micro_batches > 1) is (budget == BUDGET)
         assert float(outcome.loss) == pytest.approx(loss(the_step(name, given)), rel=1e-9)
         assert models(of(name)).slope() == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(("name", "given", "known"), KNOWN, ids=[" ".join([n, *map(str, g.values()), *k]) for n, g, k in KNOWN])
+def test_a_whole_step_of_sampled_answers(name: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+    loss, _ = WHOLE_STEP[name]
+    wanted = slope(loss, lambda distance: the_step(name, given, distance=distance, known=known))
+    assert abs(wanted) > 1e-5
+    step = the_step(name, given, known=known)
+    models(of(name, given)).policy.zero_grad()
+    outcome = made(name, given).run(step.rows, backward=True)
+    assert outcome.micro_batches > 1
+    assert float(outcome.loss) == pytest.approx(loss(step), rel=1e-9)
+    assert models(of(name, given)).slope() == pytest.approx(wanted, rel=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["judgement", "preference", "demonstration"])
@@ -219,6 +256,53 @@ def test_the_numbers_that_a_step_reports(name: str) -> None:
         wanted["kl"] = wanted["kl/raw"] = reference_points(step)[0]
     if name == "bco":
         wanted["delta"] = 0.0  # of a run that begins
+    assert found == pytest.approx(wanted, rel=1e-9)
+
+
+def cut(ratio: float, adv: float, settings: dict[str, Any]) -> bool:
+    """Whether a ratio has no gradient."""
+    if "eps_low" not in settings:
+        return ratio > settings["eps_high"]
+    up = adv > 0 and ratio > 1 + settings["eps_high"]
+    return up or (adv < 0 and (ratio < 1 - settings["eps_low"] or ratio > (settings["dual_clip"] or math.inf)))
+
+
+@pytest.mark.parametrize(("name", "given"), [
+    ("grpo", {}), ("dr_grpo", {"dual_clip": 1.25}), ("cispo", {"eps_high": 1.1}), ("gspo", {"eps_low": 0.05, "eps_high": 0.1}),
+    ("rloo", {"correction": 1.2}), ("ppo", {"value": True, "correction": 1.1}),
+])  # fmt: skip
+def test_the_numbers_that_a_step_of_sampled_answers_reports(name: str, given: dict[str, Any]) -> None:
+    step = the_step(name, given, known=SAMPLED)
+    meter = Meter()
+    meter.pool(made(name, given).run(step.rows, backward=False).metrics)
+    found = meter.reduce(Single())
+    every = answers(step, [[0.0] * 3] * 9)
+    tokens = [t for a in every for t in a.tokens]
+    apart = [t.logp - t.old for t in tokens]
+    wanted = {
+        "logps/token": fmean(t.logp for t in tokens),
+        "logratio/token": fmean(apart),
+        "kl/old": fmean(math.exp(d) - d - 1 for d in apart),
+        "kl/reference": fmean(math.exp(t.ref - t.logp) - (t.ref - t.logp) - 1 for t in tokens),
+        "advantages/logratio": fmean(t.adv * d for t, d in zip(tokens, apart, strict=True)),
+        "advantages/positive": fmean(t.adv > 0 for t in tokens),
+        "sampler/kl": fmean(t.known["sampler"] - t.old for t in tokens),
+    }
+    pairs = [(d, t.adv) for t, d in zip(tokens, apart, strict=True)]
+    weights = [t.old - t.known["sampler"] for t in tokens]
+    if LOSSES[name].view == "answer":
+        pairs = [((a.sum("logp") - a.sum("old")) / a.n, a.sum("adv") / a.n) for a in every]
+        weights = [sum(t.old - t.known["sampler"] for t in a.tokens) for a in every]
+    wanted["sampler/truncated"] = fmean(w > math.log(step.settings["correction"]) for w in weights)
+    if name != "rloo":
+        wanted["clipped"] = fmean(cut(math.exp(d), adv, step.settings) for d, adv in pairs)
+        assert 0 < wanted["clipped"] < 1
+    if name == "ppo":
+        returns = [t.known["return"] for t in tokens]
+        wanted["value/loss"] = fmean(value_error(step, t) for t in tokens) / step.settings["value_weight"]
+        wanted["value/mean"] = fmean(t.critic for t in tokens)
+        errors = [g - t.critic for g, t in zip(returns, tokens, strict=True)]
+        wanted["value/explained"] = 1 - pvariance(errors) / pvariance(returns)
     assert found == pytest.approx(wanted, rel=1e-9)
 
 

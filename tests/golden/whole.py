@@ -13,9 +13,9 @@ from statistics import fmean, pstdev, stdev
 from typing import Any
 
 from tests.golden import test_paired as paired
-from tests.golden.measured import LEVELS, Said, crossed, rows
+from tests.golden.measured import LEVELS, Said, crossed, rows, sampled
 from tests.golden.test_coupled import aot_formula, unpaired_formula
-from tests.golden.test_policy import ppo_formula
+from tests.golden.test_policy import cispo_formula, gspo_formula, ppo_formula, rloo_formula
 from tests.golden.test_unpaired import apo_formula, bco_formula, kto_formula
 from valence.training.methods import METHODS
 from valence.types import Encoded
@@ -23,7 +23,8 @@ from valence.types import Encoded
 
 @dataclass(frozen=True)
 class Step:
-    """Which rows a step has (indices), what was measured of them, and the same at the weights where a slope is taken."""
+    """Which rows a step has (indices), what was measured of them, and the same at the weights where a slope is taken. known: of
+    tokens when they were sampled."""
 
     name: str
     settings: dict[str, Any]
@@ -31,10 +32,12 @@ class Step:
     now: list[list[Said]]
     held: list[list[Said]]
     delta: float = 0.0
+    known: tuple[str, ...] = ()
 
     @property
     def rows(self) -> list[Encoded]:
-        found = [rows(METHODS[self.name].kind)[i] for i in self.chosen]
+        every = sampled(self.known) if self.known else rows(METHODS[self.name].kind)
+        found = [every[i] for i in self.chosen]
         if self.name != "ordinal":
             return found
         return [replace(row, scores=tuple(1 + (LEVELS - 1) * share for share in row.scores)) for row in found]
@@ -163,33 +166,135 @@ def dft(step: Step) -> float:
     return -sum(row.weight * x for row, x in zip(step.rows, found, strict=True)) / tokens
 
 
-def of_answers(step: Step, advantages: list[list[float]]) -> list[tuple[float, int, float]]:
-    """Of every answer of a ranking: its row's weight, its tokens, and the sum of their losses, with the divergence (of what was
-    measured before any modifier). The reference has answered."""
-    found: list[tuple[float, int, float]] = []
-    for row, said, advs in zip(step.rows, step.now, advantages, strict=True):
-        for x, adv in zip(said, advs, strict=True):
-            tokens = [{"logp_t": step.clamped(p, ref), "old_t": ref, "adv_t": adv} for p, ref in zip(x.logp, x.ref, strict=True)]
-            losses = [call(ppo_formula, token, step.settings) for token in tokens]
-            apart = [divergence(step, ref - p) for p, ref in zip(x.logp, x.ref, strict=True)]
-            found.append((row.weight, x.n, sum(losses) + step.settings["kl_weight"] * sum(apart)))
+@dataclass(frozen=True)
+class Token:
+    """Of a token that is read: what a loss of tokens reads of it (``now``; ``held`` where it is not differentiated), what was
+    measured before any modifier, what the value head says, and what was known of it when it was sampled."""
+
+    now: float
+    held: float
+    logp: float
+    ref: float
+    old: float
+    adv: float
+    critic: float
+    known: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An answer with its row's weight."""
+
+    weight: float
+    tokens: list[Token]
+
+    @property
+    def n(self) -> int:
+        return len(self.tokens)
+
+    def sum(self, name: str) -> float:
+        return sum(getattr(token, name) for token in self.tokens)
+
+
+def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
+    """Those of all rows. Without a record of the policy that answered, the reference has (of stored answers), or the policy has
+    just now (of answers with an advantage). advantages: of each answer, where none is known."""
+    found: list[Whole] = []
+    for i, row in enumerate(step.rows):
+        for a, now, held, credit in zip(row.answers, step.now[i], step.held[i], advantages[i], strict=True):
+            read = [t for t, it in enumerate(a.mask) if it]
+            tokens: list[Token] = []
+            for k, t in enumerate(read):
+                known = {name: values[t] for name, values in a.columns}
+                old = known.get("old", held.logp[k] if "adv" in known else held.ref[k])
+                here, fixed = step.clamped(now.logp[k], now.ref[k]), step.clamped(held.logp[k], held.ref[k])
+                critic = now.critic[k] if now.critic else 0.0
+                adv = known.get("adv", credit)
+                tokens.append(Token(here, fixed, now.logp[k], now.ref[k], old, adv, critic, known))
+            found.append(Whole(row.weight, tokens))
     return found
 
 
-def divergence(step: Step, x: float) -> float:
-    return x**2 / 2 if step.settings["kl_estimator"] == "k2" else math.exp(x) - x - 1
+def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
+    """The loss of each token, times its correction."""
+
+    def losses(step: Step, answer: Whole) -> list[float]:
+        return [
+            corrected(step, t.old, t.known.get("sampler"))
+            * call(formula, {"logp_t": t.now, "held_t": t.held, "old_t": t.old, "adv_t": t.adv}, step.settings)
+            for t in answer.tokens
+        ]
+
+    return losses
 
 
-def grpo(step: Step) -> float:
-    advantages = [[(score - fmean(row.scores)) / (stdev(row.scores) + 1e-4) for score in row.scores] for row in step.rows]
-    return fmean(weight * loss / n for weight, n, loss in of_answers(step, advantages))
+def of_answer(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
+    """The loss of an answer, times its correction, as if each of its tokens had it: their mean is that of the answer."""
+
+    def losses(step: Step, answer: Whole) -> list[float]:
+        numbers = {"logp": answer.sum("now"), "old": answer.sum("old"), "n": answer.n, "adv": answer.sum("adv") / answer.n}
+        samplers = [t.known["sampler"] for t in answer.tokens if "sampler" in t.known]
+        weight = corrected(step, answer.sum("old"), sum(samplers) if samplers else None)
+        return [weight * call(formula, numbers, step.settings)] * answer.n
+
+    return losses
 
 
-def ppo(step: Step) -> float:
+def corrected(step: Step, old: float, sampler: float | None) -> float:
+    most = step.settings["correction"]
+    return 1.0 if sampler is None or most is None else min(math.exp(old - sampler), most)
+
+
+def divergence(step: Step, token: Token) -> float:
+    x = token.ref - token.logp
+    return step.settings["kl_weight"] * (x**2 / 2 if step.settings["kl_estimator"] == "k2" else math.exp(x) - x - 1)
+
+
+def value_error(step: Step, token: Token) -> float:
+    if not step.settings["value"] or "return" not in token.known:
+        return 0.0
+    wanted, before, clip = token.known["return"], token.known["value"], step.settings["value_clip"]
+    ends = [token.critic] if clip is None else [token.critic, min(max(token.critic, before - clip), before + clip)]
+    return step.settings["value_weight"] * max((end - wanted) ** 2 for end in ends) / 2
+
+
+def within_group(step: Step) -> list[list[float]]:
+    return [[(score - fmean(row.scores)) / (stdev(row.scores) + 1e-4) for score in row.scores] for row in step.rows]
+
+
+def above_group(step: Step) -> list[list[float]]:
+    return [[score - fmean(row.scores) for score in row.scores] for row in step.rows]
+
+
+def above_others(step: Step) -> list[list[float]]:
+    return [
+        [score - fmean(other for j, other in enumerate(row.scores) if i != j) for i, score in enumerate(row.scores)]
+        for row in step.rows
+    ]  # fmt: skip
+
+
+def over_step(step: Step) -> list[list[float]]:
     every = [score for row in step.rows for score in row.scores]
-    advantages = [[(score - fmean(every)) / (pstdev(every) + 1e-4) for score in row.scores] for row in step.rows]
-    found = of_answers(step, advantages)
-    return sum(weight * loss for weight, _, loss in found) / sum(n for _, n, _ in found)
+    return [[(score - fmean(every)) / (pstdev(every) + 1e-4) for score in row.scores] for row in step.rows]
+
+
+def policy(
+    losses: Callable[[Step, Whole], list[float]], credit: Callable[[Step], list[list[float]]], average: str
+) -> Callable[[Step], float]:
+    """The mean over tokens; over answers of means over their tokens; or over answers of sums over their tokens by one number."""
+
+    def total(step: Step) -> float:
+        every = answers(step, credit(step))
+        sums = [
+            a.weight * (sum(losses(step, a)) + sum(divergence(step, t) + value_error(step, t) for t in a.tokens)) for a in every
+        ]
+        if average == "tokens":
+            return sum(sums) / sum(a.n for a in every)
+        if average == "constant":
+            return fmean(sums) / (step.settings["max_tokens"] or 1)
+        return fmean(x / a.n for x, a in zip(sums, every, strict=True))
+
+    return total
 
 
 def bradley_terry(step: Step) -> float:
@@ -232,8 +337,9 @@ def ordinal(score: float, target: float, said: Said, settings: dict[str, Any]) -
 IDLE = {
     "humanline": None, "ld_alpha": 1.0, "label_smoothing": 0.0, "f_divergence": "reverse_kl", "f_alpha": 0.5, "wpo": False,
     "nll_weight": 0.0, "nll_average": "token", "kl_weight": 0.0, "kl_estimator": "k3",
+    "correction": 2.0, "value": False, "value_weight": 0.1, "value_clip": 0.2,
 }  # fmt: skip
-"""Settings of modifiers that change nothing."""
+"""Settings of modifiers as they are by themselves."""
 CLIP = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 BETA = {"beta": 0.1}
 WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
@@ -261,8 +367,14 @@ WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "aot": (aot, BETA),
     "sft": (sft, {}),
     "dft": (dft, {}),
-    "grpo": (grpo, CLIP),
-    "ppo": (ppo, CLIP),
+    "grpo": (policy(of_token(ppo_formula), within_group, "answers"), CLIP),
+    "dr_grpo": (policy(of_token(ppo_formula), above_group, "constant"), CLIP | {"max_tokens": None}),
+    "dapo": (policy(of_token(ppo_formula), within_group, "tokens"), CLIP | {"eps_high": 0.28}),
+    "gspo": (policy(of_answer(gspo_formula), within_group, "answers"), {"eps_low": 3e-4, "eps_high": 4e-4, "dual_clip": None}),
+    "cispo": (policy(of_token(cispo_formula), within_group, "tokens"), {"eps_high": 5.0}),
+    "rloo": (policy(of_answer(rloo_formula), above_others, "answers"), {}),
+    "reinforce_pp": (policy(of_token(ppo_formula), over_step, "tokens"), CLIP),
+    "ppo": (policy(of_token(ppo_formula), over_step, "tokens"), CLIP),
     "bradley_terry": (bradley_terry, {"center_coef": 0.0}),
     "pointwise": (mean_of_scored(pointwise), {"error": "cross_entropy", "huber_delta": 1.0}),
     "ordinal": (mean_of_scored(ordinal), {}),

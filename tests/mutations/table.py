@@ -10,6 +10,7 @@ ROOT = Path(__file__).parents[2]
 PROCESSES = "tests/dist/test_step.py::test_a_step_of_several_processes_is_that_of_one"
 SPLIT = "tests/dist/test_fsdp.py::test_two_steps_of_several_processes_are_those_of_one"
 WHOLE = "tests/golden/test_whole_step.py"
+CREDITS = "tests/golden/test_credit.py"
 CONTRACT = "tests/contract/test_contract.py"
 PITFALLS = "tests/training/test_pitfalls.py"
 PREFERENCE, UNPAIRED, COUPLED = (f"valence/losses/{name}.py" for name in ("preference", "unpaired", "coupled"))
@@ -34,6 +35,11 @@ class Mutation:
 def whole(*cases: str) -> tuple[str, ...]:
     """The loss and the slope of a whole step."""
     return tuple(f"{WHOLE}::test_a_whole_step_from_logits_to_the_number[{case}]" for case in cases)
+
+
+def known(*cases: str) -> tuple[str, ...]:
+    """The same of answers with what was known of their tokens when they were sampled."""
+    return tuple(f"{WHOLE}::test_a_whole_step_of_sampled_answers[{case}]" for case in cases)
 
 
 def one(wrong: str, file: str, old: str, new: str, *tests: str) -> Mutation:
@@ -68,9 +74,45 @@ LOSSES = [
         "(2 * torch.arange(k, device=rows.device) + 1) * len(rows) // max(2 * k, 1)", "torch.arange(k)", *whole("aot_unpaired")),
     one("dft: the weight has a gradient", IMITATION, "-logp_t.detach().exp()", "-logp_t.exp()", *whole("dft")),
     one("ppo_clip: the clip is optimistic", POLICY, "torch.minimum(rho * adv_t", "torch.maximum(rho * adv_t", *whole("grpo")),
-    one("grpo: population standard deviation", ADVANTAGE, "(count - 1).clamp(min=1)", "count", *whole("grpo")),
+    one("ppo_clip: the dual clip is on gains too", POLICY, "torch.where(adv_t < 0, torch.maximum(gain", "torch.where(adv_t < 9, torch.maximum(gain",
+        *whole("grpo 1.5 0.28")),
+    one("gspo: the ratio is that of the sum", POLICY, "ppo_clip(logp / n, old / n, adv,", "ppo_clip(logp, old, adv,", *whole("gspo 0.1 0.2 1.5")),
+    one("cispo: the weight has a gradient", POLICY, "-_exp(logp_t - old_t).detach().clamp(max=eps_high)", "-_exp(logp_t - old_t).clamp(max=eps_high)",
+        *whole("cispo")),
+    one("cispo: the cap is one above eps_high", POLICY, ".clamp(max=eps_high) * adv_t", ".clamp(max=1 + eps_high) * adv_t", *whole("cispo 1.1")),
+    one("rloo: reinforce, however far the policy has gone", POLICY, "-_exp(logp - old) * adv", "-logp * adv", *whole("rloo")),
+    one("grpo: population standard deviation", ADVANTAGE, "squares / (count - 1).clamp(min=1)", "squares / count", *whole("grpo")),
+    one("rloo: the mean has the answer itself in it", ADVANTAGE, "centred * count / (count - 1).clamp(min=1)", "centred", *whole("rloo")),
     one("ppo: scores are whitened inside each micro-batch", TABLE, 'batch.unit, shared["moments"])',
         "batch.unit, stats.moments(stats.powers(batch.target[:, 0].double())))", *whole("ppo")),
+]  # fmt: skip
+
+CREDIT = [
+    one("equal scores are rounded", ADVANTAGE, 'score, "amin")[place]', 'score, "amin")[place] * 0', f"{CREDITS}::test_equal_rewards_have_exactly_no_advantage"),
+    one("the divergence of the whole answer, not of what is to come", ADVANTAGE, "apart.flip(1).cumsum(1).flip(1)[owner, place]",
+        "apart.sum(1)[owner]", f"{CREDITS}::test_reward_to_go"),
+    one("an answer that was cut off has nothing behind it", ADVANTAGE, "torch.where(finished, 0.0, value[every, last])", "0.0",
+        f"{CREDITS}::test_generalised_advantages"),
+    one("an answer that ended has something behind it", ADVANTAGE, "torch.where(finished, 0.0, value[every, last])", "value[every, last]",
+        f"{CREDITS}::test_generalised_advantages"),
+    one("the reward is at every token", ADVANTAGE, "gained[every, last] += reward", "gained += reward[:, None]",
+        f"{CREDITS}::test_generalised_advantages"),
+    one("lambda does not count what is later for less", ADVANTAGE, "gamma * gae_lambda * ahead", "gamma * ahead", f"{CREDITS}::test_generalised_advantages"),
+    one("returns are whitened", ADVANTAGE, '"return": adv + value_t', '"return": whitened(adv) + value_t', f"{CREDITS}::test_generalised_advantages"),
+    one("the divergence raises the reward", ADVANTAGE, "_laid_out(-kl_beta * k1(old_t, ref_t)", "_laid_out(kl_beta * k1(old_t, ref_t)",
+        "tests/golden/test_bandit.py::test_with_the_divergence_in_the_reward_the_policy_is_the_tilted_reference[ppo-1-1]"),
+    one("the error of the divergence is not clipped", ADVANTAGE, "min(max(kl / target - 1, -_MOST), _MOST)", "(kl / target - 1)",
+        f"{CREDITS}::test_the_cost_of_divergence_is_steered_to_a_target"),
+    one("a record of the policy that answered is not read", VIEWS, 'if "old_t" not in columns and "adv_t" in columns:', 'if "adv_t" in columns:',
+        *known("grpo adv old return sampler value")),
+    one("a given advantage is not read", TABLE, 'if self.credit is not None and "adv_t" not in columns:', "if self.credit is not None:",
+        *known("grpo adv old return sampler value")),
+    one("the correction is upside down", MODIFIERS, '(view[f"old{end}"] - view[f"sampler{end}"]).clamp', '(view[f"sampler{end}"] - view[f"old{end}"]).clamp',
+        *known("grpo adv old return sampler value")),
+    one("the correction has no upper bound", MODIFIERS, ".clamp(max=math.log(correction))", "", *known("rloo 1.2 adv old return sampler value")),
+    one("the value's error is the smaller one", MODIFIERS, "torch.maximum(error, (near", "torch.minimum(error, (near",
+        *known("ppo True adv old return sampler value")),
+    one("constant is a mean over tokens", AVERAGE, "    del view\n    return loss / (max_tokens or 1)", '    return loss / view["n_t"]', *whole("dr_grpo 40")),
 ]  # fmt: skip
 
 STATISTICS = [
@@ -111,8 +153,8 @@ STATISTICS = [
 ]  # fmt: skip
 
 AVERAGES = [
-    one("weights are ignored", AVERAGE, '(share * view["weight"]).sum()', "share.sum()", *whole("dpo")),
-    one("the sum is divided by the sum of weights", AVERAGE, '(share * view["weight"]).sum()',
+    one("weights are ignored", AVERAGE, '(share * view["weight_t" if average in PER_TOKEN else "weight"]).sum()', "share.sum()", *whole("dpo")),
+    one("the sum is divided by the sum of weights", AVERAGE, '(share * view["weight_t" if average in PER_TOKEN else "weight"]).sum()',
         '(share * view["weight"]).sum() / view["weight"].mean().clamp(min=0.01)', *whole("dpo")),
     one("the mean of micro-batch means", PASSES, "            part = loss.total(plain, view, settings, self.count)\n",
         "            from valence.losses.average import counts, divisors\n"
@@ -123,17 +165,16 @@ AVERAGES = [
         "            from valence.losses.average import counts, divisors\n"
         "            own = divisors([*self.count], counts([*self.count], [batch]))\n"
         "            part = loss.total(plain, view, settings, own)\n", *whole("dpo")),
-    one("a mean inside each sequence is left out", AVERAGE, 'share = loss / view["n_t"] if average == "seq_mean_token_mean" else loss',
-        "share = loss", *whole("grpo")),
+    one("a mean inside each sequence is left out", AVERAGE, 'return loss / view["n_t"]', "return loss", *whole("grpo")),
     one("the chosen answers' NLL is divided by all tokens", AVERAGE, "(batch.side[batch.seq[batch.scored]] == 0).sum()",
         "batch.mask.sum()", *whole("dpo 0.7")),
-    one("the NLL is averaged in each micro-batch", TABLE, "values, plain) / count[average]", 'values, plain) / plain["n_w"].sum()',
+    one("the NLL is averaged in each micro-batch", TABLE, "values, plain, settings) / count[average]", 'values, plain, settings) / plain["n_w"].sum()',
         *whole("dpo 0.7")),
     one("aot_unpaired is divided by the larger class", AVERAGE, "counted[:width].min()", "counted[:width].max()",
         *whole("aot_unpaired")),
     one("the NLL is of what other modifiers left", TABLE, "modifier(plain, settings=settings)", "modifier(view, settings=settings)",
         *whole(EVERYTHING)),
-    one("the NLL has the weights of wpo", TABLE, "weighted_sum(average, values, plain)", "weighted_sum(average, values, view)",
+    one("the NLL has the weights of wpo", TABLE, "weighted_sum(average, values, plain, settings)", "weighted_sum(average, values, view, settings)",
         *whole(EVERYTHING)),
     one("an absent class is shown as 0", METRICS, "masked_fill(~rows, 0).sum(), rows.sum())",
         "masked_fill(~rows, 0).sum(), rows.sum().clamp(min=1))",
@@ -174,8 +215,8 @@ VIEWED = [
         *whole("dpo")),
     one("the mask is inferred from values that are not 0", VIEWS, "like.new_ones(len(batch.scored))", "(like != 0).to(like.dtype)",
         f"{PITFALLS}::test_lengths_are_counted_from_the_mask_and_not_from_values"),
-    one("the policy stands in for the one that answered", VIEWS, '"old_t": columns["ref_t"]}', '"old_t": columns["logp_t"].detach()}',
-        *whole("grpo")),
+    one("the policy stands in for the one that answered", VIEWS, 'named["old_t"] = named["ref_t"]',
+        'named["old_t"] = named["logp_t"].detach()', *whole("grpo")),
     one("prompt tokens are in the sums", PACK, "unit.prompt_mask + a.mask)",
         "unit.prompt_mask[:1] + (True,) * len(unit.prompt_mask[1:]) + a.mask)", *whole("apo_zero")),
     one("tokens of an answer that are not to be read are", PACK, "unit.prompt_mask + a.mask)",
@@ -234,7 +275,7 @@ REWARDS = [
         "tests/training/test_mix.py::test_each_method_is_averaged_over_its_own_rows"),
 ]  # fmt: skip
 
-MUTATIONS = [*LOSSES, *STATISTICS, *AVERAGES, *MODIFIED, *VIEWED, *STEPS, *REWARDS]
+MUTATIONS = [*LOSSES, *CREDIT, *STATISTICS, *AVERAGES, *MODIFIED, *VIEWED, *STEPS, *REWARDS]
 
 
 def misplaced(mutation: Mutation, root: Path = ROOT) -> list[str]:

@@ -100,9 +100,9 @@ def test_plain_lines_are_few_and_hold_the_first_and_the_last():
             progress.update(done, tokens=600 * done, metrics=metrics)
     shown = lines(console)
     assert len(shown) == 11
-    assert shown[0] == "train 1/100  1,200 tok/s  50s left  loss 0.5  margin 0.25  z0 0.0001"
-    assert shown[1] == "train 11/100  1,200 tok/s  44s left  loss 0.5  margin 0.25  z0 0.0001"
-    assert shown[-1] == "train 100/100  1,200 tok/s  50s  loss 0.5  margin 0.25  z0 0.0001"
+    assert shown[0] == "train 1/100  1,200 tok/s  50s left  loss 0.5  margin 0.25  kl 0.0001"
+    assert shown[1] == "train 11/100  1,200 tok/s  44s left  loss 0.5  margin 0.25  kl 0.0001"
+    assert shown[-1] == "train 100/100  1,200 tok/s  50s  loss 0.5  margin 0.25  kl 0.0001"
 
 
 def test_the_last_line_is_not_said_twice_and_an_interrupted_phase_says_where():

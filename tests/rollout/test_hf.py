@@ -1,15 +1,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import Gemma2Config, GPT2Config, LlamaConfig
+from transformers import DynamicCache, Gemma2Config, GPT2Config, LlamaConfig
 
 from valence.errors import UserError
-from valence.rollout import HFGenerator, Sampling
+from valence.rollout import HFGenerator, Sampling, hf, kv
 from valence.rollout.hf import draw
 from valence.types import Ids, Origin, Prompt
 
@@ -127,7 +128,7 @@ def test_an_answer_ends_with_its_first_end_token() -> None:
     for answer in stopped:
         assert answer.tokens[-1] in ends
         assert not ends & set(answer.tokens[:-1])
-    for answer in set(answers) - set(stopped):
+    for answer in (a for a in answers if a.stop == "length"):
         assert not ends & set(answer.tokens)
         assert len(answer.tokens) == FREE.max_new_tokens
     assert all(len(a.tokens) == len(a.logps) for a in answers)
@@ -264,3 +265,134 @@ def test_a_token_without_probability_is_never_drawn() -> None:
     token, logp = draw(logits, torch.tensor([0.0, 0.5, 1 - 2**-24]), Sampling())
     assert token.tolist() == [1, 1, 1]
     assert logp.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("size", [4, 256, 768, 700])
+def test_any_vocabulary_is_drawn_from_by_its_distribution(size: int) -> None:
+    """Against the inverse of the distribution function in float64, in which most tokens have next to no probability."""
+    made = torch.Generator().manual_seed(size)
+    logits = (torch.randn(size, generator=made) * 4).masked_fill(torch.rand(size, generator=made) < 0.3, -math.inf)
+    n = 2000
+    uniform = torch.rand(n, generator=made)
+    uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
+    token, logp = draw(logits.expand(n, size).clone(), uniform, Sampling(temperature=0.7))
+    p = (logits.double() / 0.7).softmax(0)
+    assert (p[token] > 0).all()
+    torch.testing.assert_close(logp.double(), p.log()[token], rtol=1e-6, atol=2e-6)
+    above, below = p.cumsum(0)[token], p.cumsum(0)[token] - p[token]
+    assert (uniform < above + 1e-6).all()
+    assert (uniform > below - 1e-6).all()
+
+
+def test_drawing_leaves_the_logits_as_they_are() -> None:
+    logits = torch.randn(3, 300)
+    before = logits.clone()
+    for sampling in (Sampling(), Sampling(temperature=0.5), Sampling(top_p=0.5), Sampling(temperature=0)):
+        draw(logits, torch.rand(3), sampling)
+        assert torch.equal(logits, before)
+
+
+ENDS = set(range(20, 32))
+
+
+@pytest.mark.parametrize("room", [1, 3, 64])
+def test_keys_and_values_are_kept_where_they_belong(model: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whenever memory has to grow, and whichever rows end before."""
+    monkeypatch.setattr(kv, "ROOM", room)
+    rows = generator(model, end_ids=ENDS).generate(PROMPTS, 8, FREE)
+    assert len({len(a.tokens) for row in rows for a in row}) > 3
+    for prompt, answers in zip(PROMPTS, rows, strict=True):
+        assert [a.index for a in answers] == list(range(8))
+        for answer in answers:
+            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
+
+
+def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row() -> None:
+    grown = DynamicCache()
+    made = torch.Generator().manual_seed(0)
+    first, second = (torch.randn(2, 3, 5, 4, generator=made) for _ in range(2))
+    grown.update(first, second, 0)
+    which = torch.tensor([0, 0, 1, 1])
+    kv.give_room(grown, which)
+    wanted = [first[which], second[which]]
+    layer: Any = grown.layers[0]
+    at = layer.keys.data_ptr()
+    new = torch.randn(2, 4, 3, 1, 4, generator=made)
+    found = grown.update(new[0], new[1], 0)
+    wanted = [torch.cat(pair, 2) for pair in zip(wanted, new, strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+    (left,) = kv.drop(grown, torch.tensor([1, 3]), (torch.arange(4),))
+    assert left.tolist() == [3, 1]
+    for part, other in zip((layer.keys, layer.values), wanted, strict=True):
+        assert torch.equal(part, other[left])
+    assert layer.keys.data_ptr() == at
+    assert grown.get_seq_length() == 6
+    new = torch.randn(2, 2, 3, 70, 4, generator=made)
+    found = grown.update(new[0], new[1], 0)
+    wanted = [torch.cat([one[left], other], 2) for one, other in zip(wanted, new, strict=True)]
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+def test_slices_of_a_list_of_prompts_are_answered_as_the_whole() -> None:
+    sample = generator(tiny())
+    whole = sample.generate(PROMPTS, 3, FREE)
+    for cut in range(1, len(PROMPTS)):
+        parts = sample.generate(PROMPTS[:cut], 3, FREE), sample.generate(PROMPTS[cut:], 3, FREE, first=cut)
+        assert [[a.tokens for a in row] for part in parts for row in part] == [[a.tokens for a in row] for row in whole]
+    elsewhere = sample.generate(PROMPTS[1:], 3, FREE)
+    assert [[a.tokens for a in row] for row in elsewhere] != [[a.tokens for a in row] for row in whole[1:]]
+    same = sample.generate([PROMPTS[0]] * 2, 2, FREE)
+    assert len({a.tokens for row in same for a in row}) == 4, "the same prompt twice, and each has answers of its own"
+
+
+def test_more_answers_or_longer_ones_begin_as_fewer_and_shorter_ones() -> None:
+    sample = generator(tiny())
+    few = sample.generate(PROMPTS, 2, FREE)
+    more = sample.generate(PROMPTS, 5, replace(FREE, max_new_tokens=20))
+    for one, other in zip(few, more, strict=True):
+        assert [a.tokens for a in one] == [a.tokens[:12] for a in other[:2]]
+    assert max(len(a.tokens) for row in more for a in row) == 20
+
+
+def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
+    model = tiny()
+    sample = generator(model, end_ids=ENDS, batch_size=8)
+    told: list[int] = []
+    answers = sample.generate(PROMPTS, 4, FREE, progress=told.append)
+    assert sum(told) == 16
+    ends = [max(len(a.tokens) for row in (answers[i] for i in pair) for a in row) for pair in ((1, 3), (0, 2))]
+    assert len(told) == sum(ends), "after each token, in two batches"
+    assert 0 in told
+
+    def stop(_: int) -> None:
+        raise KeyboardInterrupt
+
+    model.train()
+    with pytest.raises(KeyboardInterrupt):
+        sample.generate(PROMPTS, 4, FREE, progress=stop)
+    assert all(module.training for module in model.modules())
+
+
+@pytest.mark.parametrize("most", [1, 9, 512])
+def test_answers_are_measured_as_one_forward_measures_them(model: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hf, "LOGITS", most)
+    answers = [(7, 8, 9, 10), (), (11,), (12, 13, 14, 15, 16, 17)]
+    pairs = list(zip(PROMPTS, answers, strict=True))
+    for temperature in (1.0, 0.6):
+        found = generator(model).logps(pairs, temperature=temperature)
+        assert [len(each) for each in found] == [4, 0, 1, 6]
+        for (prompt, answer), each in zip(pairs, found, strict=True):
+            assert each == pytest.approx(oracle(model, prompt, answer, temperature) if answer else [], abs=2e-4)
+    assert generator(model).logps([]) == []
+    with pytest.raises(UserError, match="prompt 1"):
+        generator(model).logps([((4,), (5,)), ((), (5,))])
+
+
+def test_what_was_sampled_is_measured_as_it_was_sampled() -> None:
+    sample = generator(tiny(), end_ids=ENDS)
+    for sampling in (FREE, GREEDY):
+        rows = sample.generate(PROMPTS, 2, sampling)
+        pairs = [(prompt, a.tokens) for prompt, row in zip(PROMPTS, rows, strict=True) for a in row]
+        found = sample.logps(pairs, temperature=sampling.temperature)
+        assert found == [pytest.approx(a.logps, abs=2e-4) for row in rows for a in row]
+    sample.close()

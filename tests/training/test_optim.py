@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -88,6 +88,24 @@ def test_decay_is_decoupled_from_the_gradient() -> None:
 
 def test_a_model_with_matrices_alone_has_one_group() -> None:
     assert len(adamw(nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)).param_groups) == 1
+
+
+def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
+    """The first group stays the policy's: its rate is the one that is logged."""
+    model = nn.ModuleDict({"critic": nn.Linear(2, 1), "model": nn.Linear(3, 2)})
+    how: dict[str, Any] = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}
+    made = adamw(model, **how, value_learning_rate=0.4)
+    wanted = [("model.weight", 0.1, 0.5), ("model.bias", 0.1, 0.0), ("critic.weight", 0.4, 0.5), ("critic.bias", 0.4, 0.0)]
+    names = {id(p): name for name, p in model.named_parameters()}
+    assert [(names[id(p)], g["lr"], g["weight_decay"]) for g in made.param_groups for p in g["params"]] == wanted
+    assert [group["lr"] for group in adamw(model, **how).param_groups] == [0.1] * 4
+    falls = schedule(made, kind="linear", warmup=0, total=4)
+    found: list[list[float]] = []
+    for _ in range(4):
+        found.append([group["lr"] for group in made.param_groups])
+        made.step()
+        falls.step()
+    assert found == [pytest.approx([rate * part for _, rate, _ in wanted]) for part in (1, 0.75, 0.5, 0.25)]
 
 
 def test_a_share_of_a_round_number_of_steps_is_exact() -> None:

@@ -14,7 +14,7 @@ from valence.cli.common import app, console, status_of
 from valence.errors import UserError
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, models, look  # isort: skip
+from valence.cli import runs, models, look, rewards, serve  # isort: skip
 
 MISTAKE = 2
 HEAD_START = 2.0
@@ -54,4 +54,4 @@ def valence(
     del version
 
 
-__all__ = ["MISTAKE", "app", "console", "look", "main", "models", "runs"]
+__all__ = ["MISTAKE", "app", "console", "look", "main", "models", "rewards", "runs", "serve"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import warnings
 from collections.abc import Iterator
@@ -70,6 +71,20 @@ def processes(nproc: int | None) -> Iterator[Group]:
         warnings.simplefilter("ignore")
     with closing(group):
         yield group
+
+
+@contextmanager
+def stoppable() -> Iterator[None]:
+    """Around what goes on with its file when it is called once more."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
+        raise typer.Exit(status_of(stopped)) from None
+
+
+def command_line() -> str:
+    return shlex.join(["valence", *sys.argv[1:]])
 
 
 def table_of_settings(*columns: str) -> Table:

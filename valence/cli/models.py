@@ -10,11 +10,27 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from valence.cli.common import Nproc, Overrides, Step, app, console, processes
+from valence.cli.common import Nproc, Overrides, Step, app, command_line, console, processes, stoppable
 from valence.errors import UserError
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
+
+Longest = Annotated[
+    int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens. Default: the recipe's, or 128.")
+]
+Temperature = Annotated[
+    float | None, typer.Option("--temperature", min=0.0, help="0 takes the most likely token. Default: the recipe's, or 1.")
+]
+TopP = Annotated[
+    float | None,
+    typer.Option(
+        "--top-p", help="Draw from the most likely tokens that have this probability together. Default: the recipe's, or 1."
+    ),
+]
+AtOnce = Annotated[
+    int | None, typer.Option("--at-once", min=1, help="Answers that are sampled at once, and lost when killed. Default: 64.")
+]
 
 
 @app.command()
@@ -54,55 +70,57 @@ def evaluate(
 @app.command()
 def sample(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN|RECIPE", help="A run's folder, or a recipe (samples from the policy as it starts).")
+        str,
+        typer.Argument(
+            metavar="RUN|RECIPE|MODEL",
+            help="A run's folder, a recipe (samples from the policy as it starts), or a model's or adapter's folder or hub id.",
+        ),
     ],
+    overrides: Overrides = None,
     prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A question; may be given several times.")] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", help="A file whose rows have a prompt (the rest of a row is not read); may be given several times."
+            "--data",
+            help="A file whose rows have a prompt or text (other columns go along as `info`); may be given several times. "
+            "Default, with --out: the prompts that a recipe with a reward trains on.",
         ),
     ] = None,
-    number: Annotated[int, typer.Option("-n", min=1, max=65536, help="Answers per prompt.")] = 1,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Longest answer, in tokens.")] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 takes the most likely token.")] = 0.7,
+    number: Annotated[
+        int | None,
+        typer.Option("-n", min=1, max=65536, help="Answers per prompt. Default: the recipe's, if it has a reward; else 1."),
+    ] = None,
+    max_new_tokens: Longest = None,
+    temperature: Temperature = None,
+    top_p: TopP = None,
+    at_once: AtOnce = None,
     seed: Annotated[int, typer.Option(help="Fixes the draws.")] = 0,
     out: Annotated[
-        Path | None, typer.Option("--out", help="Write prompts and answers to this file, one JSON object a line.")
+        Path | None,
+        typer.Option("--out", help="Write the answers to this .jsonl, with their tokens; go on with it where it ends."),
     ] = None,
+    append: Annotated[
+        bool, typer.Option("--append", help="Write behind what --out holds: other prompts, or another seed.")
+    ] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")] = False,
     step: Step = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="With --out, print nothing but mistakes.")] = False,
     nproc: Nproc = None,
 ) -> None:
-    """Answer prompts with a run's model."""
-    from valence.data.load import load
-    from valence.rollout.protocol import Sampling
-    from valence.training.evaluate import as_text
-    from valence.types import Chat, Content
+    """Answer prompts with a model: on the terminal, or into a file that `valence score` and `valence train` read. Stopped, it
+    goes on where it was."""
+    from valence.training.sample_rows import Draws, answers, sample_rows
 
-    how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
-    asked: list[Content] = [Chat(({"role": "user", "content": text},)) for text in prompt or []]
-    if data:
-        from valence.config.schema import Source
-
-        asked += [example.prompt for example in load([Source(path=path, format="prompt") for path in data], "prompt").examples]
-    if not asked:
-        raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
-    with processes(nproc) as group:
-        run = _run_of(target, ["data.eval=[]"], step=step, group=group)
-        answered = run.sample(asked, how, number)
-    lines: list[str] = []
-    for content, answers in zip(asked, answered, strict=True):
-        text = as_text(content, run.prepared.tokenizer)
-        shown: Any = [dict(m) for m in content.messages] if isinstance(content, Chat) else text
-        for completion in answers:
-            lines.append(
-                json.dumps({"prompt": shown, "completion": completion.text, "stop": completion.stop}, ensure_ascii=False)
-            )
-            if not out:
+    draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
+    asked = {"data": data or [], "questions": prompt or [], "overrides": overrides or [], "at": _at(step)}
+    with processes(nproc) as group, stoppable():
+        if out:
+            files = {"fresh": fresh, "append": append, "quiet": quiet, "command": command_line()}
+            sample_rows(target, out, draws, **asked, **files, console=console, group=group)
+        else:
+            for text, said in answers(target, draws, **asked, console=console, group=group):
                 console.print(f"> {text}", style="bold", markup=False, soft_wrap=True)
-                console.print(f"{completion.text}\n", markup=False, highlight=False, soft_wrap=True)
-    if out and group.rank == 0:
-        _write(out, "\n".join(lines) + "\n")
+                console.print(f"{said}\n", markup=False, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -144,20 +162,11 @@ def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
 def _run_of(target: Path, overrides: list[str], *, group: Group, keeps: tuple[str, ...] = (), step: str | None = None) -> Any:
     """The run of a folder with its newest weights, or those of a step, or that of a recipe before its first step. keeps: its own
     lists of rows that are read."""
-    from valence.config.load import load_recipe
-    from valence.training.build import build_models
-    from valence.training.loop import Run
-    from valence.training.methods import method_of
-    from valence.training.restore import restore
-    from valence.training.setup import prepare
+    from valence.training.target import of_folder, of_recipe
 
-    overrides = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
-    if target.is_dir():
-        return restore(target, overrides=overrides, at=_at(step), console=console, group=group)
-    if step is not None:
-        raise UserError("a recipe has no checkpoints", where="--step", fix="name a run's folder")
-    prepared = prepare(load_recipe(target, overrides, method_of=method_of, training=False))
-    return Run(prepared, *build_models(prepared, group=group), console=console, world=group)
+    ours = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
+    opened = of_folder if target.is_dir() else of_recipe
+    return opened(target, ours, group=group, at=_at(step), console=console)
 
 
 def _at(step: str | None) -> Any:

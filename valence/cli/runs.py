@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,12 +17,23 @@ from valence.cli.common import (
     Quiet,
     RecipeArg,
     app,
+    command_line,
     console,
     processes,
     status_of,
+    stoppable,
     table_of_settings,
 )
 from valence.errors import UserError
+
+RewardOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--reward",
+        help="Judge the answers by this, as a recipe's reward section names it: a function, a rule, an address, a reward model; "
+        "several add up. Default: that of the recipe, if it has one.",
+    ),
+]
 
 
 @app.command()
@@ -47,7 +57,7 @@ def _train(recipe: Path, overrides: list[str], **how: Any) -> None:
     from valence.api import train as run_recipe
 
     try:
-        run = run_recipe(recipe, overrides=overrides, console=console, command=_command(), **how)
+        run = run_recipe(recipe, overrides=overrides, console=console, command=command_line(), **how)
     except KeyboardInterrupt as stopped:
         console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
         raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
@@ -135,12 +145,14 @@ def check(
 @app.command()
 def score(
     target: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="RECIPE|MODEL|RUN", help="A recipe; with --data also a model's folder or hub id, or a run's folder."
+            metavar="RECIPE|MODEL|RUN",
+            help="A recipe; with --data also a model's folder or hub id, or a run's folder; with --reward it may be left out.",
         ),
-    ],
+    ] = None,
     overrides: Overrides = None,
+    reward: RewardOption = None,
     data: Annotated[
         list[str] | None, typer.Option("--data", help="Score the answers of this file of rows; may be given several times.")
     ] = None,
@@ -166,40 +178,51 @@ def score(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
     nproc: Nproc = None,
 ) -> None:
-    """With --data and --out: write log-probabilities and rewards of every answer beside its row. Else: fill a recipe's reference
-    cache, so that its training runs no reference. Stopped, it goes on where it was."""
+    """With --data and --out: write log-probabilities and implicit rewards of every answer beside its row, or with --reward (or
+    a recipe that has one) what that gives it. Else: fill a recipe's reference cache, so that its training runs no reference.
+    Stopped, it goes on where it was."""
     settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-    with processes(nproc) as group:
-        try:
-            if data and out and not verify:
-                from valence.training.score_rows import score_rows
+    every = [*(overrides or []), *ours]
+    how = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
+    of_models = {"reference": reference, "beta": beta, "tokens": tokens, "column": None if column == "valence" else column}
+    with processes(nproc) as group, stoppable():
+        if data and out and not verify and _by_reward(target, reward, every, of_models):
+            from valence.training.reward_rows import score_by_reward
 
-                score_rows(
-                    target, data, out, overrides=[*(overrides or []), *ours], format=format, beta=beta, tokens=tokens,
-                    column=column, fresh=fresh, console=console, quiet=quiet, group=group,
-                )  # fmt: skip
-            else:
-                _check_fills(target, any((data, out, ours, beta, tokens, format, fresh, column != "valence")))
-                from valence.training.score import score as fill
+            score_by_reward(data, out, rewards=reward or (), target=target, overrides=every, **how, group=group)
+        elif target and data and out and not verify:
+            from valence.training.score_rows import score_rows
 
-                fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=_command(), group=group)
-        except KeyboardInterrupt as stopped:
-            console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
-            raise typer.Exit(status_of(stopped)) from None
+            score_rows(target, data, out, overrides=every, beta=beta, tokens=tokens, column=column, **how, group=group)
+        else:
+            target = _filled(target, any((data, out, reward, ours, beta, tokens, format, fresh, column != "valence")))
+            from valence.training.score import score as fill
+
+            fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=command_line(), group=group)
 
 
-def _check_fills(target: str, for_rows: bool) -> None:
-    """Raises UserError unless `score` was called as it is to fill a reference cache."""
-    if for_rows or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
+def _by_reward(target: str | None, reward: list[str] | None, overrides: list[str], of_models: dict[str, Any]) -> bool:
+    """Whether a reward judges the rows, not a model's log-probabilities. Raises UserError for options of the latter."""
+    from valence.config.load import load_recipe
+    from valence.training.methods import method_of
+
+    if not reward:
+        is_recipe = target is not None and Path(target).suffix in (".yaml", ".yml")
+        if not is_recipe or not load_recipe(Path(target or ""), overrides, method_of=method_of, training=False).recipe.reward:
+            return False
+    odd = [name for name, value in of_models.items() if value is not None]
+    if odd:
+        raise UserError("a reward judges these rows, which does not read it", where=f"--{odd[0]}", fix="leave it out")
+    return True
+
+
+def _filled(target: str | None, for_rows: bool) -> str:
+    """The recipe whose reference cache is filled. Raises UserError unless `score` was called so."""
+    if for_rows or not target or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
         raise UserError(
             "rows are scored with --data FILE and --out FILE, a recipe's reference cache is filled with neither",
             where="score",
-            fix="give both (and not --verify), or a recipe alone",
+            fix="give both (and not --verify), and a model to score with or --reward; or a recipe alone",
         )
-
-
-def _command() -> str:
-    import shlex
-
-    return shlex.join(["valence", *sys.argv[1:]])
+    return target

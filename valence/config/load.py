@@ -17,9 +17,9 @@ from pydantic_core import ErrorDetails
 from valence.config import messages
 from valence.config.describe import Key, at, dotted, schema_of
 from valence.config.files import is_hub_id, locate_data, read_recipe_text
-from valence.config.parse import Given, from_mapping, from_yaml, override, to_yaml
+from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, Case, MethodFacts
-from valence.config.schema import Recipe, Section, Source
+from valence.config.schema import Recipe, Reward, Section, Source
 from valence.errors import UserError
 
 M = TypeVar("M", bound=BaseModel)
@@ -65,7 +65,7 @@ def load_recipe(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    method_of: Callable[[str], MethodFacts],
+    method_of: Callable[[str, bool], MethodFacts],
     training: bool = True,
     in_memory: Collection[str] = (),
 ) -> LoadedRecipe:
@@ -75,7 +75,8 @@ def load_recipe(
     path or a list of paths instead of a list of sections. Names, types and ranges are checked first, then what the
     settings have to do with each other; each check reports all it finds at once.
 
-    method_of: facts about a method; raises UserError for an unknown name.
+    method_of: facts about a method, as it learns from the policy's own answers (where there is a reward) or from stored ones;
+        raises UserError for an unknown name.
     training: without it, ``data.train`` may be empty, data files may be missing, and settings may have no effect.
     in_memory: those of train, eval and test whose rows are given as objects, whatever the recipe says.
     Raises UserError with the place of each mistake and its remedy.
@@ -119,6 +120,17 @@ def load_recipe(
     return LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()})
 
 
+def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
+    """What a command names to judge answers, changed by ``key=value`` words. Raises UserError naming every problem."""
+    given, problems = from_mapping({"reward": reward}, COMMAND_LINE), list[UserError]()
+    for assignment in overrides:
+        given = override(given, assignment)
+    found = _validate(Reward, given, (), problems)
+    if found is None:
+        raise messages.all_of(problems, COMMAND_LINE)
+    return found
+
+
 def _short_forms(given: Given) -> Given:
     """Sections and lists of files that hold nothing become empty ones; a path among the data becomes a Source."""
     root = schema_of(Recipe)
@@ -129,6 +141,8 @@ def _short_forms(given: Given) -> Given:
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)
         values["data"] = {name: _sources(value) if name in LISTS else value for name, value in section.items()}
+    if values.get("reward") is not None:
+        values["reward"] = _rewards(values["reward"])
     mix = values.get("mix")
     if isinstance(mix, list):
         values["mix"] = [_with_files_as_sources(part) for part in cast(list[object], mix)]
@@ -142,6 +156,13 @@ def _with_files_as_sources(part: object) -> object:
     return {**section, "train": _sources(section["train"])}
 
 
+def _rewards(value: object) -> object:
+    if not isinstance(value, str | dict | list):
+        return value
+    items = cast(list[object], value) if isinstance(value, list) else [cast(object, value)]
+    return [{"reward": item} if isinstance(item, str) else item for item in items]
+
+
 def _sources(value: object) -> object:
     if value is None:
         return []
@@ -151,7 +172,9 @@ def _sources(value: object) -> object:
     return [{"path": item} if isinstance(item, str) else item for item in cast(list[object], items)]
 
 
-def _checked_shape(given: Given, method_of: Callable[[str], MethodFacts]) -> tuple[Recipe, MethodFacts, tuple[MethodFacts, ...]]:
+def _checked_shape(
+    given: Given, method_of: Callable[[str, bool], MethodFacts]
+) -> tuple[Recipe, MethodFacts, tuple[MethodFacts, ...]]:
     """Names, types and ranges of every setting; facts about the method and those of `mix`. Raises one UserError about all that
     are wrong."""
     problems: list[UserError] = []
@@ -167,7 +190,7 @@ def _checked_shape(given: Given, method_of: Callable[[str], MethodFacts]) -> tup
 
 
 def _method(
-    given: Given, path: Key, method_of: Callable[[str], MethodFacts], problems: list[UserError]
+    given: Given, path: Key, method_of: Callable[[str, bool], MethodFacts], problems: list[UserError]
 ) -> tuple[MethodFacts | None, dict[str, Any] | None]:
     """The method that the section at ``path`` names, and the settings of its loss."""
     section: Any = given.values
@@ -177,7 +200,7 @@ def _method(
     if not isinstance(name, str) or not name:
         return None, None
     try:
-        facts = method_of(name)
+        facts = method_of(name, not path and bool(given.values.get("reward")))
     except UserError as error:
         problems.append(UserError(error.what, where=given.where((*path, "method")), fix=error.fix))
         return None, None

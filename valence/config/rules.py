@@ -28,6 +28,21 @@ class MethodFacts(Protocol):
         ...
 
     @property
+    def online(self) -> bool:
+        """Whether it learns from the policy's own answers."""
+        ...
+
+    @property
+    def follows_policy(self) -> bool:
+        """Whether it compares with the policy that answered, token by token."""
+        ...
+
+    @property
+    def least_rollouts(self) -> int:
+        """Answers to a prompt below which there is nothing to learn."""
+        ...
+
+    @property
     def settings(self) -> Any: ...
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         """Settings of the loss that change nothing under the others, and what would turn each on."""
@@ -48,6 +63,7 @@ MAKES = {
     "scores_to_rankings": "ranking",
     "rankings_to_scored": "scored",
     "chosen_to_demonstrations": "demonstration",
+    "best_to_demonstrations": "demonstration",
 }
 """Kind of the examples that each ``data.convert`` makes."""
 
@@ -68,6 +84,16 @@ class Case:
     @property
     def needs_reference(self) -> bool:
         return any(method.needs_reference for method in (self.method, *self.mixed))
+
+    @property
+    def served(self) -> bool:
+        """Does a server sample?"""
+        return self.recipe.rollout.engine != "hf"
+
+    @property
+    def adapts(self) -> bool:
+        """Does an adapter train?"""
+        return self.recipe.model.lora is not None or self.recipe.model.adapter is not None
 
     @property
     def splits(self) -> bool:
@@ -109,7 +135,29 @@ class Rule:
 
 NO_EVAL = "nothing is evaluated during training, as data.eval is empty"
 WHOLE = "with parallel.shard: off each process holds all weights"
+STORED = "{method} learns from stored answers, and the policy gives none of its own"
+IN_PROCESS = "with rollout.engine: hf this process samples"
 NO_EFFECT = (
+    Rule("rollout.*", lambda c: not c.method.online, STORED, "set reward"),
+    Rule("value.*", lambda c: not (c.method.online and c.method.name == "ppo"), "{method} has no value head", "choose ppo"),
+    Rule("rollout.top_n", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
+    Rule(
+        "reference.cache",
+        lambda c: c.method.online,
+        "the policy's own answers are new in each round, and nothing that the reference said of them is asked again",
+        "train on stored answers",
+    ),
+    *(
+        Rule(f"rollout.{name}", lambda c: c.method.online and not c.served, IN_PROCESS, "set rollout.engine: vllm")
+        for name in ("url", "start", "python", "transport", "folder", "timeout", "ahead", "check_prompts", "max_mismatch")
+    ),
+    Rule("train.drop_last", lambda c: c.method.online, "a round that reaches the end of the prompts goes on", "remove it"),
+    Rule("rollout.at_once", lambda c: c.served, "a server decides what it samples at once", "set rollout.engine: hf"),
+    *(
+        Rule(f"rollout.{name}", lambda c: c.recipe.rollout.engine == "openai", "such a server keeps its weights", "choose vllm")
+        for name in ("start", "python", "transport", "folder", "ahead", "check_prompts", "max_mismatch")
+    ),
+    Rule("rollout.python", lambda c: not c.recipe.rollout.start, "no server is started", "set rollout.start: true"),
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
@@ -127,6 +175,12 @@ NO_EFFECT = (
         "data.threshold",
         lambda c: c.recipe.data.convert not in THRESHOLD,
         f"only data.convert: {', '.join(THRESHOLD[:-1])} and {THRESHOLD[-1]} read it",
+        "set data.convert",
+    ),
+    Rule(
+        "data.top_n",
+        lambda c: "best_to_demonstrations" not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix)),
+        "only data.convert: best_to_demonstrations reads it",
         "set data.convert",
     ),
     Rule(
@@ -172,6 +226,84 @@ NO_EFFECT = (
 """Settings without effect. Only a setting that differs from its default can break one of these."""
 
 CONTRADICTIONS = (
+    Rule(
+        "rollout.num_rollouts",
+        lambda c: c.method.online and c.recipe.rollout.num_rollouts < c.method.least_rollouts,
+        "{method} compares answers to the same prompt, and one has nothing to be compared with",
+        "set it to 2 or more",
+    ),
+    Rule(
+        "rollout.top_n",
+        lambda c: c.method.name == "rejection" and c.recipe.rollout.top_n > c.recipe.rollout.num_rollouts,
+        "there are not as many answers to choose from",
+        "set it to rollout.num_rollouts at most",
+    ),
+    Rule(
+        "rollout.url",
+        lambda c: c.method.online and c.served and not c.recipe.rollout.url and not c.recipe.rollout.start,
+        "there is no server to ask",
+        "name its address, or set rollout.start: true",
+    ),
+    Rule(
+        "loss.value",
+        lambda c: c.method.online is not bool(c.recipe.loss.get("value", c.method.online)),
+        "values are learned with the policy's own answers, and ppo cannot do without them there",
+        "remove it",
+    ),
+    Rule(
+        "run.keep_best",
+        lambda c: c.method.online and c.recipe.run.keep_best is not None and c.recipe.run.keep_best.metric == "eval/loss",
+        "held-out prompts have no loss",
+        "set run.keep_best: {metric: eval/reward/mean, mode: max}",
+    ),
+    Rule(
+        "run.early_stop",
+        lambda c: c.method.online and c.recipe.run.early_stop is not None and c.recipe.run.early_stop.metric == "eval/loss",
+        "held-out prompts have no loss",
+        "set its metric to eval/reward/mean, and its mode to max",
+    ),
+    Rule(
+        "rollout.start",
+        lambda c: c.recipe.rollout.start and c.recipe.rollout.url is not None,
+        "a server that is started has an address of its own",
+        "remove rollout.url",
+    ),
+    Rule(
+        "rollout.transport",
+        lambda c: c.method.online and c.recipe.rollout.transport not in ("auto", "lora") and c.adapts,
+        "under an adapter it is the adapter that a server is sent",
+        "set it to auto or lora",
+    ),
+    Rule(
+        "rollout.transport",
+        lambda c: c.recipe.rollout.transport == "lora" and not c.adapts,
+        "there is no adapter that could be sent",
+        "set model.lora, or another transport",
+    ),
+    Rule(
+        "rollout.engine",
+        lambda c: c.method.online and c.served and c.splits,
+        "weights that are split over processes are not sent to a server",
+        "set it to hf, or parallel.shard: off and parallel.tensor: 1",
+    ),
+    Rule(
+        "rollout.engine",
+        lambda c: c.recipe.rollout.engine == "openai" and c.method.follows_policy,
+        "{method} compares with the policy that answered, and such a server has weights of its own",
+        "set it to vllm or hf, or choose rejection or a method like online_dpo",
+    ),
+    Rule(
+        "rollout.top_p",
+        lambda c: c.method.follows_policy and c.recipe.rollout.top_p < 1 and c.recipe.loss.get("correction") is None,
+        "{method} compares with the policy's probabilities, and tokens that are drawn from a part of them have others",
+        "set it to 1, or set loss.correction",
+    ),
+    Rule(
+        "reward",
+        lambda c: c.method.online and len({each.name or each.reward for each in c.recipe.reward}) < len(c.recipe.reward),
+        "two of them have the same name in the log",
+        "give one of them another `name`",
+    ),
     Rule(
         "run.save_state",
         lambda c: not c.recipe.run.save_state and not c.recipe.run.save_hf,

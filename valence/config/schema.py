@@ -129,6 +129,7 @@ Convert = Literal[
     "scores_to_rankings",
     "rankings_to_scored",
     "chosen_to_demonstrations",
+    "best_to_demonstrations",
 ]
 
 
@@ -154,14 +155,109 @@ class Data(Section):
     """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the best against the worst
     answer of each prompt; scores_to_all_pairs: every two that differ in score; scores_to_rankings: all judged answers of a
     prompt, by score or by label (up 1, down -1); pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer
-    with its score."""
+    with its score; best_to_demonstrations: the best answers of each prompt, as many as `top_n` says."""
     threshold: float | None = None
     """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs and scores_to_all_pairs: smallest
     difference that makes a pair."""
+    top_n: PositiveInt = 1
+    """For best_to_demonstrations: how many answers of each prompt."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
     stratify: bool = False
     """Give every step the same share of thumbs up and down as the whole data set."""
+
+
+class Reward(Section):
+    """What judges the answers of a policy. Several are added up, each times its weight."""
+
+    reward: Text
+    """A function (`package.module:function`), the name of a rule (see `valence rewards`), the folder or hub id of a reward model,
+    or the address of a server (`http://host:port/get_reward`; several with a comma between them take over from each other)."""
+    name: Text | None = None
+    """Of its numbers in the log. Default: what `reward` names, made short."""
+    weight: float = 1.0
+    """Multiplies it in the sum."""
+    clip: tuple[float, float] | None = None
+    """Smallest and largest number that it may give; what is beyond counts as these."""
+    gate: float | None = None
+    """An answer that it gives less than this has no other reward than its own: the rest of the sum counts 0."""
+    settings: dict[str, Any] = Field(default_factory=dict[str, Any])
+    """Keyword arguments of a rule or a function."""
+    deterministic: bool = False
+    """The same answer always has the same score, which is then kept for the run. Rules and reward models are in any case."""
+    timeout: PositiveFloat = 60.0
+    """Seconds that one call may take. It does not hold for reward models, which this process runs itself."""
+    retries: NonNegativeInt = 3
+    """How often a call that failed is made again, after a pause that grows and is drawn at random; after a time-out only while
+    less than twice `timeout` has passed since the first call."""
+    concurrency: PositiveInt = 8
+    """Calls of a server or of an async function under way at a time. Others are called one after the other."""
+    batch_size: PositiveInt = 64
+    """Answers of one call."""
+    token_env: Text | None = None
+    """Environment variable that holds the bearer token of a server."""
+
+
+class Rollout(Section):
+    """How the policy is sampled, and what is done with its answers."""
+
+    num_rollouts: PositiveInt = 8
+    """Answers to each prompt."""
+    top_n: PositiveInt = 1
+    """Of rejection: how many of them are trained on, the best ones."""
+    epochs: PositiveInt = 1
+    """Passes over the answers of a round."""
+    steps: PositiveInt = 1
+    """Optimizer steps of one pass, which divide its prompts among them."""
+    max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
+    """Longest answer, in tokens."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits. Methods that compare with the policy that answered train with the same temperature."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Draw only from the smallest set of most likely tokens whose probability reaches this."""
+    at_once: PositiveInt = 64
+    """Answers that are sampled at once, with engine hf."""
+    overlong_buffer: NonNegativeInt = 0
+    """Inside the last so many tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv 2503.14476)."""
+    on_failure: Literal["drop", "drop_group", "stop"] = "drop"
+    """When a reward fails: leave the answer out, leave out all answers to its prompt, or stop the run."""
+    max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
+    """Stop when more than this share of a round's answers has no score."""
+    max_resample: PositiveInt = 10
+    """How often a round is filled up, or begun anew, where the answers to a prompt have nothing to teach."""
+    measure_kl: bool = True
+    """Run the reference also where the loss needs none, to log the divergence from it."""
+    engine: Literal["hf", "vllm", "openai"] = "hf"
+    """What samples: this process; a vLLM server, whose weights are kept up to date; or any server with the completions wire of
+    OpenAI, which has weights of its own."""
+    url: Text | None = None
+    """Address of the server."""
+    start: bool = False
+    """Start a vLLM server for the run, and stop it in the end."""
+    python: Text | None = None
+    """With start: the Python of an environment that has vLLM. Default: VALENCE_VLLM_PYTHON, or that of this program."""
+    transport: Literal["auto", "disk", "gloo", "nccl", "lora"] = "auto"
+    """How weights get to a vLLM server: a folder that both see, a broadcast between hosts' memories or between CUDA devices, or
+    an adapter's folder. auto: lora under an adapter, else nccl between CUDA devices, else disk."""
+    folder: Text | None = None
+    """Where weights for a server are put, by transports that need a folder. Default: in the run's folder."""
+    timeout: PositiveFloat = 600.0
+    """Seconds that a server may take for one request."""
+    ahead: bool = False
+    """Sample the next round while this one is trained on, with weights that are one round old. For servers."""
+    check_prompts: NonNegativeInt = 4
+    """Prompts whose log-probabilities are compared with a server's after each new version of the weights."""
+    max_mismatch: PositiveFloat = 0.1
+    """Stop when they differ by more than this on average (nats per token)."""
+
+
+class Value(Section):
+    """The value head of ppo."""
+
+    trunk: Literal["separate", "shared"] = "separate"
+    """A model of its own for values (under an adapter: another adapter), or a head on the policy."""
+    learning_rate: PositiveFloat | None = None
+    """Of the value model or head. Default: train.learning_rate."""
 
 
 class Mix(Section):
@@ -185,7 +281,7 @@ class Mix(Section):
 
 class Train(Section):
     batch_size: PositiveInt = 16
-    """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes."""
+    """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes; with a reward, prompts per round."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
     """Tokens that run through the model at once. Never changes the result, only memory and speed. auto: as many as fit the
     device's free memory and make a step faster; a run that is taken up keeps the number."""
@@ -318,6 +414,12 @@ class Recipe(Section):
     """The optimizer and its steps."""
     eval: Eval = Eval()
     """Evaluation during training."""
+    reward: list[Reward] = Field(default_factory=list[Reward])
+    """What judges the policy's own answers to the prompts of the data, where it is to learn from them: one, or a list."""
+    rollout: Rollout = Rollout()
+    """How the policy answers."""
+    value: Value = Value()
+    """The value head of ppo."""
     parallel: Parallel = Parallel()
     """How several processes share a model (`--nproc`, torchrun)."""
     run: RunSection = RunSection()

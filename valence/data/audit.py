@@ -161,7 +161,7 @@ def audit(loaded: Loaded, encoded: EncodedSet, encoder: Encoder) -> Audit:
         units=len(units),
         classes=_ordered(classes),
         files=_files(loaded.files, encoded),
-        unused=_unused(loaded.bad, encoded.unusable),
+        unused=(*_unused(loaded.bad, encoded.unusable), *_not_converted(loaded)),
         prompt_length=_spread(prompts),
         answer_length=_spread(answers),
         mean_answer=_mean_answer(units),
@@ -248,6 +248,17 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
         )
         for kind, rows in groups.items()
     ]
+    return tuple(sorted(found, key=lambda u: -u.count))
+
+
+def _not_converted(loaded: Loaded) -> tuple[Unused, ...]:
+    """Rows that a conversion made nothing of, by their reason."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for origin, why in loaded.unused:
+        groups[why].append(str(origin))
+    found = (
+        Unused(kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows)) for why, rows in groups.items()
+    )
     return tuple(sorted(found, key=lambda u: -u.count))
 
 

@@ -37,6 +37,9 @@ REMARKS = {
     "empty_prompt": "empty prompts; a BOS (or else EOS) token stands in: {rows}",
     "cut_prompt": "lost their oldest turns, or the start of their text: {rows}",
     "cut_completion": "lost the end of an answer, and end without end-of-turn: {rows}",
+    "logps_of_others": "answers were not drawn at temperature 1 from all tokens: their log-probabilities are not read, and the "
+    "reference stands in for the policy that answered: {rows}",
+    "logps_missing": "rankings have answers without the log-probabilities that others have, so none are read: {rows}",
     "blocks": "one class comes after the other (training shuffles them; `data.limit` would not)",
     "dated_template": "the chat template prints today's date, so prompts differ from day to day",
 }

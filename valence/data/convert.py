@@ -97,6 +97,24 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
     return made, unused
 
 
+def best_to_demonstrations(examples: Sequence[Example], threshold: float | None, top_n: int = 1) -> Converted:
+    """Of each ranking, and of each prompt with scored answers, those with the ``top_n`` largest scores, to be imitated. Of equal
+    scores the first in the file is taken."""
+    made, unused = _nothing()
+    groups = _by_prompt(e for e in examples if isinstance(e, Judgement))
+    for group in (*groups, *([e] for e in examples if isinstance(e, Ranking))):
+        order = sorted((answer for e in group for answer in _scored(e)), key=lambda a: -a[1])
+        taken = order[:top_n]
+        made += [Demonstration(prompt=e.prompt, completion=a, weight=e.weight, origin=e.origin) for a, _, e in taken]
+        rest = ((e, TIED if score == taken[-1][1] else BELOW) for _, score, e in order[top_n:])
+        unused += [(e, why) for e, why in rest if isinstance(e, Judgement)]
+    return made, unused
+
+
+BELOW = "other answers to its prompt have larger scores"
+TIED = "an answer to its prompt with the same score comes before it"
+
+
 def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
     """Answers judged up against answers judged down, for each prompt that has both.
 
@@ -255,4 +273,5 @@ CONVERSIONS: dict[str, Conversion] = {
     "chosen_to_demonstrations": Conversion(
         chosen_to_demonstrations, lambda e: _is_pair(e) or _is_ranking(e) or _is_labelled(e), "demonstration"
     ),
+    "best_to_demonstrations": Conversion(best_to_demonstrations, _is_scored, "demonstration"),
 }

@@ -7,12 +7,13 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from valence.data.formats import FORMATS, Format
+from valence.data.formats import FORMATS, Format, has_failed
 from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect
 from valence.errors import UserError
 
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
-CONTENT = frozenset(name for f in FORMATS.values() for name in f.required)
+CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"text"}
+"""Columns that tell what a row is. Any row may have a `text` besides."""
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
@@ -62,7 +63,9 @@ def _shape(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[frozenset[s
     """The columns that a row has, by the format's names, and how its chat turns are written (None: it has none)."""
     taken, given = set(keys.values()), {ours for ours, theirs in keys.items() if row.get(theirs) is not None}
     names = frozenset(given | {n for n, v in row.items() if v is not None and n not in taken and n not in keys})
-    for name in sorted(CONTENT & names):
+    if has_failed(row, keys):
+        names |= {"score"}
+    for name in sorted((CONTENT | {"text"}) & names):
         part = row.get(keys.get(name, name))
         turn = part[0] if isinstance(part, list) and part else part
         if isinstance(turn, dict):
@@ -84,7 +87,7 @@ def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...
     fits = {
         name: f
         for name, f in FORMATS.items()
-        if f.required <= names and _speaks(f, dialect) and (f.gives != "prompt" or names & CONTENT == f.required)
+        if f.required <= names and _speaks(f, dialect) and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
     }
 
     def covered(name: str) -> bool:

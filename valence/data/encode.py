@@ -26,6 +26,7 @@ from valence.types import (
     Preference,
     Prompt,
     Ranking,
+    Sampled,
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
@@ -94,6 +95,7 @@ class _Row:
 
     notes: set[str] = field(default_factory=set[str])
     length: Length | None = None
+    follows: bool = False  # does it matter how likely its answers were when they were sampled?
 
 
 class Encoder:
@@ -111,6 +113,8 @@ class Encoder:
     ``text_has_no_turns``     train_on is "assistant", and the prompt is text, which has no earlier answers to train on
     ``tools_ignored``         the row has tools, and the template does not print tools
     ``cut_prompt``, ``cut_completion``  the row was too long and lost its oldest turns / the end of an answer
+    ``logps_of_others``       the stored log-probabilities are not those of the model as it is, and are not read
+    ``logps_missing``         a ranking has none, where others do: none are read
     """
 
     def __init__(
@@ -164,11 +168,14 @@ class Encoder:
                 notes.setdefault(note, []).append(example.origin)
             if row.length is not None:
                 lengths.append(row.length)
+        found, lacking = _all_or_none(units)
+        notes |= {"logps_missing": lacking} if lacking else {}
         by_name = {name: tuple(notes[name]) for name in sorted(notes)}
-        return EncodedSet(tuple(units), tuple(unusable), by_name, tuple(lengths))
+        return EncodedSet(tuple(found), tuple(unusable), by_name, tuple(lengths))
 
     def _encode(self, example: Example, source: str, row: _Row) -> Encoded | Unusable:
         completions, verdict = _parts(example)
+        row.follows = isinstance(example, Ranking)
         trained_prompt = isinstance(example, Demonstration) and self.train_on == "assistant"
         try:
             prompt = self._form(example.prompt, completions)
@@ -204,7 +211,7 @@ class Encoder:
         if isinstance(prompt, Chat):
             tokens = self._chat_tokens(prompt, completions, trained_prompt, row)
         elif isinstance(prompt, Ids):
-            tokens = self._ids_tokens(prompt, completions)
+            tokens = self._ids_tokens(prompt, completions, row)
         else:
             tokens = self._text_tokens(prompt, completions, row)
         if self.vocab.bos is not None and tokens.prompt[:2] == (self.vocab.bos, self.vocab.bos):
@@ -268,7 +275,7 @@ class Encoder:
             ids, mask = (*ids, self.vocab.eos), (*mask, True)
         return Answer(ids, mask)
 
-    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content]) -> _Tokens:
+    def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Row) -> _Tokens:
         ids = self.vocab.checked(prompt.ids)
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens", "start it with the model's BOS token at least")
@@ -279,8 +286,24 @@ class Encoder:
             if not completion.ids:
                 raise _empty_answer()
             answer = self.vocab.checked(completion.ids)
-            answers.append(Answer(answer, (True,) * len(answer), complete=answer[-1] in self.end_ids))
+            columns = self._columns(completion.sampled, row)
+            answers.append(Answer(answer, (True,) * len(answer), answer[-1] in self.end_ids, columns))
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
+
+    def _columns(self, sampled: Sampled | None, row: _Row) -> tuple[tuple[str, tuple[float, ...]], ...]:
+        """`old` of an answer that was sampled, if it is to be known."""
+        if sampled is not None and sampled.vocabulary not in ("", self.vocab.digest):
+            raise RowError(
+                "another_vocabulary",
+                "its tokens are those of another tokenizer",
+                "train the model that gave the answers, or set format: scored (or demonstration) to read them as text",
+            )
+        if sampled is None or not sampled.logps or not row.follows:
+            return ()
+        if not sampled.plain:
+            row.notes.add("logps_of_others")
+            return ()
+        return (("old", sampled.logps),)
 
     @cached_property
     def _special(self) -> re.Pattern[str]:
@@ -392,8 +415,21 @@ def _cut_answers(tokens: _Tokens, room: int) -> _Tokens | None:
     """The answers cut on the right to at most ``room`` tokens; None when nothing would be left."""
     if room < 1:
         return None
-    answers = (a if len(a.ids) <= room else Answer(a.ids[:room], a.mask[:room], complete=False) for a in tokens.answers)
-    return replace(tokens, answers=tuple(answers))
+    return replace(tokens, answers=tuple(a if len(a.ids) <= room else _cut(a, room) for a in tokens.answers))
+
+
+def _cut(answer: Answer, room: int) -> Answer:
+    return Answer(answer.ids[:room], answer.mask[:room], False, tuple((name, each[:room]) for name, each in answer.columns))
+
+
+def _all_or_none(units: list[Encoded]) -> tuple[list[Encoded], list[Origin]]:
+    """The units, without their answers' columns unless all answers of all rankings have them; and which have none."""
+    rankings = [unit for unit in units if unit.kind == "ranking"]
+    lacking = [unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)]
+    if not lacking or not any(answer.columns for unit in rankings for answer in unit.answers):
+        return units, []
+    bare = (replace(unit, answers=tuple(replace(answer, columns=()) for answer in unit.answers)) for unit in units)
+    return list(bare), lacking
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:

@@ -7,7 +7,7 @@ with a function of its own if none here reads its shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from valence.data import values
@@ -25,6 +25,7 @@ from valence.types import (
     Preference,
     Prompt,
     Ranking,
+    Sampled,
 )
 
 T = TypeVar("T")
@@ -139,7 +140,7 @@ def judged_messages(row: Columns) -> Judgement:
 
 
 def judged_ids(row: Columns) -> Judgement:
-    return _judgement(row, *_ids(row, "prompt", "completion"))
+    return _judgement(row, *_answered(row))
 
 
 def helpsteer(row: Columns) -> Judgement:
@@ -157,8 +158,15 @@ def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
         label=row.parse("label", values.label, None),
         score=row.parse("score", values.number, None),
         attributes=row.parse("scores", values.attributes, {}),
+        error=str(row.get("error")) if has_failed(row.value, row.columns) else "",
         **row.common,
     )
+
+
+def has_failed(value: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether a row has an error where its score would be. columns: of the file, by the format's name or part."""
+    score, error = columns.get("score", "score"), columns.get("error", "error")
+    return score in value and value[score] is None and isinstance(value.get(error), str)
 
 
 def preference(row: Columns) -> Preference:
@@ -207,8 +215,29 @@ def messages(row: Columns) -> Demonstration:
 
 
 def demonstrated_ids(row: Columns) -> Demonstration:
-    prompt, completion = _ids(row, "prompt", "completion")
+    prompt, completion = _answered(row)
     return Demonstration(prompt=prompt, completion=completion, **row.common)
+
+
+def _answered(row: Columns) -> tuple[Content, Content]:
+    """A prompt and its answer as tokens, with what is known of an answer that was sampled."""
+    prompt, completion = (values.ids(row.get(part), row.name(part)) for part in ("prompt", "completion"))
+    return prompt, replace(completion, sampled=_sampled(row, len(completion.ids)))
+
+
+def _sampled(row: Columns, tokens: int) -> Sampled | None:
+    given = row.parse("sampled", values.mapping, {})
+    name = row.name("sampled") if "sampled" in row.columns else ""
+    logps = row.parse("logps", values.logps, ())
+    if logps and len(logps) != tokens:
+        raise UserError(
+            f"{row.name('logps')} has {len(logps)} numbers, and the answer {tokens} tokens",
+            fix="give the log-probability of every token of the answer, its end token included",
+        )
+    if not logps and not given:
+        return None
+    temperature, top_p = (values.number(given.get(key, 1.0), f"{key} of {name}") for key in ("temperature", "top_p"))
+    return Sampled(logps, temperature, top_p, str(given.get("vocabulary") or ""))
 
 
 def _ids(row: Columns, *parts: str) -> Iterable[Content]:
@@ -282,7 +311,12 @@ class Format:
         return (*self.need.split(), *self.may.split(), "weight")
 
 
-IDS = {"prompt_ids": "prompt", "completion_ids": "completion", "chosen_ids": "chosen", "rejected_ids": "rejected"}
+IDS = {
+    "prompt_ids": "prompt", "completion_ids": "completion", "chosen_ids": "chosen", "rejected_ids": "rejected",
+    "prompt": "prompt_text", "completion": "completion_text",
+}  # fmt: skip
+BESIDE = "logps sampled prompt completion rendered tools info stop version index parts"
+"""What `valence sample` and `valence score` write beside the tokens: of text and tokens it is the tokens that are read."""
 HALOS = {"output": "completion", "reward": "score"}
 NEMO = {"response": "completion", "preference": "label"}
 HELPSTEER = {"response": "completion"}
@@ -294,7 +328,7 @@ MORE = "input system history"
 
 FORMATS: dict[str, Format] = {
     "judgement": Format(judgement, "judgement", "prompt completion label", "score scores tools"),
-    "scored": Format(judgement, "judgement", "prompt completion score", "scores tools"),
+    "scored": Format(judgement, "judgement", "prompt completion score", "scores tools error parts"),
     "attributes": Format(judgement, "judgement", "prompt completion scores", "tools"),
     "judged_messages": Format(judged_messages, "judgement", "messages label", "score scores tools"),
     "scored_messages": Format(judged_messages, "judgement", "messages score", "scores tools"),
@@ -303,10 +337,12 @@ FORMATS: dict[str, Format] = {
     "messages": Format(messages, "demonstration", "messages", "tools"),
     "ranking": Format(ranking, "ranking", "prompt completions", "scores ranks tools"),
     "prompt": Format(prompt, "prompt", "prompt", "tools"),
+    "text_prompt": Format(prompt, "prompt", "text", parts={"text": "prompt"}),
     # Token ids, taken as they are
-    "judgement_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids label", "score", IDS),
+    "judgement_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids label", f"score error {BESIDE}", IDS),
+    "scored_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids score", f"error {BESIDE}", IDS),
     "preference_ids": Format(preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin soft", IDS),
-    "demonstration_ids": Format(demonstrated_ids, "demonstration", "prompt_ids completion_ids", "", IDS),
+    "demonstration_ids": Format(demonstrated_ids, "demonstration", "prompt_ids completion_ids", BESIDE, IDS),
     # HALOs: what its labelling script writes
     "binary_feedback": Format(judgement, "judgement", "prompt output label", "reward type", HALOS),
     "scalar_feedback": Format(judgement, "judgement", "prompt output reward", "type", HALOS),
@@ -348,6 +384,8 @@ def read_example(name: str, value: Mapping[str, Any], origin: Origin, keys: Mapp
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
     missing = [columns[part] for part in (f.parts.get(c, c) for c in f.need.split()) if row.get(part) is None]
+    if has_failed(value, columns):
+        missing = [column for column in missing if column != columns.get("score")]
     if missing:
         raise UserError(
             f"the row has no {' and no '.join(missing)}, which the format {name} needs",

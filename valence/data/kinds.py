@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
-from valence.data.convert import CONVERSIONS, Conversion
+from valence.data.convert import CONVERSIONS, Conversion, best_to_demonstrations
 from valence.data.verdicts import shared_verdicts, verdicts
 from valence.errors import UserError
-from valence.types import Demonstration, Example, Judgement, Kind, Preference, Prompt, Ranking
+from valence.types import Demonstration, Example, Judgement, Kind, Preference, Prompt, Ranking, content_id
 
 KINDS: dict[type[Example], Kind] = {
     Judgement: "judgement",
@@ -27,7 +29,11 @@ WORDS: dict[Kind, str] = {
 }
 
 
-def conversion_to(kind: Kind, name: str | None, threshold: float | None) -> Conversion | None:
+FAILED = "its reward failed"
+ALL_FAILED = "its reward failed, and no other answer to its prompt has a score"
+
+
+def conversion_to(kind: Kind, name: str | None, threshold: float | None, top_n: int = 1) -> Conversion | None:
     """The conversion of this name. Raises UserError when it does not make ``kind``, or does not go with the threshold."""
     conversion = CONVERSIONS.get(name) if name is not None else None
     if name is not None and conversion is None:
@@ -49,6 +55,8 @@ def conversion_to(kind: Kind, name: str | None, threshold: float | None) -> Conv
             where="data.threshold",
             fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
         )
+    if conversion is not None and conversion.run is best_to_demonstrations:
+        return replace(conversion, run=partial(best_to_demonstrations, top_n=top_n))
     return conversion
 
 
@@ -63,6 +71,7 @@ def of_kind(
     """These examples as the kind, and those that the conversion made nothing of, each with the reason. Raises UserError at
     the first that is of another kind and is not converted, and where ``scored`` answers share no sort of verdict."""
     made = conversion.gives if conversion else kind
+    examples, failed = _without_failed(examples)
     ready: list[Example] = []
     other: list[Example] = []
     for e in examples:
@@ -81,7 +90,19 @@ def of_kind(
     found = (*ready, *converted)
     if kind == "scored":
         shared_verdicts(e for e in found if isinstance(e, Judgement))
-    return found, unused
+    return found, [*failed, *unused]
+
+
+def _without_failed(examples: Sequence[Example]) -> tuple[list[Example], list[tuple[Example, str]]]:
+    """The examples, and those of which no reward could be had, each with what that means for its prompt."""
+    failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
+    if not failed:
+        return list(examples), []
+    gone = set(map(id, failed))
+    kept = [e for e in examples if id(e) not in gone]
+    judged = {content_id(e.prompt) for e in kept}
+    reasons = (FAILED if content_id(e.prompt) in judged else ALL_FAILED for e in failed)
+    return kept, list(zip(failed, reasons, strict=True))
 
 
 def _is(e: Example, kind: Kind) -> bool:

@@ -121,6 +121,7 @@ def load(
     *,
     convert: str | None = None,
     threshold: float | None = None,
+    top_n: int = 1,
     limit: int | None = None,
     on_bad_row: OnBadRow = "stop",
 ) -> Loaded:
@@ -128,10 +129,10 @@ def load(
     Of the kind ``scored`` are judgements that all have a label, or all a score, or all attributes.
 
     ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into ``kind``, and puts
-    them after those that are of that kind already. Raises UserError at the first row that cannot be used, unless
-    ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
+    them after those that are of that kind already; ``top_n`` is for best_to_demonstrations. Raises UserError at the first row
+    that cannot be used, unless ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
     """
-    conversion = conversion_to(kind, convert, threshold)
+    conversion = conversion_to(kind, convert, threshold, top_n)
     read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
         left = None if limit is None else limit - sum(file.rows for files, _, _ in read for file in files)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from valence.data.forest import Strand, plant, planted
+from valence.data.forest import Forest, Strand, plant, planted
 from valence.types import Batch, Encoded
 
 
@@ -91,6 +91,8 @@ def collate(
     forest = plant([strand for unit, _, _ in both for strand in strands(unit)])
     labels = [unit.label for unit, *_ in rows]
 
+    wide = torch.float32 if torch.device(device).type == "mps" else torch.float64
+
     def column(values: Sequence[float | bool | None], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype, device=device)
 
@@ -120,7 +122,19 @@ def collate(
         group=column([groups[number] if groups else 0 for _, number, _, _ in rows], torch.long),
         groups=max(groups) + 1 if groups else 1,
         ids=tuple(unit.id for unit, *_ in rows),
+        given={name: column(values, wide) for name, values in _given(rows, forest).items()},
     )
+
+
+def _given(rows: Sequence[tuple[Encoded, int, int, bool]], forest: Forest) -> dict[str, list[float]]:
+    """Columns of the answers, by name: a number for each token that is read. Raises ValueError where only some have a column."""
+    columns = [dict(unit.answers[side].columns) for unit, _, side, _ in rows]
+    names = list(columns[0])
+    if any(list(each) != names for each in columns):
+        raise ValueError("some answers of a micro-batch have columns that others lack")
+    starts = [len(unit.prompt_ids) for unit, *_ in rows]
+    places = list(zip(forest.read[1].tolist(), forest.pos[forest.read[0]].tolist(), strict=True))
+    return {name: [columns[s][name][at - starts[s]] for s, at in places] for name in names}
 
 
 def _targets(rows: Sequence[Sequence[float]], device: torch.device | str) -> torch.Tensor | None:

@@ -113,6 +113,23 @@ def ids(value: object, name: str) -> Ids:
     return Ids(tuple(value))
 
 
+def logps(value: object, name: str) -> tuple[float, ...]:
+    """Log-probabilities in nats, as a list."""
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{name} is {shown(value)}, and must be a list of log-probabilities", fix="give one for every token")
+    found = tuple(number(each, f"number {n} of {name}") for n, each in enumerate(value, 1))
+    if max(found) > 1e-3:
+        raise UserError(f"{name} has {max(found)}, and a log-probability is 0 at most", fix="give natural logarithms")
+    return found
+
+
+def mapping(value: object, name: str) -> Mapping[str, Any]:
+    """An object, whatever is in it."""
+    if not isinstance(value, Mapping):
+        raise UserError(f"{name} is {shown(value)}, and must be an object", fix=f"mend {name} or leave it out")
+    return value
+
+
 def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     """Descriptions of tools: a list of objects, or that list written as JSON text."""
     if isinstance(value, str):

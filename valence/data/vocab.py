@@ -10,6 +10,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.errors import UserError
+from valence.types import content_id
 
 Marked = tuple[tuple[int, ...], tuple[bool, ...]]
 """Token ids, and for each whether it is in the mask."""
@@ -42,6 +43,11 @@ class Vocab:
                 fix="set model.tokenizer to one that has it",
             )
         return self._eos
+
+    @cached_property
+    def digest(self) -> str:
+        """Of its tokens."""
+        return content_id(sorted(self._tokenizer.get_vocab().items()))
 
     @cached_property
     def special(self) -> dict[str, int]:

@@ -38,7 +38,8 @@ TINY = 1e-30
 class Head:
     """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2) or a scale (Cohere, Granite).
 
-    ``half``: the operands of the products are rounded to bfloat16; logits are accumulated and used in float32 all the same.
+    ``temperature``: divides the logits after these. ``half``: the operands of the products are rounded to bfloat16; logits are
+    accumulated and used in float32 all the same.
     A layer with a ``group`` (see ``dist.tensor``) has the logits of some tokens alone, from ``first``; the other processes of
     the group have the others.
     """
@@ -47,14 +48,26 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     half: bool = False
+    temperature: float = 1.0
 
     @classmethod
-    def of(cls, model: Any, *, half: bool) -> Head:
+    def of(cls, model: Any, *, half: bool, temperature: float = 1.0) -> Head:
         """The head of an unmodified Hugging Face causal model."""
         config = model.config.get_text_config()
         scale = getattr(config, "logit_scale", None) or 1.0
         scale /= getattr(config, "logits_scaling", None) or 1.0
-        return cls(model.get_output_embeddings(), getattr(config, "final_logit_softcapping", None), scale, half)
+        softcap = getattr(config, "final_logit_softcapping", None)
+        return cls(model.get_output_embeddings(), softcap, scale, half, temperature)
+
+    @property
+    def steepness(self) -> float:
+        """The slope of the logits in the layer's product, where no soft-cap bends it."""
+        return self.scale / self.temperature
+
+    @property
+    def highest(self) -> float | None:
+        """Below which a soft-cap keeps the logits."""
+        return None if self.softcap is None else self.softcap / self.temperature
 
     @property
     def group(self) -> Any:
@@ -98,10 +111,11 @@ class Head:
         return (weight.to_local(), None if bias is None else bias.to_local()) if self.group else (weight, bias)
 
     def finish(self, logits: Tensor) -> Tensor:
-        """The layer's product, scaled and capped."""
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+        """The layer's product, scaled, capped, and divided by the temperature."""
+        if self.softcap is None:
+            return logits if self.steepness == 1.0 else logits * self.steepness
+        scaled = logits if self.scale == 1.0 else logits * self.scale
+        return self.softcap / self.temperature * torch.tanh(scaled / self.softcap)
 
     def _by_layer(self, hidden: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         parts: list[tuple[Tensor, Tensor]] = []
@@ -279,7 +293,7 @@ class _Tiles:
     ) -> Tensor | None:
         """``_measure`` of these logits."""
         if self.measured:
-            return native.measure(self.hidden, self.weight[start:stop], column, found, self.head.scale, keep is not None)
+            return native.measure(self.hidden, self.weight[start:stop], column, found, self.head.steepness, keep is not None)
         return _measure(self.logits(start, stop), column, found, entropy, keep)
 
     def operand(self, start: int, stop: int) -> Tensor:
@@ -304,7 +318,7 @@ class _Slopes:
 
     def __init__(self, tiles: _Tiles, saved: _Saved, grad: Tensor | None, grad_entropy: Tensor | None) -> None:
         self.tiles, self.saved = tiles, saved
-        scale = -tiles.head.scale / saved.total
+        scale = -tiles.head.steepness / saved.total
         self.grad = torch.zeros_like(scale) if grad is None else scale * grad
         self.grad_entropy = None if grad_entropy is None else scale * grad_entropy
         # At the target p - 1 is rounded, not p: nothing is lost where p is nearly 1.
@@ -325,7 +339,7 @@ class _Slopes:
         logits = tiles.logits(start, stop)
         if self.grad_entropy is None and tiles.head.softcap is None:
             return _exponentials(logits, column, saved.peak, self.at_target, dtype), factor
-        bend = 1.0 if tiles.head.softcap is None else 1 - (logits / tiles.head.softcap).square_()
+        bend = 1.0 if tiles.head.highest is None else 1 - (logits / tiles.head.highest).square_()
         slope = factor * _exponentials(logits.clone(), column, saved.peak, self.at_target, logits.dtype)
         if self.grad_entropy is not None:
             assert saved.entropy is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,11 @@ from valence.engine.head import Head, TargetLogProb
 from valence.engine.layout import split, table
 from valence.types import Batch, TokenOut
 
-_Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-"""Rows, and what was found there: log-probability, entropy, sum of squared probabilities."""
+if TYPE_CHECKING:
+    from valence.engine.values import Critic
+
+_Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
+"""Rows, and what was found there: log-probability, entropy, sum of squared probabilities, value."""
 ROUND = 64  # tokens; passes are filled up to multiples of it, on CUDA up to an eighth of a power of two
 
 
@@ -36,11 +39,13 @@ class Engine(nn.Module):
     lockstep = False  # whether the weights are split over processes, so that each run is one of all of them
     shared = False  # whether other processes take part in each run of this one's rows
     home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
+    temperature: float = 1.0  # divides the logits: all log-probabilities are those of answers that were sampled so
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
         self.compute = compute
+        self.critic: Critic | None = None  # given by ``values.add_values``
         self.most: Callable[[int], int] = int  # of the numbers of all processes that run in lockstep
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
@@ -51,8 +56,9 @@ class Engine(nn.Module):
 
     @property
     def how(self) -> str:
-        """What values depend on besides the weights: the type of the products, and the layout."""
-        return f"{self.compute} {'forest' if self.packs else 'one by one'}{' compiled' if self.compiled else ''}"
+        """What values depend on besides the weights: the type of the products, the layout, and the temperature."""
+        heat = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
+        return f"{self.compute} {'forest' if self.packs else 'one by one'}{' compiled' if self.compiled else ''}{heat}"
 
     @property
     def causal(self) -> Any:
@@ -65,6 +71,8 @@ class Engine(nn.Module):
         self.packs = packed
         # For good, not around each forward: a checkpointed layer runs again in the backward pass.
         self.causal.set_attn_implementation(NAME if packed else self.stock_attention)
+        if self.critic is not None and self.critic.trunk is not None:
+            self.critic.trunk.lay_out(packed=packed)
 
     @contextmanager
     def stock(self) -> Iterator[None]:
@@ -87,9 +95,11 @@ class Engine(nn.Module):
     def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
 
-        Only those of sequences that train have a gradient. want: what else to tell, of entropy and sum_sq (see TokenOut; the
-        latter has no gradient).
+        Only those of sequences that train have a gradient. want: what else to tell, of entropy, sum_sq and value (see TokenOut;
+        sum_sq has no gradient). Raises ValueError for values of an engine without a critic.
         """
+        if "value" in want and self.critic is None:
+            raise ValueError("there is no critic: call valence.engine.values.add_values first")
         return self._as_forest(batch, want) if self.packs else self._one_by_one(batch, want)
 
     @contextmanager
@@ -107,14 +117,29 @@ class Engine(nn.Module):
         with self._autocast():
             hidden = self._hidden(batch)
             half = (self.compute or hidden.dtype) == torch.bfloat16
-            head = Head.of(self.causal, half=half)
+            head = Head.of(self.causal, half=half, temperature=self.temperature)
+            critic = self.critic if "value" in want else None
+            theirs = hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
             for trains in sorted(set(batch.trains), reverse=True):
                 ours = batch.part(trains=trains).scored
                 with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
                     before = hidden[batch.source[ours]]
                     squares = head.sum_sq(before) if "sum_sq" in want else None
-                    found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares))
+                    value = None if critic is None else critic(theirs[batch.source[ours]])
+                    found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value))
         return _scatter(batch, found)
+
+    def states(self, batch: Batch) -> Tensor:
+        """The decoder's last hidden states [T, h], packed."""
+        with self._autocast():
+            return self._hidden(batch)
+
+    def states_alone(self, tokens: Tensor) -> Tensor:
+        """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself."""
+        self._forget_lengths()
+        decoder = getattr(self.causal, self.causal.base_model_prefix)
+        with self._autocast():
+            return decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
 
     def _hidden(self, batch: Batch) -> Tensor:
         """The decoder's last hidden states [T, h]. Rows that only measured sequences have are run without a gradient, over the
@@ -164,16 +189,25 @@ class Engine(nn.Module):
 
     def _one_by_one(self, batch: Batch, want: Collection[str]) -> TokenOut:
         found: list[_Found] = []
+        critic = self.critic if "value" in want else None
+        decoder = getattr(self.causal, self.causal.base_model_prefix)
         for s, path in self._alone(batch):
             read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
             tokens = batch.tokens[path]
             with torch.set_grad_enabled(batch.trains[s] and torch.is_grad_enabled()):
-                logits = self._outputs(tokens, read - 1)
+                with said_by(decoder) as said:
+                    logits = self._outputs(tokens, read - 1)
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
+                logits = logits if self.temperature == 1 else logits / self.temperature
                 logps = torch.log_softmax(logits, -1) if want else logits
                 spread = -(logps.exp() * logps).sum(-1) if "entropy" in want else None
                 squares = (2 * logps.detach()).exp().sum(-1) if "sum_sq" in want else None
-                found.append((path[read], TargetLogProb.apply(logits, tokens[read]), spread, squares))
+                value = None
+                if critic is not None:
+                    states = said[0].last_hidden_state[0] if critic.trunk is None else critic.trunk.states_alone(tokens)
+                    value = critic(states[read - 1])
+                logp: Any = TargetLogProb.apply(logits, tokens[read])
+                found.append((path[read], logp, spread, squares, value))
         out = _scatter(batch, found[: batch.sequences])
         return replace(out, logp=out.logp + nothing(logp for _, logp, *_ in found[batch.sequences :]))
 
@@ -207,6 +241,17 @@ class Engine(nn.Module):
         check(self)
 
 
+@contextmanager
+def said_by(module: nn.Module) -> Iterator[list[Any]]:
+    """Collects what a module gives inside the block."""
+    found: list[Any] = []
+    handle = module.register_forward_hook(lambda _module, _inputs, out: found.append(out))
+    try:
+        yield found
+    finally:
+        handle.remove()
+
+
 def nothing(values: Iterable[Tensor]) -> Tensor | int:
     """0, with a slope of 0 in all of these, whatever they are."""
     return sum(each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0).sum() for each in values)
@@ -218,5 +263,5 @@ def _scatter(batch: Batch, found: list[_Found]) -> TokenOut:
     index = (torch.cat(rows),)
     logp = torch.cat(logps)
     blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
-    entropy, sum_sq = (None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others)
-    return TokenOut(blank.index_put(index, logp), entropy, sum_sq)
+    entropy, sum_sq, value = (None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others)
+    return TokenOut(blank.index_put(index, logp), entropy, sum_sq, value=value)

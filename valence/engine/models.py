@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import re
 import sys
 from collections.abc import Iterator, Sequence
@@ -26,7 +25,7 @@ from valence.engine.checkpointing import Checkpointing, recompute_layers
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
 from valence.engine.quantized import compute_alike, how, packed
-from valence.engine.reference import AdapterOff, Following, Frozen, Reference
+from valence.engine.reference import AdapterOff, Following, Frozen, Reference, copied
 from valence.engine.scores import Scorer, is_reward_model, widen_head
 from valence.errors import UserError
 
@@ -220,18 +219,19 @@ def build_reference(
     """The reference: a model of its own, or the policy as it starts (adapter off if that started from zero, else a copy).
     follows: a copy that can be moved. check: as for ``build_policy``.
 
-    A model of its own is computed as the policy is, in the types of the policy's weights and products: the same weights have a
-    reward of exactly zero. Raises UserError when it is not causal.
+    A model of its own is computed as the policy is, in the types of the policy's weights and products and at its temperature: the
+    same weights have a reward of exactly zero. Raises UserError when it is not causal.
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
         engine = Engine(compute_alike(without_dropout(model)), compute=policy.compute)
+        engine.temperature = policy.temperature
         if check:
             engine.check_layout()
         return Frozen(engine, name)
     if follows:
         return Following(policy)
-    return AdapterOff(policy) if fresh_adapter else Frozen(copy.deepcopy(policy))
+    return AdapterOff(policy) if fresh_adapter else Frozen(copied(policy, {}))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

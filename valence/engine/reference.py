@@ -65,9 +65,9 @@ class Following(Frozen):
     """A copy of the policy that moves towards it from time to time. Both share the weights that the policy does not train."""
 
     def __init__(self, policy: Engine) -> None:
-        shared: dict[int, Any] = {id(p): p for p in policy.parameters() if not p.requires_grad}
-        self.trained = [name for name, p in policy.named_parameters() if p.requires_grad]
-        super().__init__(copy.deepcopy(policy, shared), "a copy that follows the policy")
+        engine = copied(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
+        self.trained = [name for name, p in engine.named_parameters() if p.requires_grad]
+        super().__init__(engine, "a copy that follows the policy")
 
     @property
     def weights(self) -> dict[str, Tensor]:
@@ -101,6 +101,15 @@ class Later:
                 raise UserError("the reference has changed since the run began", where=self.name, fix="start the run anew")
             self._loaded = found
         return self._loaded(batch)
+
+
+def copied(policy: Engine, shared: dict[int, Any]) -> Engine:
+    """A copy of the policy without a critic. shared: by their ids, what both are to have."""
+    critic, policy.critic = policy.critic, None
+    try:
+        return copy.deepcopy(policy, shared)
+    finally:
+        policy.critic = critic
 
 
 def _precision(engine: Engine) -> torch.dtype:

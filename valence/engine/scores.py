@@ -49,8 +49,7 @@ class Scorer(Engine):
         what else may be wanted."""
         if self.packs:
             ends = [batch.segments[leaf][1] - 1 for leaf in batch.leaf]
-            with self._autocast():
-                score = self._head(self._hidden(batch)[ends])
+            score = self._head(self.states(batch)[ends])
         else:
             found = [self._outputs(batch.tokens[path], None)[-1:] for _, path in self._alone(batch)]
             score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
@@ -59,11 +58,8 @@ class Scorer(Engine):
         return TokenOut(score.new_zeros(len(batch.tokens)), score=score)
 
     def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:
-        self._forget_lengths()
-        decoder = getattr(self.causal, self.causal.base_model_prefix)
-        with self._autocast():
-            hidden = decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
-            return self._head(hidden if at is None else hidden[at])
+        hidden = self.states_alone(tokens)
+        return self._head(hidden if at is None else hidden[at])
 
     def _head(self, hidden: Tensor) -> Tensor:
         """[N, A] of hidden[N, h], in float32 at least."""

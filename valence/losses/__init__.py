@@ -14,7 +14,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
-from valence.losses.average import Average, weighted_sum
+from valence.losses.average import INSIDE, OF_TOKENS, Average, among, weighted_sum
 from valence.losses.metrics import Metrics, Settings
 from valence.losses.modifiers import MODIFIERS, Modifier, Needs
 from valence.losses.views import VIEWS, Named, View, token_columns
@@ -61,6 +61,10 @@ class Loss:
         """Stored answers have no record of the policy that gave them, for which the reference stands in."""
         return any(name.startswith(("ref", "old")) for name in self.reads)
 
+    def refers(self, settings: Settings) -> bool:
+        """Whether it reads the reference even where it is known what the policy that answered said."""
+        return any(name.startswith("ref") for name in self.reads) or any(m.refers for m in self.acting(None, settings))
+
     @property
     def of_scores(self) -> bool:
         """Whether it trains a reward model."""
@@ -69,7 +73,7 @@ class Loss:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All whose keyword-only parameters are its settings."""
-        own = [fn for fn in (self.statistic, self.balances) if fn is not None]
+        own = [fn for fn in (self.statistic, self.balances, INSIDE.get(self.average)) if fn is not None]
         return (self.fn, *own, *(MODIFIERS[name].fn for name in self.modifiers))
 
     @property
@@ -108,7 +112,8 @@ class Loss:
 
     def _terms(self, settings: Settings) -> list[tuple[Average, Modifier]]:
         """What is added to the loss, and how each is averaged."""
-        return [(m.average(settings) if m.average else self.average, m) for m in self.acting("term", settings)]
+        alike = OF_TOKENS.get(self.average, self.average)
+        return [(m.average(settings) if m.average else alike, m) for m in self.acting("term", settings)]
 
     def read(
         self, batch: Batch, out: TokenOut, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
@@ -117,10 +122,11 @@ class Loss:
         """The micro-batch as it was measured, and as the loss reads it under these settings. ``shared``: what holds for the whole
         step (z0, delta); ``view``: another one than the row's."""
         columns = token_columns(batch, out, ref)
-        if self.credit is not None:
+        if self.credit is not None and "adv_t" not in columns:
             assert batch.target is not None
             assert shared is not None
-            columns["adv"] = self.credit(batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"])
+            advantage = self.credit(batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"])
+            columns["adv_t"] = advantage[batch.seq[batch.scored]]
         lay = VIEWS[view or self.view]
         plain = lay(batch, columns) | dict(shared or {})
         changed = columns
@@ -136,17 +142,16 @@ class Loss:
 
     def __call__(self, view: Mapping[str, Tensor], settings: Settings) -> Tensor:
         """The unreduced loss of a view, under a recipe's settings."""
-        own = {p.name for p in inspect.signature(self.fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
-        return self.fn(*(view[name] for name in self.reads), **{k: v for k, v in settings.items() if k in own})
+        return self.fn(*(view[name] for name in self.reads), **among(settings, self.fn))
 
     def total(
         self, plain: Mapping[str, Tensor], view: Mapping[str, Tensor], settings: Settings, count: Mapping[Average, Tensor]
     ) -> Tensor:
         """The part of the step's loss that these sequences are: each term's weighted sum by its own count."""
-        total = weighted_sum(self.average, self(view, settings), view) / count[self.average]
+        total = weighted_sum(self.average, self(view, settings), view, settings) / count[self.average]
         for average, modifier in self._terms(settings):
             values = modifier(plain, settings=settings)
-            total = total + weighted_sum(average, values, plain) / count[average]
+            total = total + weighted_sum(average, values, plain, settings) / count[average]
         return total
 
     def measure(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Named, settings: Settings) -> Metrics:
@@ -154,7 +159,7 @@ class Loss:
         numbers = self.metrics(plain, self.reward, settings)
         for modifier in self.acting(None, settings):
             if modifier.metrics is not None:
-                numbers |= modifier.metrics(token_columns(batch, out, ref), settings)
+                numbers |= modifier.metrics(token_columns(batch, out, ref) | plain, settings)
         return numbers
 
 
@@ -163,6 +168,7 @@ _LONG = ("humanline", "ld_alpha", "wpo", "nll")  # of rows that read the sum ove
 _NORM = ("humanline", "wpo", "nll")
 _SOFT = ("smoothing",)
 _F = ("f_divergence",)
+_SAMPLED = ("humanline", "correction", "kl_penalty")
 
 
 def _unpaired(fn: Callable[..., Tensor], **more: Any) -> Loss:
@@ -182,6 +188,13 @@ def _paired(fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metri
         "reward": reward, "modifiers": modifiers,
     }  # fmt: skip
     return Loss(fn, **(base | more))
+
+
+def _policy(
+    fn: Callable[..., Tensor], average: Average, credit: Callable[..., Tensor], metrics: Callable[..., Metrics], **more: Any
+) -> Loss:
+    base: dict[str, Any] = {"view": "token", "data": "ranking", "direction": _UP_DOWN, "modifiers": _SAMPLED, "credit": credit}
+    return Loss(fn, average=average, metrics=metrics, **(base | more))
 
 
 # fmt: off
@@ -215,9 +228,14 @@ LOSSES: dict[str, Loss] = {
     "ordinal":           Loss(reward.ordinal, "score", "seq_mean", "scored", reward.single_scores, _UP_DOWN),
     "sft":               Loss(imitation.sft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
     "dft":               Loss(imitation.dft, "token", "token_mean", "demonstration", metrics.imitation, {"chosen": 1}),
-    "grpo":              Loss(policy.ppo_clip, "token", "seq_mean_token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
-                              modifiers=("humanline", "kl_penalty"), credit=advantage.within_group),
-    "ppo":               Loss(policy.ppo_clip, "token", "token_mean", "ranking", metrics.policy_gradient, _UP_DOWN,
-                              modifiers=("humanline", "kl_penalty"), credit=advantage.over_step),
+    "grpo":              _policy(policy.ppo_clip, "seq_mean_token_mean", advantage.within_group, metrics.clipped_tokens),
+    "dr_grpo":           _policy(policy.ppo_clip, "constant",   advantage.above_group,  metrics.clipped_tokens),
+    "dapo":              _policy(policy.ppo_clip, "token_mean", advantage.within_group, metrics.clipped_tokens, defaults={"eps_high": 0.28}),
+    "gspo":              _policy(policy.gspo,     "seq_mean",   advantage.within_group, metrics.clipped_answers, view="answer"),
+    "cispo":             _policy(policy.cispo,    "token_mean", advantage.within_group, metrics.capped_tokens),
+    "rloo":              _policy(policy.rloo,     "seq_mean",   advantage.above_others, metrics.policy_gradient, view="answer"),
+    "reinforce_pp":      _policy(policy.ppo_clip, "token_mean", advantage.over_step,    metrics.clipped_tokens),
+    "ppo":               _policy(policy.ppo_clip, "token_mean", advantage.over_step,    metrics.clipped_tokens,
+                                 modifiers=(*_SAMPLED, "value")),
 }
 # fmt: on

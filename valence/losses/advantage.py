@@ -1,14 +1,44 @@
-"""How good a completion was, compared with others: from scores to advantages.
+"""How good a completion was, compared with others: from scores and rewards to advantages.
 
-The credit of a method has the signature (score[S], group[S], moments[2]): mean and standard deviation of the step's scores.
+Two tables use it. A row of the table of losses that reads stored, scored answers has a credit of signature (score[S], group[S],
+moments[2]): mean and standard deviation of the step's scores. ``CREDITS`` has that of every method that learns from the policy's
+own answers, for a whole round: its positional parameters are what it reads, its keyword-only ones settings of the method.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Annotated, Any
+
 import torch
+from annotated_types import Ge, Gt, Le
 from torch import Tensor
 
+from valence.losses.policy import k1
+
 _FLOOR = 1e-4  # added to every standard deviation, so that equal scores divide by something
+_MOST = 0.2  # of the relative error that the weight of the divergence is corrected by
+
+KlBeta = Annotated[float, Ge(0)]
+Share = Annotated[float, Ge(0), Le(1)]
+
+
+def _places(group: Tensor) -> Tensor:
+    """The groups numbered from 0 on, below S: [S]. No device is asked how many there are."""
+    order = group.argsort(stable=True)
+    ordered = group[order]
+    begins = torch.cat([(ordered[:1] != ordered[:1]).long(), (ordered[1:] != ordered[:-1]).long()])
+    return torch.empty_like(order).index_copy(0, order, begins.cumsum(0))
+
+
+def _compared(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """R - mean_g [S], the numbers of the groups [S], and how many each score is compared with, itself among them [S]. Equal
+    scores give exactly 0: each is counted from the lowest of its group, so that nothing is rounded."""
+    place = _places(group)
+    blank = torch.zeros_like(score)
+    count = blank.index_add(0, place, torch.ones_like(score))[place]
+    above = score - torch.full_like(score, torch.inf).scatter_reduce(0, place, score, "amin")[place]
+    return above - blank.index_add(0, place, above)[place] / count, place, count
 
 
 def group_norm(score: Tensor, group: Tensor) -> Tensor:
@@ -18,13 +48,30 @@ def group_norm(score: Tensor, group: Tensor) -> Tensor:
 
     score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], no unit.
     """
-    same = group[:, None] == group
-    count = same.sum(1)
-    lowest = torch.where(same, score, torch.inf).amin(1)
-    above = torch.where(same, score - lowest[:, None], 0.0)  # equal scores are 0 here, and so is their mean, without rounding
-    centred = torch.where(same, above - (above.sum(1) / count)[:, None], 0.0)
-    std = (centred.square().sum(1) / (count - 1).clamp(min=1)).sqrt()
-    return centred.diagonal() / (std + _FLOOR)
+    centred, place, count = _compared(score, group)
+    squares = torch.zeros_like(score).index_add(0, place, centred.square())[place]
+    return centred / ((squares / (count - 1).clamp(min=1)).sqrt() + _FLOOR)
+
+
+def group_centre(score: Tensor, group: Tensor) -> Tensor:
+    """Scores less the mean of their group: R - mean_g.
+
+    Liu et al. 2025, arXiv 2503.20783. Exactly 0 in a group of one and in a group of equal scores.
+
+    score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], units of reward.
+    """
+    return _compared(score, group)[0]
+
+
+def leave_one_out(score: Tensor, group: Tensor) -> Tensor:
+    """Scores less the mean of the others in their group: R - mean of the other G-1 = G/(G-1) * (R - mean_g).
+
+    Ahmadian et al. 2024, arXiv 2402.14740 (RLOO). Exactly 0 in a group of one and in a group of equal scores.
+
+    score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], units of reward.
+    """
+    centred, _, count = _compared(score, group)
+    return centred * count / (count - 1).clamp(min=1)
 
 
 def whiten(score: Tensor, mean: Tensor, std: Tensor) -> Tensor:
@@ -35,13 +82,150 @@ def whiten(score: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     return (score - mean) / (std + _FLOOR)
 
 
+def whitened(values: Tensor) -> Tensor:
+    """Numbers [N] standardised by their own mean and (population) standard deviation; exactly 0 where all are equal."""
+    if not len(values):
+        return values
+    above = values - values.min()
+    return whiten(above, above.mean(), above.std(correction=0))
+
+
 def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
     """The score against those of the same prompt: (R - mean_g)/(std_g + 1e-4). Shao et al. 2024, arXiv 2402.03300 (GRPO)."""
     del moments
     return group_norm(score, group)
 
 
+def above_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
+    """The score above the mean of the same prompt: R - mean_g. Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO)."""
+    del moments
+    return group_centre(score, group)
+
+
+def above_others(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
+    """The score above the mean of the prompt's other answers. Ahmadian et al. 2024, arXiv 2402.14740 (RLOO)."""
+    del moments
+    return leave_one_out(score, group)
+
+
 def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
     """The score against all of the optimizer step: (R - mean)/(std + 1e-4), with moments[2] = (mean, std)."""
     del group
     return whiten(score, *moments.to(score.dtype).unbind())
+
+
+# Of a whole round: reward[S], group[S] (prompt of each answer), owner[N] (answer of each token: ascending), finished[S] (ended by
+# itself), old_t[N], ref_t[N] (nats), value_t[N] (estimate before each token). All return adv_t[N].
+
+
+def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
+    """The reward against those of the same prompt: A = (R - mean_g)/(std_g + 1e-4), for every token of an answer.
+
+    Shao et al. 2024, arXiv 2402.03300, Sec. 4.1.
+    """
+    return group_norm(reward, group)[owner]
+
+
+def of_group_centre(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
+    """The reward above the mean of the same prompt: A = R - mean_g, for every token of an answer.
+
+    Liu et al. 2025, arXiv 2503.20783.
+    """
+    return group_centre(reward, group)[owner]
+
+
+def of_leave_one_out(
+    reward: Tensor, group: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.05
+) -> Tensor:
+    """The reward, less the divergence from the reference, above the mean of the prompt's other answers.
+
+    A = R' - mean of the other G-1, R' = R - kl_beta*sum_t (old_t - ref_t). Ahmadian et al. 2024, arXiv 2402.14740.
+
+    kl_beta: what a nat of divergence from the reference costs, in units of reward.
+    """
+    apart = torch.zeros_like(reward).index_add(0, owner, k1(old_t, ref_t).to(reward))
+    return leave_one_out(reward - kl_beta * apart, group)[owner]
+
+
+def of_reward_to_go(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01) -> Tensor:
+    """The reward, less the divergence from the reference from here on, against all tokens of the round.
+
+    A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of the round. Hu 2025,
+    arXiv 2501.03262.
+
+    kl_beta: what a nat of divergence from the reference costs, in units of reward.
+    """
+    apart, place = _laid_out(k1(old_t, ref_t).to(reward), owner, len(reward))
+    to_go = apart.flip(1).cumsum(1).flip(1)[owner, place]
+    return whitened(reward[owner] - kl_beta * to_go)
+
+
+def gae(
+    reward: Tensor, owner: Tensor, finished: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, *,
+    kl_beta: KlBeta = 0.05, kl_target: Annotated[float, Gt(0)] | None = None, kl_horizon: Annotated[float, Gt(0)] = 10_000.0,
+    gamma: Share = 1.0, gae_lambda: Share = 0.95,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Generalised advantage estimation: how much better a token turned out than the value head expected before it.
+
+    d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t; r_t = -kl_beta*(old_t - ref_t), and R
+    more at the last token; then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015, arXiv 1506.02438,
+    Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Behind the last token V is 0 where the answer ended by itself; where
+    it was cut off, it is the last estimate there is, that before its last token.
+
+    Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
+
+    kl_beta: what a nat of divergence from the reference costs, in units of reward; with kl_target where it begins.
+    kl_target: divergence from the reference (nats of an answer) that kl_beta is steered towards after every round; null leaves
+        kl_beta as it is.
+    kl_horizon: over how many answers kl_beta is steered.
+    gamma: what a reward one token later counts.
+    gae_lambda: how far estimates look ahead: 0 to the next value, 1 to the end of the answer.
+    """
+    del kl_target, kl_horizon  # see adapted
+    answers = len(reward)
+    value, place = _laid_out(value_t.to(reward), owner, answers)
+    gained, _ = _laid_out(-kl_beta * k1(old_t, ref_t).to(reward), owner, answers)
+    last = owner.bincount(minlength=answers) - 1
+    every = torch.arange(answers, device=owner.device)
+    gained[every, last] += reward
+    following = torch.cat([value[:, 1:], value[:, :1] * 0], 1)
+    following[every, last] = torch.where(finished, 0.0, value[every, last])
+    apart = gained + gamma * following - value
+    found = torch.zeros_like(apart)
+    ahead = torch.zeros_like(reward)
+    for t in range(apart.shape[1] - 1, -1, -1):
+        ahead = apart[:, t] + gamma * gae_lambda * ahead  # behind an answer's last token all of this is 0
+        found[:, t] = ahead
+    adv = found[owner, place]
+    return {"adv": whitened(adv), "return": adv + value_t.to(reward)}
+
+
+def adapted(kl_beta: float, kl: float, target: float, horizon: float, count: int) -> float:
+    """The weight of the divergence after a round: larger where the policy went further from the reference than it should.
+
+    kl_beta * (1 + clip(kl/target - 1, -0.2, 0.2) * count/horizon). Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2.
+
+    kl: mean over the round's answers of sum_t (old_t - ref_t), nats; count: how many answers they are.
+    """
+    return kl_beta * (1 + min(max(kl / target - 1, -_MOST), _MOST) * count / horizon)
+
+
+def _laid_out(values: Tensor, owner: Tensor, answers: int) -> tuple[Tensor, Tensor]:
+    """Tokens [N] as a row for each answer, with zeros behind it [S, longest]; and the place of each in its answer [N]."""
+    counts = owner.bincount(minlength=answers)
+    place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
+    rows = values.new_zeros(answers, int(counts.max()) if answers else 0)
+    return rows.index_put((owner, place), values), place
+
+
+CREDITS: dict[str, Callable[..., Any]] = {
+    "grpo": of_group_norm,
+    "dr_grpo": of_group_centre,
+    "dapo": of_group_norm,
+    "gspo": of_group_norm,
+    "cispo": of_group_norm,
+    "rloo": of_leave_one_out,
+    "reinforce_pp": of_reward_to_go,
+    "ppo": gae,
+}
+"""By method: what its answers' tokens are worth."""

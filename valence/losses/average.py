@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from valence.types import Batch
 
-Average = Literal["token_mean", "seq_mean", "pair_mean", "seq_mean_token_mean", "chosen_token_mean", "class_mean"]
+Average = Literal["token_mean", "seq_mean", "pair_mean", "seq_mean_token_mean", "constant", "chosen_token_mean", "class_mean"]
 Counter = Callable[[Batch], Tensor]
 
 
@@ -45,6 +47,7 @@ UNITS: dict[Average, tuple[Counter, ...]] = {
     "seq_mean": (_sequences,),
     "pair_mean": (_pairs,),
     "seq_mean_token_mean": (_sequences,),  # after a mean inside each sequence
+    "constant": (_sequences,),  # after a division by the same number of tokens for all of them
     "chosen_token_mean": (_chosen_tokens,),
     "class_mean": (_up, _down),  # over the smaller class
 }
@@ -68,7 +71,39 @@ def divisors(averages: Sequence[Average], counted: Tensor) -> dict[Average, Tens
     return found
 
 
-def weighted_sum(average: Average, loss: Tensor, view: Mapping[str, Tensor]) -> Tensor:
+def token_mean_inside(loss: Tensor, view: Mapping[str, Tensor]) -> Tensor:
+    """Tokens [N] by how many their sequence has."""
+    return loss / view["n_t"]
+
+
+def constant(loss: Tensor, view: Mapping[str, Tensor], *, max_tokens: Annotated[int, Ge(1)] | None = None) -> Tensor:
+    """Tokens [N] by one number for all sequences: neither short nor long ones count more for each of their tokens.
+
+    sum over tokens / (sequences * max_tokens). Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
+
+    max_tokens: what the sum over an answer's tokens is divided by, of long and short ones alike. null: rollout.max_new_tokens
+        where the policy answers itself; 1 on stored answers, which is the formula of the paper.
+    """
+    del view
+    return loss / (max_tokens or 1)
+
+
+INSIDE: dict[Average, Callable[..., Tensor]] = {"seq_mean_token_mean": token_mean_inside, "constant": constant}
+"""What is done to the tokens of each sequence before they are added up. Keyword-only parameters are settings."""
+PER_TOKEN: frozenset[Average] = frozenset(("token_mean", "seq_mean_token_mean", "constant"))
+"""Those of losses that have a number for every token."""
+OF_TOKENS: dict[Average, Average] = {"seq_mean": "seq_mean_token_mean"}
+"""How a term of tokens is averaged beside a loss of whole answers."""
+
+
+def among(settings: Mapping[str, Any], fn: Callable[..., Any]) -> dict[str, Any]:
+    """Those of the settings that are keyword-only parameters of a function."""
+    parameters = inspect.signature(fn).parameters.values()
+    return {p.name: settings[p.name] for p in parameters if p.kind is p.KEYWORD_ONLY and p.name in settings}
+
+
+def weighted_sum(average: Average, loss: Tensor, view: Mapping[str, Tensor], settings: Mapping[str, Any]) -> Tensor:
     """sum(w * loss): the part of a micro-batch, to be divided by the step's count and never by sum(w)."""
-    share = loss / view["n_t"] if average == "seq_mean_token_mean" else loss
-    return (share * view["weight"]).sum()
+    inside = INSIDE.get(average)
+    share = inside(loss, view, **among(settings, inside)) if inside else loss
+    return (share * view["weight_t" if average in PER_TOKEN else "weight"]).sum()

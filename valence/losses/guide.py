@@ -150,14 +150,53 @@ GUIDE: dict[str, Guide] = {
     "grpo": Guide(
         "Several scored answers to each prompt, of which the better ones in each group shall become likelier. Stored "
         "answers are not the policy's own, so expect less than of training on fresh ones. A group whose scores are all "
-        "equal teaches nothing.",
+        "equal teaches nothing, and one whose scores hardly differ as much as any other.",
         "The loss starts near 0, as advantages cancel within a group, and its value says little. `logratio/token` shows "
-        "how far the policy has moved; when `clipped` grows beyond a few percent, the stored answers are used up.",
+        "how far the policy has moved; when `clipped` grows beyond a few percent, the answers are used up.",
+    ),
+    "dr_grpo": Guide(
+        "As grpo, where wrong answers grow longer and longer, or where scores say by how much an answer is better: neither "
+        "the length of an answer nor the spread of its group changes what a token counts.",
+        "Advantages are in units of the score, so the gradient is as small as the differences of scores are, and falls as the "
+        "policy gets better. With `max_tokens: null` on stored answers it is as large as answers are long: set it, or "
+        "expect clipping on every step.",
+    ),
+    "dapo": Guide(
+        "As grpo, for long answers and many steps: every token counts the same, so long answers are not let off, and unlikely "
+        "tokens have more room to become likelier, which keeps the policy from narrowing down. On the policy's own answers, "
+        "prompts whose answers all have the same reward are replaced by others.",
+        "As grpo; `clipped` is lower, by the wider interval above 1.",
+    ),
+    "gspo": Guide(
+        "As grpo, for rewards of whole answers and for mixtures of experts, where ratios of single tokens are noise: an answer "
+        "is clipped as a whole, or not at all.",
+        "`clipped` is a share of answers and far higher than with grpo, 10 to 20 percent and more, since the interval is "
+        "narrow; that is as it should be.",
+    ),
+    "cispo": Guide(
+        "As grpo, where rare tokens matter, such as those that begin a correction: no token loses its gradient, however far "
+        "its ratio has moved. Nothing but the cap holds the policy back, so keep to few steps on the same answers.",
+        "The value of the loss says nothing: its gradient alone is meant. `clipped` is the share of tokens at the cap, and near "
+        "0 with the default.",
+    ),
+    "rloo": Guide(
+        "Several answers of the policy's own to each prompt, and rewards that shall count as they are: the plain gradient of "
+        "the expected reward, with the divergence from the reference as a part of it. One step for each round.",
+        "The loss starts near 0 and its value says little. Nothing is clipped: on stored or old answers the ratio of whole "
+        "answers is soon extreme, and `logratio/token` away from 0 is a warning.",
+    ),
+    "reinforce_pp": Guide(
+        "Rewards that compare across prompts, one answer to each prompt or several, and no value model: as ppo, with the mean of "
+        "the round in place of values.",
+        "As grpo. Prompts that are easy have positive advantages throughout, hard ones negative: `advantages/positive` says "
+        "how the round is made up, not how well it went.",
     ),
     "ppo": Guide(
-        "Scored answers whose scores mean the same for every prompt: they are compared over the whole step, also where a "
-        "prompt has equal scores only. There is no value function: this is the clipped surrogate on stored answers.",
-        "The loss starts near 0 and its value says little; `logratio/token` and `clipped` are read as for grpo.",
+        "Scores that mean the same for every prompt. On the policy's own answers a value head says what was to be expected at "
+        "every token, which costs another model or head to train. On stored answers there is none: scores are compared over the "
+        "whole step.",
+        "The loss starts near 0 and its value says little; `logratio/token` and `clipped` are read as for grpo. "
+        "`value/explained` should rise from 0; below 0 the value head does harm, and its learning rate is the first to look at.",
     ),
     "bradley_terry": Guide(
         "Pairs, and the aim is a model that scores answers. Only differences within a prompt are learnt, so scores of "

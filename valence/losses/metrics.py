@@ -5,11 +5,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import Tensor
 
+from valence.losses.policy import k3
 from valence.types import Mean, Ranked
 
 Metrics = dict[str, "Mean | Ranked"]
@@ -94,18 +96,45 @@ def imitation(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
 
 def policy_gradient(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
     """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain and times the advantage (what
-    a step raises), the share of tokens whose ratio the clipping cut off, and the part of advantages above zero."""
-    d = view["logp_t"].detach() - view["old_t"]
-    ratio = d.exp()
-    up = view["adv_t"] > 0
-    cut = (up & (ratio > 1 + settings["eps_high"])) | (~up & (view["adv_t"] < 0) & (ratio < 1 - settings["eps_low"]))
-    return {
-        "logps/token": mean(view["logp_t"].detach()),
+    a step raises), the divergence of that policy from this one, and of this one from the reference where that is a third (nats
+    per token, k3), and the part of advantages above zero."""
+    found = _detached(view, "logp_t", "old_t", "adv_t", "ref_t")
+    d = found["logp_t"] - found["old_t"]
+    numbers: Metrics = {
+        "logps/token": mean(found["logp_t"]),
         "logratio/token": mean(d),
-        "advantages/logratio": mean(view["adv_t"] * d),
-        "clipped": mean(cut.to(ratio)),
-        "advantages/positive": mean(up.to(ratio)),
+        "advantages/logratio": mean(found["adv_t"] * d),
+        "advantages/positive": mean((found["adv_t"] > 0).to(d)),
+        "kl/old": mean(k3(found["old_t"], found["logp_t"])),  # whose tokens they are
     }
+    if "ref_t" in view and view["ref_t"] is not view["old_t"]:  # it stands in for the old policy of stored answers
+        numbers["kl/reference"] = mean(k3(found["logp_t"], found["ref_t"]))
+    return numbers
+
+
+def clipped_tokens(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+    """Also the share of tokens whose ratio the clipping cut off, so that they are left alone."""
+    ratio = (view["logp_t"].detach() - view["old_t"]).exp()
+    return policy_gradient(view, reward, settings) | {"clipped": mean(_cut(ratio, view["adv_t"], settings))}
+
+
+def clipped_answers(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+    """Also the share of answers whose ratio, the mean one of their tokens, the clipping cut off."""
+    ratio = ((view["logp"].detach() - view["old"]) / view["n"]).exp()
+    return policy_gradient(view, reward, settings) | {"clipped": mean(_cut(ratio, view["adv"], settings))}
+
+
+def capped_tokens(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+    """Also the share of tokens whose ratio was capped, which count no more than it."""
+    ratio = (view["logp_t"].detach() - view["old_t"]).exp()
+    return policy_gradient(view, reward, settings) | {"clipped": mean((ratio > settings["eps_high"]).to(ratio))}
+
+
+def _cut(ratio: Tensor, adv: Tensor, settings: Settings) -> Tensor:
+    """1 where the ratio has left the interval in the direction of its advantage, or is beyond the dual clip, else 0."""
+    cap = math.inf if settings["dual_clip"] is None else settings["dual_clip"]
+    down = (ratio < 1 - settings["eps_low"]) | (ratio > cap)
+    return (((adv > 0) & (ratio > 1 + settings["eps_high"])) | ((adv < 0) & down)).to(ratio)
 
 
 def won(margin: Tensor) -> Tensor:

@@ -18,10 +18,10 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from valence.losses import policy
-from valence.losses.average import Average
+from valence.losses.average import Average, among
 from valence.losses.metrics import Metrics, Settings, mean
 from valence.losses.views import Named, lengths, sides
-from valence.types import Batch
+from valence.types import Batch, Ranked
 
 Tokens = Mapping[str, Tensor]
 Needs = tuple[tuple[str, str, Any], ...]
@@ -167,12 +167,81 @@ def kl_penalty(view: Named, *, kl_weight: Annotated[float, Ge(0)] = 0.0, kl_esti
     return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
 
 
+def correction(view: Named, *, correction: High | None = 2.0) -> Named:
+    """Counts tokens for more or less where the sampler has given them another probability than the policy that it stands for.
+
+    weight * min(exp(old_t - sampler_t), correction), without a gradient; of sums over the answer for losses of whole answers.
+    Ionides 2008 (truncated importance sampling). Only where the sampler's log-probabilities are known.
+
+    view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
+
+    correction: largest weight; null to take the sampler for the policy. With a reward, rollout.correction.
+    """
+    assert correction is not None
+    for end in ("", "_t"):
+        if f"sampler{end}" in view:
+            apart = (view[f"old{end}"] - view[f"sampler{end}"]).clamp(max=math.log(correction))
+            return {**view, f"weight{end}": view[f"weight{end}"] * apart.exp()}
+    return view
+
+
+def corrected(tokens: Tokens, settings: Settings) -> Metrics:
+    """How far sampler and policy are apart (nats per token, on average over the sampler's tokens not below 0), and the share of
+    weights, of tokens or answers, that were held at ``correction``."""
+    if "sampler_t" not in tokens:
+        return {}
+    end = "" if "sampler" in tokens else "_t"
+    over = tokens[f"old{end}"] - tokens[f"sampler{end}"] > math.log(settings["correction"])
+    return {"sampler/kl": mean(tokens["sampler_t"] - tokens["old_t"]), "sampler/truncated": mean(over.to(tokens["old_t"]))}
+
+
+def value(
+    view: Named, *, value: bool = False, value_weight: Annotated[float, Ge(0)] = 0.1, value_clip: High | None = 0.2
+) -> Tensor:
+    """Adds the error of the value head, token by token, averaged as the loss is.
+
+    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V when the answer was sampled. Schulman et
+    al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its published code. 0 for answers without a return G, as stored ones.
+
+    view: critic_t[T] (V), value_t[T] (V_old), return_t[T] (G), units of reward.
+
+    value: train a value head; with a reward, ppo sets it itself.
+    value_weight: weight of the value head's error.
+    value_clip: how far an estimate may move from that of the sampled answer before its gradient stops; null is no limit.
+    """
+    del value
+    if "return_t" not in view:
+        return torch.zeros_like(view["logp_t"])
+    return value_weight * _value_error(view, value_clip)
+
+
+def _value_error(view: Tokens, clip: float | None) -> Tensor:
+    error = (view["critic_t"] - view["return_t"]).square()
+    if clip is not None:
+        near = view["value_t"] + (view["critic_t"] - view["value_t"]).clamp(-clip, clip)
+        error = torch.maximum(error, (near - view["return_t"]).square())
+    return 0.5 * error
+
+
+def valued(tokens: Tokens, settings: Settings) -> Metrics:
+    """Mean error of the value head as it is trained on, its mean estimate, and the share of the returns' variance that it
+    explains."""
+    if "return_t" not in tokens:
+        return {}
+    found = {name: values.detach() for name, values in tokens.items()}
+    return {
+        "value/loss": mean(_value_error(found, settings["value_clip"])),
+        "value/mean": mean(found["critic_t"]),
+        "value/explained": Ranked(found["critic_t"], found["return_t"], "explained"),
+    }
+
+
 @dataclass(frozen=True, slots=True)
 class Modifier:
     """All that a loss is to know of one. ``idle``: the setting that turns it on, and its value at which nothing is changed.
 
-    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of the loss). metrics: more
-    numbers to report, of the tokens as they were measured.
+    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of the loss, over tokens).
+    metrics: more numbers to report, of tokens and view as they were measured. refers: it reads the reference.
     """
 
     fn: Callable[..., Any]
@@ -182,6 +251,7 @@ class Modifier:
     average: Callable[[Settings], Average] | None = None
     metrics: Callable[[Tokens, Settings], Metrics] | None = None
     needs: Needs = ()
+    refers: bool = False
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
@@ -192,15 +262,17 @@ class Modifier:
         return settings[self.idle[0]] != self.idle[1]
 
     def __call__(self, *given: Any, settings: Settings) -> Any:
-        return self.fn(*given, **{name: settings[name] for name in self.settings})
+        return self.fn(*given, **among(settings, self.fn))
 
 
 MODIFIERS: dict[str, Modifier] = {
-    "humanline": Modifier(humanline, "tokens", ("humanline", None), metrics=unclamped),
+    "humanline": Modifier(humanline, "tokens", ("humanline", None), metrics=unclamped, refers=True),
     "ld_alpha": Modifier(ld_alpha, "tokens", ("ld_alpha", 1.0)),
     "smoothing": Modifier(smoothing, "view", ("label_smoothing", None)),  # which it never is: rows may say more than the setting
     "f_divergence": Modifier(f_divergence, "view", ("f_divergence", "reverse_kl"), needs=(("f_alpha", "f_divergence", "alpha"),)),
     "wpo": Modifier(wpo, "view", ("wpo", False), wants=("sum_sq",)),
     "nll": Modifier(nll, "term", ("nll_weight", 0.0), average=average_of_nll),
-    "kl_penalty": Modifier(kl_penalty, "term", ("kl_weight", 0.0)),
+    "kl_penalty": Modifier(kl_penalty, "term", ("kl_weight", 0.0), refers=True),
+    "correction": Modifier(correction, "view", ("correction", None), metrics=corrected),
+    "value": Modifier(value, "term", ("value", False), wants=("value",), metrics=valued),
 }

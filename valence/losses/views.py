@@ -13,19 +13,27 @@ from torch import Tensor
 
 from valence.types import Batch, TokenOut
 
-View = Literal["token", "seq", "pair", "score", "score_pair"]
+View = Literal["token", "answer", "seq", "pair", "score", "score_pair"]
 Named = dict[str, Tensor]
 
 
 def token_columns(batch: Batch, out: TokenOut, ref: Tensor | None) -> Named:
-    """logp_t[N], ref_t[N] (log-probabilities, nats), sum_sq_t[N] (of all probabilities, when asked for): tokens that are read,
-    in batch order; score[S, A]: what a reward model says."""
+    """Of tokens that are read, in batch order: logp_t[N], ref_t[N] (log-probabilities, nats), sum_sq_t[N] (of all probabilities),
+    critic_t[N] (value head's estimate, units of reward; both when asked for); score[S, A]: what a reward model says.
+
+    What was known of them when they were sampled, by the names of ``Answer.columns``: old_t[N], sampler_t[N] (nats), adv_t[N],
+    value_t[N] (critic_t at that time), return_t[N]. Where there is an adv_t and no old_t, the policy has answered just now: old_t
+    is what it says, without a gradient."""
     rows = batch.scored
-    columns = {"logp_t": out.logp[rows]}
+    columns = {f"{name}_t": values.to(out.logp.dtype) for name, values in batch.given.items()}
+    columns["logp_t"] = out.logp[rows]
     if ref is not None:
         columns["ref_t"] = ref[rows]
-    if out.sum_sq is not None:
-        columns["sum_sq_t"] = out.sum_sq[rows]
+    if "old_t" not in columns and "adv_t" in columns:
+        columns["old_t"] = columns["logp_t"].detach()
+    for name, values in (("sum_sq_t", out.sum_sq), ("critic_t", out.value)):
+        if values is not None:
+            columns[name] = values[rows]
     if out.score is not None:
         columns["score"] = out.score
     return columns
@@ -43,13 +51,22 @@ def lengths(batch: Batch, like: Tensor) -> Tensor:
 
 def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for stored answers the reference
-    stands in), n_t (tokens of its sequence), weight (of its row), adv_t (its sequence's advantage): [N] each."""
+    stands in), adv_t (advantage), n_t (tokens of its sequence), weight_t (of its row), and what else is known: [N] each."""
     seq, logp = batch.seq[batch.scored], columns["logp_t"]
-    named = {"logp_t": logp, "weight": batch.weight.to(logp.dtype)[seq], "n_t": lengths(batch, logp)[seq]}
-    if "ref_t" in columns:
-        named |= {"ref_t": columns["ref_t"], "old_t": columns["ref_t"]}
-    if "adv" in columns:
-        named["adv_t"] = columns["adv"][seq]
+    named = {name: values for name, values in columns.items() if name.endswith("_t")}
+    if "ref_t" in named and "old_t" not in named:
+        named["old_t"] = named["ref_t"]
+    return named | {"weight_t": batch.weight.to(logp.dtype)[seq], "n_t": lengths(batch, logp)[seq]}
+
+
+def answer_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+    """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums over its tokens, nats), adv[S]
+    (their mean), n[S] (tokens), weight[S]."""
+    named = token_view(batch, columns)
+    sums = {name: seq_sum(named[f"{name}_t"], batch) for name in ("logp", "ref", "old", "sampler", "adv") if f"{name}_t" in named}
+    named |= sums | {"n": lengths(batch, columns["logp_t"]), "weight": batch.weight.to(columns["logp_t"].dtype)}
+    if "adv" in named:
+        named["adv"] = named["adv"] / named["n"]
     return named
 
 
@@ -111,6 +128,7 @@ def score_pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
 
 VIEWS: dict[View, Callable[[Batch, Mapping[str, Tensor]], Named]] = {
     "token": token_view,
+    "answer": answer_view,
     "seq": seq_view,
     "pair": pair_view,
     "score": score_view,

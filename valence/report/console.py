@@ -20,7 +20,7 @@ from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
 
-SHOWN = {"loss": "loss", "rewards/margins": "margin", "kl": "z0"}
+SHOWN = {"loss": "loss", "reward/mean": "reward", "rewards/margins": "margin", "kl": "kl"}
 """Metrics that stand beside the bar, with the words for them."""
 
 WINDOW = 50
@@ -110,8 +110,9 @@ class Progress:
     """Progress of one phase, as a context manager: a bar on a terminal; elsewhere plain lines, at most one every
     ``every`` seconds and always the first and the last; nothing when ``quiet``.
 
-    ``start``: how much was done before (a resumed run). Rate and time left are measured over the latest updates,
-    leaving out what passed before the first one, which pays for warming up.
+    ``start``: how much was done before (a resumed run). ``brief``: no line of a phase that is over within ``every`` seconds.
+    Rate and time left are measured over the latest updates, leaving out what passed before the first one, which pays for warming
+    up.
     """
 
     def __init__(
@@ -123,10 +124,12 @@ class Progress:
         start: int = 0,
         quiet: bool = False,
         every: float = 5.0,
+        brief: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._console, self._phase, self._total, self._quiet = console, visible(phase), total, quiet
         self._every, self._clock = every, clock
+        self._silent_until = clock() + every if brief else 0.0
         self._away = 0.0
         self._done, self._metrics = start, {}
         self._points: deque[tuple[float, int, int | None]] = deque(maxlen=WINDOW)
@@ -178,7 +181,7 @@ class Progress:
 
     def _print(self, ended: bool = False) -> None:
         status = self._status(ended)
-        if ended and self._printed_done == self._done == self._total:
+        if (ended and self._printed_done == self._done == self._total) or self._clock() < self._silent_until:
             return
         self._printed_at, self._printed_done = self._now(), self._done
         line = f"{self._phase} {self._done}/{self._total}  {status}".rstrip()

@@ -135,10 +135,24 @@ def spearman(values: Tensor, others: Tensor) -> float | None:
     return pearson(_ranks(values), _ranks(others))
 
 
+def explained(values: Tensor, others: Tensor) -> float | None:
+    """Share of the variance of others [N] that estimates of them explain: 1 - var(others - values)/var(others); at most 1,
+    below 0 if their mean would do better. None when others are constant."""
+    if not len(others) or bool(others.min() == others.max()):
+        return None
+    return 1 - ((others - values).double().var(correction=0) / others.double().var(correction=0)).item()
+
+
 def _ranks(values: Tensor) -> Tensor:
     """Twice the mean rank of each value [N]: what is below, and what is not above."""
     ordered = values.sort().values
     return torch.searchsorted(ordered, values) + torch.searchsorted(ordered, values, right=True)
 
 
-STATISTICS = {"auc": auc, "calibration_error": calibration_error, "pearson": pearson, "spearman": spearman}
+STATISTICS = {
+    "auc": auc,
+    "calibration_error": calibration_error,
+    "pearson": pearson,
+    "spearman": spearman,
+    "explained": explained,
+}

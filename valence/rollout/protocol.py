@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from valence.errors import UserError
@@ -44,13 +45,58 @@ class Sampling:
             raise UserError(f"it is {self.top_p}", where="top_p", fix="use a number above 0 and at most 1")
 
 
+Pair = tuple[Sequence[int], Sequence[int]]
+"""A prompt's tokens, and an answer's."""
+
+Named = Iterable[tuple[str, "Tensor"]]
+"""Weights under the names that they have in a saved model."""
+
+
+def unheard(answers: int) -> None:
+    """Who asks for no progress hears nothing of it."""
+
+
 class Generator(Protocol):
     """Samples completions of token prompts."""
 
-    def generate(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> list[list[Completion]]:
-        """n completions of each prompt, in the order of the prompts."""
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, progress: Callable[[int], None] = unheard
+    ) -> list[list[Completion]]:
+        """n completions of each prompt, in the order of the prompts. ``progress`` hears, in this thread, of so many answers that
+        ended since it was last called."""
         ...
 
-    def load_weights(self, version: int, params: Mapping[str, Tensor]) -> None:
-        """Replaces the named weights; completions made from now on carry ``version``."""
+
+class Served(Generator, Protocol):
+    """A server that samples. It has weights of its own, which are as old as the last ``sync``."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights that were sent last."""
+        ...
+
+    @property
+    def gives_tokens(self) -> bool:
+        """Whether completions carry token ids and log-probabilities, which a policy gradient needs."""
+        ...
+
+    @property
+    def dtype(self) -> str:
+        """Of the server's weights, as torch names it; empty where it is not known."""
+        ...
+
+    def sync(self, version: int, weights: Callable[[], Named], adapter: Callable[[Path], None] | None = None) -> None:
+        """Sends new weights; completions from now on carry ``version``.
+
+        weights: called at most once, and iterated to its end before this returns; unused where ``adapter`` is what is sent.
+        adapter: writes the adapter's files into the folder it is given. Raises UserError where it cannot be done.
+        """
+        ...
+
+    def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
+        """The server's log-probability of each token of each answer (nats), at temperature 1."""
+        ...
+
+    def close(self) -> None:
+        """Gives back connections and folders. The server goes on."""
         ...

@@ -29,6 +29,7 @@ from valence.engine.reference import Frozen, Reference
 from valence.engine.scores import is_reward_model
 from valence.engine.shape import shape_of, skeleton, skeleton_of
 from valence.engine.stream import CannotStreamError, Stream, outline
+from valence.engine.values import add_values
 from valence.errors import UserError
 from valence.training.compare import rows_of
 from valence.training.setup import Prepared
@@ -118,6 +119,11 @@ class _Loads:
         )  # fmt: skip
         if stream:
             stream.forget(policy.causal)
+        if self.prepared.method.online and recipe.loss.get("value"):
+            if not self.split.single:
+                what = "values are not computed where weights are split over processes"
+                raise UserError(what, where="parallel.shard", fix="set parallel.shard: off and parallel.tensor: 1")
+            add_values(policy, trunk=recipe.value.trunk)
         return policy, stream
 
     def named_reference(self, policy: Engine, name: str | None) -> Reference:
@@ -233,7 +239,7 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
         raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
     if asked != "auto" or why or "train" not in prepared.corpora or prepared.recipe.model.quantize:
         return asked == "on"
-    epochs = prepared.total_steps / prepared.sampler.steps_per_epoch
+    epochs = prepared.total_steps / prepared.steps_per_epoch
     tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)
     return 6 * weights * tokens / processes >= WORTH_COMPILING[device.type]
 
@@ -248,7 +254,7 @@ def _kept(
 ) -> Reference:
     """The reference with the cache that the recipe asks for."""
     kept = recipe.reference.cache
-    if kept == "off" or recipe.reference.sync_every is not None:
+    if kept == "off" or recipe.reference.sync_every is not None or recipe.reward:  # own answers are new in each round
         return built
     about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.quantize or recipe.model.dtype}"
     if kept == "auto":
@@ -261,7 +267,9 @@ def _check_positions(policy: Engine, prepared: Prepared) -> None:
     limit, learned = position_limit(policy.causal) or (None, False)
     if limit is None or not prepared.corpora:
         return
-    rows = [(len(u.prompt_ids) + max(len(a.ids) for a in u.answers), u) for c in prepared.corpora.values() for u in c.units]
+    own = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
+    every = (unit for corpus in prepared.corpora.values() for unit in corpus.units)
+    rows = [(len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own), unit) for unit in every]
     length, unit = max(rows, key=lambda row: row[0])
     what = f"this row has {length} tokens, and the model was made for {limit}"
     if length > limit and learned:

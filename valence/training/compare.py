@@ -183,6 +183,7 @@ def _hash(unit: Encoded) -> int:
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in ((unit.prompt_ids, unit.prompt_mask), *((answer.ids, answer.mask) for answer in unit.answers)):
         digest.update(array("q", ids).tobytes() + b"|" + bytes(mask) + b"|")
+    columns = tuple(answer.columns for answer in unit.answers)
     rest = (unit.id, unit.kind, unit.label, unit.scores, unit.attributes, unit.margin, unit.soft, unit.weight)
-    digest.update(repr(rest).encode())
+    digest.update(repr((*rest, columns) if any(columns) else rest).encode())
     return int.from_bytes(digest.digest(), "little", signed=True)

@@ -17,6 +17,7 @@ AVERAGES: dict[Average, str] = {
     "seq_mean": "over the answers of the step",
     "pair_mean": "over the pairs of the step",
     "seq_mean_token_mean": "over the tokens of each answer, then over the answers of the step",
+    "constant": "sums over the tokens of each answer, divided by `max_tokens`, then over the answers of the step",
     "class_mean": "over the answers of the smaller class of the step",
 }
 SIDES: dict[str, dict[str, str]] = {

@@ -84,6 +84,8 @@ def run_to_end(run: Run) -> Run:
         status, at_once = "interrupted", isinstance(stopped, Interrupted) and stopped.at_once
         raise
     finally:
+        if run.rounds is not None:
+            run.rounds.collector.close()
         if not at_once:
             with run.stop.waiting():  # only a second signal breaks this off
                 if status != "done":

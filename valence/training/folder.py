@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,8 @@ def _holds_work(path: Path) -> bool:
 
 def _free_name(path: Path) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    return path.with_name(f"{path.name}.{stamp}-{os.getpid()}")
+    names = (path.with_name(f"{path.name}.{stamp}-{os.getpid()}{more}") for more in chain([""], (f"-{n}" for n in count(2))))
+    return next(name for name in names if not name.exists())
 
 
 def _readable(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[str]:

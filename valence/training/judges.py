@@ -30,7 +30,7 @@ from valence.engine.scores import Scorer, widen_head
 from valence.errors import UserError
 from valence.losses.metrics import Reward, log_ratio
 from valence.training.build import best_device, check_vocabulary
-from valence.training.methods import method_of
+from valence.training.methods import method_in
 from valence.training.restore import restore
 from valence.types import Batch
 
@@ -143,7 +143,7 @@ def load_judge(
     loaded or has other tokens.
     """
     recipe = source.recipe
-    own = None if run is None else method_of(recipe.method).loss.reward
+    own = None if run is None else method_in(recipe).loss.reward
     if own is not None and beta is not None:
         raise UserError(
             f"a run of {recipe.method} is scored with the reward that it trains, under its own settings",
@@ -156,7 +156,7 @@ def load_judge(
             restored = restore(run, overrides=overrides, quiet=True)
             policy, reference = restored.policy, restored.reference
         else:
-            policy = _policy(recipe.model, method_of(recipe.method).of_scores)
+            policy = _policy(recipe.model, method_in(recipe).of_scores)
             check_vocabulary(policy.causal, tokenizer)
         _check_positions(policy, recipe.data.max_length)
         other = recipe.reference.model

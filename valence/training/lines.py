@@ -5,7 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count, islice
 from pathlib import Path
@@ -17,6 +17,8 @@ from valence.errors import UserError
 ANEW = "name another file, or start anew with --fresh, which moves this one aside"
 ABOUT = "about"
 """Of what stands in the file beside, all that the lines do not depend on."""
+EARLIER = "earlier"
+"""There, the facts of lines that others were appended to, with how many they are."""
 
 
 class Lines:
@@ -24,19 +26,23 @@ class Lines:
     it would have. Not two programs at once.
 
     FILE.about.json holds the facts that all lines depend on. After ``open``, ``read`` gives what is kept; ``go_on`` then cuts the
-    rest. Raises UserError where the file cannot be had or gone on with, which then stays as it is.
+    rest. append: names of facts; where others differ from those of lines that are complete, new lines come after these. anew:
+    what would help where facts differ. Raises UserError where the file cannot be had or gone on with, which then stays as it is.
     """
 
-    def __init__(self, path: Path, window: int, *, fresh: bool = False) -> None:
+    def __init__(
+        self, path: Path, window: int, *, fresh: bool = False, append: Collection[str] | None = None, anew: str = ANEW
+    ) -> None:
         if path.suffix not in (".jsonl", ".ndjson"):
             raise UserError("what is written are JSON lines", where=str(path), fix="name a file that ends in .jsonl")
         if path.is_dir() or not path.parent.is_dir():
             what = "this is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UserError(what, where=str(path), fix="name a file, new or old, in a folder that exists")
-        self.path, self.window, self.fresh = path, window, fresh
+        self.path, self.window, self.fresh, self.append, self.anew = path, window, fresh, append, anew
         self.beside = _beside(path)
         self.facts: dict[str, Any] = {}
-        self.kept = 0
+        self.base = self.kept = self.total = 0
+        self.earlier: list[dict[str, Any]] = []
         self.known = None if fresh else self._read_facts()
 
     def _read_facts(self) -> dict[str, Any] | None:
@@ -50,8 +56,11 @@ class Lines:
             raise UserError(what, where=str(self.path), fix=ANEW) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot be read ({error})", where=str(self.beside), fix=ANEW) from error
-        if not isinstance(found, dict) or not isinstance(found.pop(ABOUT, None), dict):
+        about = found.pop(ABOUT, None) if isinstance(found, dict) else None
+        earlier = found.pop(EARLIER, []) if isinstance(about, dict) else None
+        if not isinstance(earlier, list) or not all(isinstance(e, dict) and isinstance(e.get("lines"), int) for e in earlier):
             raise self._no_facts()
+        self.earlier, self.total = earlier, about.get("lines") if isinstance(about, dict) else None
         return found
 
     def _no_facts(self) -> UserError:
@@ -66,10 +75,10 @@ class Lines:
         if self.known is None:
             return
         for name, value in self.facts.items():
-            if self.known.get(name) != value:
+            if self.known.get(name) != value and (self.append is None or name in self.append):
                 was = json.dumps(self.known.get(name), ensure_ascii=False)
                 what = f"its lines were made with another {name} ({was}, and now {json.dumps(value, ensure_ascii=False)})"
-                raise UserError(what, where=str(self.path), fix=ANEW)
+                raise UserError(what, where=str(self.path), fix=self.anew)
 
     def open(self, total: int) -> Lines:
         """Takes the file, to write all lines up to ``total``; ``kept`` of those that are there stay."""
@@ -80,11 +89,27 @@ class Lines:
                 self._compare()
                 if self.known is not None and self.known.keys() != self.facts.keys():
                     raise self._no_facts()
+                if self.known is not None and self.known != self.facts:
+                    self._add_to(self.known)
+                self.base = sum(part["lines"] for part in self.earlier)
                 self.kept = self._count(total)
+                self.total = total
                 failing.pop_all()
         except OSError as error:
             raise _cannot(self.path, error) from error
         return self
+
+    def _add_to(self, known: dict[str, Any]) -> None:
+        """Takes the lines that are there as earlier ones. Raises UserError where they are not complete, or the new ones there."""
+        found = sum(1 for _ in self._whole()) - sum(part["lines"] for part in self.earlier)
+        if found != self.total:
+            what = f"of the lines that were to be appended to, {found} of {self.total} are there"
+            raise UserError(what, where=str(self.path), fix="give their own command once more, which goes on with them")
+        self.earlier = [*self.earlier, {**known, "lines": found}]
+        if any({**self.facts, "lines": part["lines"]} == part for part in self.earlier):
+            raise UserError(
+                "these lines are in the file already, before others", where=str(self.path), fix="change --seed or --data"
+            )
 
     def _taken(self) -> IO[bytes]:
         """The file, locked. The lock of an earlier one is held until this one has its own."""
@@ -111,7 +136,9 @@ class Lines:
         return UserError("another program is writing this file", where=str(self.path), fix="wait for it")
 
     def _count(self, total: int) -> int:
-        found = sum(1 for _ in self._whole())
+        found = sum(1 for _ in self._whole()) - self.base
+        if found < 0:
+            raise UserError(f"{-found} of its lines are gone", where=str(self.path), fix=ANEW)
         if found > total:
             raise UserError(f"the file has {found} lines, and there are only {total} rows", where=str(self.path), fix=ANEW)
         return found if found == total else found - found % self.window
@@ -123,7 +150,7 @@ class Lines:
 
     def read(self) -> Iterator[dict[str, Any]]:
         """The lines that are kept. Raises UserError for one that is no JSON object."""
-        for number, line in enumerate(islice(self._whole(), self.kept), 1):
+        for number, line in enumerate(islice(self._whole(), self.base, self.base + self.kept), 1 + self.base):
             try:
                 found = json.loads(line.decode())
             except (ValueError, RecursionError):
@@ -140,9 +167,11 @@ class Lines:
         """Cuts what is not kept. about: facts that may change, for whoever looks into the file beside."""
         try:
             aside = self.beside.with_name(f".{self.beside.name}.part")
-            aside.write_text(json.dumps({**self.facts, ABOUT: about}, indent=1, ensure_ascii=False), encoding="utf-8")
+            earlier = {EARLIER: self.earlier} if self.earlier else {}
+            said = {**self.facts, **earlier, ABOUT: {**about, "lines": self.total}}
+            aside.write_text(json.dumps(said, indent=1, ensure_ascii=False), encoding="utf-8")
             aside.replace(self.beside)
-            self._file.truncate(sum(len(line) for line in islice(self._whole(), self.kept)))
+            self._file.truncate(sum(len(line) for line in islice(self._whole(), self.base + self.kept)))
         except OSError as error:
             raise _cannot(self.path, error) from error
 

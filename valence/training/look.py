@@ -16,7 +16,7 @@ from valence.data.load import load, read_sources
 from valence.data.sources import Row
 from valence.errors import UserError
 from valence.report.show import show_encoded, show_example, show_row
-from valence.training.methods import method_of
+from valence.training.methods import method_in, method_of
 from valence.training.setup import prepare
 from valence.types import Example, Origin
 
@@ -55,8 +55,8 @@ def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> 
     data = source.recipe.data
     # A bad row elsewhere should not keep anybody from looking at this one.
     loaded = load(
-        files, method_of(source.recipe.method).kind,
-        convert=data.convert, threshold=data.threshold, limit=data.limit, on_bad_row="skip",
+        files, method_in(source.recipe).kind,
+        convert=data.convert, threshold=data.threshold, top_n=data.top_n, limit=data.limit, on_bad_row="skip",
     )  # fmt: skip
     for bad in loaded.bad:
         if bad.origin == origin:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,22 +17,22 @@ from valence.engine.reference import Following, Reference
 from valence.errors import UserError
 from valence.report.console import Progress
 from valence.report.sinks import FanOut, JsonlSink, Sink
-from valence.rollout import HFGenerator, Sampling
-from valence.training.evaluate import Evaluation, evaluate
+from valence.rollout import Sampling
+from valence.training import measure
+from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
 from valence.training.memory import with_memory
-from valence.training.methods import Method
+from valence.training.methods import Method, settings_of_step
+from valence.training.online.rounds import Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.plan import make_plan
 from valence.training.saving import HEAVY, Saver, registry_of
-from valence.training.setup import Corpus, Part, Prepared, rows_to_measure
+from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
 from valence.training.track import Budget, Counters, Selection, Watch, Window
-from valence.types import Batch, Completion, Content, Encoded, Mean
+from valence.types import Completion, Content, Mean
 
-SHOWN = ("loss", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl")
-"""Numbers of an evaluation that are printed as soon as they are known."""
 Callback = Callable[["Run", Mapping[str, Any]], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
@@ -77,10 +76,11 @@ class Run:
         self.budget = Budget(micro_batch_tokens or self.planned_tokens())
         self.divided = any(hasattr(p, "placements") for p in policy.parameters())
         """Whether weights are split over processes."""
-        self.objective = self._objective(prepared.method, self.recipe.loss)
+        self.objective = self._objective(prepared.method, settings_of_step(self.recipe))
         mixed = prepared.mixed if "train" in prepared.corpora else ()
         self.mixed = [(part, self._objective(part.method, part.settings)) for part in mixed]
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
+        self.rounds = Rounds(self) if prepared.method.online else None
         self.counters = Counters(first=first)
         self.total_steps = prepared.steps_from(first) if self.sampler else 0
         self.own_optimizer = optimizer is None
@@ -110,7 +110,12 @@ class Run:
         """Those given, or those of the recipe. Raises UserError for an optimizer of other weights than the policy has."""
         policy, train = self.policy, self.recipe.train
         optimizer = _made(given, [p for p in policy.parameters() if p.requires_grad]) or adamw(
-            policy, learning_rate=train.learning_rate, weight_decay=train.weight_decay, betas=train.betas, kind=train.optimizer
+            policy,
+            learning_rate=train.learning_rate,
+            weight_decay=train.weight_decay,
+            betas=train.betas,
+            kind=train.optimizer,
+            value_learning_rate=self.recipe.value.learning_rate,
         )
         own = {id(p) for p in policy.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
@@ -121,7 +126,7 @@ class Run:
         )
 
     def _objective(self, method: Method, settings: Mapping[str, Any]) -> Objective:
-        reference, budget = self.reference if method.needs_reference else None, self.budget.at(0, "evaluation")
+        reference, budget = self.reference if method.asks_reference else None, self.budget.at(0, "evaluation")
         return Objective(method, dict(settings), self.policy, reference, self.group, budget, self.recipe.data.max_length)
 
     def planned_tokens(self) -> int:
@@ -161,9 +166,12 @@ class Run:
                 last = self._settle(bar) or last
                 if seen:
                     bar.update(self.step, tokens=seen, metrics=last)
-                stops = self._stops()
+                stops = self.stops()
                 if stops or self.step >= self.total_steps or self.early.exhausted:
                     break
+                if self.rounds is not None:
+                    with bar.pause():
+                        self.rounds.fill()
                 seen += self._one_step().tokens
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
         if stops:
@@ -172,7 +180,7 @@ class Run:
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
 
-    def _stops(self) -> bool:
+    def stops(self) -> bool:
         """Whether any process was asked to stop: then all are. All come here."""
         asked = self.world.any(self.stop.requested)
         if asked and self.world.size > 1:
@@ -198,6 +206,8 @@ class Run:
         self.scheduler.step()
         counters, window = self.counters, self.window
         counters.step += 1
+        if self.rounds is not None:
+            self.rounds.passed()
         every = self.recipe.reference.sync_every
         if applied and isinstance(self.reference, Following) and every and self.step % every == 0:
             self.reference.follow(self.trained, self.recipe.reference.sync_mix)
@@ -225,13 +235,16 @@ class Run:
         """What the step measured, the gradient's norm, whether it was applied, and how many examples it had."""
         assert self.sampler is not None
         at = self.step - self.counters.first
-        ours, following = self.sampler.step(at)
-        units = self.sampler.units
+        if self.rounds is None:
+            ours, following = self.sampler.step(at)
+            units = self.sampler.units
+            chosen, later = [units[i] for i in ours], (units[i] for i in following)
+        else:
+            chosen, later = self.rounds.next()
         shares = [self._share(part, objective, at) for part, objective in self.mixed]
-        chosen, later = [units[i] for i in ours], (units[i] for i in following)
         clip = self.recipe.train.clip_norm
         found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares)
-        return *found, len(ours) + sum(len(share.units) for share in shares)
+        return *found, len(chosen) + sum(len(share.units) for share in shares)
 
     def _share(self, part: Part, objective: Objective, at: int) -> Share:
         """What a method of `mix` trains on in this step."""
@@ -273,9 +286,9 @@ class Run:
         if counters.settled >= step:
             return {}
         found: dict[str, float] = {}
-        if self._evaluation_due():
+        if measure.due(self):
             with bar.pause():
-                found = self._evaluate_and_keep()
+                found = measure.evaluate_and_keep(self)
         record: dict[str, Any] = {}
         if step and (found or step % self.recipe.run.log_every == 0 or step == self.total_steps):
             record = self._window() | found
@@ -309,7 +322,7 @@ class Run:
         shares = {"ranks": self.group.size, "tokens/rank_max": most, "tokens/rank_min": least} if several else {}
         return {
             "step": self.step,
-            "epoch": (self.step - counters.first) / self.sampler.steps_per_epoch,
+            "epoch": (self.step - counters.first) / self.prepared.steps_per_epoch if self.rounds is None else self.rounds.epochs,
             **window.meter.reduce(self.objective.group),
             **window.last,
             "tokens": tokens,
@@ -318,6 +331,7 @@ class Run:
             "tokens/s": tokens / window.seconds if window.seconds > 0 else 0.0,
             "seconds": window.seconds,
             **shares,
+            **({} if self.rounds is None else self.rounds.counters),
         }
 
     def say_once(self, message: str) -> None:
@@ -338,72 +352,14 @@ class Run:
 
     def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
         """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
-        if rows is not None:
-            corpus = rows_to_measure(self.prepared, rows)
-            name = "the given rows"
-        elif name in self.prepared.corpora:
-            corpus = self.prepared.corpora[name]
-        else:
-            raise UserError(f"there are no rows under data.{name}", where=f"data.{name}", fix="name a file of rows")
-        return self._measured(corpus, f"evaluating ({name})", self.recipe.eval.max_examples if name == "eval" else None)
+        return measure.evaluate(self, rows, name)
 
     def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
         """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping.
 
         Raises UserError of a reward model.
         """
-        if self.prepared.method.of_scores:
-            raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
-        encoder = self.prepared.encoder
-        generator = HFGenerator(self.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
-        asked = [encoder.encode_prompt(prompt) for prompt in prompts]
-        with self.policy.stock():
-            return self.policy.within(lambda: generator.generate(asked, n, sampling))
-
-    def _measured(self, corpus: Corpus, phase: str, most: int | None) -> Evaluation:
-        return with_memory(self, "evaluation", lambda: self._measure_once(corpus.units[:most], corpus, phase))
-
-    def _measure_once(self, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
-        per_unit = 2 if self.prepared.method.mismatches else 1
-        total = per_unit * sum(len(unit.answers) for unit in units)
-        done = tokens = 0
-        with Progress(self.console, phase, total, quiet=self.quiet) as bar:
-
-            def advance(batch: Batch | None) -> None:
-                nonlocal done, tokens
-                if self._stops():
-                    raise self.stop.ended()
-                if batch is not None:
-                    done += batch.sequences * self.group.size  # about what the others have done as well
-                    tokens += len(batch.tokens) * self.group.size
-                bar.update(min(done, total), tokens=tokens)
-
-            # One process that ended by itself would be waited for.
-            with self.stop.waiting() if self.world.size > 1 else nullcontext():
-                found = evaluate(self.objective, units, corpus.examples, self.prepared.tokenizer, advance)
-            bar.update(total, tokens=tokens)
-            return found
-
-    def _evaluation_due(self) -> bool:
-        assert self.sampler is not None
-        if "eval" not in self.prepared.corpora:
-            return False
-        if self.step == 0:
-            return self.recipe.eval.at_start
-        every = self.recipe.eval.every
-        steps = round(every) if every >= 1 else max(1, round(every * self.sampler.steps_per_epoch))
-        return self.step % steps == 0 or self.step == self.total_steps
-
-    def _evaluate_and_keep(self) -> dict[str, float]:
-        found = self.evaluate()
-        if self.folder:
-            self.folder.evaluation(self.step, found.metrics, found.rows)
-        self.evaluations[self.step] = found.metrics
-        if not self.quiet:
-            shown = [name for name in SHOWN if name in found.metrics]
-            numbers = "  ".join(f"{name} {found.metrics[name]:.4g}" for name in shown)
-            self.console.print(f"step {self.step}, held out: {numbers}", markup=False, highlight=False, soft_wrap=True)
-        return {f"eval/{name}": value for name, value in found.metrics.items()}
+        return measure.sample(self, prompts, sampling, n)
 
     # ------------------------------------------------------------------ state
 

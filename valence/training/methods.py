@@ -1,36 +1,68 @@
-"""The table of methods: what a run is called, the loss it trains with, and the settings that follow from that loss."""
+"""The tables of methods: what a run is called, the loss it trains with, what it makes of the policy's own answers if it learns
+from these, and the settings that follow from all that."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
+from valence.losses.advantage import CREDITS
+from valence.training.online.makers import Credited, Maker, best, pairs, thumbs
 from valence.types import Kind
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: a name, and the row of the loss table it uses."""
+    """A way to train: a name, and the row of the loss table it uses. ``makes``: of the answers of a round what that loss trains
+    on, where the policy learns from its own."""
 
     name: str
     loss: Loss
+    makes: Maker | None = None
+    defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Of settings, where they differ from those of the loss."""
+    fills: bool = False
+    """Whether prompts whose answers all have the same reward are left out, and others sampled in their place."""
+
+    @property
+    def online(self) -> bool:
+        """Whether it learns from the policy's own answers to the prompts that are its data."""
+        return self.makes is not None
 
     @property
     def kind(self) -> Kind:
         """What one row of its data is."""
-        return self.loss.data
+        return "prompt" if self.online else self.loss.data
 
     @property
     def needs_reference(self) -> bool:
-        return self.loss.needs_reference
+        """Own answers are compared with it in any case, unless rollout.measure_kl is off."""
+        return self.online or self.loss.needs_reference
+
+    @property
+    def asks_reference(self) -> bool:
+        """Whether a step runs the reference. Tokens with an advantage of their own come with what it says of them."""
+        return self.loss.needs_reference and not self.follows_policy
+
+    @property
+    def follows_policy(self) -> bool:
+        """Whether its loss compares with the policy that answered, at the temperature of sampling."""
+        return isinstance(self.makes, Credited)
+
+    @property
+    def least_rollouts(self) -> int:
+        """Answers to a prompt below which there is nothing to learn."""
+        compares = self.makes is not None and (self.makes.fn in (pairs, thumbs) or "group" in self.makes.reads)
+        return 2 if compares else 1
 
     @property
     def of_scores(self) -> bool:
@@ -50,10 +82,12 @@ class Method:
     @cached_property
     def settings(self) -> type[BaseModel]:
         """The ``loss`` section of a recipe, derived from the signatures: types, bounds, defaults and what each means."""
-        meanings = {k: v for fn in self.loss.functions for k, v in setting_docs(fn.__doc__ or "").items()}
+        functions = self.loss.functions if self.makes is None else (*self.loss.functions, self.makes.fn)
+        meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
+        parameters = self.loss.settings if self.makes is None else self.loss.settings | self.makes.settings
         fields: dict[str, Any] = {
-            name: (p.annotation, Field(default=p.default, description=meanings.get(name)))
-            for name, p in self.loss.settings.items()
+            name: (p.annotation, Field(default=self.defaults.get(name, p.default), description=meanings.get(name)))
+            for name, p in parameters.items()
         }
         config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
         return create_model(f"{self.name}_loss", __config__=config, **fields)
@@ -71,12 +105,52 @@ def setting_docs(doc: str) -> dict[str, str]:
 
 
 METHODS: dict[str, Method] = {name: Method(name, loss) for name, loss in LOSSES.items()}
+"""Those that learn from rows as they are."""
+
+ONLINE: dict[str, Method] = {
+    "rejection": Method("rejection", LOSSES["sft"], Maker(best)),
+    **{f"online_{name}": Method(f"online_{name}", row, Maker(pairs)) for name, row in LOSSES.items() if row.view == "pair"},
+    **{f"online_{name}": Method(f"online_{name}", row, Maker(thumbs)) for name, row in LOSSES.items() if row.data == "judgement"},
+    **{
+        name: Method(name, LOSSES[name], Credited(credit), {"value": True} if name == "ppo" else {}, fills=name == "dapo")
+        for name, credit in CREDITS.items()
+    },
+}
+"""Those that learn from the policy's own answers, judged by a reward."""
 
 
-def method_of(name: str) -> Method:
-    """The row of a method or loss. Raises UserError with the nearest names."""
+def method_of(name: str, online: bool = False) -> Method:
+    """The row of a method or loss. online: that learns from the policy's own answers. Raises UserError with the nearest names."""
+    table = ONLINE if online else METHODS
+    if name in table:
+        return table[name]
+    if name in ONLINE:
+        raise UserError(f"{name} learns from the policy's own answers, and nothing judges them", where="method", fix="set reward")
     if name in METHODS:
-        return METHODS[name]
-    near = get_close_matches(str(name), METHODS, 3, 0.4)
+        named = [other for other in (f"online_{name}", *CREDITS) if other in ONLINE]
+        what = f"{name} learns from the answers of its rows, not from the policy's own"
+        raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named)} or rejection")
+    every = {**METHODS, **ONLINE}
+    near = get_close_matches(str(name), every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"there is no method {name!r}", where="method", fix=f"{hint}methods: {', '.join(METHODS)}")
+    raise UserError(f"there is no method {name!r}", where="method", fix=f"{hint}methods: {', '.join(every)}")
+
+
+def settings_of_step(recipe: Recipe) -> dict[str, Any]:
+    """Those of the loss, with what else in the recipe says one of them."""
+    limit = {"max_tokens": recipe.rollout.max_new_tokens} if recipe.reward and recipe.loss.get("max_tokens", 0) is None else {}
+    return {**recipe.loss, **limit}
+
+
+def reads_reference(recipe: Recipe) -> bool:
+    """Whether a run of this recipe needs a reference."""
+    method = method_in(recipe)
+    if not method.online:
+        return method.needs_reference
+    reads = method.asks_reference or method.loss.refers(recipe.loss) or bool(recipe.loss.get("kl_beta"))
+    return recipe.rollout.measure_kl or reads
+
+
+def method_in(recipe: Recipe) -> Method:
+    """The row that a recipe names."""
+    return method_of(recipe.method, bool(recipe.reward))

@@ -65,7 +65,8 @@ class Plan:
     @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch that may come to a process."""
-        trained_on = [corpus.units for name, corpus in self.prepared.corpora.items() if name.endswith("train")]
+        mixed = [corpus.units for name, corpus in self.prepared.corpora.items() if name.startswith("mix")]
+        trained_on = [self.prepared.planned.units, *mixed]
         lengths = sorted(_rows(unit) for units in trained_on for unit in units)
         step = sum(lengths[-self.prepared.recipe.train.batch_size :])
         return max(lengths[-1], min(self.micro_batch_tokens, -(-step // self.dealt)))
@@ -74,7 +75,7 @@ class Plan:
     def work(self) -> list[list[tuple[Method, Work, Work]]]:
         """Of some of the run's steps: for each method what trains, and what is only measured."""
         prepared = self.prepared
-        parts = [(prepared.method, prepared.sampler), *((part.method, part.sampler) for part in prepared.mixed)]
+        parts = [(prepared.method, prepared.planned), *((part.method, part.sampler) for part in prepared.mixed)]
         numbers = range(0, prepared.total_steps, -(-prepared.total_steps // LOOKED_AT))
         return [[self._work_of(method, sampler, number) for method, sampler in parts] for number in numbers]
 
@@ -109,7 +110,7 @@ class Plan:
     def total_seconds(self) -> float:
         """About how long all steps take."""
         steps = self.prepared.total_steps
-        first = min(steps, self.prepared.sampler.steps_per_epoch)
+        first = min(steps, self.prepared.steps_per_epoch)
         return first * self.seconds() + (steps - first) * self.seconds(again=True)
 
 
@@ -140,11 +141,12 @@ def describe(plan: Plan) -> list[str]:
     """Lines to print: optimizer steps, tokens per epoch, trained weights, and what memory and time they are predicted to take."""
     prepared, shape, memory = plan.prepared, plan.shape, plan.memory
     method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
-    units = prepared.corpora["train"].units
+    units = prepared.planned.units
     longest = max(map(_rows, units))
     mismatched = " and as many mismatched ones, measured only," if method.mismatches else ""
     trained = "all of which train" if shape.full else f"of which {shape.trained:,} train"
     narrow = f", and {shape.quantized:,} are kept in 4 bits" if shape.quantized else ""
+    without = "sampling, judging and evaluation" if method.online else "evaluation"
     total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
     parts = {
         "program": memory.program,
@@ -154,13 +156,13 @@ def describe(plan: Plan) -> list[str]:
         "activations and head": plan.largest * memory.per_token + memory.head,
     } | ({"gathered weights": memory.gathered} if memory.gathered else {})
     lines = [
-        f"steps: {prepared.total_steps} ({prepared.sampler.steps_per_epoch} per epoch of {len(units)} {plural(method.kind)})",
+        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {len(units)} {plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch; {plan.micro_batch_tokens:,} at once"
         + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}, {trained}{narrow}",
         *_shared(plan),
         f"memory: about {_gigabytes(total)}{each} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
-        f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without evaluation",
+        f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without {without}",
     ]
     if prepared.source.settings.get("loss.desirable_weight", prepared.source.settings["method"]).origin.endswith("auto"):
         up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))

@@ -19,7 +19,7 @@ from valence.dist.together import by_first
 from valence.errors import UserError
 from valence.training.build import build_models
 from valence.training.loop import Run
-from valence.training.methods import Method, method_of
+from valence.training.methods import Method, method_in, method_of
 from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import prepare
 
@@ -79,7 +79,7 @@ def restore(
 
 def method_of_run(run_dir: Path) -> Method:
     """What a run trains with. Raises UserError when the folder holds no run."""
-    return method_of(load_recipe(_config_of(run_dir), method_of=method_of, training=False).recipe.method)
+    return method_in(load_recipe(_config_of(run_dir), method_of=method_of, training=False).recipe)
 
 
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:

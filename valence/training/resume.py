@@ -23,7 +23,12 @@ from valence.training.loop import Run
 from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import Prepared
 
-HYPER = {"train.learning_rate": ("lr", "initial_lr"), "train.weight_decay": ("weight_decay",), "train.betas": ("betas",)}
+HYPER = {
+    "train.learning_rate": ("lr", "initial_lr"),
+    "train.weight_decay": ("weight_decay",),
+    "train.betas": ("betas",),
+    "value.learning_rate": ("lr", "initial_lr"),
+}
 """What the optimizer calls them."""
 
 
@@ -57,7 +62,7 @@ class Earlier:
         was = self.was["settings"]
         full, rest = divmod(self.was["rows"]["data.train"]["rows"], was["train.batch_size"])
         before = full + (rest > 0 and not was["train.drop_last"])
-        return self.step - round((self.step - first) / before * self.prepared.sampler.steps_per_epoch)
+        return self.step - round((self.step - first) / before * self.prepared.steps_per_epoch)
 
     @property
     def total(self) -> int:

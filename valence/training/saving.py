@@ -43,6 +43,8 @@ def registry_of(run: Run, log: JsonlSink | None) -> Registry:
         "shifts", Through(lambda: [astuple(each.shift) for each in run.objectives], lambda state: _put_shifts(run, state))
     )
     registry.add("counters", run.counters)
+    if run.rounds is not None:
+        registry.add("rounds", run.rounds)
     registry.add("evaluations", Through(lambda: dict(run.evaluations), run.evaluations.update))
     registry.add("best", run.best)
     registry.add("early_stop", run.early)

@@ -22,7 +22,7 @@ from valence.report.console import Progress
 from valence.training.build import build_models
 from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
-from valence.training.methods import method_of
+from valence.training.methods import method_in, method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
 from valence.training.step import Objective
@@ -48,8 +48,11 @@ def score(
     source = load_recipe(recipe, overrides, method_of=method_of)
     where = source.recipe.reference.cache
     with source.placing():
-        methods = [source.recipe.method, *(part.method for part in source.recipe.mix)]
-        if not any(method_of(name).needs_reference for name in methods):
+        methods = [method_in(source.recipe), *(method_of(part.method) for part in source.recipe.mix)]
+        if methods[0].online:
+            what = f"{source.recipe.method} compares answers that are not there yet"
+            raise UserError(what, where="method", fix="to score stored answers, give --data and --out")
+        if not any(method.needs_reference for method in methods):
             raise UserError(f"{source.recipe.method} reads no reference", where="method", fix="there is nothing to score")
         if source.recipe.reference.sync_every is not None:
             raise UserError("the reference moves with the policy", where="reference.sync_every", fix="there is nothing to keep")

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 
 from valence import __version__
-from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Source
 from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
@@ -30,9 +30,9 @@ from valence.errors import UserError
 from valence.report.console import Progress
 from valence.training.judges import Judge, Numbers, load_judge
 from valence.training.lines import ANEW, Lines
-from valence.training.methods import method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
+from valence.training.target import is_run, with_files
 from valence.types import Example, Preference, Prompt, content_id
 
 WINDOW = 32
@@ -93,9 +93,9 @@ def score_rows(
     """
     group, console = group or Single(), console or Console()
     with Stop(console).listening():
-        source = _settings(target, data, overrides)
+        source = with_files(target, data, overrides)
         sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
-        _refuse_inputs(out, sources)
+        refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         total, seen = _read_through(sources, column)
         source = _without_rows(source)
@@ -117,44 +117,14 @@ def score_rows(
                 lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
             writer.run(pairs, tally, total, console, quiet)
     if not quiet:
-        _say(tally, out, console)
+        say(tally, out, console)
     return tally
 
 
 # Before a model is loaded
 
 
-def _settings(target: str, data: Sequence[str], overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe that the target is or stands for, with the files as its data.eval."""
-    listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
-    ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
-    return load_recipe(_recipe(target), [*overrides, *ours], method_of=method_of, training=False)
-
-
-def _recipe(target: str) -> Path | dict[str, Any]:
-    path = Path(target)
-    if path.suffix in (".yaml", ".yml"):
-        return path
-    if path.is_file():
-        raise UserError(
-            "this is a file", where=target, fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)"
-        )
-    if _is_run(target):
-        return path / "config.yaml"
-    model: dict[str, Any] = {"name": target}
-    if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        model = {"name": base, "adapter": target}
-        if (path / "tokenizer_config.json").is_file():
-            model["tokenizer"] = target
-    return {"method": "sft", "model": model}
-
-
-def _is_run(target: str) -> bool:
-    return Path(target, "config.yaml").is_file()
-
-
-def _refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
+def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
     if any(Path(s.path).exists() and Path(s.path).resolve() == out.resolve() for s in sources):
         raise UserError("this file is read and cannot be written as well", where=str(out), fix="give another --out")
 
@@ -206,7 +176,7 @@ def _without_rows(source: LoadedRecipe) -> LoadedRecipe:
 
 
 def _judge(target: str, source: LoadedRecipe, encoder: Encoder, beta: float | None, overrides: Sequence[str]) -> Judge:
-    run = Path(target) if _is_run(target) else None
+    run = Path(target) if is_run(target) else None
     empty = [*overrides, *(f"data.{name}=[]" for name in LISTS), "reference.cache=off"]
     return load_judge(source, encoder.tokenizer, beta=beta, run=run, overrides=empty)
 
@@ -358,7 +328,7 @@ def _id(example: Example | BadRow) -> str | None:
     return None if isinstance(example, BadRow) else example.id
 
 
-def _say(tally: Tally, out: Path, console: Console) -> None:
+def say(tally: Tally, out: Path, console: Console) -> None:
     """Raises UserError when not a single row was scored."""
     if tally.failed == tally.rows:
         raise UserError(

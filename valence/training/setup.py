@@ -22,9 +22,9 @@ from valence.engine.loading import must_exist
 from valence.engine.models import DTYPES, load_tokenizer
 from valence.engine.quantized import check_library
 from valence.errors import UserError
-from valence.training.methods import Method, method_of
+from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.optim import check_optimizer, up
-from valence.types import Encoded, Example
+from valence.types import Answer, Encoded, Example
 
 
 @dataclass(frozen=True)
@@ -90,9 +90,21 @@ class Prepared:
             for i, part in enumerate(self.recipe.mix)
         )
 
+    @cached_property
+    def planned(self) -> Sampler:
+        """The steps of the run as they are known beforehand: of own answers that there will be, each as long as it may be."""
+        if not self.method.online:
+            return self.sampler
+        rollout = self.recipe.rollout
+        most = Answer((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        sides = 2 if self.method.loss.view == "pair" else 1
+        each = {"rejection": rollout.top_n}.get(self.method.name, 1 if sides == 2 else rollout.num_rollouts)
+        units = tuple(replace(unit, answers=(most,) * sides) for unit in self.corpora["train"].units for _ in range(each))
+        return Sampler(units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed)
+
     @property
     def needs_reference(self) -> bool:
-        return self.method.needs_reference or any(method_of(part.method).needs_reference for part in self.recipe.mix)
+        return reads_reference(self.recipe) or any(method_of(part.method).needs_reference for part in self.recipe.mix)
 
     def method_for(self, corpus: str) -> Method:
         """The method that reads the rows of a corpus."""
@@ -106,14 +118,24 @@ class Prepared:
         return ", ".join(found[:most]) + more
 
     @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps of one pass over the training rows: of a round of own answers those of all its passes."""
+        rollout = self.recipe.rollout
+        return self.sampler.steps_per_epoch * (rollout.epochs * rollout.steps if self.method.online else 1)
+
+    @property
     def total_steps(self) -> int:
         """Optimizer steps of the whole run."""
         return self.steps_from(0)
 
     def steps_from(self, first: int) -> int:
         """Optimizer steps of the whole run when these rows come in after the first so many."""
-        train = self.recipe.train
-        steps = first + up(train.epochs * self.sampler.steps_per_epoch)
+        train, rollout = self.recipe.train, self.recipe.rollout
+        if self.method.online:  # rounds do not end with an epoch
+            rounds = up(train.epochs * len(self.corpora["train"].units) / train.batch_size)
+            steps = first + rounds * rollout.epochs * rollout.steps
+        else:
+            steps = first + up(train.epochs * self.steps_per_epoch)
         return steps if train.max_steps is None else min(steps, train.max_steps)
 
     @property
@@ -135,7 +157,7 @@ def prepare(
     with source.placing():
         recipe = source.recipe
         model, data = recipe.model, recipe.data
-        method = method_of(recipe.method)
+        method = method_in(recipe)
         if tokenizer is None:
             tokenizer = load_tokenizer(
                 model.tokenizer or model.name,
@@ -143,7 +165,7 @@ def prepare(
                 trust_remote_code=model.trust_remote_code,
             )
         encoder = Encoder(
-            tokenizer, max_length=data.max_length, long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
+            tokenizer, max_length=_room(recipe, method), long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
         )
         corpora: dict[str, Corpus] = {}
         for name in ("train", "eval", "test"):
@@ -162,6 +184,15 @@ def prepare(
         prepared = Prepared(source.recipe, source, method, encoder, corpora)
         _check(prepared)
         return prepared
+
+
+def _room(recipe: Recipe, method: Method) -> int:
+    """Tokens that a row may have: a prompt leaves room for the answers to it. Raises UserError when it has none itself."""
+    room = recipe.data.max_length - (recipe.rollout.max_new_tokens if method.online else 0)
+    if room < 1:
+        what = f"answers of {recipe.rollout.max_new_tokens} tokens leave no room for a prompt in {recipe.data.max_length}"
+        raise UserError(what, where="data.max_length", fix="raise it, or lower rollout.max_new_tokens")
+    return room
 
 
 def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
@@ -201,7 +232,7 @@ def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
 def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     """The recipe of a reward model with what it learns of a row, and the names of what it scores."""
     recipe = source.recipe
-    if not method_of(recipe.method).of_scores or not corpora:
+    if not method_in(recipe).of_scores or not corpora:
         return source
     units = corpora.get("train", next(iter(corpora.values()))).units
     kind = recipe.loss.get("verdict", "score")
@@ -244,7 +275,8 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
     """Rows of files (``Source`` sections) or in memory, as examples of the method's kind, as tokens, audited."""
-    how = {"convert": data.convert, "threshold": data.threshold, "limit": data.limit, "on_bad_row": data.on_bad_row}
+    how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
+    how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
     from_files = isinstance(rows, Sequence) and all(isinstance(row, Source) for row in rows)
     loaded = load(rows if from_files else [InMemory(rows)], method.kind, **how)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
@@ -288,7 +320,7 @@ def _check(prepared: Prepared) -> None:
         _check_columns(method, corpus.units)
         if name.endswith("train") and not any(unit.weight for unit in corpus.units):
             raise UserError("all rows have the weight 0", where=str(corpus.units[0].origin), fix="give some of them a weight")
-        if method.mismatches and _loss_of(recipe, name)["z0_scope"] == "step":
+        if method.mismatches and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:

@@ -1,0 +1,128 @@
+"""python -m benchmarks.own_answers [--quick] [--only NAME ...] [--seeds N]: SmolLM2-135M-Instruct with LoRA learns from its own
+answers to write more positively, by VADER's lexicon, which is told on prompts that it never trained on.
+
+Each method runs once for each of three seeds; `--quick` runs one method for one seed and few steps. Exit status: 0 every method
+raised the held-out reward by its bar on average and by something with every seed, 1 some did not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from transformers.utils.logging import disable_progress_bar
+
+import valence
+from examples.demo import assets
+
+THINGS = (
+    "the weather", "a train station", "Monday morning", "an old bicycle", "the sea", "a cup of coffee", "my neighbour",
+    "a long meeting", "the winter", "a city park", "an empty house", "homework", "a bus driver", "the night sky",
+    "a broken phone", "a small dog", "cooking dinner", "a hospital", "the forest", "an exam", "the kitchen",
+    "a letter", "a rainy day", "the moon",
+    "a market", "an airport", "a garden", "a school", "a river", "a library", "a storm", "a wedding", "the office", "a bridge",
+    "an island", "a mirror",
+)  # fmt: skip
+QUESTIONS = ("Write one sentence about {}.", "In one sentence, what do you think of {}?")
+HELD_OUT = 12
+"""Things of which the policy is asked only when it is measured."""
+BAR = 0.15
+"""Of VADER's compound score, which goes from -1 to 1."""
+
+ROUND = {"num_rollouts": 6, "max_new_tokens": 20}
+CASES: dict[str, dict[str, Any]] = {
+    "rejection": {"rollout": {"top_n": 2}, "train": {"learning_rate": 3.0e-4}},
+    "online_kto": {"rollout": {"epochs": 2}, "train": {"learning_rate": 3.0e-4}},
+    "online_dpo": {"rollout": {"epochs": 2}, "loss": {"pairs": "all", "pair_margin": 0.2}, "train": {"learning_rate": 1.5e-4}},
+    "grpo": {"train": {"learning_rate": 3.0e-4}},
+    "rloo": {"loss": {"kl_beta": 0.02}, "train": {"learning_rate": 3.0e-4}},
+    "ppo": {"rollout": {"epochs": 2}, "loss": {"kl_beta": 0.01}, "train": {"learning_rate": 3.0e-4}},
+}
+"""By method, what differs from the others' recipe."""
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Mean reward of held-out prompts before and after, divergence from the reference (nats of an answer), seconds."""
+
+    before: float
+    after: float
+    kl: float
+    seconds: float
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+
+def prompts(folder: Path) -> None:
+    """Two files of prompts, about different things."""
+    for name, things in (("train", THINGS[HELD_OUT:]), ("held", THINGS[:HELD_OUT])):
+        asked = [question.format(thing) for thing in things for question in QUESTIONS]
+        lines = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in asked]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines))
+
+
+def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
+    case = CASES[method]
+    rollout = ROUND | case.get("rollout", {})
+    steps = rounds * rollout.get("epochs", 1)
+    return {
+        "method": method, "model": {"name": str(model), "dtype": "bfloat16", "lora": {"rank": 16}},
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held.jsonl"), "max_length": 128},
+        "reward": "vader", "rollout": rollout, "loss": case.get("loss", {}),
+        "train": {
+            "batch_size": 6, "epochs": 100, "max_steps": steps, "schedule": "constant", "warmup": 0.1, "seed": seed,
+            **case["train"],
+        },
+        "eval": {"every": float(steps)},
+        "run": {"dir": str(folder / f"{method}-{seed}"), "save_every": 10_000},
+    }  # fmt: skip
+
+
+def learn(method: str, model: Path, folder: Path, seed: int, rounds: int) -> Learnt:
+    """One run, from its start to its last evaluation."""
+    began = time.monotonic()
+    run = valence.train(recipe(method, model, folder, seed, rounds), quiet=True)
+    first, last = run.evaluations[0], run.evaluations[run.total_steps]
+    return Learnt(first["reward/mean"], last["reward/mean"], last["kl"], time.monotonic() - began)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.own_answers", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="grpo alone, one seed, few rounds")
+    parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
+    parser.add_argument("--seeds", type=int, default=3)
+    given = parser.parse_args()
+    names = ["grpo"] if given.quick else given.only or list(CASES)
+    seeds, rounds = (1, 6) if given.quick else (given.seeds, 14)
+    disable_progress_bar()
+    model, figures = assets.smollm2(), list[tuple[str, float, bool]]()
+    print(f"{'method':<12}{'seed':>5}{'before':>9}{'after':>8}{'gain':>8}{'kl':>8}{'s':>7}")
+    for name in names:
+        found: list[Learnt] = []
+        for seed in range(seeds):
+            with TemporaryDirectory() as place:
+                prompts(Path(place))
+                found.append(learn(name, model, Path(place), seed, rounds))
+            one = found[-1]
+            print(
+                f"{name:<12}{seed:>5}{one.before:>9.3f}{one.after:>8.3f}{one.gain:>+8.3f}{one.kl:>8.2f}{one.seconds:>7.0f}",
+                flush=True,
+            )
+        mean = fmean(one.gain for one in found)
+        bar = 0.0 if given.quick else BAR
+        figures.append((f"{name} {mean:+.2f}>={bar:g}", mean, mean >= bar and all(one.gain > 0 for one in found)))
+    print("; ".join(f"{said} {'held' if held else 'short'}" for said, _, held in figures))
+    return 0 if all(held for *_, held in figures) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,247 @@
+"""Answers that a model gave, with their tokens: read as they are, judged or not, and what conversions make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data.rows import Source, load_rows, write
+from tests.tiny import tiny_tokenizer
+from valence.data.audit import audit
+from valence.data.audit_text import render
+from valence.data.convert import CONVERSIONS, best_to_demonstrations
+from valence.data.detect import detect
+from valence.data.encode import EncodedSet, Encoder, Unusable
+from valence.data.load import Loaded, load
+from valence.data.pack import collate
+from valence.errors import UserError
+from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
+
+HERE = Origin("rows.jsonl", 1)
+TOKENIZER = tiny_tokenizer()
+DIGEST = Encoder(TOKENIZER, max_length=99).vocab.digest
+
+
+def answer(prompt: int, *ids: int, score: float | None = None, error: str | None = None, **more: Any) -> dict[str, Any]:
+    """A row as `valence sample` and `valence score` write it."""
+    sampled = {"by": "x", "position": 0, "seed": 0, "temperature": 1.0, "top_p": 1.0, "vocabulary": DIGEST}
+    row: dict[str, Any] = {
+        "prompt": [{"role": "user", "content": "q"}], "prompt_ids": [9, prompt], "rendered": "q", "completion": "text",
+        "completion_ids": list(ids), "logps": [-n / 8 for n in range(len(ids))], "stop": "eos", "version": 0, "index": 0,
+        "info": {"label": True, "answer": 3}, "sampled": sampled,
+    }  # fmt: skip
+    judged = {"score": score, "parts": {"a": 1.0}} if error is None else {"score": None, "error": error}
+    return row | ({} if score is None and error is None else judged) | more
+
+
+def encoded(loaded: Loaded, **how: Any) -> EncodedSet:
+    return Encoder(TOKENIZER, **{"max_length": 99, **how}).encode_all(loaded.examples, loaded.sources)
+
+
+# Formats
+
+
+def test_rows_with_text_and_tokens_are_read_by_their_tokens(tmp_path: Path) -> None:
+    assert detect([answer(1, 5, 6)]) == "demonstration_ids"
+    assert detect([answer(1, 5, 6, score=1)]) == "scored_ids"
+    assert detect([answer(1, 5, error="x")] * 3 + [answer(1, 5, score=1)]) == "scored_ids"
+    assert detect([answer(1, 5, label=False)]) == "judgement_ids"
+    loaded = load_rows(tmp_path, "demonstration", answer(1, 5, 6))
+    assert loaded.ignored_columns == {}
+    [example] = loaded.examples
+    assert isinstance(example, Demonstration)
+    assert (example.prompt, example.completion) == (Ids((9, 1)), Ids((5, 6)))
+    assert example.id == Demonstration(prompt=Ids((9, 1)), completion=Ids((5, 6)), origin=HERE).id
+    [unit] = encoded(loaded).units
+    assert (unit.prompt_ids, unit.answers[0].ids, unit.answers[0].mask) == ((9, 1), (5, 6), (True, True))
+
+
+def test_a_text_is_a_prompt_with_all_its_other_columns(tmp_path: Path) -> None:
+    rows = [{"text": "1 + 1 = ", "answer": 2, "weight": 0.5, "more": {"a": [1]}}, {"text": "2 + 2 = "}]
+    loaded = load_rows(tmp_path, "prompt", *rows)
+    assert [(e.prompt, e.info, e.weight) for e in loaded.examples if isinstance(e, Prompt)] == [
+        ("1 + 1 = ", {"answer": 2, "more": {"a": [1]}}, 0.5),
+        ("2 + 2 = ", {}, 1.0),
+    ]
+    [named] = load_rows(tmp_path, "prompt", {"body": "x", "n": 1}, keys={"text": "body"}).examples
+    assert isinstance(named, Prompt)
+    assert (named.prompt, named.info) == ("x", {"n": 1})
+    assert detect([{"prompt": "p", "text": "t"}]) == "prompt"
+    assert detect([{"prompt": "p", "completion": "c", "label": True, "text": "t"}]) == "judgement"
+    with pytest.raises(UserError, match="no format fits the columns 'label', 'text'"):
+        detect([{"text": "t", "label": True}])
+    turns = [{"role": "user", "content": "q"}]
+    [chat] = load_rows(tmp_path, "prompt", {"text": turns}).examples
+    assert chat.prompt == Chat(tuple(turns))
+
+
+@pytest.mark.parametrize(("change", "said"), [
+    ({"logps": [-0.5]}, "logps has 1 numbers, and the answer 2 tokens"),
+    ({"logps": [-0.5, "x"]}, "number 2 of logps is 'x', and must be a finite number"),
+    ({"logps": [-0.5, 0.5]}, "logps has 0.5, and a log-probability is 0 at most"),
+    ({"logps": "many"}, "must be a list of log-probabilities"),
+    ({"sampled": 3}, "sampled is 3, and must be an object"),
+    ({"sampled": {"temperature": "hot"}}, "temperature of sampled is 'hot'"),
+    ({"completion_ids": []}, "completion_ids is"),
+    ({"score": None, "error": None}, "has no score"),
+])  # fmt: skip
+def test_what_is_no_record_of_sampling_is_a_bad_row(change: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=rf"rows.jsonl:2: .*{said}"):
+        load_rows(tmp_path, "scored", answer(1, 5, score=1), answer(1, 5, 6, score=1) | change)
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    other = answer(1, 5, score=1)
+    other["sampled"] = {**other["sampled"], "vocabulary": "0" * 16}
+    loaded = load_rows(tmp_path, "scored", other, answer(1, 5, score=1))
+    found = encoded(loaded)
+    assert [(u.kind, u.origin.line) for u in found.unusable] == [("another_vocabulary", 1)]
+    assert isinstance(found.unusable[0], Unusable)
+    assert "another tokenizer" in found.unusable[0].reason
+    assert len(found.units) == 1
+
+
+# How likely answers were
+
+
+def ranked(tmp_path: Path, *rows: dict[str, Any], **how: Any) -> EncodedSet:
+    return encoded(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"), **how)
+
+
+def test_stored_log_probabilities_reach_the_micro_batch_token_by_token(tmp_path: Path) -> None:
+    found = ranked(tmp_path, answer(1, 5, 6, 7, score=1), answer(2, 5, score=0), answer(1, 5, 8, score=0), answer(2, 6, score=1))
+    assert [unit.scores for unit in found.units] == [(1.0, 0.0), (0.0, 1.0)]
+    assert found.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
+    assert found.notes == {}
+    batch = collate(found.units, range(2))
+    ids, owner = batch.tokens[batch.scored].tolist(), batch.seq[batch.scored].tolist()
+    told = sorted(zip(owner, ids, batch.given["old"].tolist(), strict=True))
+    assert told == [(0, 5, 0.0), (0, 6, -0.125), (0, 7, -0.25), (1, 5, 0.0), (1, 8, -0.125), (2, 5, 0.0), (3, 6, 0.0)]
+
+
+@pytest.mark.parametrize("drawn", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.9}])
+def test_log_probabilities_of_another_distribution_are_not_read(drawn: dict[str, float], tmp_path: Path) -> None:
+    first = answer(1, 5, 6, score=1)
+    first["sampled"] = first["sampled"] | drawn
+    loaded = load_rows(tmp_path, "ranking", first, answer(1, 7, score=0), convert="scores_to_rankings")
+    found = encoded(loaded)
+    assert [each.columns for each in found.units[0].answers] == [(), ()]
+    assert set(found.notes) == {"logps_of_others", "logps_missing"}
+    shown = render(audit(loaded, found, Encoder(TOKENIZER, max_length=99)))
+    assert "not drawn at temperature 1 from all tokens" in shown
+
+
+def test_log_probabilities_of_some_answers_are_not_read(tmp_path: Path) -> None:
+    bare = {name: each for name, each in answer(2, 5, score=1).items() if name != "logps"}
+    found = ranked(tmp_path, answer(1, 5, score=1), answer(1, 6, score=0), bare, answer(2, 6, score=0))
+    assert [each.columns for unit in found.units for each in unit.answers] == [()] * 4
+    assert {name: [origin.line for origin in rows] for name, rows in found.notes.items()} == {"logps_missing": [3]}
+
+
+def test_an_answer_that_is_cut_keeps_the_log_probabilities_of_what_is_left(tmp_path: Path) -> None:
+    found = ranked(
+        tmp_path, answer(1, 5, 6, 7, 8, score=1), answer(1, 6, score=0), max_length=4, long_rows="cut_completion"
+    )  # fmt: skip
+    long, short = found.units[0].answers
+    assert (long.ids, long.columns, long.complete) == ((5, 6), (("old", (0.0, -0.125)),), False)
+    assert short.columns == (("old", (0.0,)),)
+
+
+def test_only_rankings_ask_how_likely_answers_were(tmp_path: Path) -> None:
+    rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
+    for kind, convert in (("preference", "scores_to_pairs"), ("demonstration", "best_to_demonstrations"), ("scored", None)):
+        units = encoded(load_rows(tmp_path, kind, *rows, convert=convert)).units
+        assert units
+        assert not any(each.columns for unit in units for each in unit.answers)
+
+
+# Answers whose reward failed
+
+
+@pytest.mark.parametrize(("kind", "convert", "threshold", "made"), [
+    ("ranking", "scores_to_rankings", None, 1), ("preference", "scores_to_pairs", None, 1), ("scored", None, None, 3),
+    ("judgement", "scores_to_judgements", 0.5, 3), ("demonstration", "best_to_demonstrations", None, 1),
+])  # fmt: skip
+def test_failures_are_counted_and_never_read_as_scores(
+    kind: Any, convert: str | None, threshold: float | None, made: int, tmp_path: Path
+) -> None:
+    rows = [answer(1, n, score=score) for n, score in ((5, 1.0), (6, -1.0), (7, 0.25))]
+    rows += [answer(1, 8, error="the server is down"), *[answer(2, n, error="nan") for n in (5, 6)]]
+    loaded = load_rows(tmp_path, kind, rows[3], *rows[:3], *rows[4:], convert=convert, threshold=threshold)
+    assert len(loaded.examples) == made
+    unused = loaded.files[0].unused
+    assert unused["its reward failed"] == 1
+    assert unused["its reward failed, and no other answer to its prompt has a score"] == 2
+    assert loaded.files[0].used == 6 - sum(unused.values())
+    assert 8 not in [i for u in encoded(loaded).units for each in u.answers for i in each.ids]
+    shown = render(audit(loaded, encoded(loaded), Encoder(TOKENIZER, max_length=99)))
+    assert "its reward failed, and no other answer to its prompt has a score" in shown
+
+
+def test_when_every_reward_failed_nothing_is_trained_on(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="none can be used: 2 x its reward failed, and no other"):
+        load_rows(tmp_path, "scored", answer(1, 5, error="x"), answer(1, 6, error="y"))
+
+
+def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:
+    row = {"prompt": "p", "completion": "c"}
+    loaded = load_rows(tmp_path, "scored", {**row, "score": None, "error": "late"}, {**row, "score": 2})
+    assert [e.score for e in loaded.examples if isinstance(e, Judgement)] == [2.0]
+    assert loaded.files[0].unused == {"its reward failed": 1}
+
+
+# The best of each prompt
+
+
+def chosen(tmp_path: Path, top_n: int, *rows: dict[str, Any]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+    source = Source(write(tmp_path / "rows.jsonl", *rows))
+    loaded = load([source], "demonstration", convert="best_to_demonstrations", top_n=top_n)
+    made = [e.completion.ids for e in loaded.examples if isinstance(e, Demonstration) and isinstance(e.completion, Ids)]
+    return made, dict(loaded.files[0].unused)
+
+
+def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(tmp_path: Path) -> None:
+    rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))] + [answer(2, 9, score=-3.0)]
+    below, tied = "other answers to its prompt have larger scores", "an answer to its prompt with the same score comes before it"
+    assert chosen(tmp_path, 1, *rows) == ([(6,), (9,)], {below: 3})
+    assert chosen(tmp_path, 2, *rows) == ([(6,), (5,), (9,)], {tied: 1, below: 1})
+    assert chosen(tmp_path, 9, *rows) == ([(6,), (5,), (7,), (8,), (9,)], {})
+
+
+def test_rankings_give_their_best_too(tmp_path: Path) -> None:
+    row = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 3, 3], "weight": 2}
+    loaded = load_rows(tmp_path, "demonstration", row, convert="best_to_demonstrations")
+    assert [(e.completion, e.weight) for e in loaded.examples if isinstance(e, Demonstration)] == [("b", 2.0)]
+    assert loaded.files[0].unused == {}
+
+
+@given(st.lists(st.integers(0, 3).map(float), min_size=1, max_size=8), st.integers(1, 9))
+def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(scores: list[float], top_n: int) -> None:
+    examples = [Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE) for n, score in enumerate(scores)]
+    made, unused = best_to_demonstrations(examples, None, top_n)
+    taken = [int(e.completion) for e in made if isinstance(e, Demonstration) and isinstance(e.completion, str)]
+    assert len(taken) == min(top_n, len(scores))
+    left = [n for n in range(len(scores)) if n not in taken]
+    assert len(unused) == len(left)
+    assert all((scores[t], -t) > (scores[n], -n) for t in taken for n in left)
+
+
+def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path) -> None:
+    rows = [answer(1, 5, score=1), answer(1, 6, score=1), answer(2, 5, score=0), answer(2, 6, score=1)]
+    loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs")
+    assert len(loaded.examples) == 1
+    assert loaded.files[0].unused == {"all answers of its prompt have the same score": 2}
+
+
+def test_a_ranking_of_tokens_is_the_same_whatever_was_known_of_its_sampling(tmp_path: Path) -> None:
+    rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
+    bare = [{name: each for name, each in row.items() if name not in ("logps", "sampled")} for row in rows]
+    [first], [second] = (load_rows(tmp_path, "ranking", *each, convert="scores_to_rankings").examples for each in (rows, bare))
+    assert isinstance(first, Ranking)
+    assert first == second
+    assert first.id == second.id
+    assert "best_to_demonstrations" in CONVERSIONS

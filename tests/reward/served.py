@@ -1,0 +1,100 @@
+"""Rewards whose scores can be told from the text alone, and servers of them in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+from uvicorn import Server
+
+from benchmarks.reward_server.judge import number
+from valence.reward.server import Service, listening, web_server
+from valence.reward.serving import Limits
+from valence.types import Completion, Score
+
+
+@dataclass
+class Numbers:
+    """Gives each answer its number. ``score``: what it says instead of some; ``calls``: the answers of each call so far."""
+
+    score: Callable[[Completion], Score] = lambda c: Score(number(c.text))
+    gate: threading.Event | None = None
+    """It waits for it; with ``blocks`` nothing else runs in its event loop meanwhile."""
+    blocks: bool = False
+    name: str = "numbers"
+    deterministic: bool = True
+    calls: list[list[Completion]] = field(default_factory=list[list[Completion]])
+    closed: bool = False
+
+    async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
+        self.calls.append(list(completions))
+        if self.gate is not None and self.blocks:
+            self.gate.wait(30)
+        elif self.gate is not None:
+            await asyncio.to_thread(self.gate.wait, 30)
+        return [self.score(c) for c in completions]
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+def of_tokens(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """A reward that no server has what it needs for."""
+    return [float(len(ids)) for _, ids in zip(prompts, completion_ids, strict=True)]
+
+
+COUNTED: list[str] = []
+"""Texts that the next function has judged."""
+
+
+def counted(completions: Sequence[Completion]) -> list[float]:
+    COUNTED.extend(c.text for c in completions)
+    return [1.0] * len(completions)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.01)
+
+
+@dataclass
+class Served:
+    url: str
+    reward: Any
+    service: Service
+    server: Server
+    lines: list[str]
+
+    def post(self, **body: Any) -> httpx.Response:
+        return httpx.post(f"{self.url}/get_reward", json=body, timeout=30)
+
+    def raw(self) -> socket.socket:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return socket.create_connection((host, int(port)), timeout=30)
+
+
+@contextmanager
+def served(reward: Any, limits: Limits = Limits(), **settings: Any) -> Iterator[Served]:
+    """A server of the reward at a free port."""
+    service, lines = Service(reward, limits, **settings), list[str]()
+    with listening("127.0.0.1", 0, guarded=False) as place:
+        server = web_server(service, place, tell=lines.append)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
+        thread.start()
+        url = f"http://127.0.0.1:{place.getsockname()[1]}"
+        try:
+            assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
+            yield Served(url, reward, service, server, lines)
+        finally:
+            server.should_exit = True
+            thread.join(30)
+    assert not thread.is_alive()

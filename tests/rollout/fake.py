@@ -1,0 +1,156 @@
+"""A stand-in for a vLLM server: the same routes, and tokens that follow from the seed. It can hang, fail and forget."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import urlsplit
+
+Reply = tuple[int, Any]
+END = 3
+
+
+class Fake:
+    """State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop, or return the reply."""
+
+    def __init__(self) -> None:
+        self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
+        self.paused = self.updating = False
+        self.asked: list[tuple[str, Any]] = []
+        self.on: dict[str, Callable[[Any], Reply | None]] = {}
+        self.url = ""
+
+    def paths(self) -> list[str]:
+        """What was asked for, in order, without looks at its health."""
+        return [path for path, _ in self.asked if path != "/health"]
+
+    def answer(self, path: str, body: Any) -> Reply:
+        self.asked.append((path, body))
+        if path in self.on and (reply := self.on[path](body)) is not None:
+            self.updating &= path != "/update_weights"  # one that fails is closed
+            return reply
+        simple: dict[str, Callable[[], Reply]] = {
+            "/health": lambda: (200, {}),
+            "/weight_info": lambda: (200, {"weight_version": self.version}),
+            "/v1/models": lambda: (200, {"data": [{"id": name} for name in self.adapters]}),
+            "/server_info": lambda: (
+                200,
+                {"vllm_config": {"model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}}},
+            ),
+            "/get_world_size": lambda: (200, {"world_size": 1}),
+            "/init_weight_transfer_engine": lambda: (200, {}),
+            "/update_weights": lambda: (200, {}),
+            "/abort_requests": lambda: (200, {}),
+        }
+        if path in simple:
+            return simple[path]()
+        return getattr(self, path.strip("/").replace("/", "_").replace(".", "_"), lambda body: (404, {"detail": "Not Found"}))(
+            body
+        )
+
+    def pause(self, body: Any) -> Reply:
+        self.paused = True
+        return 200, {}
+
+    def resume(self, body: Any) -> Reply:
+        self.paused = False
+        return 200, {}
+
+    def start_weight_update(self, body: Any) -> Reply:
+        if self.updating:
+            return 500, {"error": {"message": "a weight update is already active"}}
+        self.updating = True
+        return 200, {}
+
+    def finish_weight_update(self, body: Any) -> Reply:
+        self.version, self.updating = body["weight_version"], False
+        return 200, {}
+
+    def update_weight_version(self, body: Any) -> Reply:
+        self.version = body["new_version"]
+        return 200, {}
+
+    def v1_load_lora_adapter(self, body: Any) -> Reply:
+        self.adapters.append(body["lora_name"])
+        return 200, "Success"
+
+    def v1_unload_lora_adapter(self, body: Any) -> Reply:
+        if body["lora_name"] not in self.adapters:
+            return 404, {"error": {"message": "not loaded"}}
+        self.adapters.remove(body["lora_name"])
+        return 200, "Success"
+
+    def inference_v1_generate(self, body: Any) -> Reply:
+        if body.get("model", "base") not in self.adapters:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        settings = body["sampling_params"]
+        if "prompt_logprobs" in settings:
+            rows = [None, *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:]))]
+            return 200, {"choices": [], "prompt_logprobs": rows}
+        return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
+
+    def choice(self, settings: Any, index: int) -> dict[str, Any]:
+        """An answer of two tokens; every other one ends by itself."""
+        first = 10 + (settings["seed"] + index) % 50
+        certain = settings["top_p"] < 0.01 and self.mode == "processed_logprobs"
+        tokens = [first, END if index % 2 else first]
+        return {
+            "index": index,
+            "finish_reason": "stop" if index % 2 else "length",
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": token, "logprob": 0.0 if certain else -float(token)} for token in tokens]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
+        }
+
+
+class Drop(Exception):
+    """The connection ends without an answer."""
+
+
+def hang(seconds: float) -> Callable[[Any], None]:
+    """No answer for so long."""
+    return lambda body: time.sleep(seconds)
+
+
+@contextmanager
+def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
+    """Runs it; port 0: one that is free."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _any(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                status, body = fake.answer(urlsplit(self.path).path, json.loads(raw) if raw else None)
+            except Drop:
+                self.close_connection = True
+                return
+            out = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(out)))
+            self.end_headers()
+            self.wfile.write(out)
+
+        do_GET = do_POST = _any
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that has gone is part of the tests."""
+
+    server = Quiet(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        server.shutdown()
+        server.server_close()

@@ -1,0 +1,107 @@
+"""Sampling from a completions endpoint: with token ids where the server speaks them, with text elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.rollout.fake import END, Fake, serving
+from tests.rollout.test_vllm import Words
+from valence.errors import UserError
+from valence.rollout.openai import OpenAIGenerator
+from valence.rollout.protocol import Sampling
+
+PROMPTS = [(5, 6, 7), (8, 9)]
+
+
+class Completions(Fake):
+    """A completions endpoint. ``speaks``: token ids."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        super().__init__()
+        self.speaks = speaks
+
+    def v1_completions(self, body: Any) -> tuple[int, Any]:
+        if not self.speaks and "return_token_ids" in body:
+            return 400, {"error": {"message": "unknown argument return_token_ids"}}
+        first = 10 + body["seed"] % 50
+        ended = body["seed"] % 2 == 0
+        if not self.speaks:
+            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
+        tokens = [first, END if ended else 8][: body["max_tokens"]]
+        choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": [-1.5] * len(tokens)}}
+        return 200, {"choices": [choice]}
+
+
+@pytest.fixture(params=[True, False], ids=["tokens", "text"])
+def server(request: pytest.FixtureRequest) -> Iterator[Completions]:
+    with serving(Completions(speaks=request.param)) as fake:
+        yield fake  # type: ignore[misc]
+
+
+def generator(fake: Fake, **settings: Any) -> OpenAIGenerator:
+    return OpenAIGenerator(fake.url + "/v1", Words(), end_ids=[END], timeout=5.0, **settings)  # type: ignore[arg-type]
+
+
+def test_answers(server: Completions) -> None:
+    sampler, heard = generator(server), []
+    assert sampler.gives_tokens is server.speaks
+    rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1), progress=heard.append)
+    assert sum(heard) == 6
+    asked = [body for path, body in server.asked if path == "/v1/completions"][1:]
+    assert {body["model"] for body in asked} == {"base"}
+    assert len({body["seed"] for body in asked}) == 6
+    assert {str(body["prompt"]) for body in asked} == ({"[5, 6, 7]", "[8, 9]"} if server.speaks else {"5 6 7", "8 9"})
+    for row in rows:
+        assert [answer.index for answer in row] == [0, 1, 2]
+        for answer in row:
+            first = answer.tokens[0]
+            # What ends an answer is one of its tokens, also where the server only says that it ended.
+            assert (answer.tokens[-1] == END) == (answer.stop == "eos")
+            assert answer.text == (str(first) if server.speaks and answer.stop == "eos" else f"{first} 8")
+            assert len(answer.logps) == (len(answer.tokens) if server.speaks else 0)
+    assert {answer.stop for row in rows for answer in row} == {"eos", "length"}
+    again = generator(server).generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
+    assert [[a.tokens for a in row] for row in again] == [[a.tokens for a in row] for row in rows]
+    if not server.speaks:
+        assert asked[0]["stop"] == ["3"]
+
+
+def test_a_busy_server_is_asked_again(server: Completions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valence.rollout.wire.POLL", 0.01)
+    sampler, busy = generator(server), [1, 1, 1]
+    sampler.gives_tokens  # noqa: B018 (asks once)
+    server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}}) if busy and busy.pop() else None
+    assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
+    server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}})
+    with pytest.raises(UserError, match="8 times in a row .*slow down"):
+        sampler.generate([(5,)], 1, Sampling())
+
+
+def test_refusals(server: Completions) -> None:
+    server.on["/v1/completions"] = lambda body: (401, {"error": {"message": "no key"}})
+    with pytest.raises(UserError, match="no key") as error:
+        generator(server).generate([(5,)], 1, Sampling())
+    assert "OPENAI_API_KEY" in str(error.value)
+    server.adapters = ["one", "two"]
+    with pytest.raises(UserError, match="2 models: one, two"):
+        generator(server).generate([(5,)], 1, Sampling())
+    assert generator(server, model="two").model == "two"
+
+
+def test_the_key_is_sent(server: Completions, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", "secret")
+    assert generator(server).wire.headers == {"Authorization": "Bearer secret"}
+
+
+def test_it_has_weights_of_its_own(server: Completions) -> None:
+    sampler = generator(server)
+    with pytest.raises(UserError, match=r"rollout\.engine: vllm"):
+        sampler.sync(1, lambda: [])
+    with pytest.raises(UserError, match="check_prompts"):
+        sampler.logps([((1,), (2,))])
+    with pytest.raises(UserError, match="prompt 0"):
+        sampler.generate([()], 1, Sampling())
+    sampler.close()

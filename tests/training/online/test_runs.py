@@ -1,0 +1,171 @@
+"""Runs that learn from the policy's own answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.training.online.rig import PROMPTS, logged, make, recipe
+from tests.training.test_resume import killed, train, weights
+from valence.errors import UserError
+from valence.training.methods import ONLINE, method_of
+
+LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
+METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_runs_and_says_what_it_did(method: str, place: Path) -> None:
+    settings = recipe(place, method, rollout={"epochs": 2})
+    run, said = train(settings)
+    first, *rows = logged(place)
+    assert first["step"] == 0
+    assert {"eval/reward/mean", "eval/kl", "eval/rollout/length"} <= first.keys()
+    assert first["eval/kl"] == pytest.approx(0, abs=1e-9)
+    assert set(LOGGED) <= rows[0].keys()
+    assert "kl" in rows[0]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["prompts"] for row in rows] == [3, 3, 6, 6, 9, 9]  # the third round goes on with the next epoch
+    assert [row["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert "reward/mean" not in rows[1]  # a second pass over the answers of a round
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+    assert (place / "run/model/model.safetensors").is_file()
+    assert "held out: reward/mean" in said
+
+
+@pytest.mark.parametrize(("method", "step"), [("grpo", 3), ("ppo", 4), ("rejection", 2), ("online_kto", 5), ("dapo", 3)])
+def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Path) -> None:
+    """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
+    more: dict[str, Any] = {"rollout": {"epochs": 2}} | ({"loss": {"kl_target": 0.5}} if method == "ppo" else {})
+    settings = recipe(place, method, **more)
+    whole, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
+    killed(settings, step)
+    again, said = train(settings)
+    assert f"after step {step - 1} of 6" in said
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert logged(place) == logged(place, "whole")
+
+
+def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
+    """Three prompts in two steps, twice: the counters tell of four steps a round."""
+    train(recipe(place, rollout={"epochs": 2, "steps": 2}, train={"max_steps": 5}, data={"eval": []}, eval={"every": 50.0}))
+    rows = logged(place)
+    assert [row["rounds"] for row in rows] == [1, 1, 1, 1, 2]
+    assert [row["examples_seen"] for row in rows[:4]] in ([4, 12, 16, 24], [4, 12, 20, 24], [8, 12, 20, 24], [8, 12, 16, 24])
+
+
+def test_micro_batches_change_no_number(place: Path) -> None:
+    """Advantages and the averages' counts are those of the whole round and step."""
+    runs = []
+    for tokens in (64, 4096):
+        settings = recipe(
+            place, "ppo", rollout={"epochs": 2}, model={"dtype": "float64"}, run={"dir": str(place / f"run-{tokens}")}
+        )
+        train(settings | {"train": settings["train"] | {"micro_batch_tokens": tokens, "max_steps": 2}})
+        runs.append(logged(place, f"run-{tokens}"))
+    for ours, theirs in zip(*runs, strict=True):
+        for name in ours.keys() - {"micro_batches", "tokens", "tokens_seen", "waste"}:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-7, abs=1e-9), name
+
+
+def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
+    settings = recipe(place, reward="tests.training.online.rewards:patchy", rollout={"max_failed": 0.5})
+    run, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    rows = logged(place)
+    assert all(row["rollout/failed"] == 0.25 for row in rows)
+    assert rows[0]["examples_seen"] == 9
+    assert "3 answers have no score" in said
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+
+
+@pytest.mark.parametrize(("rollout", "said"), [
+    ({}, "more than rollout.max_failed: 0.1"), ({"max_failed": 1.0, "on_failure": "stop"}, "rollout.on_failure is stop"),
+])  # fmt: skip
+def test_a_reward_that_fails_too_often_stops_the_run(rollout: dict[str, Any], said: str, place: Path) -> None:
+    settings = recipe(place, reward="tests.training.online.rewards:patchy", rollout=rollout)
+    with pytest.raises(UserError, match=said) as error:
+        train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    assert "nan" in str(error.value).lower()
+
+
+def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
+    settings = recipe(
+        place, reward="tests.training.online.rewards:patchy", rollout={"max_failed": 1.0, "on_failure": "drop_group"}
+    )
+    with pytest.raises(UserError, match="nothing to teach"):
+        train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+
+
+def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
+    """Advantages are exactly 0, and nothing moves; a method that fills its rounds says that it cannot."""
+    same = "tests.training.online.rewards:constant"
+    train(recipe(place, reward=same, train={"max_steps": 2}))
+    assert [row["grad_norm"] for row in logged(place)[1:]] == [0.0, 0.0]
+    assert [row["rollout/tied"] for row in logged(place)[1:]] == [1.0, 1.0]
+    for method in ("dapo", "online_dpo"):
+        with pytest.raises(UserError, match="rounds in a row had nothing to teach"):
+            train(recipe(place, method, reward=same, rollout={"max_resample": 2}), fresh=True)
+
+
+def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
+    settings = recipe(place, reward="tests.training.online.rewards:of_info", rollout={"num_rollouts": 2}, train={"batch_size": 7})
+    train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
+    assert len(PROMPTS) == logged(place)[0]["prompts"]
+
+
+def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
+    run, _ = train(recipe(place, train={"max_steps": 1}))
+    found = run.evaluate()
+    assert len(found.rows) == 3
+    assert {"id", "origin", "prompt", "completion", "reward", "tokens", "stop"} <= found.rows[0].keys()
+    assert found.metrics["reward/mean"] == pytest.approx(sum(row["reward"] for row in found.rows) / 3)
+    assert run.evaluate().rows == found.rows
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"method": "dpo"}, "learns from the answers of its rows"),
+    ({"method": "rejection", "reward": []}, "nothing judges them"),
+    ({"rollout": {"num_rollouts": 1}}, "one has nothing to be compared with"),
+    ({"rollout": {"top_n": 2}}, "only rejection reads it"),
+    ({"method": "rejection", "rollout": {"top_n": 9}}, "there are not as many answers"),
+    ({"rollout": {"engine": "vllm"}}, "there is no server to ask"),
+    ({"rollout": {"url": "http://127.0.0.1:1"}}, "this process samples"),
+    ({"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}}, "has weights of its own"),
+    ({"value": {"trunk": "shared"}}, "has no value head"),
+    ({"run": {"keep_best": {}}}, "held-out prompts have no loss"),
+    ({"reference": {"cache": "somewhere"}}, "are new in each round"),
+    ({"rollout": {"max_new_tokens": 128}}, "leave no room for a prompt"),
+    ({"data": {"convert": "scores_to_pairs"}}, "does not make what grpo reads"),
+])  # fmt: skip
+def test_mistakes_are_found_before_anything_is_sampled(changes: dict[str, Any], said: str, place: Path) -> None:
+    method = changes.pop("method", "grpo")
+    with pytest.raises(UserError, match=said):
+        valence.train(recipe(place, method, **changes))
+
+
+def test_a_method_of_both_kinds_is_told_apart_by_the_reward() -> None:
+    assert method_of("grpo").kind == "ranking"
+    assert method_of("grpo", True).kind == "prompt"
+    assert "kl_beta" in method_of("ppo", True).settings.model_fields
+    assert "kl_beta" not in method_of("ppo").settings.model_fields
+
+
+def test_no_reference_is_loaded_where_nothing_asks_for_one(place: Path) -> None:
+    """Then nothing is told of the divergence either; ppo with a free divergence does without one too."""
+    for method, loss in (("grpo", {}), ("ppo", {"kl_beta": 0.0})):
+        run, _ = train(recipe(place, method, rollout={"measure_kl": False}, loss=loss, train={"max_steps": 2}), fresh=True)
+        assert run.reference is None
+        assert not any(name == "kl" or name == "eval/kl" for row in logged(place) for name in row)
+    run, _ = train(recipe(place, rollout={"measure_kl": False}, loss={"kl_weight": 0.1}, train={"max_steps": 2}), fresh=True)
+    assert run.reference is not None

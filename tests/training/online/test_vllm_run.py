@@ -1,0 +1,40 @@
+"""A whole run that a vLLM server samples for."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.training.online.rig import logged, make, recipe
+from tests.training.test_resume import train
+
+pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+PYTHON = ROOT / ".peers/vllm/bin/python"
+
+
+@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM in .peers/vllm (`make vllm` builds it)")
+def test_a_server_is_started_kept_up_to_date_and_stopped(tmp_path: Path) -> None:
+    """The next round is sampled while one is trained on: its answers are one version old, but for those of the first."""
+    make(tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
+    rollout = {"engine": "vllm", "start": True, "python": str(PYTHON), "ahead": True}
+    run, said = train(recipe(tmp_path, rollout=rollout))
+    assert run.rounds is not None
+    server = run.rounds.collector.generator.server  # type: ignore[attr-defined]
+    assert "starting a vLLM server" in said
+    assert server.process is None
+    rows = logged(tmp_path)[1:]
+    assert [row["prompts"] for row in rows] == [3, 6, 9, 12, 15, 18]
+    assert rows[0]["sampler/kl"] == pytest.approx(0, abs=1e-5)
+    assert max(abs(row["sampler/kl"]) for row in rows[1:]) > 1e-5
+    assert all(row["rollout/failed"] == 0 for row in rows)
+    assert not [each for each in os.listdir("/proc") if each.isdigit() and _is_vllm(Path("/proc") / each, tmp_path)]
+
+
+def _is_vllm(process: Path, place: Path) -> bool:
+    try:
+        return str(place) in (process / "cmdline").read_text()
+    except OSError:
+        return False

@@ -1,0 +1,68 @@
+"""What the tests of offline rounds share: a folder with a model, prompts and rewards, and the ways to call."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tests.training.scoring import write
+from valence.training.reward_rows import score_by_reward
+from valence.training.sample_rows import Counted, Draws, sample_rows
+from valence.training.score_rows import Tally
+
+ROOT = Path(__file__).parents[2]
+REWARDS = """
+import time
+
+def short(completions, **context):
+    return [-float(len(c.tokens)) for c in completions]
+
+def odd(completions, **context):
+    return [None if c.info["answer"] == 1 else float(c.index) for c in completions]
+
+def vowels(prompts, completions, answer, **columns):
+    texts = [c if isinstance(c, str) else c[0]["content"] for c in completions]
+    return [text.count("a") + a / 100 for text, a in zip(texts, answer)]
+
+def slow(completions, **context):
+    time.sleep(0.005 * len(completions))
+    return [float(len(c.text)) for c in completions]
+
+def down(completions, **context):
+    raise OSError("the server is down")
+"""
+
+
+def prompts(name: str = "prompts.jsonl", count: int = 7) -> str:
+    """Texts and chats of different lengths, some with other columns."""
+    rows: list[dict[str, Any]] = [{"prompt": f"question {'x' * (3 * i % 7)} {i} is ", "answer": i} for i in range(count)]
+    rows[2] = {"prompt": [{"role": "user", "content": "hello"}], "answer": 2, "label": True, "weight": 0.5}
+    return write(name, rows)
+
+
+def sample(out: str = "answers.jsonl", target: str = "model", data: Sequence[str] = ("prompts.jsonl",), **how: Any) -> Counted:
+    drawn = {name: how.pop(name) for name in Draws.__dataclass_fields__ if name in how}
+    draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
+    return sample_rows(target, Path(out), draws, data=data, quiet=True, **how)
+
+
+def judge(*rewards: str, out: str = "scored.jsonl", data: Sequence[str] = ("answers.jsonl",), **how: Any) -> Tally:
+    return score_by_reward(data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **how)
+
+
+def killed(*words: str, out: str, lines: int) -> int:
+    """Lines that the command has written before it was killed, which is as soon as it has so many."""
+    command, path = [sys.executable, "-m", "valence", *words], Path(out)
+    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 200
+    while time.monotonic() < until and process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= lines):
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    return path.read_bytes().count(b"\n")

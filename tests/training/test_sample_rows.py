@@ -1,0 +1,272 @@
+"""Answers written as rows: what a row holds, going on where a program was stopped, adding to a file, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.dist.rig import run as together
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from tests.training.rounds import REWARDS, judge, prompts, sample
+from tests.training.scoring import command, read, write
+from valence import cli
+from valence.data.encode import Encoder
+from valence.dist.protocol import Group
+from valence.engine.models import load_model
+from valence.errors import UserError
+from valence.rollout.hf import HFGenerator
+from valence.training import sample_rows as module
+from valence.types import Chat
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with two models, prompts and rewards, which is the current one."""
+    tokenizer = tiny_tokenizer()
+    for name, seed in (("model", 0), ("other", 1)):
+        tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tokenizer.save_pretrained(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli.console, "width", 200)
+    prompts()
+    Path("rewards.py").write_text(REWARDS)
+    return tmp_path
+
+
+def bytes_of(**how: Any) -> bytes:
+    sample("whole.jsonl", **how)
+    return Path("whole.jsonl").read_bytes()
+
+
+# What a row holds
+
+
+def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
+    counted = sample(temperature=1.0)
+    rows, encoder = read("answers.jsonl"), Encoder(tiny_tokenizer(), max_length=99)
+    assert counted.answers == len(rows) == 21
+    assert [row["index"] for row in rows] == [0, 1, 2] * 7
+    chat = Chat(({"role": "user", "content": "hello"},))
+    assert rows[0]["prompt_ids"] == list(encoder.encode_prompt(rows[0]["prompt"]))
+    assert rows[6]["prompt_ids"] == list(encoder.encode_prompt(chat))
+    assert rows[6]["rendered"].endswith("<|im_start|>assistant\n")
+    assert rows[0]["info"] == {"answer": 0}
+    assert (rows[6]["info"], rows[6]["weight"], rows[6]["prompt"]) == ({"answer": 2, "label": True}, 0.5, [*chat.messages])
+    assert counted.cut == sum(row["stop"] == "length" for row in rows)
+    assert counted.tokens == sum(len(row["completion_ids"]) for row in rows)
+    for row in rows:
+        assert row["completion"] == tiny_tokenizer().decode(row["completion_ids"], skip_special_tokens=True)
+        assert (row["stop"] == "eos") == (row["completion_ids"][-1] in encoder.end_ids)
+    measured = valence.logprobs(load_model("model", dtype=torch.float32), rows, kind="demonstration")
+    for row, found in zip(rows, measured, strict=True):
+        assert row["logps"] == pytest.approx(list(found.logps), abs=2e-4)
+
+
+def test_how_it_was_drawn_stands_in_the_row_and_beside(place: Path) -> None:
+    sample(temperature=0.5, top_p=0.9, seed=4)
+    row, about = read("answers.jsonl")[4], json.loads(Path("answers.jsonl.about.json").read_text())
+    drawn = {"position": 1, "seed": 4, "temperature": 0.5, "top_p": 0.9, "vocabulary": about["vocabulary"]}
+    assert {**row["sampled"], "by": ""} == {**drawn, "by": ""}
+    assert {name: about[name] for name in ("answers", "temperature", "top_p", "max_new_tokens", "seed")} == {
+        "answers": 3, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 6, "seed": 4,
+    }  # fmt: skip
+    assert len(about["model"]) == 32
+    assert about["about"]["target"] == "model"
+
+
+def test_texts_are_prompts_and_columns_may_have_other_names(place: Path) -> None:
+    write("texts.jsonl", [{"text": "1 + 1 = ", "answer": 2}, {"text": "2 + 2 = "}])
+    write("named.jsonl", [{"q": "1 + 1 = ", "prompt_id": 3}])
+    sample(data=("texts.jsonl", "{path: named.jsonl, keys: {prompt: q}}"), n=1)
+    assert [(row["prompt"], row.get("info")) for row in read("answers.jsonl")] == [
+        ("1 + 1 = ", {"answer": 2}), ("2 + 2 = ", None), ("1 + 1 = ", {"prompt_id": 3}),
+    ]  # fmt: skip
+
+
+def test_the_answers_to_a_prompt_depend_on_the_seed_and_its_place_alone(place: Path) -> None:
+    sample(at_once=1)
+    one = [row["completion_ids"] for row in read("answers.jsonl")]
+    sample("more.jsonl", at_once=64)
+    assert [row["completion_ids"] for row in read("more.jsonl")] == one
+    write("same.jsonl", [{"prompt": "again "}] * 3)
+    sample("same.jsonl.jsonl", data=("same.jsonl",))
+    same = [row["completion_ids"] for row in read("same.jsonl.jsonl")]
+    assert len({tuple(ids) for ids in same}) > 6
+    write("same.jsonl", [{"prompt": "other "}, *[{"prompt": "again "}] * 2])
+    sample("other.jsonl", data=("same.jsonl",))
+    assert [row["completion_ids"] for row in read("other.jsonl")][3:] == same[3:]
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("share", [0.0, 0.2, 0.55, 0.999, 1.0])
+def test_a_file_that_was_cut_is_gone_on_with(share: float, place: Path) -> None:
+    expected = bytes_of()
+    sample()
+    Path("answers.jsonl").write_bytes(expected[: int(share * len(expected))])
+    counted = sample()
+    assert Path("answers.jsonl").read_bytes() == expected
+    lines = expected[: int(share * len(expected))].count(b"\n")
+    assert counted.earlier == (21 if share == 1 else lines // 6 * 6)
+
+
+def test_prompts_that_were_added_are_answered(place: Path) -> None:
+    sample()
+    prompts(count=10)
+    assert sample().earlier == 18
+    assert Path("answers.jsonl").read_bytes() == bytes_of()
+
+
+def test_nothing_is_sampled_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sample()
+    monkeypatch.setattr(HFGenerator, "generate", lambda *_, **__: pytest.fail("it was sampled again"))
+    assert sample().earlier == 21
+
+
+def in_processes(group: Group, place: Path) -> None:
+    os.chdir(place)
+    sys.path.insert(0, str(place))
+    sample("two.jsonl", group=group)
+    judge("rewards:odd", data=("two.jsonl",), group=group)
+
+
+@pytest.mark.dist
+def test_several_processes_write_what_one_does(place: Path) -> None:
+    assert [each.error for each in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
+    assert Path("two.jsonl").read_bytes() == bytes_of()
+    assert [row["score"] for row in read("scored.jsonl")] == [None if i // 3 == 1 else i % 3 for i in range(21)]
+
+
+# Adding to a file
+
+
+def test_other_answers_of_the_same_model_are_added(place: Path) -> None:
+    sample()
+    first = Path("answers.jsonl").read_bytes()
+    sample(seed=1, append=True)
+    second = Path("answers.jsonl").read_bytes()
+    assert second[: len(first)] == first
+    assert len(read("answers.jsonl")) == 42
+    Path("answers.jsonl").write_bytes(second[: len(first) + (len(second) - len(first)) // 2])
+    counted = sample(seed=1, append=True)
+    assert Path("answers.jsonl").read_bytes() == second
+    assert 0 < counted.earlier < 21
+    assert sample(seed=1).earlier == 21
+    write("more.jsonl", [{"prompt": "more "}])
+    sample(data=("more.jsonl",), append=True, n=2)
+    rows = read("answers.jsonl")
+    assert [len({row["sampled"]["by"] for row in part}) for part in (rows[:21], rows[21:42], rows[42:], rows)] == [1, 1, 1, 3]
+    assert rows[:21] != rows[21:42]
+    with pytest.raises(UserError, match="these lines are in the file already, before others"):
+        sample(append=True)
+
+
+def test_nothing_is_added_to_what_is_not_complete(place: Path) -> None:
+    sample()
+    whole = Path("answers.jsonl").read_bytes()
+    Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(
+        UserError, match=r"of the lines that were to be appended to, \d+ of 21 are there\n.*own command once more"
+    ):
+        sample(seed=1, append=True)
+    sample()
+    sample(seed=1, append=True)
+    Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UserError, match=r"\d+ of its lines are gone"):
+        sample(seed=1, append=True)
+
+
+@pytest.mark.parametrize("append", [False, True])
+def test_answers_of_another_model_do_not_mix(append: bool, place: Path) -> None:
+    sample()
+    before = Path("answers.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"answers.jsonl: its lines were made with another model"):
+        sample(target="other", append=append)
+    assert Path("answers.jsonl").read_bytes() == before
+    sample(target="other", fresh=True)
+    assert Path("answers.1.jsonl").read_bytes() == before
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(("how", "said"), [
+    ({"seed": 1}, r"another seed \(0, and now 1\)\n.*--append"),
+    ({"temperature": 0.5}, "another temperature"),
+    ({"n": 2}, "another answers"),
+    ({"max_new_tokens": 7}, "another max_new_tokens"),
+])  # fmt: skip
+def test_answers_that_were_drawn_otherwise_do_not_mix(how: dict[str, Any], said: str, place: Path) -> None:
+    sample()
+    with pytest.raises(UserError, match=said):
+        sample(**how)
+
+
+def test_prompts_that_changed_are_seen(place: Path) -> None:
+    sample()
+    rows = read("prompts.jsonl")
+    write("prompts.jsonl", [rows[0], {"prompt": "something else "}, *rows[2:]])
+    with pytest.raises(UserError, match=r"^prompts.jsonl:2: line 4 of answers.jsonl answers another prompt"):
+        sample()
+    write("prompts.jsonl", rows[:5])
+    with pytest.raises(UserError, match="the file has 21 lines, and there are only 15 rows"):
+        sample()
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("model", "--out", "a.jsonl"), "give --prompt or --data"),
+    (("model", "--data", "prompts.jsonl", "--out", "a.json"), "ends in .jsonl"),
+    (("model", "--data", "prompts.jsonl", "--out", "prompts.jsonl"), "is read and cannot be written as well"),
+    (("model", "--data", "nothing.jsonl", "--out", "a.jsonl"), "nothing.jsonl"),
+    (("nowhere", "--prompt", "x", "--out", "a.jsonl"), "nowhere"),
+    (("prompts.jsonl", "--prompt", "x", "--out", "a.jsonl"), "this is a file"),
+    (("model", "--prompt", "x", "--out", "a.jsonl", "--step", "3"), "no checkpoints"),
+    (("model", "--prompt", "x", "--top-p", "2"), "top_p"),
+])  # fmt: skip
+def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("sample", *words) == 2
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert "Traceback" not in shown.err + shown.out
+    assert not Path("a.jsonl").exists()
+
+
+def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]
+    inner, calls = HFGenerator.generate, list[int]()
+
+    def fail(self: Any, asked: Any, *how: Any, **more: Any) -> Any:
+        calls.append(len(asked))
+        if len(calls) > 1:
+            raise torch.OutOfMemoryError
+        return inner(self, asked, *how, **more)
+
+    monkeypatch.setattr(HFGenerator, "generate", fail)
+    with pytest.raises(UserError, match="no memory for 6 answers at once\n.*fewer --at-once"):
+        sample()
+    monkeypatch.undo()
+    monkeypatch.chdir(place)
+    assert sample(at_once=3).earlier == 6
+    assert [row["completion_ids"] for row in read("answers.jsonl")] == expected
+
+
+def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
+    Path("recipe.yaml").write_text(
+        "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: prompts.jsonl}]}\nreward: rewards:short\n"
+        "rollout: {num_rollouts: 2, max_new_tokens: 3, temperature: 0.5}\n"
+    )
+    assert command("sample", "recipe.yaml", "--out", "answers.jsonl", "--quiet") == 0
+    rows = read("answers.jsonl")
+    assert len(rows) == 14
+    assert max(len(row["completion_ids"]) for row in rows) == 3
+    assert rows[0]["sampled"]["temperature"] == 0.5
+    assert module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws(), quiet=True).earlier == 14

@@ -1,0 +1,35 @@
+"""The command that explains rewards."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from valence.cli.common import app, console, table_of_settings
+
+
+@app.command()
+def rewards(name: Annotated[str | None, typer.Argument(help="One rule, with its settings.")] = None) -> None:
+    """List the rewards that are rules, or explain one. Functions, reward models and servers are named in the same place."""
+    from valence.config.describe import settings_table
+    from valence.reward.build import KINDS
+    from valence.reward.rules import RULES, settings_of, unknown_rule
+
+    if name is None:
+        table = Table("rule", "score", box=None, pad_edge=False)
+        for rule, make in RULES.items():
+            table.add_row(rule, escape(" ".join((make.__doc__ or "").partition("\n\n")[0].split())))
+        console.print(table)
+        console.print(f"\n`reward` names {KINDS}.", markup=False, highlight=False)
+        return
+    if name not in RULES:
+        raise unknown_rule(name)
+    for part in (RULES[name].__doc__ or "").split("\n\n"):
+        console.print(" ".join(part.split()) + "\n", markup=False, highlight=False)
+    table = table_of_settings("type", "default", "meaning")
+    for line in settings_table(settings_of(name), "settings."):
+        table.add_row(*map(escape, (line.name, line.type, line.default, line.meaning)))
+    console.print(table)

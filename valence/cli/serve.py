@@ -1,0 +1,105 @@
+"""The command that serves a reward over HTTP."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from importlib.util import find_spec
+from inspect import signature
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from valence.cli.common import Overrides, app
+from valence.errors import UserError
+
+if TYPE_CHECKING:
+    from valence.reward.calls import Backend
+    from valence.reward.server import Service
+    from valence.reward.serving import Limits
+
+MEGABYTE = 1_000_000
+
+
+@app.command(name="serve-reward")
+def serve_reward(
+    reward: Annotated[
+        str, typer.Argument(metavar="MODEL|FUNCTION|RULE", help="A reward model, `package.module:function`, or a rule.")
+    ],
+    overrides: Overrides = None,
+    host: Annotated[str, typer.Option(help="Address to listen at. One that other machines reach needs a token.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 5000,
+    token_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the bearer token that clients must send.")
+    ] = None,
+    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are scored in one call.")] = 64,
+    max_wait_ms: Annotated[float, typer.Option(min=0.0, help="How long an answer waits for others to be scored with.")] = 5.0,
+    max_body: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in megabytes.")] = 32.0,
+    max_items: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 1024,
+    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that wait, of all requests, before more are refused.")] = 16384,
+    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second of one client. Default: any number.")] = None,
+    concurrency: Annotated[int, typer.Option(min=1, help="Calls of the reward under way at a time.")] = 1,
+    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds until a request is answered, scored or not.")] = 60.0,
+    max_kept: Annotated[
+        int, typer.Option(min=0, help="Scores kept in memory, of a reward that always gives an answer the same; 0: none.")
+    ] = 65536,
+    end: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--end", metavar="TEXT", help="Not of an answer that ends with it; may be repeated. Default: usual end tokens."
+        ),
+    ] = None,
+) -> None:
+    """Serve a reward over HTTP: POST /get_reward, the wire that OpenRLHF and recipes with an address read. KEY=VALUE: settings
+    of the reward, as a recipe's reward section has them (`settings.answer=label`)."""
+    from valence.reward.server import serve
+    from valence.reward.serving import Limits
+
+    lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
+    if lacking:
+        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence[serve]'")
+    limits = Limits(
+        max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
+        max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
+    )  # fmt: skip
+    service = _service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
+    serve(service, host=host, port=port, tell=lambda line: print(line, flush=True))
+
+
+def _service(
+    target: str, overrides: list[str], limits: Limits, *, token: str | None, ends: list[str] | None, keep: int
+) -> Service:
+    """The reward, loaded. Raises UserError for one that cannot be served."""
+    from valence.config.load import load_reward
+    from valence.reward import reward_of
+    from valence.reward.build import FUNCTION
+    from valence.reward.functions import load_function
+    from valence.reward.server import ENDS, Service
+
+    if target.startswith(("http://", "https://")):
+        raise UserError("this is a server already", where=target, fix="name it in the recipe's reward section")
+    ours = [f"timeout={limits.timeout}", f"batch_size={limits.max_batch}", f"concurrency={limits.concurrency}", "retries=0"]
+    spec = load_reward(target, [*ours, *overrides])
+    if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
+        raise UserError("requests have texts, not tokens", where="settings.unit", fix="give settings.unit=characters, or words")
+    if FUNCTION.fullmatch(target) and "completion_ids" in signature(load_function(target, target)).parameters:
+        raise UserError("requests have texts, not tokens", where=target, fix="serve a function without completion_ids")
+    loaded = list[str]()
+
+    def model(name: str, settings: Mapping[str, Any], where: str) -> Backend:
+        from valence.training.reward_queries import query_model
+
+        loaded.append(name)
+        return query_model(name, settings, where)
+
+    reward = reward_of([spec], model=model, keep=keep)
+    return Service(reward, limits, token=token, whole=bool(loaded), ends=ENDS if ends is None else ends)
+
+
+def _token(variable: str | None) -> str | None:
+    if variable is None:
+        return None
+    token = os.environ.get(variable)
+    if not token:
+        raise UserError(f"the environment has no variable {variable}", where="--token-env", fix="set it to a long random text")
+    return token

@@ -1,0 +1,97 @@
+"""What a run is measured by on the way: held-out rows, or answers to held-out prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from valence.errors import UserError
+from valence.report.console import Progress
+from valence.rollout import HFGenerator, Sampling
+from valence.training.evaluate import Evaluation
+from valence.training.evaluate import evaluate as evaluate_rows
+from valence.training.memory import with_memory
+from valence.training.setup import Corpus, rows_to_measure
+from valence.types import Batch, Completion, Content, Encoded
+
+if TYPE_CHECKING:
+    from valence.training.loop import Run
+
+SHOWN = (
+    "loss", "reward/mean", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl",
+    "rollout/length",
+)  # fmt: skip
+"""Numbers of an evaluation that are printed as soon as they are known."""
+
+
+def evaluate(run: Run, rows: Any, name: str) -> Evaluation:
+    """See ``Run.evaluate``."""
+    if rows is not None:
+        corpus = rows_to_measure(run.prepared, rows)
+        name = "the given rows"
+    elif name in run.prepared.corpora:
+        corpus = run.prepared.corpora[name]
+    else:
+        raise UserError(f"there are no rows under data.{name}", where=f"data.{name}", fix="name a file of rows")
+    most = run.recipe.eval.max_examples if name == "eval" else None
+    if run.rounds is not None:
+        return run.rounds.collector.evaluate(corpus, most)
+    return with_memory(run, "evaluation", lambda: _measure(run, corpus.units[:most], corpus, f"evaluating ({name})"))
+
+
+def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int) -> list[list[Completion]]:
+    """See ``Run.sample``."""
+    if run.prepared.method.of_scores:
+        raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
+    encoder = run.prepared.encoder
+    generator = HFGenerator(run.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
+    asked = [encoder.encode_prompt(prompt) for prompt in prompts]
+    with run.policy.stock():
+        return run.policy.within(lambda: generator.generate(asked, n, sampling))
+
+
+def due(run: Run) -> bool:
+    """Whether the step that the run stands at ends with an evaluation."""
+    if "eval" not in run.prepared.corpora:
+        return False
+    if run.step == 0:
+        return run.recipe.eval.at_start
+    every = run.recipe.eval.every
+    steps = round(every) if every >= 1 else max(1, round(every * run.prepared.steps_per_epoch))
+    return run.step % steps == 0 or run.step == run.total_steps
+
+
+def evaluate_and_keep(run: Run) -> dict[str, float]:
+    """The evaluation of the step that the run stands at, written down; its numbers by their names in the log."""
+    found = run.evaluate()
+    if run.folder:
+        run.folder.evaluation(run.step, found.metrics, found.rows)
+    run.evaluations[run.step] = found.metrics
+    if not run.quiet:
+        shown = [name for name in SHOWN if name in found.metrics]
+        numbers = "  ".join(f"{name} {found.metrics[name]:.4g}" for name in shown)
+        run.console.print(f"step {run.step}, held out: {numbers}", markup=False, highlight=False, soft_wrap=True)
+    return {f"eval/{name}": value for name, value in found.metrics.items()}
+
+
+def _measure(run: Run, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
+    per_unit = 2 if run.prepared.method.mismatches else 1
+    total = per_unit * sum(len(unit.answers) for unit in units)
+    done = tokens = 0
+    with Progress(run.console, phase, total, quiet=run.quiet) as bar:
+
+        def advance(batch: Batch | None) -> None:
+            nonlocal done, tokens
+            if run.stops():
+                raise run.stop.ended()
+            if batch is not None:
+                done += batch.sequences * run.group.size  # about what the others have done as well
+                tokens += len(batch.tokens) * run.group.size
+            bar.update(min(done, total), tokens=tokens)
+
+        # One process that ended by itself would be waited for.
+        with run.stop.waiting() if run.world.size > 1 else nullcontext():
+            found = evaluate_rows(run.objective, units, corpus.examples, run.prepared.tokenizer, advance)
+        bar.update(total, tokens=tokens)
+        return found

@@ -1,0 +1,191 @@
+"""What the answers of a round become: demonstrations, pairs, thumbs, or tokens with their advantage.
+
+A maker takes the prompts of a round with their answers and rewards. Its keyword-only parameters are settings of the methods that
+use it, in the recipe's ``loss`` section.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from statistics import fmean, median
+from typing import Annotated, Any, Literal
+
+import torch
+from annotated_types import Ge, Gt, Lt
+from torch import Tensor
+
+from valence.types import Answer, Completion, Encoded, content_id
+
+Rewards = tuple[float, ...]
+Columns = Mapping[str, tuple[float, ...]]
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A prompt with those of its answers that have a reward, in the order in which they were sampled. ``rewards``: as the reward
+    gave them, less what an answer lost by its length. ``columns``: of each answer, what was measured of its tokens: `old`,
+    `ref`, `value`, as far as the method reads them."""
+
+    prompt: Encoded
+    answers: tuple[Completion, ...]
+    rewards: Rewards
+    columns: tuple[Columns, ...] = ()
+
+    @property
+    def tied(self) -> bool:
+        """Whether its answers teach nothing by comparison."""
+        return len(set(self.rewards)) < 2
+
+    def unit(
+        self, kind: Literal["demonstration", "judgement", "preference", "scored"], *which: int, columns: Columns | None = None,
+        **verdict: Any,
+    ) -> Encoded:  # fmt: skip
+        """These of its answers as something to train on. columns: of each of them."""
+        answers = [self.answers[i] for i in which]
+        own = tuple(sorted((columns or {}).items()))
+        return Encoded(
+            id=content_id(kind, self.prompt.id, [(a.index, list(a.tokens)) for a in answers]),
+            origin=self.prompt.origin,
+            kind=kind,
+            prompt_ids=self.prompt.prompt_ids,
+            prompt_mask=self.prompt.prompt_mask,
+            answers=tuple(Answer(a.tokens, (True,) * len(a.tokens), a.stop == "eos", own) for a in answers),
+            weight=self.prompt.weight,
+            source=self.prompt.source,
+            **verdict,
+        )
+
+
+def best(round: Sequence[Answered], top_n: int) -> list[Encoded]:
+    """The answers with the largest rewards of each prompt, to be imitated; of equal ones those sampled first.
+
+    Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767 (RAFT).
+    """
+    found: list[Encoded] = []
+    for each in round:
+        order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
+        found += [each.unit("demonstration", i) for i in order[:top_n]]
+    return found
+
+
+def pairs(
+    round: Sequence[Answered], *, pairs: Literal["best_worst", "all"] = "best_worst", pair_margin: Annotated[float, Ge(0)] = 0.0
+) -> list[Encoded]:
+    """Pairs of answers to one prompt, the one with the larger reward preferred.
+
+    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same tokens, are no pair.
+
+    pairs: the best against the worst answer of each prompt, or every two.
+    pair_margin: smallest difference of rewards, above 0, that makes a pair.
+    """
+    found: list[Encoded] = []
+    for each in round:
+        order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
+        two = [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]] if pairs == "all" else [(order[0], order[-1])]
+        for i, j in two:
+            apart = each.rewards[i] - each.rewards[j]
+            if apart > 0 and apart >= pair_margin and each.answers[i].tokens != each.answers[j].tokens:
+                found.append(each.unit("preference", i, j))
+    return found
+
+
+Threshold = float | Literal["mean", "median", "batch_mean", "batch_median"]
+
+
+def thumbs(
+    round: Sequence[Answered], *, thumbs_up: Threshold = "mean", thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None
+) -> list[Encoded]:
+    """Every answer with a thumb up or down, by its reward.
+
+    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). An answer above the bar is up, one below it down; one that
+    is at a bar made of the rewards themselves is left out, while one at a bar given as a number is up.
+
+    thumbs_up: the bar: a number, or the mean or the median of the rewards of the prompt (batch_: of the whole round).
+    thumbs_quantile: instead: this share of the answers to a prompt, those with the largest rewards, is up, and as many at the
+        other end down.
+    """
+    found: list[Encoded] = []
+    every = [reward for each in round for reward in each.rewards]
+    for each in round:
+        for i, up in _verdicts(each.rewards, every, thumbs_up, thumbs_quantile):
+            found.append(each.unit("judgement", i, label=up))
+    return found
+
+
+def _verdicts(own: Rewards, every: Sequence[float], bar: Threshold, share: float | None) -> Iterator[tuple[int, bool]]:
+    """Which answers are up (True) or down."""
+    if share is not None:
+        order = sorted(range(len(own)), key=lambda i: -own[i])
+        most = min(max(1, round(share * len(own))), len(own) // 2)
+        for i, j in zip(order[:most], order[::-1][:most], strict=True):
+            if own[i] > own[j]:
+                yield from ((i, True), (j, False))
+        return
+    level = bar if isinstance(bar, int | float) else (fmean if bar.endswith("mean") else median)(
+        every if bar.startswith("batch") else own
+    )  # fmt: skip
+    for i, reward in enumerate(own):
+        if reward != level or isinstance(bar, int | float):
+            yield i, reward >= level
+
+
+@dataclass(frozen=True)
+class Maker:
+    """A function of a round's answers. What it reads besides them is from the recipe's ``rollout`` section, by name."""
+
+    fn: Callable[..., Any]
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """Names of its positional parameters."""
+        return tuple(p.name for p in signature(self.fn).parameters.values() if p.kind is not Parameter.KEYWORD_ONLY)
+
+    @property
+    def settings(self) -> dict[str, Parameter]:
+        """Its keyword-only parameters."""
+        return {p.name: p for p in signature(self.fn, eval_str=True).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
+
+    def __call__(self, round: Sequence[Answered], rollout: Any, settings: Mapping[str, Any]) -> list[Encoded]:
+        """What a round is trained on. rollout: that section; settings: of the loss, its own among them."""
+        more = {name: getattr(rollout, name) for name in self.reads[1:]}
+        return self.fn(round, **more, **{name: settings[name] for name in self.settings})
+
+
+class Credited(Maker):
+    """Every answer by itself, with the advantage of each of its tokens by a function of ``losses.advantage``."""
+
+    def __call__(self, round: Sequence[Answered], rollout: Any, settings: Mapping[str, Any]) -> list[Encoded]:
+        del rollout
+        given = {name: value for name, value in _tensors(round).items() if name in self.reads}
+        credit = self.fn(**given, **{name: settings[name] for name in self.settings})
+        columns: dict[str, Tensor] = credit if isinstance(credit, dict) else {"adv": credit}
+        lengths = [len(answer.tokens) for each in round for answer in each.answers]
+        parts = {name: iter(values.split(lengths)) for name, values in columns.items()}
+        found: list[Encoded] = []
+        for each in round:
+            for i, reward in enumerate(each.rewards):
+                own = {name: tuple(next(part).tolist()) for name, part in parts.items()}
+                known = {"sampler": each.answers[i].logps} if each.answers[i].logps else {}
+                measured = dict(each.columns[i]) if each.columns else {}
+                found.append(each.unit("scored", i, scores=(reward,), columns=known | measured | own))
+        return found
+
+
+def _tensors(round: Sequence[Answered]) -> dict[str, Tensor]:
+    """What a function of credit may read: S answers, N tokens in their order. reward[S], group[S], owner[N], finished[S], and
+    old_t[N], ref_t[N], value_t[N] where they were measured."""
+    lengths = torch.tensor([len(answer.tokens) for each in round for answer in each.answers])
+    groups = torch.tensor([g for g, each in enumerate(round) for _ in each.answers])
+    found = {
+        "reward": torch.tensor([reward for each in round for reward in each.rewards], dtype=torch.float64),
+        "group": groups,
+        "owner": torch.arange(len(lengths)).repeat_interleave(lengths),
+        "finished": torch.tensor([answer.stop == "eos" for each in round for answer in each.answers]),
+    }
+    for name in ("old", "ref", "value"):
+        values = [own.get(name) for each in round for own in each.columns]
+        if values and None not in values:
+            found[f"{name}_t"] = torch.tensor([v for own in values for v in own or ()], dtype=torch.float64)
+    return found

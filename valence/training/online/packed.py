@@ -1,0 +1,58 @@
+"""Units of a round as a saved state holds them: their tokens and columns in one tensor each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from valence.types import Answer, Encoded, Origin
+
+PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weight", "source")
+"""What of a unit is kept as it is."""
+
+
+def packed(units: Sequence[Encoded]) -> dict[str, Any]:
+    """Units whose answers are trained on throughout, and whose prompts are not."""
+    answers = [answer for unit in units for answer in unit.answers]
+    columns: dict[str, list[float]] = {}
+    for answer in answers:
+        for name, values in answer.columns:
+            columns.setdefault(name, []).extend(values)
+    return {
+        "rows": [{name: getattr(unit, name) for name in PLAIN} | {"origin": asdict(unit.origin)} for unit in units],
+        "lengths": [[len(unit.prompt_ids), *(len(answer.ids) for answer in unit.answers)] for unit in units],
+        "complete": [answer.complete for answer in answers],
+        "tokens": torch.tensor(
+            [i for unit in units for i in (*unit.prompt_ids, *(t for a in unit.answers for t in a.ids))]
+        ).long(),
+        "columns": {name: torch.tensor(values, dtype=torch.float64) for name, values in sorted(columns.items())},
+    }
+
+
+def unpacked(state: Mapping[str, Any]) -> list[Encoded]:
+    """The units that ``packed`` was given."""
+    tokens = iter(state["tokens"].split([n for lengths in state["lengths"] for n in lengths]))
+    complete = iter(state["complete"])
+    sizes = [n for _, *lengths in state["lengths"] for n in lengths]
+    columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
+    found: list[Encoded] = []
+    for row, (_, *lengths) in zip(state["rows"], state["lengths"], strict=True):
+        prompt = tuple(next(tokens).tolist())
+        answers = [
+            Answer(
+                tuple(next(tokens).tolist()),
+                (True,) * n,
+                next(complete),
+                tuple((name, tuple(next(values).tolist())) for name, values in columns.items()),
+            )
+            for n in lengths
+        ]
+        plain = {name: row[name] for name in PLAIN} | {
+            "scores": tuple(row["scores"]), "attributes": tuple((name, score) for name, score in row["attributes"]),
+            "origin": Origin(**row["origin"]),
+        }  # fmt: skip
+        found.append(Encoded(**plain, prompt_ids=prompt, prompt_mask=(False,) * len(prompt), answers=tuple(answers)))
+    return found

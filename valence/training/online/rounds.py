@@ -1,0 +1,199 @@
+"""Where a run stands with its rounds: which prompts were answered, and what of the present round is still to be trained on."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from valence.data.mismatch import mismatch
+from valence.data.sampler import canonical_order
+from valence.errors import UserError
+from valence.losses.advantage import adapted
+from valence.training.online.collect import Asked, Collector, Tally
+from valence.training.online.makers import Answered
+from valence.training.online.packed import packed, unpacked
+from valence.types import Encoded, Prompt
+
+if TYPE_CHECKING:
+    from valence.training.loop import Run
+
+
+class Rounds:
+    """The rounds of a run. ``done``: rounds that were sampled; ``consumed``: prompts that were answered, over all epochs;
+    ``steps``: of the present round, for each optimizer step left the indices of its ``units``."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self.collector = Collector(run)
+        self.done = self.consumed = 0
+        self._hold([])
+        self.steps: list[list[int]] = []
+        self.kl_beta: float | None = run.recipe.loss["kl_beta"] if run.recipe.loss.get("kl_target") else None
+        """Where it is adapted."""
+
+    # ------------------------------------------------------------------ what a step trains on
+
+    def next(self) -> tuple[list[Encoded], list[Encoded]]:
+        """The units of the next optimizer step, and the others of the round."""
+        own = self.steps[0]
+        others = [i for i in range(len(self.units)) if i not in set(own)]
+        return [self.units[i] for i in own], [self.units[i] for i in others]
+
+    def passed(self) -> None:
+        """A step was made."""
+        self.steps.pop(0)
+        if not self.steps:
+            self._hold([])
+
+    def fill(self) -> None:
+        """Samples the next round, when the present one has been trained on. Raises Interrupted when that is broken off, which
+        leaves all as it was; UserError when too many rounds in a row taught nothing, or rewards failed."""
+        if self.steps:
+            return
+        tally, begun = Tally(), self.consumed
+        try:
+            self._hold(self._sampled(tally))
+            begun = self.consumed
+        finally:
+            self.consumed = begun
+        self.done += 1
+        if self.kl_beta is not None and tally.apart:
+            target, horizon = self.run.recipe.loss["kl_target"], self.run.recipe.loss["kl_horizon"]
+            self.kl_beta = adapted(self.kl_beta, fmean(tally.apart), target, horizon, len(tally.apart))
+        self.steps = self._split(self.units)
+        self._tell(tally)
+
+    def _hold(self, units: list[Encoded]) -> None:
+        """Takes units as those of the present round. They are packed once, as every step asks for the state."""
+        self.units, self._packed = units, packed(units)
+
+    def _sampled(self, tally: Tally) -> list[Encoded]:
+        """What a round is trained on. Prompts that teach nothing have others in their place, where the method wants that or where
+        nothing else is left."""
+        run, rollout, method = self.run, self.run.recipe.rollout, self.run.prepared.method
+        assert method.makes is not None
+        kept: list[Answered] = []
+        for attempt in range(rollout.max_resample + 1):
+            found = self._answered(self._take(run.recipe.train.batch_size - len(kept)), attempt, tally)
+            kept += [each for each in found if not (method.fills and each.tied)]
+            if method.fills and len(kept) < run.recipe.train.batch_size and attempt < rollout.max_resample:
+                continue
+            units = method.makes(self._measured(kept, tally), rollout, self._settings) if kept else []
+            if units and self._paired(units):
+                return units
+            kept = []
+        raise UserError(
+            f"{rollout.max_resample + 1} rounds in a row had nothing to teach: the answers to each prompt are worth the same",
+            where=f"step {run.step}",
+            fix="look at the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
+        )
+
+    @property
+    def _settings(self) -> dict[str, Any]:
+        """Of the loss, as they are by now."""
+        steered = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
+        return {**self.run.recipe.loss, **steered}
+
+    def _answered(self, asked: Sequence[Asked], attempt: int, tally: Tally) -> list[Answered]:
+        seed = _seed(self.run.recipe.train.seed, "rollout", self.done, attempt)
+        collector = self.collector
+        rollout = self.run.recipe.rollout
+        answers = collector.answers(asked, rollout.num_rollouts, seed, tally)
+        if rollout.ahead:
+            begun = self.consumed
+            collector.begin(self._take(self.run.recipe.train.batch_size), rollout.num_rollouts, seed + 1)
+            self.consumed = begun
+        return collector.judged(asked, answers, collector.scores(answers, tally), tally)
+
+    def _measured(self, round: Sequence[Answered], tally: Tally) -> list[Answered]:
+        """With what the method reads of the tokens, and what the log tells of them: of another model's answers nothing."""
+        if self.run.recipe.rollout.engine == "openai":
+            return list(round)
+        found = self.collector.measured(round, self.collector.reads, tally)
+        self.collector.divergence(found, tally)
+        return found
+
+    def _paired(self, units: Sequence[Encoded]) -> bool:
+        """Whether each answer can be put behind a prompt that it does not answer, where the method does that."""
+        if not self.run.prepared.method.mismatches:
+            return True
+        try:
+            mismatch(units, max_length=self.run.recipe.data.max_length)
+        except UserError:
+            return False
+        return True
+
+    def _take(self, count: int) -> list[Asked]:
+        """The next prompts, in each epoch in another order. A round may reach into the next epoch."""
+        corpus = self.run.prepared.corpora["train"]
+        sampler, units, found = self.run.sampler, corpus.units, list[Asked]()
+        assert sampler is not None
+        for _ in range(count):
+            epoch, place = divmod(self.consumed, len(units))
+            unit = units[sampler.epoch(epoch)[place]]
+            found.append(asked_of(unit, corpus.examples[unit.id]))
+            self.consumed += 1
+        return found
+
+    def _split(self, units: Sequence[Encoded]) -> list[list[int]]:
+        """The units of each optimizer step of the round: in every pass the prompts in another order, dealt to its steps."""
+        train, rollout = self.run.recipe.train, self.run.recipe.rollout
+        families: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+        for i, unit in enumerate(units):
+            families.setdefault((str(unit.origin), unit.prompt_ids), []).append(i)
+        found: list[list[int]] = []
+        for epoch in range(rollout.epochs):
+            number = self.done * rollout.epochs + epoch
+            order = sorted(families, key=lambda key: _seed(train.seed, "order", number, *key))
+            parts = min(rollout.steps, len(order))
+            for k in range(parts):
+                own = [i for key in order[k * len(order) // parts : (k + 1) * len(order) // parts] for i in families[key]]
+                found.append([own[i] for i in canonical_order([units[i] for i in own], train.seed, number)])
+        return found
+
+    def _tell(self, tally: Tally) -> None:
+        run = self.run
+        if run.group.rank == 0:
+            means = tally.means
+            if run.prepared.method.mismatches and "kl" in means:  # kto calls its reference point so
+                means["rollout/kl"] = means.pop("kl")
+            run.window.meter.add(means)
+        if tally.failures:
+            run.warn(f"round {self.done}: {len(tally.failures)} answers have no score; the first: {tally.failures[0]}")
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the prompts so far."""
+        return self.consumed / len(self.run.prepared.corpora["train"].units)
+
+    @property
+    def counters(self) -> dict[str, float]:
+        """For the log."""
+        steered = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
+        return {"rounds": self.done, "prompts": self.consumed, **steered}
+
+    # ------------------------------------------------------------------ state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "done": self.done, "consumed": self.consumed, "kl_beta": self.kl_beta,
+            "units": self._packed, "steps": [list(step) for step in self.steps],
+        }  # fmt: skip
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.done, self.consumed, self.kl_beta = state["done"], state["consumed"], state["kl_beta"]
+        self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
+        self._packed = state["units"]
+
+
+def asked_of(unit: Encoded, example: Any) -> Asked:
+    """A prompt with its row."""
+    assert isinstance(example, Prompt)
+    return Asked(unit, example)
+
+
+def _seed(*parts: object) -> int:
+    """A number below 2**63 that depends on these alone."""
+    return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little") >> 1

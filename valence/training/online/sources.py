@@ -1,0 +1,228 @@
+"""What samples and what judges in an online run, as its recipe says."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, cast
+
+import torch
+
+from valence.data.pack import collate, pack
+from valence.engine.adapters import adapted
+from valence.errors import UserError
+from valence.reward.build import reward_of
+from valence.rollout import HFGenerator, Sampling
+from valence.rollout.protocol import Named, Pair, Served
+from valence.types import Answer, Completion, Encoded, Origin, Reward
+
+if TYPE_CHECKING:
+    from valence.rollout.servers import Server
+    from valence.rollout.transports import Transport
+    from valence.training.loop import Run
+
+Answers = list[list[Completion]]
+
+
+class Sampler(Protocol):
+    """Answers the prompts of a run. ``served``: by a server, which rank 0 asks; else each process samples some."""
+
+    served: bool
+
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+    ) -> Answers:
+        """n answers to each prompt. first: the place of the first of them in its round; progress: told how many more answers have
+        ended."""
+        ...
+
+    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+        """The same, while something else is done."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class InProcess:
+    """Sampling from the policy itself."""
+
+    served = False
+
+    def __init__(self, run: Run) -> None:
+        encoder = run.prepared.encoder
+        self.policy, self.run = run.policy, run
+        model: Any = run.policy.model
+        at_once = run.recipe.rollout.at_once
+        self.generator = HFGenerator(model, encoder.tokenizer, end_ids=encoder.end_ids, batch_size=at_once)
+
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+    ) -> Answers:
+        self.generator.version = self.run.step
+        with self.policy.stock():
+            return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
+
+    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+        raise UserError("this process samples, and cannot train meanwhile", where="rollout.ahead", fix="remove it")
+
+    def close(self) -> None:
+        pass
+
+
+class OnServer:
+    """Sampling from a server, which is sent the policy's weights when they have changed, if it takes any."""
+
+    served = True
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.rollout = run, run.recipe.rollout
+        if run.divided:
+            what = "weights that are split over processes are not sent to a server"
+            raise UserError(what, where="rollout.engine", fix="set it to hf, or parallel.shard: off and parallel.tensor: 1")
+        self.server: Server | None = None
+        self.generator = self._generator()
+        self.synced = -1
+        self.agreed = False
+        self._thread = ThreadPoolExecutor(1, "valence-rollout")
+
+    def generate(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+    ) -> Answers:
+        assert first == 0
+        self._sync(sampling)
+        return self.generator.generate(prompts, n, sampling, progress=progress)
+
+    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+        self._sync(sampling)
+        return self._thread.submit(self.generator.generate, prompts, n, sampling)
+
+    def close(self) -> None:
+        """Gives back connections, and stops the server if it was started here."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        self.generator.close()
+        if self.server is not None:
+            self.server.stop()
+
+    # ------------------------------------------------------------------ weights
+
+    def _sync(self, sampling: Sampling) -> None:
+        """Sends the weights if they are new, and compares what both sides say with them."""
+        run = self.run
+        if self.rollout.engine != "vllm" or self.synced == run.step:
+            return
+        self.generator.sync(run.step, self._weights, self._adapter if adapted(run.policy.model) else None)
+        self.synced = run.step
+        if not self.rollout.check_prompts:
+            return
+        from valence.rollout.check import Evidence, check
+
+        longest = sorted({unit.prompt_ids for unit in run.prepared.corpora["train"].units}, key=lambda ids: (-len(ids), ids))
+        config = run.policy.causal.config.get_text_config()
+        about = Evidence(
+            dtypes=(run.recipe.model.dtype, ""), tied=bool(getattr(config, "tie_word_embeddings", False)), agreed=self.agreed,
+            adapter=adapted(run.policy.model),
+        )  # fmt: skip
+        asked = longest[: self.rollout.check_prompts]  # in short ones a prefix that was kept by mistake does not show
+        check(self.generator, asked, sampling, self._measure, self.rollout.max_mismatch, evidence=about)
+        self.agreed = True
+
+    def _weights(self) -> Named:
+        return self.run.policy.causal.named_parameters()
+
+    def _adapter(self, folder: Path) -> None:
+        model: Any = self.run.policy.model
+        model.save_pretrained(str(folder))
+
+    @torch.no_grad()
+    def _measure(self, pairs: Sequence[Pair], temperature: float) -> list[list[float]]:
+        """What the policy says of the tokens of answers (nats)."""
+        run, policy = self.run, self.run.policy
+        units = [_unit(*pair) for pair in pairs]
+        found: dict[int, list[float]] = {}
+        before, policy.temperature = policy.temperature, temperature
+        policy.eval()
+        try:
+            for dealt in pack(units, run.objective.budget):
+                batch = collate([units[i] for i in dealt], dealt, device=policy.device)
+                logp = policy(batch).logp[batch.scored].cpu()
+                for s, i in enumerate(batch.unit.tolist()):
+                    found[i] = logp[batch.read[1] == s].tolist()
+        finally:
+            policy.train()
+            policy.temperature = before
+        return [found[i] for i in range(len(units))]
+
+    # ------------------------------------------------------------------ the server
+
+    def _generator(self) -> Served:
+        run, rollout, encoder = self.run, self.rollout, self.run.prepared.encoder
+        how: dict[str, Any] = {"end_ids": encoder.end_ids, "timeout": rollout.timeout, "say": run.warn}
+        if rollout.engine == "openai":
+            from valence.rollout.openai import OpenAIGenerator
+
+            return cast("Served", OpenAIGenerator(rollout.url or "", encoder.tokenizer, **how))
+        from valence.rollout.vllm import VLLMGenerator
+
+        name = self._transport_name()
+        if rollout.start:
+            self.server = self._start(name)
+            how["revive"] = self.server.revive
+        url = rollout.url or (self.server.url if self.server else "")
+        return VLLMGenerator(url, self._transport(name), encoder.tokenizer, **how)
+
+    def _transport_name(self) -> str:
+        if self.rollout.transport != "auto":
+            return self.rollout.transport
+        if adapted(self.run.policy.model):
+            return "lora"
+        return "nccl" if self.run.policy.device.type == "cuda" else "disk"
+
+    def _transport(self, name: str) -> Transport:
+        from valence.rollout import transports
+
+        if name in ("disk", "lora"):
+            folder = Path(self.rollout.folder) if self.rollout.folder else self._folder / "weights"
+            return transports.Lora(folder) if name == "lora" else transports.Disk(folder)
+        if name == "gloo":
+            return transports.Gloo(self.rollout.timeout)
+        return transports.Nccl(self.rollout.timeout, self.run.policy.device)
+
+    def _start(self, transport: str) -> Server:
+        from valence.rollout.servers import Server
+
+        recipe = self.run.recipe
+        rank = recipe.model.lora.rank if recipe.model.lora else 16
+        dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
+        server = Server(
+            recipe.model.name, folder=self._folder / "server", python=self.rollout.python, transport=transport, rank=rank,
+            dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout,
+        )  # fmt: skip
+        self.run.say_once(f"starting a vLLM server ({server.log})")
+        return server.start()
+
+    @property
+    def _folder(self) -> Path:
+        return self.run.folder.path if self.run.folder else Path(tempfile.mkdtemp(prefix="valence-"))
+
+
+def _unit(prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
+    ids = tuple(prompt)
+    return Encoded(
+        id="compared", origin=Origin("", 0), kind="demonstration", prompt_ids=ids, prompt_mask=(False,) * len(ids),
+        answers=(Answer(tuple(answer), (True,) * len(answer)),),
+    )  # fmt: skip
+
+
+def sampler_of(run: Run) -> Sampler:
+    """What the recipe's ``rollout.engine`` names."""
+    return InProcess(run) if run.recipe.rollout.engine == "hf" else OnServer(run)
+
+
+def reward_in(run: Run) -> Reward:
+    """The recipe's rewards, added up. Scores that cannot change are kept in the run's folder."""
+    from valence.training.reward_models import reward_model
+
+    kept = run.folder.path / "scores" if run.folder else None
+    return reward_of(run.recipe.reward, model=reward_model, cache=kept)

@@ -1,0 +1,156 @@
+"""Reward models as rewards: a saved one (or a run of one) judges the policy's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from valence.config.load import LISTS, load_recipe
+from valence.data.encode import Encoder, Unusable
+from valence.data.pack import collate, pack
+from valence.errors import UserError
+from valence.reward.calls import Backend
+from valence.reward.threads import Raised, in_thread
+from valence.training.judges import Numbers, Rewards, load_judge
+from valence.training.methods import method_of
+from valence.training.setup import prepare
+from valence.training.target import is_run, recipe_of
+from valence.types import Chat, Completion, Content, Demonstration, Encoded, Origin, Score
+
+HERE = Origin("an answer", 0)
+
+
+class Settings(BaseModel):
+    """Of a reward model in a recipe's reward section."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    attribute: str | dict[str, float] | None = None
+    """Of a model with several: the one that counts, or several with the weight of each."""
+    normalised: bool = False
+    """Scores with a mean of 0 and a standard deviation of 1 over the rows that it was trained on."""
+    max_length: int = Field(2048, gt=0)
+    """Longest prompt with its answer, in tokens; longer ones have no score."""
+    as_chat: bool = False
+    """Whether a prompt that is text is a user's turn."""
+    tokens: int = Field(8192, gt=0)
+    """That run at once."""
+    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    """Of its weights. Default: as for a model of a recipe."""
+    trust_remote_code: bool = False
+    """Run the code that the model comes with."""
+
+
+@dataclass
+class ModelScores:
+    """Calls a reward model on batches of answers, in a thread. There is no time limit: it is the machine's own work."""
+
+    target: str
+    judge: Rewards
+    encoder: Encoder
+    settings: Settings
+
+    @property
+    def identity(self) -> Mapping[str, Any]:
+        return {"reward model": dict(self.judge.facts), "settings": self.settings.model_dump(exclude={"tokens"})}
+
+    async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
+        found = await in_thread(lambda: self._scores(completions), None)
+        if isinstance(found, Raised):
+            raise found.error
+        return found
+
+    async def close(self) -> None:
+        """It goes with the program."""
+
+    def _scores(self, completions: Sequence[Completion]) -> list[Score]:
+        encoded = [self.encoder.encode(as_example(completion)) for completion in completions]
+        places = [i for i, unit in enumerate(encoded) if isinstance(unit, Encoded)]
+        numbers = dict(zip(places, self._numbers([cast(Encoded, encoded[i]) for i in places]), strict=True))
+        return [
+            Score(None, error=f"the reward model cannot read it: {unit.reason}") if isinstance(unit, Unusable)
+            else self._score(numbers[i])
+            for i, unit in enumerate(encoded)
+        ]  # fmt: skip
+
+    def _numbers(self, units: Sequence[Encoded]) -> list[Numbers]:
+        found: dict[int, Numbers] = {}
+        for dealt in pack(units, self.settings.tokens):
+            batch = collate([units[k] for k in dealt], dealt, device=self.judge.device)
+            try:
+                numbers = self.judge(batch)
+            except torch.OutOfMemoryError as error:
+                raise UserError(
+                    f"there is no memory for {len(batch.tokens)} tokens of the reward model {self.target} at once",
+                    where="reward: settings.tokens", fix="set it lower",
+                ) from error  # fmt: skip
+            found |= zip(batch.unit.tolist(), numbers, strict=True)
+        return [found[k] for k in range(len(units))]
+
+    def _score(self, numbers: Numbers) -> Score:
+        given = numbers["normalised" if self.settings.normalised else "score"]
+        if not isinstance(given, dict):
+            return Score(given)
+        chosen = self.settings.attribute
+        weights = chosen if isinstance(chosen, dict) else {str(chosen): 1.0}
+        return Score(sum(weight * given[name] for name, weight in weights.items()), given)
+
+
+def as_example(completion: Completion) -> Demonstration:
+    """A completion in the form in which rows of a reward model are: chat turns for a chat, text for text."""
+    prompt: Content = completion.prompt if isinstance(completion.prompt, str) else Chat(completion.prompt)
+    answer: Content = completion.text
+    if isinstance(prompt, Chat):
+        answer = Chat(({"role": "assistant", "content": completion.text},))
+    return Demonstration(prompt=prompt, completion=answer, origin=HERE)
+
+
+def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backend:
+    """A reward model's folder or hub id, or the folder of a run that trained one. Raises UserError when it is none, or a setting
+    does not fit it."""
+    try:
+        given = Settings(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
+        raise UserError(f"{first['msg']} (reward model {target})", where=place, fix=f"its settings are {names}") from error
+    model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
+    ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
+    ours += [f"data.max_length={given.max_length}", f"data.as_chat={str(given.as_chat).lower()}", "reference.cache=off"]
+    ours += [f"data.{name}=[]" for name in LISTS]
+    try:
+        source = load_recipe(recipe_of(target), ours, method_of=method_of, training=False)
+        encoder = prepare(source).encoder
+        run = Path(target) if is_run(target) else None
+        judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
+    except UserError as error:
+        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=error.fix) from error
+    if not isinstance(judge, Rewards):
+        what = "this model answers; it gives no scores"
+        fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
+        raise UserError(what, where=f"{where}.reward: {target}", fix=fix)
+    _check(judge, given, f"{where}.settings")
+    return ModelScores(target, judge, encoder, given)
+
+
+def _check(judge: Rewards, settings: Settings, where: str) -> None:
+    """Raises UserError for settings that the model has nothing for."""
+    config: Any = judge.engine.causal.config
+    names: list[str] = list(config.id2label.values())
+    chosen = settings.attribute
+    wanted = list(chosen) if isinstance(chosen, dict) else [chosen] if chosen is not None else []
+    lacking = [name for name in wanted if name not in names]
+    if lacking or (len(names) > 1 and not wanted) or (len(names) == 1 and isinstance(chosen, dict)):
+        what = f"the model scores {', '.join(names)}" + (f", not {lacking[0]}" if lacking else "")
+        raise UserError(
+            what,
+            where=f"{where}.attribute",
+            fix="name one of them, or give several a weight each" if len(names) > 1 else "remove it",
+        )
+    if settings.normalised and not getattr(config, "reward_std", None):
+        raise UserError("no mean and deviation are saved with the model", where=f"{where}.normalised", fix="remove it")

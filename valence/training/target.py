@@ -1,0 +1,79 @@
+"""What a command is pointed at: a recipe, a run's folder, or a model's or adapter's folder or hub id."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.dist.protocol import Group
+from valence.errors import UserError
+from valence.training.build import build_models
+from valence.training.loop import Run
+from valence.training.methods import method_of
+from valence.training.restore import At, restore
+from valence.training.setup import prepare
+
+
+def recipe_of(target: str) -> Path | dict[str, Any]:
+    """The recipe that the target is, has or stands for. Raises UserError for another file."""
+    path = Path(target)
+    if path.suffix in (".yaml", ".yml"):
+        return path
+    if path.is_file():
+        raise UserError(
+            "this is a file", where=target, fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)"
+        )
+    if is_run(target):
+        return path / "config.yaml"
+    model: dict[str, Any] = {"name": target}
+    if (path / "adapter_config.json").is_file():
+        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        model = {"name": base, "adapter": target}
+        if (path / "tokenizer_config.json").is_file():
+            model["tokenizer"] = target
+    return {"method": "sft", "model": model}
+
+
+def is_run(target: str) -> bool:
+    return Path(target, "config.yaml").is_file()
+
+
+def with_files(target: str | dict[str, Any], data: Sequence[str], overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe of a target (or the one given) with these files, which may be sections as in a recipe, as its data.eval."""
+    listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
+    ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
+    source = recipe_of(target) if isinstance(target, str) else target
+    return load_recipe(source, [*overrides, *ours], method_of=method_of, training=False)
+
+
+def open_run(
+    target: str,
+    overrides: Sequence[str] = (),
+    *,
+    group: Group,
+    at: At = None,
+    console: Console | None = None,
+) -> Run:
+    """What the target stands for, ready to be sampled from: it reads no rows."""
+    ours = [*(f"data.{name}=[]" for name in LISTS), *overrides]
+    if is_run(target):
+        return of_folder(Path(target), ours, group=group, at=at, console=console)
+    return of_recipe(recipe_of(target), ours, group=group, at=at, console=console)
+
+
+def of_folder(folder: Path, overrides: Sequence[str], *, group: Group, at: At, console: Console | None) -> Run:
+    """The run of a folder with its newest weights, or those of a checkpoint. Raises UserError where there is none."""
+    return restore(folder, overrides=overrides, at=at, console=console, group=group)
+
+
+def of_recipe(recipe: Path | dict[str, Any], overrides: Sequence[str], *, group: Group, at: At, console: Console | None) -> Run:
+    """The run of a recipe before its first step."""
+    if at is not None:
+        raise UserError("a recipe or a model has no checkpoints", where="--step", fix="name a run's folder")
+    prepared = prepare(load_recipe(recipe, overrides, method_of=method_of, training=False))
+    return Run(prepared, *build_models(prepared, group=group), console=console, world=group)
