@@ -1,4 +1,4 @@
-"""What is run: every kind of offline method on a model that is made here, so small that a run takes a second."""
+"""What is run: every kind of method on a model that is made here, so small that a run takes a second."""
 
 from __future__ import annotations
 
@@ -53,12 +53,13 @@ def _row(kind: str, i: int) -> dict[str, Any]:
         "thumbs": {"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)},
         "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
         "shown": {"prompt": prompt, "completion": good},
+        "asked": {"prompt": prompt, "answer": i},
         "groups": {"prompt": prompt, "completions": [good, bad, f"so {i}"], "scores": [1.0, 0.0, 0.25]},
     }[kind]
 
 
 def write_rows(folder: Path) -> None:
-    for kind in ("thumbs", "pairs", "shown", "groups"):
+    for kind in ("thumbs", "pairs", "shown", "groups", "asked"):
         for name, numbers in ((kind, range(TRAINED)), (f"{kind}_held", range(100, 100 + HELD_OUT))):
             lines = (json.dumps(_row(kind, i)) + "\n" for i in numbers)
             (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
@@ -85,6 +86,12 @@ FOLLOWS = {"reference": {"sync_every": 4, "sync_mix": 0.6}}
 ALSO_SFT = {"mix": [{"method": "sft", "train": "shown", "batch_size": 3, "weight": 0.5}]}
 WHOLE_MODELS = {"run": {"save_hf": True}}
 SPLIT = {"parallel": {"shard": "full"}}
+OWN = {
+    "reward": {"reward": "length", "settings": {"unit": "characters", "most": 3, "fall": 10}},
+    "rollout": {"num_rollouts": 3, "max_new_tokens": 6, "epochs": 2, "steps": 2},
+    "train": {"max_steps": 17, "epochs": 9.0},
+    "run": {"keep_best": {"metric": "eval/reward/mean", "mode": "max"}},
+}
 DROPOUT = {"lora": {"dropout": 0.1}}
 
 CASES = (
@@ -108,9 +115,13 @@ CASES = (
     Case("pointwise", "pointwise", "thumbs", False),
     Case("aot, lora", "aot", "pairs", True),
     Case("aot", "aot", "pairs", False),
+    Case("own answers, grpo, lora", "grpo", "asked", True, OWN | {"reference": {"sync_every": 4}}),
+    Case("own answers, ppo", "ppo", "asked", False, OWN | {"loss": {"kl_target": 0.5}}),
+    Case("own answers, dapo, lora", "dapo", "asked", True, OWN),
+    Case("own answers, kto, 2 processes", "online_kto", "asked", True, OWN, processes=2),
     Case("kto, lora, 2 processes", "kto", "thumbs", True, MANY_BATCHES, processes=2),
     Case("dpo, 2 that share it", "dpo", "pairs", False, MANY_BATCHES | SPLIT, processes=2),
 )
 QUICK = (
-    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models", "dpo, 2 that share it",
+    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models", "dpo, 2 that share it", "own answers, ppo",
 )  # fmt: skip

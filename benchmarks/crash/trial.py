@@ -247,7 +247,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 def logged(run: Path) -> list[dict[str, Any]]:
     """The records of a run's log without what tells of the clock."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in CLOCK} for line in lines]
+    return [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCK)} for line in lines]
 
 
 def _content(path: Path) -> bytes:

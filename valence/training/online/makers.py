@@ -75,7 +75,8 @@ def pairs(
 ) -> list[Encoded]:
     """Pairs of answers to one prompt, the one with the larger reward preferred.
 
-    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same tokens, are no pair.
+    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same tokens, are no pair. Of several best
+    or worst ones it is that which was sampled first.
 
     pairs: the best against the worst answer of each prompt, or every two.
     pair_margin: smallest difference of rewards, above 0, that makes a pair.
@@ -83,7 +84,8 @@ def pairs(
     found: list[Encoded] = []
     for each in round:
         order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
-        two = [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]] if pairs == "all" else [(order[0], order[-1])]
+        last = min(order, key=lambda i: (each.rewards[i], i))
+        two = [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]] if pairs == "all" else [(order[0], last)]
         for i, j in two:
             apart = each.rewards[i] - each.rewards[j]
             if apart > 0 and apart >= pair_margin and each.answers[i].tokens != each.answers[j].tokens:

@@ -97,7 +97,7 @@ class Rounds:
         return {**self.run.recipe.loss, **steered}
 
     def _answered(self, asked: Sequence[Asked], attempt: int, tally: Tally) -> list[Answered]:
-        seed = _seed(self.run.recipe.train.seed, "rollout", self.done, attempt)
+        seed = seed_of(self.run.recipe.train.seed, "rollout", self.done, attempt)
         collector = self.collector
         rollout = self.run.recipe.rollout
         answers = collector.answers(asked, rollout.num_rollouts, seed, tally)
@@ -146,7 +146,7 @@ class Rounds:
         found: list[list[int]] = []
         for epoch in range(rollout.epochs):
             number = self.done * rollout.epochs + epoch
-            order = sorted(families, key=lambda key: _seed(train.seed, "order", number, *key))
+            order = sorted(families, key=lambda key: seed_of(train.seed, "order", number, *key))
             parts = min(rollout.steps, len(order))
             for k in range(parts):
                 own = [i for key in order[k * len(order) // parts : (k + 1) * len(order) // parts] for i in families[key]]
@@ -194,6 +194,6 @@ def asked_of(unit: Encoded, example: Any) -> Asked:
     return Asked(unit, example)
 
 
-def _seed(*parts: object) -> int:
+def seed_of(*parts: object) -> int:
     """A number below 2**63 that depends on these alone."""
     return int.from_bytes(hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "little") >> 1

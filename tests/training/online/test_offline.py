@@ -1,0 +1,52 @@
+"""A round in one program, and the same round in three: sampled, judged, trained on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.training.online.rig import PROMPTS, VOWELS, logged, make, recipe
+from tests.training.test_resume import train
+from valence.training.online.rounds import seed_of
+from valence.training.reward_rows import score_by_reward
+from valence.training.sample_rows import Draws, sample_rows
+
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "grpo": ("grpo", {"convert": "scores_to_rankings"}, {}),
+    "rloo": ("rloo", {"convert": "scores_to_rankings"}, {"loss": {"kl_beta": 0.0}}),
+    "rejection": ("sft", {"convert": "best_to_demonstrations", "top_n": 2}, {"rollout": {"top_n": 2}}),
+    "online_dpo": ("dpo", {"convert": "scores_to_pairs"}, {}),
+}
+"""Online method: the one on stored answers, its data section, and what else the online recipe says."""
+
+
+@pytest.mark.parametrize("method", CASES)
+def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(method: str, tmp_path: Path) -> None:
+    make(tmp_path)
+    stored, data, more = CASES[method]
+    own = {"model": {"dtype": "float64"}, "train": {"batch_size": len(PROMPTS), "max_steps": 1}}
+    online = recipe(tmp_path, method, **own, data={"eval": []}, eval={}, **more)
+    online["eval"] = {}
+    run, _ = train(online)
+    assert run.sampler is not None
+    first = [PROMPTS[i] for i in run.sampler.epoch(0)]
+    (tmp_path / "first.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first))
+
+    offline = {"model": online["model"], "train": online["train"] | {"batch_size": 100}} | {
+        "method": stored, "data": {"train": str(tmp_path / "scored.jsonl"), "max_length": 128, **data},
+        "run": {"dir": str(tmp_path / "offline")},
+    }  # fmt: skip
+    (tmp_path / "start.yaml").write_text(yaml.safe_dump(offline))
+    draws = Draws(n=4, max_new_tokens=6, seed=seed_of(0, "rollout", 0, 0))
+    sample_rows(str(tmp_path / "start.yaml"), tmp_path / "answers.jsonl", draws, data=[str(tmp_path / "first.jsonl")], quiet=True)
+    score_by_reward([str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS], quiet=True)
+    again, _ = train(offline)
+    ours, theirs = logged(tmp_path)[0], logged(tmp_path, "offline")[0]
+    assert ours["grad_norm"] > 1e-3
+    for name in ("loss", "grad_norm"):
+        assert ours[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9), name
+    assert again.step == 1
