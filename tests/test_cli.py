@@ -13,6 +13,7 @@ import torch
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli
+from valence.training.methods import ONLINE
 
 ROWS = [
     {"prompt": [{"role": "user", "content": f"question {i}"}], "completion": f"answer {i * 7}", "label": i % 3 == 0}
@@ -176,6 +177,31 @@ def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kto" in capsys.readouterr().err
 
 
+def test_losses_explains_what_a_reward_makes_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("losses") == 0
+    assert "rejection, online_dpo" in " ".join(capsys.readouterr().out.split())
+    for name in ONLINE:
+        assert valence("losses", name) == 0
+        shown = capsys.readouterr().out
+        assert "With a reward" in shown
+        assert "prompts alone" in shown
+        assert all(f"loss.{setting}" in shown for setting in ONLINE[name].settings.model_fields)
+    for name, has, lacks in (("rejection", "The loss is sft", "answers to imitate"), ("kto", "online_kto", "rejection"),
+                             ("sft", "rejection", "online"), ("bradley_terry", "pairs", "With a reward")):  # fmt: skip
+        assert valence("losses", name) == 0
+        shown = capsys.readouterr().out
+        assert has in shown
+        assert lacks not in shown
+
+
+def test_losses_tells_the_settings_that_a_reward_adds(capsys: pytest.CaptureFixture[str]) -> None:
+    for name, more in (("rloo", {"kl_beta"}), ("kto", {"thumbs_up", "thumbs_quantile"}), ("grpo", set[str]())):
+        assert valence("losses", name) == 0
+        stored, own = capsys.readouterr().out.split("With a reward")
+        assert {setting for setting in ("kl_beta", "thumbs_up", "thumbs_quantile", "pairs") if f"loss.{setting}" in own} == more
+        assert not any(f"loss.{setting}" in stored for setting in more)
+
+
 @pytest.mark.parametrize(("words", "said"), [
     (("train", "nowhere.yaml"), "nowhere.yaml"),
     (("train", "recipe.yaml", "train.sed=1"), "seed"),
@@ -192,6 +218,9 @@ def test_losses_lists_and_explains(capsys: pytest.CaptureFixture[str]) -> None:
     (("export", "recipe.yaml", "recipe.yaml/model"), "cannot be made"),
     (("export", "recipe.yaml", "/proc/zz"), "cannot be made"),
     (("check", "recipe.yaml", "train.epochs=1e308"), "train.epochs"),
+    (("check", "recipe.yaml", "reward=null"), "write [] for none"),
+    (("sample", "model", "rows.jsonl", "--out", "answers.jsonl"), "--data rows.jsonl"),
+    (("score", "--reward", "exact_match", "--out", "scored.jsonl"), "give --data FILE"),
 ])  # fmt: skip
 def test_a_mistake_is_one_message_and_status_2(
     words: tuple[str, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]

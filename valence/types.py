@@ -165,7 +165,8 @@ class Prompt:
 
     @property
     def id(self) -> str:
-        return content_id("prompt", self.prompt)
+        more = (dict(self.info),) if self.info else ()  # what a reward reads: two rows may ask the same and want other answers
+        return content_id("prompt", self.prompt, *more)
 
 
 Example = Judgement | Preference | Demonstration | Ranking | Prompt

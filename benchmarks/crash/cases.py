@@ -123,5 +123,6 @@ CASES = (
     Case("dpo, 2 that share it", "dpo", "pairs", False, MANY_BATCHES | SPLIT, processes=2),
 )
 QUICK = (
-    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models", "dpo, 2 that share it", "own answers, ppo",
+    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models",
+    "dpo, 2 that share it", "own answers, ppo",
 )  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tests.docs.blocks import ROOT
@@ -12,9 +12,8 @@ from valence.config.describe import SettingRow, settings_table
 from valence.data.kinds import WORDS
 from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
-from valence.training.explain import Doc, facts, read_doc, switch
+from valence.training.explain import Doc, facts, loss_name, own_doc, read_doc, switch
 from valence.training.methods import METHODS, ONLINE, Method
-from valence.training.online.makers import Credited
 
 PAGE = ROOT / "docs" / "losses.md"
 HEAD = """\
@@ -83,6 +82,11 @@ CREDIT_HEAD = """\
 With a [`reward`](settings.md), rows are prompts that the policy answers itself, and these take the place of the *Advantage*
 above: `R` is the reward, over all answers of a round. Their settings are those of the method.
 """
+MAKER_HEAD = """\
+## Rows of the policy's own answers
+
+With a reward, other methods make rows of the answers to a prompt, and train on these with the loss that their name ends in.
+"""
 SHOWN = {
     "rows": "Rows", "reference": "Reference model", "average": "Average", "reads": "Reads", "advantage": "Advantage",
     "first step": "First step", "implicit reward": "Implicit reward (`rewards/*`)", "modifiers": "Modifiers",
@@ -100,6 +104,10 @@ def page() -> str:
         parts += [f"## Methods that read {words}\n", *sections] if sections else []
     parts += [MODIFIERS_HEAD, *(_modifier(name) for name in MODIFIERS)]
     parts += [CREDIT_HEAD, *(_credit(fn) for fn in dict.fromkeys(CREDITS.values()))]
+    parts += [
+        MAKER_HEAD,
+        *(_maker(fn) for fn in dict.fromkeys(m.makes.fn for m in ONLINE.values() if m.name not in CREDITS and m.makes)),
+    ]
     return re.sub(r"@(\w+)", r"[\1](#\1)", "\n".join(parts))
 
 
@@ -137,10 +145,21 @@ def _modifier(name: str) -> str:
 
 def _credit(fn: Callable[..., Any]) -> str:
     takers = [name for name, credit in CREDITS.items() if credit is fn]
-    own = Credited(fn).settings
-    rows = [row for row in settings_table(ONLINE[takers[0]].settings, "loss.") if _name(row) in own]
-    told = "For " + ", ".join(f"@{name}" for name in takers) + ".\n"
-    parts = [f"### Of {', '.join(takers)}\n", _described(read_doc(fn.__doc__ or "")), told]
+    return _made(takers, f"Of {', '.join(takers)}", ", ".join(f"@{name}" for name in takers))
+
+
+def _maker(fn: Callable[..., Any]) -> str:
+    takers = [name for name, method in ONLINE.items() if method.makes and method.makes.fn is fn]
+    first, more = takers[0], " and the like" if len(takers) > 1 else ""
+    return _made(takers, f"Of {first}{more}", ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in takers))
+
+
+def _made(takers: Sequence[str], title: str, told: str) -> str:
+    """What becomes of a round's answers, and the settings of that."""
+    method = ONLINE[takers[0]]
+    own = method.makes.settings if method.makes else {}
+    rows = [row for row in settings_table(method.settings, "loss.") if _name(row) in own]
+    parts = [f"### {title}\n", _described(own_doc(method)), f"For {told}.\n"]
     return "\n".join([*parts, table(rows) if rows else "No settings of its own.\n"])
 
 

@@ -133,7 +133,7 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
 @pytest.mark.parametrize(("given", "said"), [
     ("[1.0]", "gave 1 numbers for 2 answers"),
     ("[1.0, 2.0, 3.0]", "gave 3 numbers for 2 answers"),
-    ("None", "gave a NoneType"),
+    ("None", "is there no `return`?"),
     ("1.0", "gave a float"),
     ("'12'", "gave a str"),
     ("{0: 1.0, 1: 2.0}", "gave a dict"),

@@ -111,7 +111,7 @@ def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> No
 
 @pytest.mark.parametrize(("target", "settings", "said"), [
     ("model", {}, "this model answers; it gives no scores"),
-    ("judge", {"atribute": "x"}, "reward.0.settings.atribute: Extra inputs are not permitted"),
+    ("judge", {"atribute": "x"}, "reward.0.settings.atribute: there is no such setting"),
     ("judge", {"attribute": "honest"}, "the model scores clear, kind, not honest"),
     ("judge", {}, "the model scores clear, kind"),
     ("judge", {"attribute": "kind", "normalised": True}, "no mean and deviation are saved"),

@@ -115,7 +115,7 @@ def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize(("rule", "settings", "said"), [
-    ("length", {"mots": 3}, "reward.0.settings.mots: Extra inputs are not permitted"),
+    ("length", {"mots": 3}, "reward.0.settings.mots: there is no such setting"),
     ("length", {"most": "3"}, "reward.0.settings.most: Input should be a valid integer"),
     ("length", {"most": -1}, "reward.0.settings.most"),
     ("length", {"least": 5, "most": 3}, "reward.0.settings.most: no length is at least 5 and at most 3"),

@@ -125,6 +125,7 @@ def test_what_a_server_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest
     log = (folder / "vllm.log").read_text()
     assert "('VLLM_SERVER_DEV_MODE', '1')" in log
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
+    assert "--no-enable-chunked-prefill" in log
     assert "('RANK', '7')" not in log
     assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
     assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out

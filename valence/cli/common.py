@@ -91,7 +91,7 @@ def table_of_settings(*columns: str) -> Table:
     table = Table(box=None, pad_edge=False)
     table.add_column("setting", no_wrap=True)
     for column in columns:
-        table.add_column(column)
+        table.add_column(column, overflow="fold")
     return table
 
 

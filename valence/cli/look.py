@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
 from valence.cli.common import Overrides, RecipeArg, app, console, table_of_settings
+
+if TYPE_CHECKING:
+    from valence.training.explain import Doc
+    from valence.training.methods import Method
 
 
 @app.command()
@@ -27,30 +32,64 @@ def inspect(
 
 
 @app.command()
-def losses(name: Annotated[str | None, typer.Argument(help="One loss, with its settings.")] = None) -> None:
-    """List the losses, or explain one."""
-    from valence.config.describe import settings_table
-    from valence.training.explain import facts, read_doc
-    from valence.training.methods import METHODS, method_of
+def losses(name: Annotated[str | None, typer.Argument(help="One loss or method, with its settings.")] = None) -> None:
+    """List the losses, or explain one; also methods that there are with a reward only, as `rejection`."""
+    from valence.training.explain import read_doc
+    from valence.training.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
-    if name is None:
-        table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
-        for method in METHODS.values():
-            summary = read_doc(method.loss.fn.__doc__ or "").summary
-            table.add_row(method.name, plural(method.kind), "yes" if method.needs_reference else "no", escape(summary))
-        console.print(table)
+    if name is not None:
+        _explain(METHODS.get(name) or method_of(name, online=True))
         return
-    method = method_of(name)
-    doc = read_doc(method.loss.fn.__doc__ or "")
-    for part in filter(None, (doc.summary, doc.formula, doc.source)):
-        console.print(f"{part}\n", markup=False, highlight=False)
+    table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
+    for method in METHODS.values():
+        summary = read_doc(method.loss.fn.__doc__ or "").summary
+        table.add_row(method.name, plural(method.kind), "yes" if method.needs_reference else "no", escape(summary))
+    console.print(table)
+    console.print(f"\nWith a reward, on the policy's own answers to prompts: {', '.join(ONLINE)}.", markup=False, highlight=False)
+
+
+def _explain(method: Method) -> None:
+    """A method, and what a reward makes of it or of its loss."""
+    from valence.training.explain import added, facts, loss_name, own_doc, own_facts, read_doc, with_reward
+
+    own, doc = with_reward(method), read_doc(method.loss.fn.__doc__ or "")
+    if method.online:
+        _say("With a reward: the policy answers prompts, and learns from the verdicts.", own_doc(method))
+        _say(f"The loss is {loss_name(method)}:")
+    _say(doc)
+    _facts(facts(method))
+    _settings(method)
+    if method.online or own is None:
+        return
+    console.print()
+    _say(f"With a reward (method: {own.name}), on the policy's own answers to prompts:", own_doc(own))
+    _facts(own_facts(own))
+    _settings(own, added(own))
+
+
+def _say(*said: str | Doc) -> None:
+    for each in said:
+        for part in filter(None, (each,) if isinstance(each, str) else (each.summary, each.formula, each.source)):
+            console.print(f"{' '.join(part.split())}\n", markup=False, highlight=False)
+
+
+def _facts(found: Mapping[str, str]) -> None:
     told = Table(box=None, pad_edge=False, show_header=False)
     told.add_column(no_wrap=True)
-    for heading, words in facts(method).items():
+    for heading, words in found.items():
         told.add_row(heading, escape(words))
     console.print(told)
+
+
+def _settings(method: Method, only: Collection[str] | None = None) -> None:
+    """A table of those of its loss, or of the ones with these names; nothing where there are none."""
+    from valence.config.describe import settings_table
+
+    rows = [line for line in settings_table(method.settings, "loss.") if only is None or line.name.split(".")[1] in only]
+    if not rows:
+        return
     table = table_of_settings("type", "default", "meaning")
-    for line in settings_table(method.settings, "loss."):
+    for line in rows:
         table.add_row(*map(escape, (line.name, line.type, line.default, line.meaning)))
     console.print(table)

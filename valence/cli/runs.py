@@ -196,7 +196,9 @@ def score(
 
             score_rows(target, data, out, overrides=every, beta=beta, tokens=tokens, column=column, **how, group=group)
         else:
-            target = _filled(target, any((data, out, reward, ours, beta, tokens, format, fresh, column != "valence")))
+            target = _filled(
+                target, any((data, out, reward, ours, beta, tokens, format, fresh, column != "valence")), bool(reward)
+            )
             from valence.training.score import score as fill
 
             fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=command_line(), group=group)
@@ -217,8 +219,11 @@ def _by_reward(target: str | None, reward: list[str] | None, overrides: list[str
     return True
 
 
-def _filled(target: str | None, for_rows: bool) -> str:
+def _filled(target: str | None, for_rows: bool, reward: bool) -> str:
     """The recipe whose reference cache is filled. Raises UserError unless `score` was called so."""
+    if reward:
+        fix = "give --data FILE and --out FILE, and not --verify"
+        raise UserError("--reward judges the answers of rows, and writes them to a file", where="score", fix=fix)
     if for_rows or not target or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
         raise UserError(
             "rows are scored with --data FILE and --out FILE, a recipe's reference cache is filled with neither",

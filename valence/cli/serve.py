@@ -82,7 +82,7 @@ def _service(
     spec = load_reward(target, [*ours, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError("requests have texts, not tokens", where="settings.unit", fix="give settings.unit=characters, or words")
-    if FUNCTION.fullmatch(target) and "completion_ids" in signature(load_function(target, target)).parameters:
+    if FUNCTION.fullmatch(target) and "completion_ids" in signature(load_function(target, "reward")).parameters:
         raise UserError("requests have texts, not tokens", where=target, fix="serve a function without completion_ids")
     loaded = list[str]()
 

@@ -75,6 +75,8 @@ def _remedy(value: object, node: Node) -> str:
         return _remedy_for_text(value, node, types)
     if isinstance(value, float) and "integer" in types and value.is_integer():
         return f"write {int(value)}"
+    if value is None and "array" in types:
+        return "write [] for none"
     if isinstance(value, bool | int | float) and types == {"string"} and not choices_of(node):
         return f'put it in quotes: "{as_yaml(value)}"'
     return _explain(node)

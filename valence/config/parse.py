@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any, cast
 
 from ruamel.yaml import YAML
@@ -79,9 +80,10 @@ def override(given: Given, assignment: str) -> Given:
     name, equals, text = assignment.partition("=")
     parts = name.strip().split(".")
     if not equals or not text.strip() or not all(parts):
-        raise UserError(
-            f"cannot read {assignment!r}", where=COMMAND_LINE, fix="write setting=value, such as train.seed=1 (null for nothing)"
-        )
+        fix = "write setting=value, such as train.seed=1 (null for nothing)"
+        if Path(assignment).is_file():
+            fix = f"name a file behind what reads it: --data {assignment} where the command has this option, or a setting"
+        raise UserError(f"cannot read {assignment!r}", where=COMMAND_LINE, fix=fix)
     path = _resolve(given.values, parts)
     reader = _Reader(COMMAND_LINE, lines=False)
     try:
@@ -247,10 +249,12 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
         if isinstance(values, list) or (values is None and part.isdecimal()):
             items = cast(list[Any], values or [])
             if not part.isdecimal() or int(part) > len(items):
+                inside = items and isinstance(items[0], dict) and not part.isdecimal()
+                such = f", such as {dotted((*path, 0, part))}" if inside else ""
                 raise UserError(
                     f"{dotted(path)} is a list of {len(items)} and has no {part}",
                     where=f"{COMMAND_LINE} ({dotted((*path, part))})",
-                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item)",
+                    fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){such}",
                 )
             path = (*path, int(part))
             values = items[int(part)] if int(part) < len(items) else None

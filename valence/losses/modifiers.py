@@ -175,7 +175,7 @@ def correction(view: Named, *, correction: High | None = 2.0) -> Named:
 
     view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
 
-    correction: largest weight; null to take the sampler for the policy. With a reward, rollout.correction.
+    correction: largest weight; null to take the sampler for the policy.
     """
     assert correction is not None
     for end in ("", "_t"):

@@ -197,6 +197,8 @@ def scores_of(given: Any, number: int, place: str) -> list[Score]:
     """A score for each of so many answers. Raises Failed when what was given is no list of that length."""
     if callable(getattr(given, "tolist", None)):  # of numpy or torch
         given = given.tolist()
+    if given is None:
+        raise Failed(f"gave None ({place}): is there no `return`? A list with a number for each answer is wanted")
     if not isinstance(given, list | tuple):
         raise Failed(f"gave a {type(given).__name__} ({place}); a list with a number for each answer is wanted")
     values = cast(Sequence[Any], given)

@@ -197,6 +197,11 @@ def unknown_rule(name: str) -> UserError:
     return UserError(f"there is no rule {name!r}", fix=f"{hint}rules: {', '.join(RULES)}")
 
 
+def said(error: Mapping[str, Any]) -> str:
+    """What pydantic has against a setting."""
+    return "there is no such setting" if error["type"] == "extra_forbidden" else str(error["msg"])
+
+
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
     """The rule under these settings. Raises UserError for a wrong one, or when its library is missing."""
     try:
@@ -206,7 +211,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         place = ".".join(map(str, (where, *first["loc"])))
         names = ", ".join(settings_of(name).model_fields)
         raise UserError(
-            f"{first['msg']} (reward {name})", where=place, fix=f"its settings are {names}; see `valence rewards {name}`"
+            f"{said(first)} (reward {name})", where=place, fix=f"its settings are {names}; see `valence rewards {name}`"
         ) from error
     try:
         return RULES[name](**{field: getattr(given, field) for field in type(given).model_fields})

@@ -104,7 +104,7 @@ def explained(ours: Rows, theirs: Rows, threshold: float, evidence: Evidence) ->
     if trainer != server and all(evidence.dtypes) and difference(ours, theirs) <= ROUNDED:
         return (
             f"The trainer computes in {trainer} and the server in {server}, which fits a difference of this size",
-            f"start the server with --dtype {trainer}, or raise rollout.max_mismatch and leave rollout.correction on",
+            f"start the server with --dtype {trainer}, or raise rollout.max_mismatch and leave loss.correction on",
         )
     if not evidence.agreed:
         return (

@@ -10,7 +10,7 @@ from valence.data.kinds import WORDS
 from valence.losses.average import Average
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS, Modifier
-from valence.training.methods import Method, setting_docs
+from valence.training.methods import METHODS, ONLINE, Method, setting_docs
 
 AVERAGES: dict[Average, str] = {
     "token_mean": "over the trained tokens of the step",
@@ -57,6 +57,27 @@ def switch(modifier: Modifier) -> str:
     return next(iter(modifier.settings))
 
 
+def loss_name(method: Method) -> str:
+    """What the loss is called that the method trains with."""
+    return next(name for name, other in METHODS.items() if other.loss is method.loss)
+
+
+def with_reward(method: Method) -> Method | None:
+    """The method that trains with the same loss on the policy's own answers, if there is one."""
+    return next((own for own in ONLINE.values() if own.loss is method.loss), None)
+
+
+def own_doc(method: Method) -> Doc:
+    """What the answers of a round become, of a method that learns from the policy's own."""
+    return read_doc(method.makes.fn.__doc__ or "" if method.makes else "")
+
+
+def added(method: Method) -> set[str]:
+    """Settings that such a method has beside those of its loss, or with another default."""
+    bare = METHODS[loss_name(method)].settings.model_fields
+    return {n for n, field in method.settings.model_fields.items() if n not in bare or bare[n].default != field.default}
+
+
 def facts(method: Method) -> dict[str, str]:
     """What follows from the method's row, and what its guide says, by heading. What does not apply is left out."""
     loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
@@ -66,17 +87,36 @@ def facts(method: Method) -> dict[str, str]:
         "reference": _reference(method),
         "average": AVERAGES.get(loss.average, loss.average),
         "reads": doc.tensors,
-        "advantage": _line(loss.credit.__doc__ or "") if loss.credit else "",
+        "advantage": _line(loss.credit.__doc__ or "") if loss.credit and not method.online else "",
         "first step": _first_step(method),
         "implicit reward": re.split(r"[:.]$|: ", _line(loss.reward.__doc__ or ""))[0] if loss.reward else "",
         "modifiers": ", ".join(f"`{switch(MODIFIERS[name])}`" for name in loss.modifiers) or "none",
         "when": guide.when if guide else "",
         "curves": guide.curves if guide else "",
     }
+    found |= own_facts(method) if method.online else {}
     return {heading: text for heading, text in found.items() if text}
 
 
+def own_facts(method: Method) -> dict[str, str]:
+    """Those of a method that learns from the policy's own answers, beside what it shares with its loss."""
+    reads = method.makes.reads if method.makes else ()
+    needed = method.asks_reference or "ref_t" in reads
+    found = {
+        "rows": "prompts alone; other columns reach the reward",
+        "reference": "yes" if needed else "to log the divergence, unless `rollout.measure_kl` is off",
+        "answers": f"`rollout.num_rollouts` to each prompt, {method.least_rollouts} or more",
+    }
+    if "top_n" in reads:
+        found["answers"] += "; the `rollout.top_n` best are trained on"
+    if method.fills:
+        found["answers"] += "; prompts whose answers all have the same reward are replaced by others"
+    return found
+
+
 def _columns(method: Method) -> str:
+    if method.online:
+        return ""
     more = ["`margin`"] if "margin" in method.loss.reads else []
     more += ["`soft`"] if "smoothing" in method.loss.modifiers else []
     return f", which may have {' and '.join(more)}" if more else ""
@@ -90,7 +130,7 @@ def _reference(method: Method) -> str:
 
 def _first_step(method: Method) -> str:
     """Where a step goes as long as policy and reference agree, or all scores are 0."""
-    sides, moves = SIDES.get(method.kind, {}), SCORES if method.of_scores else MOVES
+    sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.of_scores else MOVES
     return ", ".join(f"{sides.get(side, side)} {moves[direction]}" for side, direction in method.loss.direction.items())
 
 

@@ -127,9 +127,9 @@ def method_of(name: str, online: bool = False) -> Method:
     if name in ONLINE:
         raise UserError(f"{name} learns from the policy's own answers, and nothing judges them", where="method", fix="set reward")
     if name in METHODS:
-        named = [other for other in (f"online_{name}", *CREDITS) if other in ONLINE]
+        named = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]
         what = f"{name} learns from the answers of its rows, not from the policy's own"
-        raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named)} or rejection")
+        raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}")
     every = {**METHODS, **ONLINE}
     near = get_close_matches(str(name), every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""

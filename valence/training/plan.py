@@ -155,8 +155,9 @@ def describe(plan: Plan) -> list[str]:
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
     } | ({"gathered weights": memory.gathered} if memory.gathered else {})
+    rows = len(prepared.corpora["train"].units)
     lines = [
-        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {len(units)} {plural(method.kind)})",
+        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} {plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch; {plan.micro_batch_tokens:,} at once"
         + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}, {trained}{narrow}",
@@ -168,8 +169,8 @@ def describe(plan: Plan) -> list[str]:
         up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))
         lines.append(f"class weights: auto sets desirable_weight to {up:.4g} and undesirable_weight to {down:.4g}")
     for part in prepared.mixed:
-        rows = f"{len(part.sampler.units)} {plural(part.method.kind)}, {part.sampler.batch_size} a step, weight {part.weight:g}"
-        lines.append(f"mix: {part.method.name} on {rows}")
+        mixed = f"{len(part.sampler.units)} {plural(part.method.kind)}, {part.sampler.batch_size} a step, weight {part.weight:g}"
+        lines.append(f"mix: {part.method.name} on {mixed}")
     if plan.free is not None and total > plan.free:
         lines.append(f"that is more memory than is free: {_gigabytes(plan.free)}")
     if longest > plan.micro_batch_tokens:

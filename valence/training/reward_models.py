@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,9 @@ from valence.config.load import LISTS, load_recipe
 from valence.data.encode import Encoder, Unusable
 from valence.data.pack import collate, pack
 from valence.errors import UserError
+from valence.reward.build import KINDS
 from valence.reward.calls import Backend
+from valence.reward.rules import said
 from valence.reward.threads import Raised, in_thread
 from valence.training.judges import Numbers, Rewards, load_judge
 from valence.training.methods import method_of
@@ -118,7 +121,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
     except ValidationError as error:
         first = error.errors()[0]
         place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
-        raise UserError(f"{first['msg']} (reward model {target})", where=place, fix=f"its settings are {names}") from error
+        raise UserError(f"{said(first)} (reward model {target})", where=place, fix=f"its settings are {names}") from error
     model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
     ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
     ours += [f"data.max_length={given.max_length}", f"data.as_chat={str(given.as_chat).lower()}", "reference.cache=off"]
@@ -129,13 +132,19 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
         run = Path(target) if is_run(target) else None
         judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
     except UserError as error:
-        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=error.fix) from error
+        fix = error.fix if Path(target).exists() or "/" in target else f"{_meant(target)}name {KINDS}"
+        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
     if not isinstance(judge, Rewards):
         what = "this model answers; it gives no scores"
         fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
         raise UserError(what, where=f"{where}.reward: {target}", fix=fix)
     _check(judge, given, f"{where}.settings")
     return ModelScores(target, judge, encoder, given)
+
+
+def _meant(target: str) -> str:
+    """Of what is no folder and cannot be loaded: a host without its scheme."""
+    return f"write http://{target} for a server; " if re.fullmatch(r"[\w.-]+:\d+", target) else ""
 
 
 def _check(judge: Rewards, settings: Settings, where: str) -> None:

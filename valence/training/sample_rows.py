@@ -117,7 +117,7 @@ def sample_rows(
             lines.agree(facts)
         if not quiet:
             here = "" if recipe.rollout.engine == "hf" else " (to be sampled in this process, not by a server)"
-            said = f"{number(len(prompts))} prompts, {n} answers each; loading {target}{here}"
+            said = f"{number(len(prompts))} prompts, {n} {'answer' if n == 1 else 'answers'} each; loading {target}{here}"
             console.print(said, markup=False, highlight=False, soft_wrap=True)
         run = open_run(target, overrides, group=group, at=at, console=console)
         writer = _Writer(run, prompts, n, how, lines, group, window, at_once)

@@ -23,6 +23,7 @@ from valence.engine.models import DTYPES, load_tokenizer
 from valence.engine.quantized import check_library
 from valence.errors import UserError
 from valence.training.methods import Method, method_in, method_of, reads_reference
+from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
 from valence.types import Answer, Encoded, Example
 
@@ -309,6 +310,7 @@ def _check(prepared: Prepared) -> None:
     for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
         if named:
             must_exist(named, setting)
+    check_rewards(recipe)
     check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
     if recipe.model.quantize:
         check_library()

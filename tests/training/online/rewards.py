@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from valence.types import Completion
@@ -35,3 +38,22 @@ def broken(completions: Sequence[Completion], **_: Any) -> list[float]:
 def of_info(completions: Sequence[Completion], **_: Any) -> list[float]:
     """1 where what comes with the prompt says so."""
     return [float(each.info["wanted"] == each.index) for each in completions]
+
+
+def wanted(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Notes what comes with each prompt."""
+    asked.extend(str(each.info["wanted"]) for each in completions)
+    return vowels(completions)
+
+
+calls: list[int] = []
+"""Answers of each call of ``hanging``."""
+
+
+def hanging(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Does not come back from its second call, of which the file that MARK names tells."""
+    calls.append(len(completions))
+    if len(calls) == 2:
+        Path(os.environ["MARK"]).touch()
+        time.sleep(55)
+    return vowels(completions)

@@ -169,3 +169,15 @@ def test_no_reference_is_loaded_where_nothing_asks_for_one(place: Path) -> None:
         assert not any(name == "kl" or name == "eval/kl" for row in logged(place) for name in row)
     run, _ = train(recipe(place, rollout={"measure_kl": False}, loss={"kl_weight": 0.1}, train={"max_steps": 2}), fresh=True)
     assert run.reference is not None
+
+
+@pytest.mark.parametrize(("reward", "said"), [
+    ("tests.training.online.rewards:vowel", "vowel"), ("lenght", "did you mean length"), ("no_such_package:fn", "no_such_pack"),
+    ({"reward": "length", "settings": {"most": -1}}, "most"), ({"reward": "vader", "token_env": "X"}, "only servers take a"),
+])  # fmt: skip
+def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
+    reward: Any, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded"))
+    with pytest.raises(UserError, match=said):
+        valence.train(recipe(place) | {"reward": reward})

@@ -25,6 +25,7 @@ from valence.training.evaluate import Evaluation, as_text
 from valence.training.memory import with_memory
 from valence.training.online.makers import Answered, Maker
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
+from valence.training.signals import Interrupted
 from valence.types import Batch, Chat, Completion, Encoded, Mean, Prompt, Reward, Score
 
 if TYPE_CHECKING:
@@ -110,6 +111,7 @@ class Collector:
         reads, rollout = self._makes.reads, self.rollout
         several = self.method.follows_policy and rollout.epochs * rollout.steps > 1  # the policy moves within the round
         old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
+        old = old or rollout.top_p < 1  # what a sampler says is then of a part of the tokens, and not to be compared with all
         wanted = {"old": old, "ref": self.run.reference is not None, "value": "value_t" in reads}
         return tuple(name for name, it in wanted.items() if it)
 
@@ -155,12 +157,14 @@ class Collector:
                 bar.update(done)
                 self._look_out()
 
-            with self._patient():
+            own: list[list[Any]] | None = None
+            with self._patient(), self._unless_stopped():
                 found = self._begun(prompts, n) if ours and not held_out else None
                 if found is None:
                     found = generator.generate(prompts, n, self._how(seed), first=ours.start, progress=advance) if ours else []
-        own = [[_packed(each) for each in answers] for answers in found]
-        every = [answers for part in ([own] if run.divided else gathered(run.world, own)) for answers in part]
+                own = [[_packed(each) for each in answers] for answers in found]
+        told = self._of_all(own)
+        every = [answers for part in (told[:1] if run.divided else told) for answers in part]  # there all have the same
         return [
             [self._told(each, k, *packed) for k, packed in enumerate(answers)] for each, answers in zip(asked, every, strict=True)
         ]
@@ -198,8 +202,28 @@ class Collector:
         return range(start, start + each + (world.rank < rest))
 
     def _look_out(self) -> None:
-        if self.run.world.size == 1 and self.run.stop.requested:
+        """Where processes need each other for every token, none leaves by itself."""
+        alone = self.run.world.size == 1 or not self.run.divided
+        if alone and self.run.stop.requested:
             raise self.run.stop.ended()
+
+    @contextmanager
+    def _unless_stopped(self) -> Iterator[None]:
+        """A process that was asked to stop leaves the block; ``_of_all`` then tells the others."""
+        try:
+            yield
+        except Interrupted as error:
+            if error.at_once:
+                raise
+
+    def _of_all(self, own: list[Any] | None) -> list[list[Any]]:
+        """What each process has (None: it was stopped before). Raises Interrupted in all of them when one was stopped."""
+        told: list[list[Any] | None] = gathered(self.run.world, own)
+        found = [part for part in told if part is not None]
+        if len(found) < len(told):
+            self.run.stops()
+            raise self.run.stop.ended()
+        return found
 
     def _told(self, asked: Asked, index: int, *packed: Any) -> Completion:
         tokens, logps, text, stop, version, versions = packed
@@ -219,14 +243,14 @@ class Collector:
         ours = self._share_of(len(flat))
         with tally.timing("reward"), Progress(run.console, "judging", len(ours), quiet=run.quiet, brief=True) as bar:
             own = self._judge(flat[ours.start : ours.stop], bar)
-        if run.world.size > 1:
-            told = gathered(run.world, [[each.value, dict(each.parts), each.error] for each in own])
-            own = [Score(value, parts, error) for part in told for value, parts, error in part]
-        self._budget(own, tally)
-        found = iter(own)
+        told = self._of_all(None if own is None else [[each.value, dict(each.parts), each.error] for each in own])
+        every = [Score(value, parts, error) for part in told for value, parts, error in part]
+        self._budget(every, tally)
+        found = iter(every)
         return [[next(found) for _ in each] for each in answers]
 
-    def _judge(self, answers: Sequence[Completion], bar: Progress) -> list[Score]:
+    def _judge(self, answers: Sequence[Completion], bar: Progress) -> list[Score] | None:
+        """None: it was stopped."""
         done = 0
 
         def advance(came: int) -> None:
@@ -234,12 +258,12 @@ class Collector:
             done += came
             bar.update(done)
 
-        alone = self.run.world.size == 1
         try:
-            with self._patient():
-                return score_all(self.reward, answers, progress=advance, stop=lambda: alone and self.run.stop.requested)
+            with self._patient(), self._unless_stopped():
+                return score_all(self.reward, answers, progress=advance, stop=lambda: self.run.stop.requested)
         except Stopped:
-            raise self.run.stop.ended() from None
+            pass
+        return None
 
     def _share_of(self, count: int) -> range:
         """The answers that this process has judged."""

@@ -19,6 +19,16 @@ from valence.types import Encoded, Prompt
 if TYPE_CHECKING:
     from valence.training.loop import Run
 
+SAME = (
+    "the answers to each prompt are worth the same",
+    "look at the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
+)
+UNPAIRED = (
+    "their answers are all to one prompt or all alike, and each is measured behind a prompt of another one",
+    "raise train.batch_size, or give more prompts; online_apo_zero_unpaired does without",
+)
+"""Why a round cannot be trained on, and what would help."""
+
 
 class Rounds:
     """The rounds of a run. ``done``: rounds that were sampled; ``consumed``: prompts that were answered, over all epochs;
@@ -75,6 +85,7 @@ class Rounds:
         run, rollout, method = self.run, self.run.recipe.rollout, self.run.prepared.method
         assert method.makes is not None
         kept: list[Answered] = []
+        why: tuple[str, str] = SAME
         for attempt in range(rollout.max_resample + 1):
             found = self._answered(self._take(run.recipe.train.batch_size - len(kept)), attempt, tally)
             kept += [each for each in found if not (method.fills and each.tied)]
@@ -83,12 +94,9 @@ class Rounds:
             units = method.makes(self._measured(kept, tally), rollout, self._settings) if kept else []
             if units and self._paired(units):
                 return units
-            kept = []
-        raise UserError(
-            f"{rollout.max_resample + 1} rounds in a row had nothing to teach: the answers to each prompt are worth the same",
-            where=f"step {run.step}",
-            fix="look at the reward and the prompts, or raise rollout.num_rollouts or rollout.temperature",
-        )
+            kept, why = [], UNPAIRED if units else SAME
+        what = f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {why[0]}"
+        raise UserError(what, where=f"step {run.step}", fix=why[1])
 
     @property
     def _settings(self) -> dict[str, Any]:

@@ -10,13 +10,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from valence.config.schema import Recipe
 from valence.data.pack import collate, pack
 from valence.engine.adapters import adapted
+from valence.engine.memory import out_of_memory
 from valence.errors import UserError
 from valence.reward.build import reward_of
 from valence.rollout import HFGenerator, Sampling
 from valence.rollout.protocol import Named, Pair, Served
-from valence.types import Answer, Completion, Encoded, Origin, Reward
+from valence.types import Answer, Completion, Encoded, Origin, Reward, Score
 
 if TYPE_CHECKING:
     from valence.rollout.servers import Server
@@ -61,8 +63,14 @@ class InProcess:
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
     ) -> Answers:
         self.generator.version = self.run.step
-        with self.policy.stock():
-            return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
+        try:
+            with self.policy.stock():
+                return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            what, fix = "out of memory while sampling", "lower it, or rollout.max_new_tokens"
+            raise UserError(what, where=f"rollout.at_once: {self.generator.batch_size}", fix=fix) from error
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
         raise UserError("this process samples, and cannot train meanwhile", where="rollout.ahead", fix="remove it")
@@ -218,6 +226,26 @@ def _unit(prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
 def sampler_of(run: Run) -> Sampler:
     """What the recipe's ``rollout.engine`` names."""
     return InProcess(run) if run.recipe.rollout.engine == "hf" else OnServer(run)
+
+
+def check_rewards(recipe: Recipe) -> None:
+    """Raises UserError for rewards that cannot be found, or called. Models are not loaded for it."""
+    if recipe.reward:
+        reward_of(recipe.reward, model=lambda name, settings, where: Unloaded())
+
+
+class Unloaded:
+    """Stands for a reward model that is there."""
+
+    @property
+    def identity(self) -> None:
+        """Nothing is kept of it."""
+
+    async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        pass
 
 
 def reward_in(run: Run) -> Reward:

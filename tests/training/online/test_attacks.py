@@ -1,0 +1,220 @@
+"""Runs on their own answers, where others would try to break them: rows, distributions, one step's gradient by hand, signals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM
+
+from tests.training.online import rewards
+from tests.training.online.rig import PROMPTS, logged, make, recipe
+from tests.training.test_resume import killed, train, weights
+from valence.errors import UserError
+from valence.training.online.collect import Collector
+from valence.training.step import Objective
+
+
+def alone(place: Path, method: str = "grpo", **changes: Any) -> dict[str, Any]:
+    """A recipe without held-out prompts."""
+    found = recipe(place, method, **changes, data={"eval": []})
+    return found | {"eval": {}}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make(tmp_path)
+    return tmp_path
+
+
+def prompts(place: Path, rows: list[dict[str, Any]]) -> None:
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+# ---------------------------------------------------------------------- rows
+
+
+def test_the_same_prompt_with_other_columns_is_another_row(place: Path) -> None:
+    """The reward reads the columns of the row that was asked, not those of the last one with that prompt."""
+    prompts(place, [{"prompt": "hey", "wanted": k} for k in range(3)])
+    settings = alone(place, reward="tests.training.online.rewards:wanted", train={"max_steps": 1})
+    rewards.asked.clear()
+    train(settings)
+    assert sorted(rewards.asked) == sorted(str(k) for k in range(3) for _ in range(4))
+
+
+def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
+    """A run that goes on would otherwise be judged by other answers than it began with."""
+    settings = alone(place, reward="tests.training.online.rewards:of_info")
+    killed(settings, 3)
+    prompts(place, [row | {"wanted": 1 - row["wanted"]} for row in PROMPTS])
+    with pytest.raises(UserError, match=r"7 are new.*7 are gone or have changed"):
+        train(settings)
+
+
+def test_a_round_of_one_prompt_cannot_be_paired(place: Path) -> None:
+    """online_kto measures answers behind prompts that they do not answer; there are none, whatever the rewards."""
+    settings = alone(place, "online_kto", train={"batch_size": 1}, rollout={"max_resample": 2})
+    with pytest.raises(UserError, match=r"their answers are all to one prompt[^\n]*\n.*raise train\.batch_size"):
+        train(settings)
+
+
+@pytest.mark.parametrize("rows", [PROMPTS[:1], [PROMPTS[0]] * 5, [{"text": "hello"}, {"text": "moon"}]])
+def test_fewer_prompts_than_a_round_are_asked_again(rows: list[dict[str, Any]], place: Path) -> None:
+    """Each time with random numbers of its own."""
+    prompts(place, rows)
+    settings = alone(place, train={"max_steps": 3}, rollout={"steps": 2, "epochs": 2})
+    run, _ = train(settings)
+    whole = logged(place)[0]
+    assert whole["prompts"] == 3
+    assert whole["rollout/tied"] < 1
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+
+
+# ---------------------------------------------------------------------- distributions
+
+
+@pytest.mark.parametrize("method", ["rejection", "grpo"])
+def test_a_policy_that_has_not_moved_is_not_apart_from_its_reference(method: str, place: Path) -> None:
+    """Also where answers are drawn from a part of the tokens, and the sampler's probabilities are not the policy's."""
+    train(recipe(place, method, rollout={"temperature": 0.7, "top_p": 0.7}, train={"max_steps": 1}))
+    before, step = logged(place)
+    assert before["eval/kl"] == pytest.approx(0, abs=1e-9)
+    assert step["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_the_sampler_agrees_with_the_policy_at_its_temperature(place: Path) -> None:
+    train(alone(place, rollout={"temperature": 0.7}, train={"max_steps": 2}))
+    assert [row["sampler/kl"] for row in logged(place)] == pytest.approx([0, 0], abs=1e-6)
+    train(alone(place, rollout={"temperature": 0.7, "top_p": 0.7}, train={"max_steps": 1}), fresh=True)
+    assert logged(place)[0]["sampler/kl"] > 0.01  # what was drawn from has no mass beyond
+
+
+# ---------------------------------------------------------------------- one step by hand
+
+
+def _credit(method: str, rewards: torch.Tensor, apart: torch.Tensor) -> torch.Tensor:
+    """The advantages of the answers to one prompt."""
+    if method == "rloo":
+        worth = rewards - 0.05 * apart
+        return torch.stack([own - (worth.sum() - own) / (len(worth) - 1) for own in worth])
+    centred = rewards - rewards.mean()
+    return centred if method == "dr_grpo" else centred / (rewards.std() + 1e-4)
+
+
+def _gradient(place: Path, method: str, groups: list[Any], how: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+    """Loss and gradient, prompt by prompt and answer by answer, by the papers' formulas."""
+    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float64, attn_implementation="eager")
+    terms: list[torch.Tensor] = []
+    for prompt, answers, worth in groups:
+        logps = []
+        for answer in answers:
+            ids = torch.tensor([[*prompt, *answer.tokens]])
+            every = (model(input_ids=ids).logits[0] / how["temperature"]).log_softmax(-1)
+            logps.append(every[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0])
+        apart = torch.zeros(len(answers), dtype=torch.float64)  # the reference is the policy, before the first step
+        for logp, answer, adv in zip(
+            logps, answers, _credit(method, torch.tensor(worth, dtype=torch.float64), apart), strict=True
+        ):
+            sampler = torch.tensor(answer.logps, dtype=torch.float64)
+            old = logp.detach()
+            if method == "rloo":
+                weight = min(2.0, math.exp(float(old.sum() - sampler.sum())))
+                terms.append(-weight * adv * (logp.sum() - old.sum()).exp()[None])
+            else:
+                terms.append(-(old - sampler).exp().clamp(max=2.0) * adv * (logp - old).exp())
+    if method == "dr_grpo":
+        loss = torch.cat(terms).sum() / (len(terms) * how["max_new_tokens"])
+    elif method == "dapo":
+        loss = torch.cat(terms).mean()
+    else:
+        loss = torch.stack([term.mean() for term in terms]).mean()
+    loss.backward()
+    return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize(("method", "how"), [
+    ("grpo", {"temperature": 1.0}), ("grpo", {"temperature": 0.7, "top_p": 0.9}), ("dr_grpo", {"temperature": 0.7}),
+    ("dapo", {"temperature": 1.0}), ("rloo", {"temperature": 1.0}), ("rloo", {"temperature": 0.7, "top_p": 0.9}),
+])  # fmt: skip
+def test_the_first_gradient_is_that_of_the_formulas(
+    method: str, how: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows ask the same: their answers are two groups. The model norms its layers in float32, whatever its weights are."""
+    prompts(place, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
+    seen: dict[str, Any] = {}
+    judged, learn = Collector.judged, Objective.learn
+
+    def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
+        worth = [[score.value for score in own] for own in scores]
+        seen["groups"] = [
+            (each.unit.prompt_ids, own, own_worth) for each, own, own_worth in zip(asked, answers, worth, strict=True)
+        ]
+        return judged(self, asked, answers, scores, tally)
+
+    def note(self: Objective, outcome: Any) -> None:
+        seen["loss"] = float(outcome.loss)
+        seen["gradient"] = {name: p.grad.clone() for name, p in self.policy.named_parameters() if p.grad is not None}
+        learn(self, outcome)
+
+    monkeypatch.setattr(Collector, "judged", keep)
+    monkeypatch.setattr(Objective, "learn", note)
+    train(alone(
+        place, method, model={"dtype": "float64", "lora": None}, rollout=how, train={"max_steps": 1, "clip_norm": None}
+    ))  # fmt: skip
+    loss, gradient = _gradient(place, method, seen["groups"], {"max_new_tokens": 6, **how})
+    assert seen["loss"] == pytest.approx(loss, rel=1e-7, abs=1e-7)
+    assert len(seen["groups"]) == 3
+    assert len(seen["gradient"]) == len(gradient)
+    for name, own in seen["gradient"].items():
+        (theirs,) = [grad for each, grad in gradient.items() if name.endswith(each)]
+        torch.testing.assert_close(own, theirs, rtol=1e-5, atol=1e-7)
+
+
+# ---------------------------------------------------------------------- killed and stopped
+
+
+def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path) -> None:
+    """Seven of twelve steps end within the second round of four."""
+    more: dict[str, Any] = {"rollout": {"epochs": 2, "steps": 2}}
+    flat = {"schedule": "constant", "warmup": 0}
+    whole, _ = train(alone(place, **more, train={"max_steps": 12, **flat}, run={"dir": str(place / "whole")}))
+    train(alone(place, **more, train={"max_steps": 7, **flat}))
+    again, _ = train(alone(place, **more, train={"max_steps": 12, **flat}))
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert logged(place) == logged(place, "whole")
+
+
+@pytest.mark.dist
+@pytest.mark.xdist_group("dist")
+def test_a_reward_that_hangs_does_not_hold_up_the_end(place: Path) -> None:
+    """Neither of two processes waits for the minute that it may take."""
+    settings = alone(place, reward="tests.training.online.rewards:hanging", train={"max_steps": 3})
+    (place / "recipe.yaml").write_text(yaml.safe_dump(settings))
+    mark = place / "hangs"
+    command = [sys.executable, "-m", "valence", "train", str(place / "recipe.yaml"), "--nproc", "2"]
+    with (place / "said").open("w") as said:
+        run = subprocess.Popen(command, env={**os.environ, "MARK": str(mark)}, stdout=said, stderr=said)
+        try:
+            while run.poll() is None and not mark.exists():
+                time.sleep(0.05)
+            began = time.monotonic()
+            run.send_signal(signal.SIGTERM)
+            status = run.wait(40)
+        finally:
+            run.kill()
+    text = (place / "said").read_text()
+    assert status == 128 + signal.SIGTERM, text
+    assert time.monotonic() - began < 30, text
+    assert "stopped after step 1 of 3; its state is saved" in text
+    assert [row["step"] for row in logged(place)] == [1]
