@@ -181,3 +181,12 @@ def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
     monkeypatch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded"))
     with pytest.raises(UserError, match=said):
         valence.train(recipe(place) | {"reward": reward})
+
+
+def test_memory_that_runs_out_while_sampling_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> Any:
+        raise MemoryError
+
+    monkeypatch.setattr("valence.rollout.hf.HFGenerator.generate", full)
+    with pytest.raises(UserError, match=r"rollout\.at_once: 64: out of memory while sampling"):
+        train(recipe(place))

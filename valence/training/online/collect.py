@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from valence.dist.together import gathered
+from valence.engine.memory import out_of_memory
 from valence.engine.reference import Frozen
 from valence.errors import UserError
 from valence.losses.policy import k1, k3
@@ -158,7 +159,7 @@ class Collector:
                 self._look_out()
 
             own: list[list[Any]] | None = None
-            with self._patient(), self._unless_stopped():
+            with self._patient(), self._in_memory(), self._unless_stopped():
                 found = self._begun(prompts, n) if ours and not held_out else None
                 if found is None:
                     found = generator.generate(prompts, n, self._how(seed), first=ours.start, progress=advance) if ours else []
@@ -206,6 +207,17 @@ class Collector:
         alone = self.run.world.size == 1 or not self.run.divided
         if alone and self.run.stop.requested:
             raise self.run.stop.ended()
+
+    @contextmanager
+    def _in_memory(self) -> Iterator[None]:
+        """Inside the block, memory that runs out is an error that says what would help."""
+        try:
+            yield
+        except (RuntimeError, MemoryError) as error:
+            if not out_of_memory(error):
+                raise
+            what, fix = "out of memory while sampling", "lower it, or rollout.max_new_tokens"
+            raise UserError(what, where=f"rollout.at_once: {self.rollout.at_once}", fix=fix) from error
 
     @contextmanager
     def _unless_stopped(self) -> Iterator[None]:

@@ -13,7 +13,6 @@ import torch
 from valence.config.schema import Recipe
 from valence.data.pack import collate, pack
 from valence.engine.adapters import adapted
-from valence.engine.memory import out_of_memory
 from valence.errors import UserError
 from valence.reward.build import reward_of
 from valence.rollout import HFGenerator, Sampling
@@ -63,14 +62,8 @@ class InProcess:
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
     ) -> Answers:
         self.generator.version = self.run.step
-        try:
-            with self.policy.stock():
-                return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
-        except (RuntimeError, MemoryError) as error:
-            if not out_of_memory(error):
-                raise
-            what, fix = "out of memory while sampling", "lower it, or rollout.max_new_tokens"
-            raise UserError(what, where=f"rollout.at_once: {self.generator.batch_size}", fix=fix) from error
+        with self.policy.stock():
+            return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
         raise UserError("this process samples, and cannot train meanwhile", where="rollout.ahead", fix="remove it")
