@@ -100,6 +100,7 @@ def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
     ([Entry("length", name="mean")], "cannot name a number"),
     ([Entry("length", clip=(1.0, 0.0))], "reward.0.clip: nothing is at least 1 and at most 0"),
     ([Entry("lenght")], "did you mean length"),
+    ([Entry("localhost:5000")], "write http://localhost:5000"),
     ([Entry("a/model")], "reward models cannot be used here"),
 ])  # fmt: skip
 def test_what_cannot_be_put_together_is_a_mistake(entries: list[Entry], said: str) -> None:

@@ -81,6 +81,13 @@ def test_the_number_is_written_down_and_kept(recipe: dict[str, Any], tmp_path: P
     assert taken_up.budget.at(1, "training") == most
 
 
+def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
+    own = recipe | {"method": "grpo", "reward": "exact_match", "rollout": {"num_rollouts": 3, "max_new_tokens": 8}}
+    given = {"train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)], "eval": None}
+    prepared = prepare(load_recipe(own, (), method_of=method_of, in_memory=["train"]), given=given)
+    assert "steps: 3 (3 per epoch of 12 prompts)" in describe(make_plan(prepared))
+
+
 def test_what_a_run_takes_is_said_before_it(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
     found = planned(recipe, "train.epochs=2")

@@ -21,6 +21,7 @@ NAMES_OF_OURS = ("mean", "std", "min", "max")
 """What the log says of the sum."""
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 OF_A_FILE = re.compile(r"\.py(:|$)")
+HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
     "a function (package.module:function), a rule (`valence rewards` lists them), a model's folder or hub id, or an http address"
@@ -162,6 +163,8 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
     if path.is_file() or OF_A_FILE.search(target):
         function = f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
         raise UserError("this is a file", where=place, fix=f"name a function in it as {function}, or {KINDS}")
+    if HOST.fullmatch(target):
+        raise UserError("this is an address without its scheme", where=place, fix=f"write http://{target}")
     near = get_close_matches(target, RULES, 1, 0.7)
     if near:
         raise UserError("there is no rule of this name", where=place, fix=f"did you mean {near[0]}? Else name {KINDS}")

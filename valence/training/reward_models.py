@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,7 +131,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
         run = Path(target) if is_run(target) else None
         judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
     except UserError as error:
-        fix = error.fix if Path(target).exists() or "/" in target else f"{_meant(target)}name {KINDS}"
+        fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
         raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
     if not isinstance(judge, Rewards):
         what = "this model answers; it gives no scores"
@@ -140,11 +139,6 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
         raise UserError(what, where=f"{where}.reward: {target}", fix=fix)
     _check(judge, given, f"{where}.settings")
     return ModelScores(target, judge, encoder, given)
-
-
-def _meant(target: str) -> str:
-    """Of what is no folder and cannot be loaded: a host without its scheme."""
-    return f"write http://{target} for a server; " if re.fullmatch(r"[\w.-]+:\d+", target) else ""
 
 
 def _check(judge: Rewards, settings: Settings, where: str) -> None:
