@@ -52,7 +52,7 @@ def test_a_signal_in_an_evaluation_on_the_way_ends_after_that_step(folder: Path,
         signal.raise_signal(signal.SIGINT)
         progress(None)
 
-    monkeypatch.setattr("valence.training.loop.evaluate", lambda *a: interrupted(progress=a[-1]))
+    monkeypatch.setattr("valence.training.measure.evaluate_rows", lambda *a: interrupted(progress=a[-1]))
     settings = recipe(folder, tmp_path)
     settings["eval"]["at_start"] = False
     with pytest.raises(Interrupted, match="after step 2 of 6"):

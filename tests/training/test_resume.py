@@ -17,6 +17,7 @@ from tests.tiny import tiny_tokenizer
 from tests.training.test_run import ROWS, folder, logged, recipe, written  # noqa: F401  (a fixture)
 from valence.api import build_run
 from valence.errors import UserError
+from valence.training import measure
 from valence.training.loop import Run
 from valence.training.restore import restore
 from valence.training.signals import Interrupted
@@ -254,15 +255,15 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
-    measure = Run._measure_once
+    unstopped = measure._measure
 
     def stopped(run: Run, *args: Any) -> Any:
         if run.step == 4:
             run.stop._ask("SIGTERM", 143)
-        return measure(run, *args)
+        return unstopped(run, *args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "_measure_once", stopped)
+        patch.setattr(measure, "_measure", stopped)
         with pytest.raises(Interrupted, match="SIGTERM: stopped after step 4 of 9") as error:
             train(settings)
     assert error.value.status == 143

@@ -243,7 +243,7 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
 def test_the_page_about_rounds_is_true(place: Path) -> None:
     """Its recipes and its commands, in their order."""
     page = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")
-    Path("rewards.py").write_text(REWARDS.replace("def short", "def concise"))
+    Path("my_rewards.py").write_text(REWARDS.replace("def short", "def concise"))
     Path("answers.jsonl").unlink()
     for block in blocks(page, "yaml"):
         Path(block.text.split()[1]).write_text(block.text)
