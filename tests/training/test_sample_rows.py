@@ -13,8 +13,8 @@ import torch
 
 import valence
 from tests.dist.rig import run as together
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.training.conftest import two_models
 from tests.training.rounds import REWARDS, judge, prompts, sample
 from tests.training.scoring import command, read, write
 from valence import cli
@@ -30,10 +30,7 @@ from valence.types import Chat
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two models, prompts and rewards, which is the current one."""
-    tokenizer = tiny_tokenizer()
-    for name, seed in (("model", 0), ("other", 1)):
-        tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
-        tokenizer.save_pretrained(tmp_path / name)
+    two_models(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 200)
     prompts()
