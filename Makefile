@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: setup demo test lint peers vllm
+.PHONY: setup demo test lint docs peers vllm
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -28,6 +28,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check -q .
 	$(BIN)/pyright
+
+# The documentation as a site: open site/index.html, or `python3 -m http.server -d site` for its search.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # Other libraries that the benchmarks compare with, each in an environment of its own.
 TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0 peft==0.21.2
