@@ -97,7 +97,8 @@ def test_plain_lines_are_few_and_hold_the_first_and_the_last():
         for done in range(1, 101):
             clock.now += 0.5
             metrics = {"loss": 0.5, "rewards/margins": 0.25, "kl": 1e-4, "lr": 1.0}
-            progress.update(done, tokens=600 * done, metrics=metrics)
+            progress.record(metrics)
+            progress.update(done, tokens=600 * done)
     shown = lines(console)
     assert len(shown) == 11
     assert shown[0] == "train 1/100  1,200 tok/s  50s left  loss 0.5  margin 0.25  kl 0.0001"
@@ -125,7 +126,8 @@ def test_an_amount_said_twice_counts_once():
         clock.now += 1
         progress.update(1)
         clock.now += 1
-        progress.update(1, metrics={"loss": 0.5})
+        progress.record({"loss": 0.5})
+        progress.update(1)
     assert lines(console)[1] == "train 1/10  0.5 it/s  18s left  loss 0.5"
 
 
@@ -180,7 +182,8 @@ def test_a_bar_on_a_terminal_shows_rate_time_left_and_metrics_and_gives_way_to_a
     with Progress(console, "[b]train\x1b[2J", 4, clock=clock) as progress:
         for done in (1, 2):
             clock.now += 2
-            progress.update(done, tokens=500 * done, metrics={"loss": 0.25, "kl": "none"})
+            progress.record({"loss": 0.25, "kl": "none"})
+            progress.update(done, tokens=500 * done)
         with progress.pause(), Progress(console, "eval", 1, clock=clock) as inner:
             clock.now += 5
             inner.update(1)

@@ -10,13 +10,15 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from valence.cli.common import app, console, status_of
+from valence.cli.common import MISTAKE, app, console, status_of
+from valence.cli.guide import arrange
 from valence.errors import UserError
 
 # Each registers its commands, in the order of the help.
-from valence.cli import runs, models, look, rewards, serve  # isort: skip
+from valence.cli import runs, report, models, look, rewards, serve, doctor  # isort: skip
 
-MISTAKE = 2
+arrange(app)
+
 HEAD_START = 2.0
 """Seconds."""
 
@@ -26,6 +28,8 @@ def main() -> None:
     stopped by signal n, 1 a defect."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if "_VALENCE_COMPLETE" in os.environ:
+        os.environ["COLUMNS"] = "10000"  # a help that is wrapped would be taken for several words
     try:
         app(standalone_mode=True)
     except UserError as error:
@@ -54,4 +58,4 @@ def valence(
     del version
 
 
-__all__ = ["MISTAKE", "app", "console", "look", "main", "models", "rewards", "runs", "serve"]
+__all__ = ["MISTAKE", "app", "console", "doctor", "look", "main", "models", "report", "rewards", "runs", "serve"]

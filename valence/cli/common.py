@@ -13,24 +13,33 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from valence.cli import complete
+from valence.cli.guide import HELP
 from valence.report.console import Terminal
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
 
+MISTAKE = 2
+"""Exit status of the user's mistake, or something in the way."""
+
 app = typer.Typer(
-    help="Align language models with feedback. A recipe is a YAML file that names a method, a model and data: `valence losses` "
-    "lists the methods, `valence check RECIPE` says what would happen, `valence train RECIPE` does it.",
+    help=HELP,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",
 )
 console = Terminal()
 
-RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.")]
+RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)]
+RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete.run_folders)]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="KEY=VALUE", help="Settings to change, e.g. train.seed=1; `valence check RECIPE` lists them all."),
+    typer.Argument(
+        metavar="KEY=VALUE",
+        help="Settings to change, e.g. train.seed=1; `valence check RECIPE` lists them all.",
+        autocompletion=complete.settings,
+    ),
 ]
 
 Allow = Annotated[
@@ -43,6 +52,12 @@ Allow = Annotated[
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes and warnings.")]
+AsJson = Annotated[
+    bool,
+    typer.Option(
+        "--json", help="Print each logged record as a JSON object, the last of which says how it ended; all else goes to stderr."
+    ),
+]
 Step = Annotated[
     str | None,
     typer.Option("--step", help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the newest."),

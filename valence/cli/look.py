@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from valence.cli import complete
 from valence.cli.common import Overrides, RecipeArg, app, console, table_of_settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,11 @@ def inspect(
 
 
 @app.command()
-def losses(name: Annotated[str | None, typer.Argument(help="One loss or method, with its settings.")] = None) -> None:
+def losses(
+    name: Annotated[
+        str | None, typer.Argument(help="One loss or method, with its settings.", autocompletion=complete.methods)
+    ] = None,
+) -> None:
     """List the losses, or explain one; also methods that there are with a reward only, as `rejection`."""
     from valence.training.explain import read_doc
     from valence.training.methods import METHODS, ONLINE, method_of

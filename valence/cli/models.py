@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from valence.cli.common import Nproc, Overrides, Step, app, command_line, console, processes, stoppable
+from valence.cli import complete
+from valence.cli.common import Nproc, Overrides, RunArg, Step, app, command_line, console, processes, stoppable
 from valence.errors import UserError
 
 if TYPE_CHECKING:
@@ -36,7 +37,12 @@ AtOnce = Annotated[
 @app.command()
 def evaluate(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN|RECIPE", help="A run's folder, or a recipe (measures the policy as it starts).")
+        Path,
+        typer.Argument(
+            metavar="RUN|RECIPE",
+            help="A run's folder, or a recipe (measures the policy as it starts).",
+            autocompletion=complete.runs_or_recipes,
+        ),
     ],
     overrides: Overrides = None,
     data: Annotated[
@@ -74,6 +80,7 @@ def sample(
         typer.Argument(
             metavar="RUN|RECIPE|MODEL",
             help="A run's folder, a recipe (samples from the policy as it starts), or a model's or adapter's folder or hub id.",
+            autocompletion=complete.runs_or_recipes,
         ),
     ],
     overrides: Overrides = None,
@@ -125,7 +132,7 @@ def sample(
 
 @app.command()
 def export(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run_dir: RunArg,
     to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")] = False,
     step: Step = None,
@@ -139,7 +146,7 @@ def export(
         by_first(group, partial(_check_can_be_made, to))
         run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)
-        write_model(run, to, "adapter" if adapter else "merged")
+        write_model(run, to, "adapter" if adapter else "merged", log=run_dir / "metrics.jsonl")
     console.print(str(to), markup=False, soft_wrap=True)
 
 

@@ -8,11 +8,14 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from valence.cli import complete
 from valence.cli.common import app, console, table_of_settings
 
 
 @app.command()
-def rewards(name: Annotated[str | None, typer.Argument(help="One rule, with its settings.")] = None) -> None:
+def rewards(
+    name: Annotated[str | None, typer.Argument(help="One rule, with its settings.", autocompletion=complete.rules)] = None,
+) -> None:
     """List the rewards that are rules, or explain one. Functions, reward models and servers are named in the same place."""
     from valence.config.describe import settings_table
     from valence.reward.build import KINDS

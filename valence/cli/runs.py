@@ -9,13 +9,16 @@ from typing import Annotated, Any
 
 import typer
 
+from valence.cli import complete
 from valence.cli.common import (
     Allow,
+    AsJson,
     Fresh,
     Nproc,
     Overrides,
     Quiet,
     RecipeArg,
+    RunArg,
     app,
     command_line,
     console,
@@ -24,6 +27,7 @@ from valence.cli.common import (
     stoppable,
     table_of_settings,
 )
+from valence.cli.stream import streaming
 from valence.errors import UserError
 
 RewardOption = Annotated[
@@ -43,27 +47,34 @@ def train(
     fresh: Fresh = False,
     allow: Allow = None,
     quiet: Quiet = False,
+    as_json: AsJson = False,
     nproc: Nproc = None,
 ) -> None:
-    """Train: audit the data, run the recipe, write model, log and report into its run folder.
+    """Train a model: audit the data, run the recipe, write model, log and report into its run folder.
 
     A run that was stopped or killed goes on where it was saved last, also on another number of processes.
     """
     with processes(nproc) as group:
-        _train(recipe, overrides or [], fresh=fresh, allow=allow or [], quiet=quiet, group=group)
+        _train(recipe, overrides or [], as_json, fresh=fresh, allow=allow or [], quiet=quiet, group=group)
 
 
-def _train(recipe: Path, overrides: list[str], **how: Any) -> None:
+def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     from valence.api import train as run_recipe
 
-    try:
-        run = run_recipe(recipe, overrides=overrides, console=console, command=command_line(), **how)
-    except KeyboardInterrupt as stopped:
-        console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
-        raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
-    if not how["quiet"]:
-        for name, what in (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
-            console.print(f"{what:>7}  {Path(run.recipe.run.dir) / name}", markup=False, soft_wrap=True)
+    with streaming(as_json and how["group"].rank == 0) as stream:
+        sinks = [stream] if stream else []
+        try:
+            run = run_recipe(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)
+        except KeyboardInterrupt as stopped:
+            console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
+            if stream:
+                stream.ended("interrupted", status_of(stopped), reason=str(stopped))
+            raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
+        folder = Path(run.recipe.run.dir)
+        for name, what in () if how["quiet"] else (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
+            console.print(f"{what:>7}  {folder / name}", markup=False, soft_wrap=True)
+        if stream:
+            stream.done(folder)
 
 
 def _last_words(stopped: KeyboardInterrupt) -> str:
@@ -77,10 +88,11 @@ def _last_words(stopped: KeyboardInterrupt) -> str:
 
 @app.command()
 def resume(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    run_dir: RunArg,
     overrides: Overrides = None,
     allow: Allow = None,
     quiet: Quiet = False,
+    as_json: AsJson = False,
     nproc: Nproc = None,
 ) -> None:
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
@@ -94,7 +106,7 @@ def resume(
         if place and place.is_dir():
             os.chdir(place)
         ours = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
-        _train(recipe, ours, fresh=False, allow=allow or [], quiet=quiet, group=group)
+        _train(recipe, ours, as_json, fresh=False, allow=allow or [], quiet=quiet, group=group)
 
 
 @app.command()
@@ -119,8 +131,9 @@ def check(
     overrides: Overrides = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Predict for so many processes; none are started.")] = 1,
 ) -> None:
-    """Everything short of training: the settings and where each came from, the data, steps, predicted memory and time."""
-    from valence.api import show_audit
+    """Say what training would do, and do nothing: the settings and where each came from, the data, steps, predicted memory and
+    time."""
+    from valence.api import check_sinks, show_audit
     from valence.config.load import load_recipe
     from valence.dist.single import Planned
     from valence.training.methods import method_of
@@ -133,6 +146,7 @@ def check(
         style = "dim" if setting.is_default else ""
         table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
     console.print(table)
+    check_sinks(source)
     prepared = prepare(source)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
@@ -149,6 +163,7 @@ def score(
         typer.Argument(
             metavar="RECIPE|MODEL|RUN",
             help="A recipe; with --data also a model's folder or hub id, or a run's folder; with --reward it may be left out.",
+            autocompletion=complete.runs_or_recipes,
         ),
     ] = None,
     overrides: Overrides = None,
@@ -178,9 +193,9 @@ def score(
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
     nproc: Nproc = None,
 ) -> None:
-    """With --data and --out: write log-probabilities and implicit rewards of every answer beside its row, or with --reward (or
-    a recipe that has one) what that gives it. Else: fill a recipe's reference cache, so that its training runs no reference.
-    Stopped, it goes on where it was."""
+    """Score answers in a file, or fill a recipe's reference cache.
+
+    With --data and --out: log-probabilities and implicit rewards of each answer, or a reward of it. Stopped, it goes on."""
     settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
     every = [*(overrides or []), *ours]

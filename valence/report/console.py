@@ -6,13 +6,13 @@ import html
 import json
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any
+from typing import IO, Any, Protocol, Self
+from weakref import WeakKeyDictionary
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
@@ -27,12 +27,39 @@ WINDOW = 50
 """Updates over which rate and time left are measured."""
 
 
+class Board(Protocol):
+    """Something drawn on a console for longer, inside which the phases that run meanwhile have their bars."""
+
+    def enter(self, phase: Progress) -> None: ...
+
+    def leave(self, phase: Progress) -> None: ...
+
+    def changed(self) -> None: ...
+
+
+BOARDS: WeakKeyDictionary[Console, Board] = WeakKeyDictionary()
+"""Those that are drawn now."""
+
+
 class Terminal(Console):
     """A console that goes quiet when nobody reads it any more (`| head`, `| tee` that was stopped): work goes on."""
 
+    plain = False
+    """Nothing is drawn, also on a terminal: something else is written there at the same time."""
+
     def on_broken_pipe(self) -> None:
         self.quiet = True
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        discard(self.file)
+
+
+def discard(file: IO[str]) -> None:
+    """What is written to a file from here on, or still in its buffer, goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
+
+
+def draws(console: Console) -> bool:
+    """Whether bars are drawn there, not plain lines printed."""
+    return console.is_terminal and not console.is_dumb_terminal and not getattr(console, "plain", False)
 
 
 def visible(text: str) -> str:
@@ -107,8 +134,8 @@ def rate(per_second: float, unit: str = "tok") -> str:
 
 
 class Progress:
-    """Progress of one phase, as a context manager: a bar on a terminal; elsewhere plain lines, at most one every
-    ``every`` seconds and always the first and the last; nothing when ``quiet``.
+    """Progress of one phase, as a context manager: a bar on a terminal, inside the board that is drawn there if there is one;
+    elsewhere plain lines, at most one every ``every`` seconds and always the first and the last; nothing when ``quiet``.
 
     ``start``: how much was done before (a resumed run). ``brief``: no line of a phase that is over within ``every`` seconds.
     Rate and time left are measured over the latest updates, leaving out what passed before the first one, which pays for warming
@@ -131,41 +158,60 @@ class Progress:
         self._every, self._clock = every, clock
         self._silent_until = clock() + every if brief else 0.0
         self._away = 0.0
-        self._done, self._metrics = start, {}
+        self._done = start
+        self._metrics: Mapping[str, object] = {}
         self._points: deque[tuple[float, int, int | None]] = deque(maxlen=WINDOW)
         self._printed_at: float | None = None
         self._printed_done: int | None = None
         self._bar: Bar | None = None
+        self._board: Board | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> Self:
         self._first = (self._now(), self._done, 0)
-        if not self._quiet and self._console.is_terminal and not self._console.is_dumb_terminal:
-            self._bar = _bar(self._console)
-            self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done, status="")
-            self._bar.start()
+        if not self._quiet and draws(self._console):
+            self._draw()
         return self
 
+    def _draw(self) -> None:
+        self._board = BOARDS.get(self._console)
+        if self._board:
+            self._board.enter(self)
+            return
+        self._bar = _bar(self._console)
+        self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done, status="")
+        self._bar.start()
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._bar:
+        if self._board:
+            self._board.leave(self)
+        elif self._bar:
             self._bar.update(self._task, status=self._status(ended=True))
             self._bar.stop()
         elif not self._quiet:
             self._print(ended=True)
 
-    def update(self, done: int, *, tokens: int | None = None, metrics: Mapping[str, object] | None = None) -> None:
-        """``done``: of the total so far; ``tokens``: run through in this phase so far; ``metrics``: the latest."""
-        self._done, self._metrics = done, metrics or self._metrics
+    def update(self, done: int, *, tokens: int | None = None) -> None:
+        """``done``: of the total so far; ``tokens``: run through in this phase so far."""
+        self._done = done
+        point = (self._now(), done, tokens)
         if self._points and self._points[-1][1] == done:
-            self._points.pop()  # the same amount said again, with more to say about it
-        self._points.append((self._now(), done, tokens))
-        if self._bar:
+            self._points[-1] = point  # the same amount said again, with more to say about it
+        else:
+            self._points.append(point)
+        if self._board:
+            self._board.changed()
+        elif self._bar:
             self._bar.update(self._task, completed=done, status=self._status())
         elif not self._quiet and (self._printed_at is None or self._now() - self._printed_at >= self._every):
             self._print()
 
+    def record(self, metrics: Mapping[str, object]) -> None:
+        """Takes in a record of the log: its main numbers stand beside the bar from the next update on."""
+        self._metrics = metrics
+
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Take the bar away while another phase runs inside this one; its time does not count for the rate."""
+        """Take a bar away while another phase runs inside this one; its time does not count for the rate."""
         began = self._clock()
         if self._bar:
             self._bar.stop()
@@ -175,6 +221,15 @@ class Progress:
             self._away += self._clock() - began
             if self._bar:
                 self._bar.start()
+
+    @property
+    def name(self) -> str:
+        return self._phase
+
+    @property
+    def amount(self) -> tuple[int, int]:
+        """How much is done, of how much."""
+        return self._done, self._total
 
     def _now(self) -> float:
         return self._clock() - self._away
@@ -188,14 +243,14 @@ class Progress:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def _status(self, ended: bool = False) -> str:
-        parts = [self._speed(ended)]
+        parts = [self.speed(ended)]
         for name, word in SHOWN.items():
             value = self._metrics.get(name)
             if isinstance(value, (int, float)):
                 parts.append(f"{word} {number(value)}")
         return "  ".join(part for part in parts if part)
 
-    def _speed(self, ended: bool) -> str:
+    def speed(self, ended: bool = False) -> str:
         """Tokens per second (or items, when no tokens are known) and the time left; at the end the time taken."""
         if not self._points:
             return ""
@@ -253,12 +308,15 @@ def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequ
 
 def audit_warnings(found: Mapping[str, Any]) -> list[str]:
     """What the audit of one list of rows holds against it: rows that were not used, and its findings, a line each."""
+    said = found.get("said", {})
     unused = [(f"{number(u['count'])} rows were not used: {u['reason']}", u["rows"]) for u in found.get("unused", ())]
     findings = [
-        (name.replace("_", " ") + (f" ({number(f['count'])})" if f["rows"] else ""), f["rows"])
+        (said[name], ())
+        if name in said
+        else (name.replace("_", " ") + (f" ({number(f['count'])})" if f["rows"] else ""), f["rows"])
         for name, f in found.get("findings", {}).items()
     ]
-    return [f"{said}; such as {', '.join(rows)}" if rows else said for said, rows in (*unused, *findings)]
+    return [f"{what}; such as {', '.join(rows)}" if rows else what for what, rows in (*unused, *findings)]
 
 
 def _has_rows(value: object) -> bool:

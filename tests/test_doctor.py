@@ -1,0 +1,168 @@
+"""`valence doctor`: what a machine has and lacks, and what a recipe needs of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.test_cli import valence
+from valence.engine import speed
+from valence.training import doctor, doctor_recipe
+from valence.training.doctor import EXTRAS, Finding, examine, writable
+
+RECIPE = """
+method: kto
+model: {name: ./model, dtype: float32}
+data: {train: [rows.jsonl]}
+run: {dir: runs/first}
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    (tmp_path / "recipe.yaml").write_text(RECIPE)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def of_recipe(*overrides: str) -> dict[str, Finding]:
+    return {each.name: each for each in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)}
+
+
+def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> None:
+    found = list(examine())
+    assert [about for about in dict.fromkeys(each.about for each in found) if about != "environment"] == [
+        "machine", "libraries", "devices", "tools", "folders", "network",
+    ]  # fmt: skip
+    assert {"python", "cores", "disk free", "torch", "transformers", "peft", "cpu", "gloo", "runs"} <= {e.name for e in found}
+    assert all(each.said for each in found)
+    assert all(each.fix for each in found if each.state == "problem")
+    assert not any(each.needed for each in found if each.state == "problem")
+    assert sorted(path.name for path in place.iterdir()) == ["model", "recipe.yaml", "rows.jsonl"]
+
+
+def test_the_extras_are_those_of_the_installation() -> None:
+    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = project["optional-dependencies"]
+    assert set(EXTRAS) == set(declared) - {"dev", "docs"}
+    for name, (modules, _) in EXTRAS.items():
+        packages = [re.split(r"[\[<>=]", each)[0].replace("-", "_").removesuffix("_skinny") for each in declared[name]]
+        assert list(modules) == packages
+
+
+def test_a_library_that_is_missing_is_named_with_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "plotly" else object())
+    found = {each.name: each for each in examine()}
+    assert (found["report"].state, found["report"].fix) == ("missing", "pip install 'valence[report]'")
+    assert "curves" in found["report"].said
+    assert "report" not in found["extras"].said
+
+
+def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    for said, told in (("it is slow: set model.dtype: float32",) * 2, ("", "bfloat16 in hardware")):
+        monkeypatch.setattr(speed, "slow", lambda *_, said=said: said)
+        (cpu,) = (each for each in examine() if each.name == "cpu")
+        assert (cpu.state, cpu.fix) == ("ok", "")
+        assert cpu.said.endswith(told)
+
+
+def test_a_folder_is_really_written_to(tmp_path: Path) -> None:
+    assert writable("a", "b", tmp_path / "x" / "y", "c").state == "ok"
+    (tmp_path / "file").write_text("")
+    found = writable("a", "b", tmp_path / "file" / "y", "the remedy", needed=True)
+    assert (found.state, found.fix, found.needed) == ("problem", "the remedy", True)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(("name", "value", "odd"), [
+    ("OMP_NUM_THREADS", "1", False), ("OMP_NUM_THREADS", "100000", True), ("OMP_NUM_THREADS", "many", True),
+    ("CUDA_VISIBLE_DEVICES", "", True), ("CUDA_VISIBLE_DEVICES", "0", False), ("VALENCE_NATIVE", "0", True),
+])  # fmt: skip
+def test_variables_that_do_harm_are_told(name: str, value: str, odd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    (found,) = (each for each in examine() if (each.about, each.name) == ("environment", name))
+    assert (found.state == "problem") == odd
+    assert value in found.said
+
+
+def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(doctor, "DEADLINE", 0.2)
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: time.sleep(5) or httpx.Response(200))
+    began = time.monotonic()
+    found = doctor._hub()
+    assert time.monotonic() - began < 4
+    assert (found.state, found.needed) == ("problem", False)
+    assert "no answer" in found.said
+
+    def refused(*_: object, **__: object) -> None:
+        raise httpx.ConnectError("refused")
+
+    monkeypatch.setattr(httpx, "head", refused)
+    assert "refused" in doctor._hub().said
+    monkeypatch.setattr(httpx, "head", lambda *_, **__: httpx.Response(200))
+    assert doctor._hub().state == "ok"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert "HF_HUB_OFFLINE" in doctor._hub().said
+
+
+@pytest.mark.usefixtures("place")
+def test_a_recipe_that_has_all_it_needs() -> None:
+    found = of_recipe()
+    assert {each.state for each in found.values()} == {"ok"}
+    assert found["model.name"].said == "the folder ./model"
+
+
+@pytest.mark.usefixtures("place")
+@pytest.mark.parametrize(("override", "name", "said"), [
+    ("train.sed=1", "settings", "train.sed"),
+    ("model.name=./mdoel", "model.name", "there is no folder"),
+    ("model.name=a b", "model.name", "neither a folder nor a hub id"),
+    ("model.name=nobody/nothing", "model.name", "not in the cache"),
+    ("run.dir=rows.jsonl/x", "run.dir", "cannot be written"),
+    ("train.optimizer=adamw_8bit", "train.optimizer", "bitsandbytes is not installed"),
+])  # fmt: skip
+def test_what_a_recipe_lacks(override: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(doctor_recipe, "find_spec", lambda _: None)
+    found = of_recipe(override)[name]
+    assert said in found.said
+    assert (found.state, found.needed) == ("problem", True)
+    assert found.fix
+
+
+@pytest.mark.usefixtures("place")
+def test_the_command_prints_a_table_or_json_and_its_status_says_whether_something_is_needed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert valence("doctor") == 0
+    shown = capsys.readouterr().out
+    assert "transformers" in shown
+    assert torch.__version__ in shown
+    assert valence("doctor", "recipe.yaml", "model.name=./mdoel", "--json") == 2
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {frozenset(each) for each in found} == {frozenset(("about", "name", "state", "said", "fix", "needed"))}
+    assert [each["name"] for each in found if each["needed"]] == ["model.name"]
+    assert valence("doctor", "recipe.yaml", "model.name=./mdoel") == 2
+    assert "to mend it: name an existing folder" in " ".join(capsys.readouterr().out.split())
+
+
+def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("HF_TOKEN", "WANDB_API_KEY"):
+        monkeypatch.setitem(os.environ, name, "a-secret")
+    assert valence("doctor", "--json") == 0
+    assert "a-secret" not in capsys.readouterr().out

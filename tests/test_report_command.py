@@ -1,0 +1,115 @@
+"""`valence report`, as a user types it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from valence import cli
+
+
+def a_run(folder: Path, auc: float = 0.5) -> Path:
+    (folder / "eval").mkdir(parents=True)
+    (folder / "config.yaml").write_text("method: kto\nmodel: {name: org/tiny-chat}\n")
+    found = {"step": 2, "metrics": {"rewards/auc": auc}, "rows": [{"id": "a", "reward": auc}]}
+    (folder / "eval/step-2.json").write_text(json.dumps(found))
+    (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
+    (folder / "run.json").write_text(json.dumps({"status": "done", "method": "kto", "steps": 2, "total_steps": 2}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with three runs, which is the current one."""
+    for name in ("runs/first", "runs/second", "other/first"):
+        a_run(tmp_path / name, 0.6)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def report(*words: str) -> int:
+    """The exit status."""
+    before, sys.argv = sys.argv, ["valence", "report", *words]
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    finally:
+        sys.argv = before
+    return 0
+
+
+def test_one_run_has_its_page_written_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("runs/first") == 0
+    assert capsys.readouterr().out == "runs/first/report.html\n"
+    assert "org/tiny-chat" in (place / "runs/first/report.html").read_text()
+    assert not (place / "comparison.html").exists()
+
+
+def test_a_folder_that_holds_one_run_stands_for_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("other") == 0
+    assert capsys.readouterr().out == "other/first/report.html\n"
+
+
+def test_the_page_of_one_run_can_be_had_elsewhere_too(place: Path) -> None:
+    for _ in range(2):  # what it wrote it may write over
+        assert report("runs/first", "--out", "page.html") == 0
+    assert (place / "page.html").read_text().startswith((place / "runs/first/report.html").read_text())
+
+
+def test_several_runs_are_compared_by_names_that_tell_them_apart(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("runs", "other/first") == 0
+    assert capsys.readouterr().out == "comparison.html\n"
+    page = (place / "comparison.html").read_text()
+    assert "Runs: runs/first, second, other/first." in page
+    assert report("runs", "--out", "mine.html") == 0
+    assert "2 runs compared" in (place / "mine.html").read_text()
+
+
+def test_markdown_is_printed_or_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert report("runs", "--md") == 0
+    assert "| first | kto | done |" in capsys.readouterr().out
+    assert report("runs/first", "--md") == 0
+    assert "**kto** trained" in capsys.readouterr().out
+    assert not (place / "runs/first/report.html").exists()
+    assert report("runs", "--md", "--out", "compared.md") == 0
+    assert capsys.readouterr().out == "compared.md\n"
+    assert "| first | kto | done |" in (place / "compared.md").read_text()
+    assert sorted(path.name for path in place.iterdir()) == ["compared.md", "other", "runs"]
+
+
+def test_what_lies_there_already_is_not_written_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "comparison.html").write_text("mine")
+    assert report("runs") == 2
+    assert "nothing that `valence report` wrote" in capsys.readouterr().err
+    assert (place / "comparison.html").read_text() == "mine"
+    assert report("runs/first", "--out", "comparison.html") == 2
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (("nowhere",), "there is no such folder"), (("runs", "empty"), "holds none"), (("runs", "file"), "this is a file"),
+])  # fmt: skip
+def test_what_is_no_run_is_refused(place: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+    (place / "empty").mkdir()
+    (place / "file").write_text("")
+    assert report(*words) == 2
+    shown = capsys.readouterr().err
+    assert said in shown
+    assert words[-1] in shown
+    assert not (place / "comparison.html").exists()
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("valence.report.html.os.replace", refused)
+    assert report("runs/first") == 2
+    assert "the page cannot be written (Permission denied)" in capsys.readouterr().err
+    assert report("runs") == 2
+    assert "cannot be written (Permission denied)" in capsys.readouterr().err

@@ -1,0 +1,80 @@
+"""--json: what a program reads of a run goes to standard output, an object a line, and what people read to standard error."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import IO, Any
+
+from valence.cli.common import MISTAKE, console
+from valence.errors import UserError
+from valence.report.console import discard
+
+
+class Stream:
+    """A sink of a run that writes each record as metrics.jsonl has it: strict JSON, numbers that are not finite as strings.
+    Before the records it says which run it is, behind them how it ended."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._folder: Path | None = None
+        self.over = False
+
+    def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
+        self._folder = folder
+        self._write({"event": "started", "run": _text(folder), "resumed": taken_up})
+
+    def log(self, record: Mapping[str, float | int | str]) -> None:
+        self._write(record)
+
+    def close(self) -> None:
+        """The last line is yet to come."""
+
+    def ended(self, status: str, exit_status: int, **more: Any) -> None:
+        """The last line."""
+        self.over = True
+        folder = self._folder
+        there = {what: folder / name if folder else None for what, name in (("model", "model"), ("report", "report.html"))}
+        paths = {what: _text(path if path and path.exists() else None) for what, path in there.items()}
+        self._write({"event": "done", "run": _text(folder), **paths, "status": status, "exit_status": exit_status, **more})
+
+    def done(self, folder: Path) -> None:
+        """The run has come to its end, now or earlier."""
+        self._folder = folder
+        self.ended("done", 0)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        from valence.training.folder import finite
+
+        try:
+            print(json.dumps(finite(line), allow_nan=False, ensure_ascii=False), file=self._file, flush=True)
+        except BrokenPipeError:  # nobody reads it any more, as under `| head`: the run goes on
+            discard(self._file)
+
+
+@contextmanager
+def streaming(wanted: bool) -> Iterator[Stream | None]:
+    """The stream, if one is wanted. Inside the block what anything else prints goes to standard error. An error that ends the
+    block ends the stream as well."""
+    if not wanted:
+        yield None
+        return
+    stream = Stream(sys.stdout)
+    console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
+    try:
+        with redirect_stdout(sys.stderr):
+            yield stream
+    except UserError as error:
+        stream.ended("failed", MISTAKE, error=str(error))
+        raise
+    finally:
+        console.plain = False
+        if not stream.over:
+            stream.ended("failed", 1, error="a defect; see standard error")
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

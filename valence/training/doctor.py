@@ -1,0 +1,210 @@
+"""What a machine has for training and what it lacks: libraries, devices, folders, settings of the environment."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from valence.dist.backends import backends
+from valence.engine import speed
+from valence.engine.memory import free_memory
+
+State = Literal["ok", "missing", "problem"]
+GB = 1e9
+DEADLINE = 3.0
+"""Seconds within which a hub has to answer."""
+
+EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
+    "report": (("plotly",), "curves in a run's report"),
+    "gguf": (("gguf",), "weights of a GGUF file (model.gguf_file)"),
+    "eightbit": (("bitsandbytes",), "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)"),
+    "serve": (("fastapi", "uvicorn"), "`valence serve-reward`"),
+    "rewards": (("math_verify", "jsonschema", "vaderSentiment"), "the rewards maths, json_schema and vader"),
+    "tensorboard": (("tensorboard",), "run.sinks: tensorboard"),
+    "wandb": (("wandb",), "run.sinks: wandb"),
+    "trackio": (("trackio",), "run.sinks: trackio"),
+    "mlflow": (("mlflow",), "run.sinks: mlflow"),
+}
+"""Extras of the installation: what they import, and what it is for."""
+VARIABLES = (
+    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE",
+    "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "VALENCE_NATIVE", "VALENCE_DEADLINE", "VALENCE_VLLM_PYTHON", "WORLD_SIZE", "RANK",
+)  # fmt: skip
+"""Those that change what a run does or how fast; secrets are not among them."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line. missing: something optional is not there. ``needed``: nothing works, or a recipe does not, until it is mended."""
+
+    about: str
+    name: str
+    state: State
+    said: str
+    fix: str = ""
+    needed: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def examine(*, network: bool = False) -> Iterator[Finding]:
+    """Everything that is not about one recipe, in the order of the table."""
+    yield from _machine()
+    yield from _libraries()
+    yield from _devices()
+    yield from _tools()
+    yield from _folders()
+    yield from _environment(os.environ)
+    yield _hub() if network else Finding("network", "hub", "ok", "not asked; --network asks it")
+
+
+def _machine() -> Iterator[Finding]:
+    cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    yield Finding("machine", "python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield Finding("machine", "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    fewer = f", of which this process may use {usable}" if usable not in (None, cores) else ""
+    yield Finding("machine", "cores", "ok", f"{cores}{fewer}")
+    memory, disk = free_memory(torch.device("cpu")), shutil.disk_usage(".").free
+    if memory is not None:
+        few = Finding("machine", "memory free", "problem", f"{memory / GB:.1f} GB", "end other programs: a model needs more")
+        yield few if memory < GB else Finding("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
+    few = Finding("machine", "disk free", "problem", f"{disk / GB:.1f} GB", "make room: a checkpoint needs more")
+    yield few if disk < GB else Finding("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
+
+
+def _libraries() -> Iterator[Finding]:
+    for name in ("valence", "torch", "transformers", "peft"):
+        try:
+            yield Finding("libraries", name, "ok", version(name))
+        except PackageNotFoundError:
+            yield Finding("libraries", name, "problem", "not installed", f"pip install {name}", needed=True)
+    lacking = {extra: [each for each in modules if find_spec(each) is None] for extra, (modules, _) in EXTRAS.items()}
+    if there := [extra for extra, modules in lacking.items() if not modules]:
+        yield Finding("libraries", "extras", "ok", ", ".join(there))
+    for extra, modules in lacking.items():
+        if modules:
+            said = f"{', '.join(modules)} not installed: for {EXTRAS[extra][1]}"
+            yield Finding("libraries", extra, "missing", said, f"pip install 'valence[{extra}]'")
+
+
+def _devices() -> Iterator[Finding]:
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            facts = torch.cuda.get_device_properties(index)
+            narrow = ("" if torch.cuda.is_bf16_supported(including_emulation=False) else "no ") + "bfloat16 in hardware"
+            free = free_memory(torch.device("cuda", index)) or 0
+            said = f"{facts.name}, {free / GB:.1f} of {facts.total_memory / GB:.1f} GB free, {narrow}"
+            yield Finding("devices", f"cuda:{index}", "ok", said)
+    elif shutil.which("nvidia-smi"):
+        what = f"there is a driver, but this torch {'cannot use it' if torch.version.cuda else 'is for CPUs'}"
+        yield Finding("devices", "cuda", "problem", what, "install the torch that fits the driver, as pytorch.org tells")
+    else:
+        yield Finding("devices", "cuda", "missing", "no NVIDIA GPU: training runs on the CPU, which is for small models")
+    if torch.backends.mps.is_available():
+        yield Finding("devices", "mps", "ok", "Apple's GPU")
+    cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
+    slow = speed.slow(torch.device("cpu"), torch.bfloat16)
+    if slow:
+        yield Finding("devices", "cpu", "ok", f"{cpu}; {slow}")
+    else:
+        yield Finding("devices", "cpu", "ok", f"{cpu}, bfloat16 in hardware")
+
+
+def _tools() -> Iterator[Finding]:
+    compiler = shutil.which("g++")
+    if compiler:
+        yield Finding("tools", "C++ compiler", "ok", compiler)
+    else:
+        purpose = "no g++: layers are not compiled (train.compile), nor the kernels for CPUs with bfloat16"
+        yield Finding("tools", "C++ compiler", "missing", purpose, "install g++ with the system's package manager")
+    for name, there in backends().items():
+        if there:
+            yield Finding("tools", name, "ok", "for several processes (--nproc)")
+        elif name == "gloo" or torch.cuda.is_available():
+            fix = "install a torch that has it"
+            yield Finding("tools", name, "missing", "several processes (--nproc) need it", fix)
+
+
+def _folders() -> Iterator[Finding]:
+    from huggingface_hub import constants
+
+    places = {"runs": Path("runs"), "models (HF_HOME)": Path(constants.HF_HOME), "temporary": Path(tempfile.gettempdir())}
+    mine = "a folder that you may write to"
+    fixes = (f"work in {mine}, or set run.dir", f"set HF_HOME to {mine}", f"set TMPDIR to {mine}")
+    for (name, folder), fix in zip(places.items(), fixes, strict=True):
+        yield writable("folders", name, folder, fix, needed=name == "temporary")
+
+
+def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = False) -> Finding:
+    """Writes a file there and removes it; where the folder does not exist, in the nearest one above it that does."""
+    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
+    try:
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".valence-doctor-") as file:
+            file.write(b"x")
+    except OSError as error:
+        return Finding(about, name, "problem", f"{folder} cannot be written ({error.strerror})", fix, needed=needed)
+    return Finding(about, name, "ok", f"{folder}" + ("" if there == folder.absolute() else ", which will be made"))
+
+
+def _environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+    for name in VARIABLES:
+        value = variables.get(name)
+        if value is None:
+            continue
+        what, fix = _odd(name, value)
+        yield Finding("environment", name, "problem" if what else "ok", f"{value!r}" + (f": {what}" if what else ""), fix)
+    cores = os.cpu_count() or 1
+    if "OMP_NUM_THREADS" not in variables and torch.get_num_threads() == 1 < cores:
+        yield Finding(
+            "environment", "OMP_NUM_THREADS", "problem", f"not set, and one of {cores} cores is used", f"set it to {cores}"
+        )
+
+
+def _odd(name: str, value: str) -> tuple[str, str]:
+    """What is odd about the value of a variable, and what mends it; nothing for most."""
+    cores = os.cpu_count() or 1
+    if name == "OMP_NUM_THREADS" and (not value.isdecimal() or not 0 < int(value) <= cores):
+        return f"this machine has {cores} cores", "set it to the cores that each process may use"
+    if name == "CUDA_VISIBLE_DEVICES" and value in ("", "-1"):
+        return "hides all GPUs", "unset it to use them"
+    if name == "VALENCE_NATIVE" and value == "0":
+        return "kernels for CPUs with bfloat16 are off", "unset it"
+    return "", ""
+
+
+def _hub() -> Finding:
+    """Whether the hub that models come from answers. A name server or a proxy that never answers is left alone."""
+    import httpx
+    from huggingface_hub import constants
+
+    fix = "models and data then have to be in folders or in the cache (HF_HOME); behind a proxy set HTTPS_PROXY"
+    if constants.HF_HUB_OFFLINE:
+        return Finding("network", "hub", "missing", "not asked: HF_HUB_OFFLINE is set", "unset it to download models")
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append(str(httpx.head(constants.ENDPOINT, timeout=DEADLINE, follow_redirects=True).status_code))
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            answers.append(f"{error}" or type(error).__name__)
+
+    asking = threading.Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(DEADLINE)
+    said = answers[0] if answers else f"no answer within {DEADLINE:g} seconds"
+    if said.isdecimal() and int(said) < 500:
+        return Finding("network", "hub", "ok", f"{constants.ENDPOINT} answers")
+    return Finding("network", "hub", "problem", f"{constants.ENDPOINT}: {said}", fix)

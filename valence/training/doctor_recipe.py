@@ -1,0 +1,104 @@
+"""What a recipe needs of a machine that is not there: models, libraries, folders, a device."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from valence.config.load import load_recipe
+from valence.config.schema import Recipe
+from valence.engine import speed
+from valence.errors import UserError
+from valence.report.trackers import check
+from valence.training.doctor import EXTRAS, Finding, writable
+from valence.training.methods import method_of
+
+OF_RULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}
+"""What a rule imports."""
+
+
+def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+    """One line for each thing that the recipe needs beyond what every run does."""
+    try:
+        recipe = load_recipe(path, overrides, method_of=method_of).recipe
+    except UserError as error:
+        yield Finding("recipe", "settings", "problem", _where(error), error.fix or "", needed=True)
+        return
+    yield Finding("recipe", "settings", "ok", f"{path}: {recipe.method}")
+    yield from (_model(setting, name) for setting, name in _models(recipe).items())
+    yield from _libraries(recipe)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    what, _, fix = speed.slow(device, getattr(torch, recipe.model.dtype)).partition(": ")
+    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{recipe.model.dtype} on {device.type}", fix)
+    yield writable("recipe", "run.dir", Path(recipe.run.dir), "set run.dir to a folder that you may write to", needed=True)
+    if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
+        fix = "install g++, or set train.compile: auto"
+        yield Finding("recipe", "train.compile", "problem", "there is no g++", fix, needed=True)
+    for reward in recipe.reward:
+        if reward.token_env and not os.environ.get(reward.token_env):
+            what = f"the environment has no variable {reward.token_env}"
+            yield Finding("recipe", "reward.token_env", "problem", what, "set it to the server's token", needed=True)
+
+
+def _where(error: UserError) -> str:
+    return f"{error.where}: {error.what}" if error.where else error.what
+
+
+def _models(recipe: Recipe) -> dict[str, str]:
+    """Folders and hub ids that are loaded, by the setting that names them."""
+    named = {
+        "model.name": recipe.model.name, "model.tokenizer": recipe.model.tokenizer, "model.adapter": recipe.model.adapter,
+        "reference.model": recipe.reference.model,
+    }  # fmt: skip
+    return {setting: name for setting, name in named.items() if name}
+
+
+def _model(setting: str, name: str) -> Finding:
+    from huggingface_hub import constants, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    if Path(name).expanduser().is_dir():
+        return Finding("recipe", setting, "ok", f"the folder {name}")
+    fix = "name an existing folder, or a hub id such as owner/model"
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        return Finding("recipe", setting, "problem", f"there is no folder {name!r}", fix, needed=True)
+    try:
+        cached = [try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json", "tokenizer_config.json")]
+    except HFValidationError:
+        return Finding("recipe", setting, "problem", f"{name!r} is neither a folder nor a hub id", fix, needed=True)
+    if any(isinstance(path, str) for path in cached):
+        return Finding("recipe", setting, "ok", f"{name}, downloaded before")
+    if constants.HF_HUB_OFFLINE:
+        fix = "unset HF_HUB_OFFLINE, or name a folder"
+        return Finding("recipe", setting, "problem", f"{name} is not in the cache, and no hub is asked", fix, needed=True)
+    return Finding("recipe", setting, "ok", f"{name}, which will be downloaded")
+
+
+def _libraries(recipe: Recipe) -> Iterator[Finding]:
+    """Libraries that only some settings need, and that are not installed."""
+    wanted = {f"reward: {each.reward}": OF_RULES[each.reward] for each in recipe.reward if each.reward in OF_RULES}
+    wanted |= {"model.quantize": "bitsandbytes"} if recipe.model.quantize else {}
+    wanted |= {"train.optimizer": "bitsandbytes"} if recipe.train.optimizer == "adamw_8bit" else {}
+    wanted |= {"model.gguf_file": "gguf"} if recipe.model.gguf_file else {}
+    for setting, module in wanted.items():
+        extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
+        if find_spec(module) is None:
+            fix = f"pip install 'valence[{extra}]'"
+            yield Finding("recipe", setting, "problem", f"{module} is not installed", fix, needed=True)
+        else:
+            yield Finding("recipe", setting, "ok", f"{module} is installed")
+    for sink in recipe.run.sinks:
+        try:
+            said = check(sink.model_dump())
+            yield Finding("recipe", f"run.sinks: {sink.kind}", "ok", said or "installed")
+        except UserError as error:
+            yield Finding("recipe", f"run.sinks: {sink.kind}", "problem", error.what, error.fix or "", needed=True)
+    elsewhere = os.environ.get("VALENCE_VLLM_PYTHON") or recipe.rollout.python
+    if recipe.rollout.engine == "vllm" and recipe.rollout.start and not elsewhere and find_spec("vllm") is None:
+        fix = "name the Python of an environment that has it in rollout.python or VALENCE_VLLM_PYTHON"
+        yield Finding("recipe", "rollout.start", "problem", "vllm is not installed here", fix, needed=True)
