@@ -1,13 +1,15 @@
 """The model card: facts only, loadable as the hub loads it, and text that stays text."""
 
 import ast
+import json
 from dataclasses import replace
 
 import pytest
 from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
+from transformers.utils import hub
 
-from valence.report.card import CardFacts, fenced, markdown, model_card, table
+from valence.report.card import CardFacts, fenced, last_record, license_of, markdown, model_card, table
 
 HOSTILE = "a | b\n# head\n<script>alert(1)</script> [x](javascript:1) ![i](u) **b** _e_ `c` ``` $m$ a_b \x1b[2J \ud800 \\"
 
@@ -27,7 +29,8 @@ FACTS = CardFacts(
     },
     before={"auc": 0.5, "kl": 0.0},
     after={"auc": 0.81, "kl": 0.2},
-    license="apache-2.0",
+    last={"step": 118, "loss": 0.4321, "eval/loss": 0.9, "test/auc": 0.77, "tokens_seen": 9000, "lr": 1e-6},
+    license={"license": "apache-2.0"},
     command="valence train recipe.yaml",
     versions={"valence": "0.1.0", "torch": "2.13"},
     steps=120,
@@ -61,7 +64,7 @@ def test_the_head_is_what_the_hub_reads():
     assert (data.base_model, data.library_name, data.license) == ("org/tiny-chat", "transformers", "apache-2.0")
     assert data.pipeline_tag == "text-generation"
     assert data.tags == ["valence", "kto"]
-    adapter = ModelCard(model_card(replace(FACTS, adapter=True, license=None))).data
+    adapter = ModelCard(model_card(replace(FACTS, adapter=True, license={}))).data
     assert (adapter.library_name, adapter.license, adapter.tags) == ("peft", None, ["valence", "kto", "lora"])
     assert adapter.to_dict()["base_model_relation"] == "adapter"
 
@@ -95,7 +98,94 @@ def test_limitations_are_facts_of_the_run():
     out = html(model_card(replace(FACTS, audit={}, before=None, after=None, finished=False)))
     assert "<li>The training was stopped before its end, after 120 optimizer steps.</li>" in out
     assert "<li>The model was not evaluated on held-out rows.</li>" in out
-    assert "Results" not in out
+    assert "Results on held-out rows" not in out
+
+
+def test_the_end_of_training_stands_beside_held_out_and_test_numbers():
+    out = html(model_card(FACTS))
+    end = out.split("<h2>The end of training</h2>")[1].split("<h2>")[0]
+    assert "at step 118" in end
+    assert "<td>loss</td>\n<td>0.4321</td>" in end
+    assert "<td>lr</td>\n<td>1e-06</td>" in end
+    assert not [name for name in ("0.9", "0.77", "9,000") if name in end]
+    assert "<td>auc</td>\n<td>0.77</td>" in out.split("<h2>Results on test rows</h2>")[1].split("<h2>")[0]
+    bare = model_card(replace(FACTS, last={}))
+    assert "The end of training" not in bare
+    assert "test rows" not in bare
+
+
+def test_a_licence_that_is_not_known_is_to_be_looked_up():
+    assert "The licence of org/tiny-chat is not known here. Look it up" in model_card(replace(FACTS, license={}))
+    known = model_card(FACTS)
+    assert "org/tiny-chat comes under the licence apache-2.0, as its card says" in known
+    assert "not known" not in known
+
+
+def test_a_licence_with_a_name_of_its_own_is_passed_on():
+    said = {"license": "other", "license_name": "tiny-licence", "license_link": "https://example.org/licence"}
+    card = model_card(replace(FACTS, license=said))
+    assert ModelCard(card).data.to_dict() | said == ModelCard(card).data.to_dict()
+    assert "the licence tiny-licence (https://example.org/licence)" in card
+
+
+@pytest.mark.parametrize(("readme", "config", "found"), [
+    ("---\nlicense: mit\ntags: [a]\n---\n# Model\n", None, {"license": "mit"}),
+    ("\ufeff---\r\nlicense: mit\r\n---\r\n", None, {"license": "mit"}),
+    ("---\nlicense: other\nlicense_name: mine\nlicense_link: LICENSE\n---", None,
+     {"license": "other", "license_name": "mine", "license_link": "LICENSE"}),
+    ("---\ntags: []\n---\n", '{"license": "apache-2.0"}', {"license": "apache-2.0"}),
+    (None, '{"license": "apache-2.0"}', {"license": "apache-2.0"}),
+    ("# license: mit\n", '{"model_type": "x"}', {}),
+    ("---\nlicense: [mit]\n---\n", None, {}),
+    ("---\nlicense_name: mine\n---\n", None, {}),
+    ("---\n- [\n---\n", "{", {}),
+    ("---\n- a\n---\n", "[]", {}),
+    (None, None, {}),
+])  # fmt: skip
+def test_the_licence_of_a_folder_is_that_of_its_card_or_configuration(tmp_path, readme, config, found):
+    for name, content in (("README.md", readme), ("config.json", config)):
+        if content is not None:
+            (tmp_path / name).write_bytes(content.encode())
+    assert license_of(str(tmp_path)) == found
+
+
+def test_a_model_that_was_exported_passes_its_licence_on(tmp_path):
+    (tmp_path / "README.md").write_text(model_card(FACTS))
+    assert license_of(str(tmp_path)) == {"license": "apache-2.0"}
+
+
+def test_the_card_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
+    asked = []
+
+    def cached(model, name, **_):
+        asked.append((model, name))
+        if model == "org/unreachable":
+            raise OSError("no network")
+        return str(tmp_path / name) if model == "org/kept" else None
+
+    monkeypatch.setattr(hub, "cached_file", cached)
+    assert license_of("org/kept") == {"license": "mit"}
+    assert license_of("org/unknown") == {}
+    assert license_of("org/unreachable") == {}
+    assert license_of("./not/a/hub/id") == {}
+    assert asked == [("org/kept", "README.md"), ("org/unknown", "README.md"), ("org/unreachable", "README.md")]
+
+
+def test_the_last_record_is_that_of_training_up_to_the_step(tmp_path):
+    log = tmp_path / "metrics.jsonl"
+    assert last_record(log, 4) == {}
+    records = [
+        {"step": 2, "loss": 0.6},
+        {"step": 4, "loss": 0.5, "eval/loss": 0.7},
+        {"step": 4, "test/auc": 0.9},
+        {"step": 6, "loss": 0.4},
+    ]
+    log.write_text("".join(json.dumps(record) + "\n" for record in records) + '{"step": 7, "lo')
+    assert last_record(log, 4) == {"step": 4, "loss": 0.5, "eval/loss": 0.7, "test/auc": 0.9}
+    assert last_record(log, 6) == records[-1]
+    assert last_record(log, 3) == records[0]
+    assert last_record(log, 1) == {}
 
 
 def test_hostile_text_stays_text_and_tables_keep_their_columns():
@@ -105,7 +195,7 @@ def test_hostile_text_stays_text_and_tables_keep_their_columns():
         name=HOSTILE,
         base_model=HOSTILE,
         method=HOSTILE,
-        license=HOSTILE,
+        license={"license": HOSTILE, "license_name": HOSTILE, "license_link": HOSTILE},
         command=HOSTILE,
         audit=audit,
         before={HOSTILE: 1.0},
@@ -126,6 +216,11 @@ def test_hostile_text_stays_text_and_tables_keep_their_columns():
     assert f"<td>{shown}</td>\n<td>1</td>\n<td>2</td>\n<td>+1</td>\n</tr>" in out
     assert f"<td>{shown}</td>\n<td>1</td>\n</tr>" in out
     assert f"<li>Training rows: other (1); such as {shown}</li>" in out
+
+
+def test_distributions_of_the_audit_are_left_to_the_page():
+    audit = {"rows": 3, "distributions": {"prompt tokens": {"edges": [0, 5], "counts": {"all": [3]}}}}
+    assert model_card(replace(FACTS, audit=audit)) == model_card(replace(FACTS, audit={"rows": 3}))
 
 
 def test_a_fence_is_longer_than_any_in_the_code():

@@ -4,13 +4,18 @@ import builtins
 import json
 import math
 import re
+import time
 from html.parser import HTMLParser
 
 import pytest
 
+from tests.report.synthetic import write_run
 from valence.errors import UserError
-from valence.report.figures import POINTS, figures, rewards_by_class
-from valence.report.page import flatten, write_page
+from valence.report import rundata
+from valence.report.curves import BARS, POINTS, curves
+from valence.report.figures import by_length, by_source, calibration, spreads
+from valence.report.html import flatten
+from valence.report.page import seconds_of_a_step, write_page
 from valence.report.rundata import read_run
 
 HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] \x1b[2J \x00 \ud800 é 日本"
@@ -144,6 +149,10 @@ class Page(HTMLParser):
             self.text += data
 
 
+def charts(page):
+    return json.loads(page.source.split('id="charts">')[1].split("</script>")[0])
+
+
 def test_a_finished_run_is_told_in_full(run_dir):
     path = write_page(run_dir)
     page = Page(path)
@@ -157,6 +166,7 @@ def test_a_finished_run_is_told_in_full(run_dir):
     assert "prompt lengthmin4median31p9580max112" in page.text
     assert "judged_by203" in page.text
     assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
+    assert "AUC" not in page.text  # of which the log has no number under that name
     assert "At step 0 the reward of every row is 0" in page.text
     assert "A short answer." in page.text
     assert "valence train recipe.yaml train.batch_size=8" in page.text
@@ -179,9 +189,8 @@ def test_hostile_text_stays_text(run_dir):
     assert not [a for a in page.attributes if a[1].startswith("on")]
     shown = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] ␛[2J ␀ \ufffd é 日本"
     assert page.text.count(shown) >= 5
-    charts = page.source.split('id="charts">')[1].split("</script>")[0]
-    assert "<" not in charts
-    assert any(trace["name"].startswith("&lt;/pre&gt;") for c in json.loads(charts).values() for trace in c["data"])
+    assert "<" not in page.source.split('id="charts">')[1].split("</script>")[0]
+    assert any(trace.get("name", "").startswith("&lt;/pre&gt;") for c in charts(page).values() for trace in c["data"])
 
 
 def test_the_page_asks_nothing_of_the_network(run_dir):
@@ -190,6 +199,7 @@ def test_the_page_asks_nothing_of_the_network(run_dir):
     assert not [a for a in page.attributes if a[1] == "src"]
     assert [v for _, name, v in page.attributes if name == "href" and not v.startswith("#")] == []
     assert "default-src 'none'" in page.source
+    assert "script-src 'sha256-" in page.source
     assert page.source.count("plotly.js v") == 1
 
 
@@ -228,17 +238,67 @@ def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path
     losses = ("0.5", '"nan"', "NaN", "0.4")
     lines = [f'{{"step": {step}, "loss": {loss}}}\n' for step, loss in enumerate(losses, start=1)]
     (tmp_path / "metrics.jsonl").write_text("".join(lines))
-    assert figures(read_run(tmp_path))["Loss"]["data"][0]["y"] == (0.5, 0.4)
-    assert "loss was not finite at 2 step(s), first at step 2" in Page(write_page(tmp_path)).text
+    assert curves(read_run(tmp_path))["Learning"]["Loss"]["data"][0]["y"] == [0.5, None, None, 0.4]
+    assert "loss (at 2 of the steps, first at 2)" in Page(write_page(tmp_path)).text
 
 
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
-    made = figures(read_run(run_dir))
-    assert [t["name"] for t in made["Implicit rewards"]["data"]] == ["chosen", "rejected", "margins", "margins, held out"]
-    assert made["Implicit rewards"]["data"][3]["x"] == (20, 40, 60)
-    assert "padding" in made
-    assert "auc" in made
-    assert not {"micro_batches", "tokens", "tokens_seen", "step"} & set(made)
+    made = curves(read_run(run_dir))
+    named = [t.get("name") for t in made["Learning"]["Rewards by class"]["data"]]
+    assert named == ["chosen", None, "rejected", None]  # each with the band of the evaluations' rows
+    margin = made["Learning"]["Margin"]["data"]
+    assert [(t["name"], t["x"][:3]) for t in margin] == [("margins", [1, 2, 3]), ("margins, held out", [20, 40, 60])]
+    assert {"padding", "auc"} == set(made["More"])
+    assert "Divergence from the reference" not in made["Learning"]  # kl is kto's reference point
+
+
+@pytest.mark.parametrize("kind", ["thumbs", "pairs", "own"])
+def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
+    from plotly.graph_objects import Figure
+
+    found = charts(Page(write_page(write_run(tmp_path, kind))))
+    assert len(found) > 12
+    for chart in found.values():
+        Figure(data=chart["data"], layout=chart["layout"])  # raises for a name or a value that it does not know
+
+
+def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
+    made = curves(read_run(write_run(tmp_path, "own")))
+    reward = made["Learning"]["Reward of own answers"]
+    assert [t.get("fill") for t in reward["data"]] == [None, "toself", None]
+    assert reward["note"].endswith("10 to 90 % of the evaluation's rows")
+    assert made["Learning"]["Divergence from the reference"]["data"][0]["name"] == "kl"
+    assert "Drift on mismatched answers" not in made["Learning"]
+
+
+def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
+    rows = [{"label": True, "reward": float(i)} for i in range(11)] + [{"label": False, "reward": -2.0}]
+    assert rundata.bands_of(rows) == {"chosen": (1.0, 9.0), "rejected": (-2.0, -2.0)}
+    pairs = [{"reward_chosen": float(i), "reward_rejected": -1.0} for i in range(11)]
+    assert rundata.bands_of(pairs) == {"chosen": (1.0, 9.0), "rejected": (-1.0, -1.0), "margins": (2.0, 10.0)}
+
+
+def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
+    run = read_run(write_run(tmp_path, "own", steps=130, times=3))
+    traces = {t["name"].split(" ")[0]: t for t in curves(run)["Machine"]["Time"]["data"]}
+    assert set(traces) == {"training", "rollout", "reward", "measuring", "evaluation"}
+    assert len(traces["training"]["x"]) <= BARS
+    assert sum(traces["training"]["y"]) == pytest.approx(260)
+    assert sum(traces["evaluation"]["y"]) == pytest.approx(12)
+
+
+def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
+    """Ten rounds since the record before: a mean of 3 seconds each."""
+    log = [{"step": 10 * i, "rounds": 10 * i, "seconds": 5.0, "seconds/rollout": 3.0} for i in range(1, 4)]
+    log.append({"step": 35, "rounds": 30, "seconds": 2.5})
+    assert seconds_of_a_step(log[:3]) == 3.5
+    assert seconds_of_a_step(log) == pytest.approx(72.5 / 25)
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in log))
+    traces = curves(read_run(tmp_path))["Machine"]["Time"]["data"]
+    assert {t["name"]: t["y"] for t in traces} == {
+        "training (18s)": [5.0, 5.0, 5.0, 2.5],
+        "rollout (1m30s)": [30.0, 30.0, 30.0, 0.0],
+    }
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
@@ -252,20 +312,127 @@ def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
     assert "Test rows, after trainingmetricstep 60auc0.5" in text
 
 
-def test_a_long_run_is_drawn_as_means_of_neighbouring_steps(tmp_path):
+def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extremes(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS)))
-    trace = figures(read_run(tmp_path))["Loss"]["data"][0]
-    assert len(trace["x"]) == POINTS
-    assert set(trace["y"]) == {0.5}
-    assert trace["x"][0] == 2
+    band, line = curves(read_run(tmp_path))["Learning"]["Loss"]["data"]
+    assert len(line["x"]) == POINTS
+    assert set(line["y"]) == {0.5}
+    assert line["x"][0] == 2
+    assert band["y"] == [0] * POINTS + [1] * POINTS
 
 
-def test_rewards_are_told_apart_by_class_and_by_side():
-    rows = [{"label": False, "reward": -1.0}, {"label": True, "reward": 1.0}, {"label": True, "reward": "nan"}]
-    assert rewards_by_class({"rows": rows}) == {"thumbs up": [1.0], "thumbs down": [-1.0]}
-    pairs = [{"label": None, "reward_chosen": 2.0, "reward_rejected": -2.0}]
-    assert rewards_by_class({"rows": pairs}) == {"chosen": [2.0], "rejected": [-2.0]}
-    assert rewards_by_class({"rows": []}) == {}
+def test_rewards_are_told_apart_by_length_and_by_source():
+    rows = [{"label": True, "reward": float(n), "tokens": n, "origin": f"{'a' if n < 3 else 'b'}.jsonl:{n}"} for n in range(8)]
+    held = by_length(rows)
+    assert list(held) == ["0 to 1 tokens", "2 to 3 tokens", "4 to 5 tokens", "6 to 7 tokens"]
+    assert held["2 to 3 tokens"] == {"thumbs up": [2.0, 3.0]}
+    assert {name: len(found["thumbs up"]) for name, found in by_source(rows).items()} == {"b.jsonl": 5, "a.jsonl": 3}
+    ends = "_of_a_name_that_is_longer_than_what_is_shown.jsonl"  # the same end: none of them is lost
+    far = [{**row, "source": f"{'a' if i < 3 else 'b'}{ends}"} for i, row in enumerate(rows)]
+    assert {name: len(found["thumbs up"]) for name, found in by_source(far).items()} == {f"b{ends}": 5, f"a{ends}": 3}
+
+
+def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
+    run = read_run(write_run(tmp_path, "thumbs"))
+    made = spreads(run.first, run.last)
+    assert set(made) == {"By class", "By length of the answer", "By source"}
+    assert {sum(sum(t["y"]) for t in figure["data"]) for figure in made.values()} == {60}
+    own = read_run(write_run(tmp_path / "own", "own"))
+    assert {"By class", "By length of the answer, step 0", "By length of the answer, step 60"} <= set(
+        spreads(own.first, own.last)
+    )
+
+
+def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():
+    rows = [{"label": i % 4 == 0, "reward": -1.0 - i / 1000} for i in range(20)]
+    rows += [{"label": i % 4 != 0, "reward": 1.0 + i / 1000} for i in range(20)]
+    dots = calibration(rows)["data"][1]
+    assert dots["y"] == [0.2, 0.3, 0.7, 0.8]  # of the tens in the order of the rewards
+    assert dots["x"][0] == pytest.approx(1 / (1 + math.exp(1.0145)), rel=1e-3)
+    assert dots["text"] == ["10 rows"] * 4
+    pairs = [{"reward_chosen": 0.1 * i, "reward_rejected": 0.1 * i - (1 + i / 1000) * (1 if i % 5 else -1)} for i in range(40)]
+    assert calibration(pairs)["data"][1]["y"] == [0.8] * 4
+    assert calibration(rows[:15]) is None
+
+
+@pytest.mark.parametrize("kind", ["thumbs", "pairs", "own"])
+def test_a_long_run_makes_a_page_of_few_megabytes_in_a_few_seconds(tmp_path, kind, monkeypatch):
+    folder = write_run(tmp_path / "long", kind, steps=10_000, rows=500, times=20)
+    whole = rundata._evaluation
+    read = []
+    monkeypatch.setattr(rundata, "_evaluation", lambda text: read.append(len(text)) or whole(text))
+    began = time.perf_counter()
+    path = write_page(folder)
+    took = time.perf_counter() - began
+    assert path.stat().st_size < 8e6
+    assert took < 10  # about two seconds on one core that has nothing else to do
+    assert len(read) == (20 if kind == "own" else 21)
+    write_page(folder)
+    assert len(read) == (22 if kind == "own" else 24)  # those between the first and the last are not read again
+    assert all(len(t["x"]) <= 2 * POINTS for c in charts(Page(path)).values() for t in c["data"])
+
+
+def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_path, monkeypatch):
+    folder = write_run(tmp_path, "thumbs", times=7)
+    assert len(read_run(folder).bands) == 7
+    monkeypatch.setattr(rundata, "BETWEEN", 2)
+    assert len(read_run(folder).bands) == 4
+    monkeypatch.setattr(rundata, "BETWEEN_BYTES", 1)
+    assert list(read_run(folder).bands) == [0, 60]
+
+
+def test_a_run_that_goes_on_says_how_far_it_is_and_may_be_loaded_anew(tmp_path):
+    folder = write_run(tmp_path, "thumbs", status="interrupted")
+    page = Page(write_page(folder, "running"))
+    assert "step 60 of 120" in page.text
+    assert re.search(r"2\.\ds a step · 2m\d\ds left · written at \d\d:\d\d:\d\d UTC", page.text)
+    assert ("input", "id", "reload") in page.attributes
+    assert ("progress", "max", "120") in page.attributes
+    page = Page(write_page(folder))
+    assert "left" not in page.text.split("Results")[0]
+    assert "input" not in page.tags
+
+
+def test_the_time_of_a_step_has_every_phase_in_it():
+    log = [
+        {"step": 0, "seconds/evaluation": 9.0},
+        {"step": 2, "seconds": 3.0},
+        {"step": 4, "seconds": 3.0, "seconds/saving": 2.0},
+    ]
+    assert seconds_of_a_step(log) == 2.0
+    assert seconds_of_a_step([]) is None
+    assert seconds_of_a_step([{"step": 1, "loss": 1.0}, {"step": 2, "seconds": "nan"}]) is None
+
+
+def test_lengths_of_the_data_are_drawn_and_not_tabled(tmp_path):
+    page = Page(write_page(write_run(tmp_path, "thumbs")))
+    assert "prompt tokens" in page.text
+    assert "edges" not in page.text
+    drawn = [c for c in charts(page).values() if c["layout"].get("xaxis", {}).get("title", {}).get("text") == "tokens"]
+    assert [[t["name"] for t in c["data"]] for c in drawn] == [["all"], ["up", "down"]]
+    assert drawn[0]["data"][0]["y"] == [30, 90, 40, 20, 15, 5]
+
+
+def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first(tmp_path):
+    folder = write_run(tmp_path, "own")
+    rows = json.loads((folder / "eval/step-60.json").read_text())["rows"]
+    first = {row["id"]: row["reward"] for row in json.loads((folder / "eval/step-0.json").read_text())["rows"]}
+    most = max(rows, key=lambda row: abs(row["reward"] - first[row["id"]]))
+    text = Page(write_page(folder)).text
+    answers = text.split("those whose reward changed most come first.")[1]
+    assert answers.startswith(most["prompt"])
+    assert most["completion"] in answers.split("Question", 2)[1]
+
+
+def test_long_texts_are_cut_where_the_page_is_full_and_that_is_said(tmp_path):
+    folder = write_run(tmp_path, "thumbs", rows=200)
+    found = json.loads((folder / "eval/step-60.json").read_text())
+    for row in found["rows"]:
+        row["completion"] = "<" * 50_000
+    (folder / "eval/step-60.json").write_text(json.dumps(found))
+    path = write_page(folder)
+    assert path.stat().st_size < 8e6
+    assert "and 42,000 more characters in eval/step-60.json" in Page(path).text
 
 
 def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch):
@@ -285,7 +452,7 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
     first = write_page(run_dir).read_text(encoding="utf-8")
-    monkeypatch.setattr("valence.report.page.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr("valence.report.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
     with pytest.raises(OSError, match="disk"):
         write_page(run_dir)
     assert (run_dir / "report.html").read_text(encoding="utf-8") == first

@@ -2,11 +2,15 @@
 
 import json
 import math
+import sqlite3
+import threading
+import time
 
 import numpy as np
 import pytest
 
 from valence.errors import UserError
+from valence.report import sinks as module
 from valence.report.sinks import FanOut, JsonlSink
 
 
@@ -96,3 +100,124 @@ def test_an_optional_sink_that_fails_is_named_once_and_left_alone():
 def test_a_required_sink_that_fails_stops_the_run():
     with pytest.raises(ConnectionError):
         FanOut([Memory(fail_at=1)]).log({"step": 0})
+
+
+# What a sink may have besides
+
+
+class Whole(Memory):
+    """One with every method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = []
+
+    def start(self, config, folder, taken_up):
+        self.told.append(("start", dict(config), folder, taken_up))
+
+    def table(self, name, step, rows):
+        self.told.append((name, step, [dict(row) for row in rows]))
+
+    def end(self, status):
+        self.told.append(status)
+
+
+def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_path):
+    said = []
+    plain, whole = Memory(), Whole()
+    sinks = FanOut([], [plain, whole], warn=said.append)
+    for _ in range(2):
+        sinks.start({"a.b": 1}, tmp_path, True)
+    rows = [{"id": "x", "logp": -1.0, "reward_chosen": 2.0, "chosen": "ab" * 4000, "prompt": "p", "scores": {"a": 1}}] * 30
+    sinks.table("eval/samples", 3, rows)
+    sinks.close("interrupted")
+    start, (name, step, shown), status = whole.told
+    assert start == ("start", {"a.b": 1}, tmp_path, True)
+    assert (name, step, status, said) == ("eval/samples", 3, "interrupted", [])
+    assert len(shown) == 20
+    assert list(shown[0]) == ["prompt", "chosen", "reward_chosen", "scores"]
+    assert shown[0]["chosen"].endswith("b ... (4000 more characters)")
+    assert shown[0]["scores"] == '{"a": 1}'
+    assert plain.closed
+    assert whole.closed
+
+
+@pytest.mark.parametrize("method", ["start", "log", "table", "end", "close"])
+def test_an_error_anywhere_is_said_once_and_the_others_go_on(method, tmp_path):
+    said, good = [], Whole()
+    bad = Whole()
+
+    def fails(*_):
+        raise SystemError("no more")
+
+    setattr(bad, method, fails)
+    sinks = FanOut([], [bad, good], warn=said.append)
+    sinks.start({}, tmp_path, False)
+    for step in range(2):
+        sinks.table("eval/samples", step, [{"prompt": "p"}])
+        sinks.log({"step": step})
+    sinks.close()
+    assert len(said) == 1
+    assert "Whole failed" in said[0]
+    assert "no more" in said[0]
+    assert [r["step"] for r in good.records] == [0, 1]
+    assert good.closed
+
+
+def test_sinks_that_hang_at_the_end_are_left_together(monkeypatch):
+    monkeypatch.setattr(module, "CLOSING", 0.3)
+    said, never, required = [], threading.Event(), Memory()
+
+    class Hangs(Memory):
+        def close(self):
+            never.wait(20)
+
+    sinks = FanOut([required], [Hangs(), Hangs()], warn=said.append)
+    began = time.monotonic()
+    sinks.close()
+    assert time.monotonic() - began < 3
+    never.set()
+    assert [line.split(" within")[0] for line in said] == ["Hangs has not closed"] * 2
+    assert required.closed
+
+
+def test_one_that_gets_on_has_longer(monkeypatch):
+    monkeypatch.setattr(module, "CLOSING", 0.3)
+    said = []
+
+    class Slow(Memory):
+        waiting = 8
+
+        def close(self):
+            while self.waiting:
+                time.sleep(0.1)
+                self.waiting -= 1
+            super().close()
+
+    slow = Slow()
+    FanOut([], [slow], warn=said.append).close()
+    assert slow.closed
+    assert said == []
+
+
+def test_what_belongs_to_its_thread_is_closed_there(tmp_path):
+    said = []
+
+    class Database:
+        def __init__(self):
+            self.database = sqlite3.connect(tmp_path / "log.db")
+            self.database.execute("create table log (step)")
+
+        def log(self, record):
+            self.database.execute("insert into log values (?)", [record["step"]])
+
+        def close(self):
+            self.database.commit()
+            self.database.close()
+
+    sinks = FanOut([], [Database()], warn=said.append)
+    sinks.log({"step": 3})
+    sinks.close()
+    assert said == []
+    with sqlite3.connect(tmp_path / "log.db") as database:
+        assert database.execute("select step from log").fetchall() == [(3,)]

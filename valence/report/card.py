@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import io
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 from valence.report.console import as_tables, audit_warnings, compare, duration, exact, text, visible
 
 ROWS = 30
 """Most rows of one table of the data."""
+
+HUB_ID = r"\w[\w.-]*/\w[\w.-]*"
+
+NO_RESULTS = (
+    "step", "epoch", "eval/", "test/", "tokens", "examples_seen", "seconds", "micro_batches", "waste", "memory", "ranks",
+    "rounds", "prompts",
+)  # fmt: skip
+"""How names in the log begin that are no results of training rows: they count, measure the machine, or are of other rows."""
 
 LOAD_MERGED = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -72,8 +83,9 @@ class CardFacts:
 
     settings: those of the training worth a line (dotted names). audit: of the training rows, as in ``audit.json``; what
     it holds against them becomes limitations. before, after: metrics on held-out rows at the first and at the last
-    evaluation. chat: the tokenizer has a chat template. steps: optimizer steps. finished: False when the training was
-    stopped before its end. reward_model: it scores answers instead of giving them.
+    evaluation. last: of the last record of training, as ``last_record`` finds it. license: what the base model's card says, under
+    the hub's names (``license_of``); empty when that is not known. chat: the tokenizer has a chat template. steps: optimizer
+    steps. finished: False when the training was stopped before its end. reward_model: it scores answers instead of giving them.
     """
 
     name: str
@@ -86,7 +98,8 @@ class CardFacts:
     audit: Mapping[str, Any]
     before: Mapping[str, float] | None = None
     after: Mapping[str, float] | None = None
-    license: str | None = None
+    last: Mapping[str, object] = field(default_factory=dict[str, object])
+    license: Mapping[str, str] = field(default_factory=dict[str, str])
     command: str
     versions: Mapping[str, str]
     steps: int
@@ -108,8 +121,11 @@ def model_card(facts: CardFacts) -> str:
         ("Method", table(("setting", "value"), ((name, exact(value)) for name, value in settings.items()))),
         ("Data", _data(facts.audit)),
         ("Results on held-out rows", _results(facts)),
+        ("Results on test rows", table(("metric", "after"), _of_test(facts.last))),
+        ("The end of training", _end(facts.last)),
         ("How to load it", fenced(_usage(facts), "python")),
         ("How it was made", f"{fenced(facts.command, 'sh')}\n\n{versions}"),
+        ("Base model and licence", _licence(facts)),
         ("Limitations", "\n".join(f"- {markdown(line)}" for line in _limitations(facts))),
     )
     body = "\n\n".join(f"## {title}\n\n{part}" for title, part in sections if part)
@@ -129,8 +145,7 @@ def _head(facts: CardFacts) -> str:
     if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", facts.base_model, re.ASCII):  # the hub refuses a folder as a base model
         head["base_model"] = facts.base_model
         head["base_model_relation"] = "adapter" if facts.adapter else "finetune"
-    if facts.license:
-        head["license"] = visible(facts.license)
+    head |= {name: visible(value) for name, value in facts.license.items()}
     task = "text-classification" if facts.reward_model else "text-generation"
     head |= {"pipeline_tag": task, "tags": ["valence", visible(facts.method)] + ["lora"] * facts.adapter}
     out = io.StringIO()
@@ -140,7 +155,7 @@ def _head(facts: CardFacts) -> str:
 
 def _data(audit: Mapping[str, Any]) -> str:
     parts: list[str] = []
-    for title, header, rows in as_tables(audit):
+    for title, header, rows in as_tables({name: found for name, found in audit.items() if name not in ("distributions", "said")}):
         more = f"\n\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
         parts.append((f"### {markdown(title)}\n\n" if title else "") + table(header, rows[:ROWS]) + more)
     return "\n\n".join(parts)
@@ -154,6 +169,26 @@ def _results(facts: CardFacts) -> str:
     return table(("metric", "before", "after", "change"), compare(facts.before, facts.after))
 
 
+def _of_test(last: Mapping[str, object]) -> list[tuple[str, object]]:
+    return [(name.removeprefix("test/"), value) for name, value in last.items() if name.startswith("test/")]
+
+
+def _end(last: Mapping[str, object]) -> str:
+    """The numbers of the last steps that were logged, without held-out ones and those that only count or measure the machine."""
+    rows = [(name, value) for name, value in last.items() if not name.startswith(NO_RESULTS)]
+    made = table(("metric", "value"), rows)
+    return f"The last record of the log on training rows, at step {text(last.get('step'))}:\n\n{made}" if made else ""
+
+
+def _licence(facts: CardFacts) -> str:
+    base, said = markdown(facts.base_model), facts.license
+    if not said:
+        return f"The licence of {base} is not known here. Look it up, and name it above, before you give this model to others."
+    name = said.get("license_name") or said["license"]
+    link = f" ({markdown(said['license_link'])})" if said.get("license_link") else ""
+    return f"{base} comes under the licence {markdown(name)}{link}, as its card says, and this model is made of it."
+
+
 def _limitations(facts: CardFacts) -> list[str]:
     said: list[str] = []
     if not facts.finished:
@@ -161,6 +196,73 @@ def _limitations(facts: CardFacts) -> list[str]:
     if facts.after is None:
         said.append("The model was not evaluated on held-out rows.")
     return said + [f"Training rows: {warning}" for warning in audit_warnings(facts.audit)]
+
+
+def last_record(log: Path, step: int) -> dict[str, Any]:
+    """What a run's log (metrics.jsonl) says last of its training up to a step, and of its test rows; empty when it says nothing.
+    Lines that are not whole are passed over."""
+    found: dict[str, Any] = {}
+    try:
+        lines = log.read_bytes().split(b"\n")
+    except OSError:
+        return {}
+    for line in reversed(lines):
+        try:
+            record = json.loads(line)
+            at = record["step"]
+        except (ValueError, KeyError, TypeError):
+            continue
+        if at == step:
+            found |= {name: value for name, value in record.items() if name.startswith("test/") and name not in found}
+        if at <= step and any(not name.startswith(NO_RESULTS) for name in record):
+            return found | {name: value for name, value in record.items() if not name.startswith("test/")}
+    return found
+
+
+def license_of(model: str) -> dict[str, str]:
+    """What the card of a model says of its licence, under the hub's names: ``license``, and ``license_name`` and ``license_link``
+    where it has one of its own. model: a folder, or a hub id, whose card is fetched unless it lies in the cache. Else what its
+    config.json says. Empty when nothing does."""
+    folder = Path(model)
+    card = folder / "README.md" if folder.is_dir() else _card_of_hub(model)
+    said = _front_matter(card) if card else {}
+    if not said.get("license") and folder.is_dir():
+        said = _json_of(folder / "config.json")
+    found = {name: said.get(name) for name in ("license", "license_name", "license_link")}
+    kept = {name: value.strip() for name, value in found.items() if isinstance(value, str) and value.strip()}
+    return kept if "license" in kept else {}
+
+
+@lru_cache
+def _card_of_hub(model: str) -> Path | None:
+    from transformers.utils.hub import cached_file
+
+    if not re.fullmatch(HUB_ID, model, re.ASCII):
+        return None
+    try:
+        found = cached_file(model, "README.md", _raise_exceptions_for_missing_entries=False)
+    except (OSError, ValueError):  # no network, and no copy of it: the card says that the licence is not known
+        return None
+    return Path(found) if found else None
+
+
+def _front_matter(card: Path) -> Mapping[str, Any]:
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        head = re.match(r"\ufeff?---[ \t]*\r?\n(.*?)\r?\n---[ \t]*(\r?\n|$)", card.read_text(encoding="utf-8"), re.DOTALL)
+        said = YAML(typ="safe", pure=True).load(head[1]) if head else {}
+    except (OSError, ValueError, YAMLError):
+        return {}
+    return said if isinstance(said, Mapping) else {}
+
+
+def _json_of(path: Path) -> Mapping[str, Any]:
+    try:
+        said = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, Mapping) else {}
 
 
 def markdown(value: object) -> str:

@@ -5,112 +5,89 @@ Everything that comes from data goes through ``esc``; figures are plain dictiona
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from string import Template
-from typing import Any
 
-from valence.report.console import as_tables, audit_warnings, compare, duration, esc, exact
-from valence.report.figures import figures, histogram, mean_width, rewards_by_class
+from valence.report.console import as_tables, compare, duration, esc, exact, number
+from valence.report.curves import KTO, curves, mean_width, spent
+from valence.report.figures import calibration, lengths, spreads, still
+from valence.report.html import chart_grid, document, flatten, folded, plotly_js, table, tiles, write_aside
+from valence.report.rowlist import Room, own_samples, row_lists, samples
+from valence.report.rows import is_own
 from valence.report.rundata import Json, RunData, read_run
-
-TEMPLATE = Path(__file__).with_name("page.html")
+from valence.report.signs import signs
+from valence.report.stats import finite
 
 ROWS = 50
 """Most rows of one table of the audit."""
+
+LINES = 12
+"""Warnings that are shown at once; the others open on a click."""
+
+RELOAD = 30
+"""Seconds after which the page of a run that goes on is loaded anew."""
+
+RATED = 50
+"""Records over which the time of a step is measured."""
+
+HEADLINES = {
+    "reward/mean": "reward",
+    "rewards/auc": "AUC",
+    "rewards/accuracies": "accuracy",
+    "rewards/spearman": "rank correlation",
+    "loss": "loss",
+    "rewards/margins": "margin",
+    "logps/token": "log-probability of a token",
+    "rollout/length": "tokens of an answer",
+    "kl": "divergence",
+}
+"""Numbers of held-out rows that are seen first, with the words for them."""
+
+TILES = 5
+
+LISTS = {"train": "Training rows", "eval": "Held-out rows", "test": "Test rows"}
 
 
 def write_page(run_dir: Path, status: str | None = None) -> Path:
     """Write ``report.html`` into the run's folder; return its path. status: of the run, when its run.json does not say so yet.
 
-    Raises UserError when there is no such folder.
+    Raises UserError when there is no such folder, and OSError when the page cannot be written.
     """
     found = read_run(run_dir)
     page = render(found if status is None else replace(found, run={**found.run, "status": status}))
     path = run_dir / "report.html"
-    aside = path.with_suffix(".html.tmp")
-    aside.write_text(page, encoding="utf-8")
-    os.replace(aside, path)
+    write_aside(path, page)
     return path
-
-
-def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, numeric: bool = False) -> str:
-    """An HTML table. ``numeric``: every column but the first holds numbers and is aligned to the right."""
-
-    def line(tag: str, cells: Sequence[object]) -> str:
-        return f"<tr>{''.join(f'<{tag}>{esc(cell)}</{tag}>' for cell in cells)}</tr>"
-
-    head = f"<thead>{line('th', header)}</thead>" if any(header) else ""
-    body = "".join(line("td", row) for row in rows)
-    kind = ' class="numeric"' if numeric else ""
-    return f'<div class="scroll"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
-
-
-def _audit(audit: Json) -> str:
-    return "".join(f'<h3>{esc(name)}</h3><div class="flow">{_tables(found)}</div>' for name, found in audit.items())
-
-
-def _tables(found: Json) -> str:
-    parts: list[str] = []
-    for title, header, rows in as_tables(found):
-        head = f"<h4>{esc(title)}</h4>" if title else ""
-        more = f"<p>and {len(rows) - ROWS} more in audit.json</p>" if len(rows) > ROWS else ""
-        parts.append(f"<div>{head}{table(header, rows[:ROWS])}{more}</div>")
-    return "".join(parts)
-
-
-def flatten(value: Json, prefix: str = "") -> dict[str, Any]:
-    """Inner mappings as dotted names: ``{"train": {"seed": 0}}`` becomes ``{"train.seed": 0}``."""
-    flat: dict[str, Any] = {}
-    for key, item in value.items():
-        name = f"{prefix}{key}"
-        flat |= flatten(item, f"{name}.") if isinstance(item, Mapping) and item else {name: item}
-    return flat
-
-
-# --- Figures ----------------------------------------------------------------------------------------------------------
 
 
 def render(run: RunData) -> str:
     """The whole page as HTML."""
-    plotly = _plotly_js()
+    plotly = bool(plotly_js())
     charts: dict[str, Json] = {}
+    room = Room()
+    own = run.first is not None and run.last is not None and any(map(is_own, run.last["rows"]))
     sections = (
         ("Warnings", _warnings(run)),
-        ("Results on held-out rows", _results(run)),
+        ("Results", _results(run)),
         ("Curves", _curve_section(run, charts, plotly)),
-        ("Implicit rewards of held-out rows", _reward_section(run, charts, plotly)),
-        ("Answers before and after", _samples(run.samples)),
-        ("Data", _audit(run.audit)),
+        ("Rewards", _reward_section(run, charts, plotly)),
+        ("Answers", _answers(run, own, room)),
+        ("Held-out rows", _rows(run, room)),
+        ("Training rows", _trained(run, room)),
+        ("Data", _audit(run.audit, charts, plotly)),
         ("Settings", _settings(run)),
-        ("Reproduce", _reproduce(run.run)),
+        ("Reproduce", _reproduce(run)),
     )
-    present = [(f"s{i}", title, body) for i, (title, body) in enumerate(sections) if body]
-    data = json.dumps(charts, allow_nan=False).replace("<", "\\u003c")
     method, model = _what(run)
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
-        title=esc(f"{method} on {model}"),
-        status=_status(run),
-        sentence=_sentence(run),
-        facts=table(("", ""), _facts(run)),
-        links="".join(f'<a href="#{i}">{esc(title)}</a>' for i, title, _ in present),
-        sections="".join(f'<section id="{i}"><h2>{esc(title)}</h2>{body}</section>' for i, title, body in present),
-        charts=data,
-        plotly=plotly if charts else "",
-    )
+    intro = f"<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}{_headlines(run)}"
+    title = f"{method} on {Path(model).name or model}"
+    return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
 
 
-def _plotly_js() -> str:
-    """The plotting library's source, or nothing when it is not installed."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        return ""
-    return get_plotlyjs()
+# What, and how far
 
 
 def _what(run: RunData) -> tuple[str, str]:
@@ -128,11 +105,15 @@ def _sentence(run: RunData) -> str:
     how = "an adapter" if settings.get("model.adapter") else "all weights"
     how = f"a LoRA adapter of rank {esc(rank)}" if rank else how
     files = _paths(settings.get("data.train"))
-    steps = run.metrics[-1]["step"] if run.metrics else 0
     seconds = run.run.get("seconds")
-    took = f" in {duration(seconds)}" if isinstance(seconds, (int, float)) else ""
-    on = f" with the rows of {esc(files)}" if files else ""
-    return f"<b>{esc(method)}</b> trained {how} of <b>{esc(model)}</b>{on}: {esc(steps)} optimizer steps{took}."
+    took = f" in {duration(seconds)}" if finite(seconds) else ""
+    on = f" with the rows of <b>{esc(files)}</b>" if files else ""
+    judged = f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
+    ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
+    return (
+        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of <b>{esc(model)}</b>{on}{judged}: "
+        f"{esc(_step(run))} optimizer steps{took}.{ended}"
+    )
 
 
 def _paths(sources: object) -> str:
@@ -142,115 +123,232 @@ def _paths(sources: object) -> str:
 
 def _status(run: RunData) -> str:
     status = str(run.run.get("status", "unfinished"))
-    return f'<span class="status {"good" if status == "done" else "bad"}">{esc(status)}</span>'
+    return f'<span class="status {"good" if status in ("done", "running", "scored") else "bad"}">{esc(status)}</span>'
 
 
-def _facts(run: RunData) -> list[tuple[str, object]]:
+def _is_running(run: RunData) -> bool:
+    return run.run.get("status") == "running"
+
+
+def _step(run: RunData) -> int:
+    return run.metrics[-1]["step"] if run.metrics else 0
+
+
+def _progress(run: RunData) -> str:
+    """How far a run that goes on is, how fast, and when the page is written again."""
+    if not _is_running(run):
+        return ""
+    step, total, each = _step(run), run.run.get("total_steps"), seconds_of_a_step(run.metrics)
+    said = [f"step {number(step)}"]
+    bar = ""
+    if finite(total) and total > 0:
+        said = [f"step {number(step)} of {number(total)}"]
+        bar = f'<progress max="{total:g}" value="{step}" aria-label="steps"></progress>'
+    if each is not None:
+        said.append(f"{duration(each)} a step")
+        if finite(total) and bar:
+            said.append(f"{duration(max(0.0, total - step) * each)} left")
+    said.append(f"written at {datetime.now(UTC):%H:%M:%S} UTC")
+    again = (
+        f'<label><input type="checkbox" id="reload" data-seconds="{RELOAD}" checked> load anew every {RELOAD} s</label>'
+        " <small>The file is rewritten as the run goes.</small>"
+    )
+    return f"{bar}<p>{' · '.join(map(esc, said))}</p><p>{again}</p>"
+
+
+def seconds_of_a_step(metrics: Sequence[Json]) -> float | None:
+    """With all phases (evaluations, saves, rounds), over the latest records; None where they do not say."""
+    latest = metrics[-RATED - 1 :]
+    seconds = math.fsum(each for record in spent(latest)[1:] for each in record.values())
+    steps = latest[-1]["step"] - latest[0]["step"] if latest else 0
+    return seconds / steps if seconds > 0 and steps > 0 else None
+
+
+def _facts(run: RunData) -> str:
     settings = flatten(run.config)
     facts: list[tuple[str, object]] = [
-        ("training rows", _paths(settings.get("data.train"))),
         ("held-out rows", _paths(settings.get("data.eval"))),
         ("reference", settings.get("reference.model")),
         ("examples per step", settings.get("train.batch_size")),
+        ("learning rate", exact(rate) if finite(rate := settings.get("train.learning_rate")) else None),
         ("tokens", run.metrics[-1].get("tokens_seen") if run.metrics else None),
         ("started", run.run.get("started")),
         ("finished", run.run.get("finished")),
-        ("folder", run.path.name),
+        ("folder", run.path.resolve().name),
     ]
-    return [(name, value) for name, value in facts if value not in (None, "")]
+    cells = (f"<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd></div>" for name, value in facts if value not in (None, ""))
+    return f'<dl class="facts">{"".join(cells)}</dl>'
+
+
+def _headlines(run: RunData) -> str:
+    """The main numbers of held-out rows, with what they were at first."""
+    if run.last is None or run.first is None:
+        return ""
+    first, last = run.first["metrics"], run.last["metrics"]
+    cells: list[tuple[str, str, str]] = []
+    for name, words in HEADLINES.items():
+        if not finite(now := last.get(name)) or (name == "kl" and KTO in last):
+            continue
+        then = first.get(name)
+        since = f"step {run.first['step']}: {number(float(then) + 0.0)}" if finite(then) and run.first is not run.last else ""
+        cells.append((f"{words}, held out", number(float(now) + 0.0), since or f"step {run.last['step']}"))
+    return tiles(cells[:TILES])
+
+
+# Sections
 
 
 def _warnings(run: RunData) -> str:
-    audited = [f"{name}: {warning}" for name, found in run.audit.items() for warning in audit_warnings(found)]
-    said = [*run.problems, *audited, *run.run.get("warnings", ()), *run.run.get("notes", ())]
-    bad: dict[str, list[int]] = {}
-    for record in run.metrics:
-        for name, value in record.items():
-            if value in ("nan", "inf", "-inf") or (isinstance(value, float) and not math.isfinite(value)):
-                bad.setdefault(name, []).append(record["step"])
-    said += [f"{name} was not finite at {len(steps)} step(s), first at step {steps[0]}" for name, steps in bad.items()]
-    return f"<ul class='warn'>{''.join(f'<li>{esc(w)}</li>' for w in said)}</ul>" if said else ""
+    cards = "".join(
+        f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>' for sign in signs(run)
+    )
+    return cards + _lines([*run.problems, *run.run.get("warnings", ()), *run.audited])
 
 
-def _ends(run: RunData) -> tuple[Json, Json] | None:
-    """The first and the last evaluation (the same one when there is only one)."""
-    return (run.evaluations[0], run.evaluations[-1]) if run.evaluations else None
+def _lines(said: Sequence[object]) -> str:
+    def items(lines: Iterable[object]) -> str:
+        return f'<ul class="notes">{"".join(f"<li>{esc(line)}</li>" for line in lines)}</ul>'
+
+    shown = items(said[:LINES]) if said else ""
+    more = said[LINES : LINES + 200]
+    return shown + (folded(f"{number(len(said) - LINES)} more", items(more), key="warnings") if more else "")
 
 
 def _results(run: RunData) -> str:
     made = ""
-    if ends := _ends(run):
-        first, last = ends
-        header = ["metric", *dict.fromkeys(f"step {e['step']}" for e in ends), "change"]
-        rows = compare(first["metrics"], last["metrics"])
-        made = table(header, rows, numeric=True) if first is not last else _measured(header[:2], first)
-    if run.test:
-        made += "<h3>Test rows, after training</h3>" + _measured(("metric", f"step {run.test['step']}"), run.test)
-    return made
+    if run.first is not None and run.last is not None:
+        header = ["metric", *dict.fromkeys(f"step {e['step']}" for e in (run.first, run.last)), "change"]
+        rows = compare(run.first["metrics"], run.last["metrics"])
+        made = table(header, rows, numeric=True) if len(header) > 3 else _measured(run.last)
+        made = f"<h3>Held-out rows ({number(len(run.last['rows']))})</h3>{made}"
+    tested = f"<h3>Test rows, after training</h3>{_measured(run.test)}" if run.test else ""
+    parts = "".join(f"<div>{part}</div>" for part in (made, tested) if part)
+    return f'<div class="flow">{parts}</div>' if parts else ""
 
 
-def _measured(header: Sequence[object], evaluation: Json) -> str:
-    return table(header, evaluation["metrics"].items(), numeric=True)
+def _measured(evaluation: Json) -> str:
+    return table(("metric", f"step {evaluation['step']}"), evaluation["metrics"].items(), numeric=True)
 
 
-def _curve_section(run: RunData, charts: dict[str, Json], plotly: str) -> str:
+def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
     if not run.metrics:
         return "<p>No metrics were logged.</p>"
     if not plotly:
         return "<p>Curves need plotly: <code>pip install 'valence[report]'</code>, then write the report again.</p>"
     width = mean_width(len(run.metrics))
-    mean = f" Each point of a line is the mean of up to {width} logged steps." if width > 1 else ""
-    return f"<p>Against optimizer steps. Dots: held-out rows.{mean}</p>{_chart_grid(figures(run), charts)}"
-
-
-def _chart_grid(made: Mapping[str, Json], charts: dict[str, Json]) -> str:
-    """Places for the charts, which are added to ``charts`` by the id of their place."""
-    boxes: list[str] = []
-    for title, figure in made.items():
-        name = f"chart{len(charts)}"
-        charts[name] = figure
-        boxes.append(f'<figure><figcaption>{esc(title)}</figcaption><div id="{name}" class="chart"></div></figure>')
-    return f'<div class="grid">{"".join(boxes)}</div>'
-
-
-def _reward_section(run: RunData, charts: dict[str, Json], plotly: str) -> str:
-    if (ends := _ends(run)) is None:
-        return ""
-    shown = {f"step {e['step']}": rewards_by_class(e) for e in ends}
-    values = [v for by_class in shown.values() for rewards in by_class.values() for v in rewards]
-    if not values or not plotly:
-        return ""
-    low, high = min(values), max(values)
-    note = ""
-    made: dict[str, Json] = {}
-    for name, by_class in shown.items():
-        spread = max((abs(v) for rewards in by_class.values() for v in rewards), default=0.0)
-        if spread > 1e-6:
-            made[name] = histogram(by_class, low, high)
-        else:
-            note += f"<p>At {esc(name)} the reward of every row is 0: policy and reference are the same.</p>"
-    return note + (_chart_grid(made, charts) if made else "")
-
-
-def _samples(samples: Sequence[Json]) -> str:
-    return "".join(
-        f'<article><h3>Prompt</h3><pre dir="auto">{esc(s.get("prompt"))}</pre><div class="two">'
-        f'<div><h4>before</h4><pre dir="auto">{esc(s.get("before"))}</pre></div>'
-        f'<div><h4>after</h4><pre dir="auto">{esc(s.get("after"))}</pre></div></div></article>'
-        for s in samples
+    mean = (
+        f" A point of a line is the mean of up to {width} logged steps, a light band their smallest and largest."
+        if width > 1
+        else ""
     )
+    found = curves(run)
+    more = found["More"]
+    return (
+        f'<p class="dim">Against optimizer steps. Lines: training. Dots: held-out rows.{mean}</p>'
+        f"{chart_grid(found['Learning'], charts)}"
+        + (f"<h3>The machine</h3>{chart_grid(found['Machine'], charts)}" if found["Machine"] else "")
+        + (
+            folded(f"{len(more)} more number{'s' * (len(more) > 1)}", chart_grid(more, charts), key="more numbers")
+            if more
+            else ""
+        )
+    )
+
+
+def _reward_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
+    if run.first is None or run.last is None or not plotly:
+        return ""
+    first, last = run.first, run.last
+    note = "".join(
+        f"<p>At step {each['step']} the reward of every row is 0: policy and reference are the same.</p>"
+        for each in (first, *([last] if last is not first else []))
+        if still(each)
+    )
+    made = spreads(first, last)
+    if not any(is_own(row) for row in last["rows"]) and (calibrated := calibration(last["rows"])):
+        made[f"Calibration, step {last['step']}"] = calibrated
+    return note + chart_grid(made, charts)
+
+
+def _rows(run: RunData, room: Room) -> str:
+    if run.last is None:
+        return ""
+    step = run.last["step"]
+    made = row_lists(run.last, run.first if run.first is not run.last else None, room, f"eval/step-{step}.json", "held out")
+    return f'<p class="dim">At step {step}. A click on a row shows all of it.</p>{made}' if made else ""
+
+
+def _trained(run: RunData, room: Room) -> str:
+    if run.trained is None:
+        return ""
+    made = row_lists(run.trained, None, room, "eval/train.json", "trained")
+    count = number(len(run.trained["rows"]))
+    return f'<p class="dim">{count} of the training rows, measured after training.</p>{made}' if made else ""
+
+
+def _answers(run: RunData, own: bool, room: Room) -> str:
+    if own and run.first is not None and run.last is not None and run.first is not run.last:
+        made = own_samples(run.first, run.last, room)
+        return f'<p class="dim">To held-out prompts; those whose reward changed most come first.</p>{made}' if made else ""
+    made = samples(run.samples, room)
+    how = flatten(run.config)
+    drawn, most = (how.get(f"run.samples.{name}") for name in ("temperature", "max_new_tokens"))
+    return f'<p class="dim">At temperature {esc(drawn)}, at most {esc(most)} tokens.</p>{made}' if made and most else made
+
+
+# Data, settings
+
+
+def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
+    parts: list[str] = []
+    for name, found in audit.items():
+        kept = {key: value for key, value in found.items() if key not in ("distributions", "said")}
+        spread = found.get("distributions")
+        drawn = chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
+        whole = f'<div class="flow">{_tables(kept)}</div>'
+        title = "All that the audit found"
+        parts.append(
+            f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>{drawn}{folded(title, whole, key=f'audit {name}')}"
+        )
+    return "".join(parts)
+
+
+def _summary(found: Json) -> str:
+    """How many units of what, and how long."""
+    said = [f"{esc(found['units'])} {esc(str(found.get('kind') or 'row'))}s"] if "units" in found else []
+    classes = found.get("classes")
+    if isinstance(classes, Mapping) and len(classes) > 1:
+        said.append(esc(classes))
+    for name in ("prompt", "answer"):
+        spread = found.get(f"{name}_length")
+        if isinstance(spread, Mapping) and all(finite(spread.get(key)) for key in ("min", "median", "max")):
+            said.append(
+                f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median {number(spread['median'])})"
+            )
+    return "; ".join(said)
+
+
+def _tables(found: Json) -> str:
+    parts: list[str] = []
+    for title, header, rows in as_tables(found):
+        head = f"<h4>{esc(title)}</h4>" if title else ""
+        more = f"<p>and {len(rows) - ROWS} more in audit.json</p>" if len(rows) > ROWS else ""
+        parts.append(f"<div>{head}{table(header, rows[:ROWS])}{more}</div>")
+    return "".join(parts)
 
 
 def _settings(run: RunData) -> str:
     if not run.config_text:
         return ""
-    whole = f"<details><summary>The whole recipe, resolved</summary><pre>{esc(run.config_text)}</pre></details>"
-    rows = [(c["setting"], exact(c["value"]), c["origin"]) for c in run.run.get("changed", ())]
-    changed = f"<p>Set otherwise than the default:</p>{table(('setting', 'value', 'where'), rows)}" if rows else ""
-    return changed + whole
+    whole = folded("The whole recipe, resolved", f"<pre>{esc(run.config_text)}</pre>", key="recipe")
+    changed = [c for c in run.run.get("changed", ()) if isinstance(c, Mapping)]
+    rows = [(c.get("setting"), exact(c.get("value")), c.get("origin")) for c in changed]
+    said = f"<p>Set otherwise than the default:</p>{table(('setting', 'value', 'where'), rows)}" if rows else ""
+    return said + whole
 
 
-def _reproduce(run: Json) -> str:
-    command = f"<pre>{esc(run['command'])}</pre>" if run.get("command") else ""
-    versions = list(run.get("versions", {}).items())
-    return command + (table(("package", "version"), versions) if versions else "")
+def _reproduce(run: RunData) -> str:
+    command = f"<pre>{esc(run.run['command'])}</pre>" if run.run.get("command") else ""
+    versions = list(run.run.get("versions", {}).items())
+    said = _lines(list(run.run.get("notes", ())))
+    return command + (table(("package", "version"), versions) if versions else "") + (f"<h3>Notes</h3>{said}" if said else "")

@@ -6,10 +6,11 @@ import json
 import math
 import os
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from valence.errors import UserError
 
@@ -17,15 +18,35 @@ Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""
 
 
+CLOSING = 10.0
+"""Seconds that the sinks of a run may take to close in which none of them gets anywhere; six times as many in all."""
+SHOWN_ROWS = 20
+"""Most rows of one table of samples."""
+LONGEST_CELL = 4000
+"""Characters of a text in such a table."""
+SAMPLES = "eval/samples"
+"""Name of the table of samples of an evaluation."""
+COLUMNS = ("origin", "prompt", "completion", "chosen", "rejected", "label", "reward", "score", "stop", "error")
+"""Columns of an evaluation's rows that such a table has, with those that begin like them and ``_``."""
+
+
 class Sink(Protocol):
-    """Something that keeps the records of a run."""
+    """Something that keeps the records of a run. Two methods are enough; these are called where a sink has them:
+
+    ``start(config, folder, taken_up)`` once, before the first record: every setting by its dotted name, the run's folder (None
+    without one), and whether the run was in it before; its records so far are then in the folder's metrics.jsonl.
+    ``table(name, step, rows)`` with each evaluation, before its record: at most 20 rows, as mappings with the same keys.
+    ``end(status)`` before ``close``: done, interrupted or failed.
+    """
 
     def log(self, record: Record) -> None:
-        """Take one record. The sink neither keeps nor changes the mapping."""
+        """Take one record. The sink neither keeps nor changes the mapping. Called on the thread that trains."""
         ...
 
     def close(self) -> None:
-        """Write out what is left. Nothing is logged afterwards."""
+        """Write out what is left. Nothing is logged afterwards. Called on a thread of its own, which is left alone when it takes
+        longer than ``CLOSING`` seconds; once more on the thread that trains when that raised an error. A number ``waiting`` of
+        records that are still to be handed over gives it longer, while it falls."""
         ...
 
 
@@ -127,21 +148,104 @@ class FanOut:
         self, required: Sequence[Sink], optional: Sequence[Sink] = (), warn: Callable[[str], None] = warnings.warn
     ) -> None:
         self._required, self._optional, self._warn = tuple(required), list(optional), warn
+        self._started = False
+
+    def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
+        """Tells the optional sinks what run it is; once, however often it is called."""
+        if not self._started:
+            self._try_each(lambda sink: _call(sink, "start", config, folder, taken_up))
+        self._started = True
 
     def log(self, record: Record) -> None:
         for sink in self._required:
             sink.log(record)
         self._try_each(lambda sink: sink.log(record))
 
-    def close(self) -> None:
-        self._try_each(lambda sink: sink.close())
+    def table(self, name: str, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Hands the first rows of an evaluation to the optional sinks that take tables."""
+        if self._optional:
+            shown = samples(rows)
+            self._try_each(lambda sink: _call(sink, "table", name, step, shown))
+
+    def close(self, status: str = "done") -> None:
+        """Closes all of them; the optional ones together, and for them it does not wait for ever."""
+        self._try_each(lambda sink: _call(sink, "end", status))
+        closing = [_Closing(sink) for sink in self._optional]
+        _wait(closing)
+        for each in closing:
+            sink = each.sink
+            if each.is_alive():
+                self._warn(f"{_name(sink)} has not closed within {CLOSING:g} seconds and is left; it may lack the last metrics")
+            elif each.error is not None:
+                # What belongs to the thread that made it, as a connection of sqlite3 does, can only be closed there.
+                self._try_each(lambda sink: sink.close(), [sink])
         for sink in self._required:
             sink.close()
 
-    def _try_each(self, action: Callable[[Sink], None]) -> None:
-        for sink in tuple(self._optional):
-            try:
-                action(sink)
-            except Exception as error:  # other people's code: whatever it raises must not end the training
+    def _try_each(self, action: Callable[[Sink], None], sinks: Sequence[Sink] | None = None) -> None:
+        for sink in tuple(self._optional) if sinks is None else sinks:
+            error = attempt(lambda sink=sink: action(sink))
+            if error is not None:
                 self._optional.remove(sink)
-                self._warn(f"{type(sink).__name__} failed and gets no more metrics in this run: {error!r}")
+                self._warn(f"{_name(sink)} failed and gets no more metrics in this run: {error!r}")
+
+
+class _Closing(threading.Thread):
+    """Closes a sink. ``error``: what that raised."""
+
+    def __init__(self, sink: Sink) -> None:
+        super().__init__(name=f"valence closes {_name(sink)}", daemon=True)
+        self.sink, self.error = sink, None
+        self.start()
+
+    def run(self) -> None:
+        self.error = attempt(self.sink.close)
+
+
+def _wait(closing: Sequence[_Closing]) -> None:
+    """Until all have closed, or nothing has moved for too long."""
+    began = moved = time.monotonic()
+    before = -1
+    while (alive := [each for each in closing if each.is_alive()]) and time.monotonic() - began < 6 * CLOSING:
+        alive[0].join(0.05)
+        left = sum(int(getattr(each.sink, "waiting", 0)) + 1 for each in alive)
+        if left != before:
+            before, moved = left, time.monotonic()
+        elif time.monotonic() - moved >= CLOSING:
+            return
+
+
+def attempt(action: Callable[[], None]) -> Exception | None:
+    """What the action raised, if it did."""
+    try:
+        action()
+    except Exception as error:  # other people's code: whatever it raises must not end the training
+        return error
+    return None
+
+
+def samples(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The first rows of an evaluation with what a reader looks at: texts, rewards, labels. A long text ends with how much of it
+    is missing."""
+    first = rows[:SHOWN_ROWS]
+    named = dict.fromkeys(name for row in first for name in row if name.startswith(COLUMNS))
+    columns = sorted(named, key=lambda name: next(i for i, begin in enumerate(COLUMNS) if name.startswith(begin)))
+    return [{name: _cell(row.get(name)) for name in columns} for row in first]
+
+
+def _cell(value: Any) -> float | int | str | None:
+    if value is None or isinstance(value, float | int):
+        return value
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= LONGEST_CELL else f"{text[:LONGEST_CELL]} ... ({len(text) - LONGEST_CELL} more characters)"
+
+
+def _name(sink: Sink) -> str:
+    return str(getattr(sink, "name", type(sink).__name__))
+
+
+def _call(sink: Sink, method: str, *arguments: Any) -> None:
+    """Calls a method that a sink may have."""
+    found = getattr(sink, method, None)
+    if found is not None:
+        found(*arguments)

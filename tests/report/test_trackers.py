@@ -1,0 +1,449 @@
+"""Trackers, each with its own library and without a network: what they are handed, and that nothing is lacking or twice when a
+run that was killed goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.blocks import blocks
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence.config.load import load_recipe
+from valence.errors import UserError
+from valence.report import backends
+from valence.report import sinks as sinks_module
+from valence.report import trackers as trackers_module
+from valence.report.metrics import repeatable
+from valence.report.sinks import SAMPLES, FanOut, JsonlSink
+from valence.report.trackers import Tracker, check
+from valence.training.methods import method_of
+
+ROOT = Path(__file__).parents[2]
+CONFIG = {"method": "kto", "train.learning_rate": 1e-5, "model.lora.rank": None, "train.betas": [0.9, 0.999]}
+ROWS = [
+    {"id": str(i), "origin": f"eval.jsonl:{i}", "prompt": "why | so?\nx", "completion": "because", "label": i % 2 == 0,
+     "reward": 0.5 - i, "logp": -3.0, "tokens": 4}
+    for i in range(30)
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from or written to the folders of who runs the tests."""
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here so that it is taken back
+    for name, value in trackers_module.PRIVATE.items():
+        monkeypatch.setenv(name, value)
+
+
+def record(step: int) -> dict[str, Any]:
+    odd = {"grad_norm": float("nan"), "kl": float("inf")} if step == 1 else {"grad_norm": 0.5, "kl": 0.25}
+    evaluation = {"eval/loss": 1 / (step + 1), "eval/kl": 0.0, "eval/kl/raw": -0.1} if step % 3 == 0 else {}
+    return {"step": step, "loss": 1 / (step + 1), "tokens/s": 100, **odd, **evaluation}
+
+
+class Killed:
+    """A run without a model: a log, evaluations and one tracker, killed and taken up as real ones are."""
+
+    def __init__(self, folder: Path, **settings: Any) -> None:
+        self.folder, self.settings, self.said = folder, {"kind": "tensorboard", **settings}, list[str]()
+
+    def go(self, first: int, last: int, *, keep: int | None = None, closes: bool = True, test: bool = False) -> Tracker:
+        """Logs steps first..last. keep: the log is cut to as many records before, as a checkpoint would have it."""
+        log = JsonlSink(self.folder / "metrics.jsonl")
+        if keep is not None:
+            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
+            log.load_state_dict({"bytes": len(b"".join(lines[:keep]))})
+        tracker = Tracker(self.settings, self.said.append)
+        fan = FanOut([log], [tracker], self.said.append)
+        fan.start(CONFIG, self.folder, keep is not None)
+        (self.folder / "eval").mkdir(exist_ok=True)
+        for step in range(first, last + 1):
+            if step % 3 == 0:
+                (self.folder / "eval" / f"step-{step}.json").write_text(json.dumps({"step": step, "rows": ROWS}))
+                fan.table(SAMPLES, step, ROWS)
+            fan.log(record(step))
+        if test:
+            fan.log({"step": last, "test/loss": 0.125})
+        if closes:
+            fan.close("done")
+        else:
+            until = time.monotonic() + 20
+            while not tracker._jobs.empty() and time.monotonic() < until:
+                time.sleep(0.01)
+            tracker._put(lambda: None)
+            while not tracker._jobs.empty() and time.monotonic() < until:
+                time.sleep(0.01)
+            log.close()
+        return tracker
+
+
+def steps_of(points: Counter[tuple[str, int]], name: str) -> list[int]:
+    return sorted(step for (each, step), times in points.items() for _ in range(times) if each == name)
+
+
+def assert_whole(points: Counter[tuple[str, int]], named: Callable[[str], str] = str) -> None:
+    """Every number and table of steps 0..8 once, and the test at the end once."""
+    for name in ("loss", "grad_norm", "kl", "tokens/s"):
+        assert steps_of(points, named(name)) == list(range(9)), name
+    for name in ("eval/loss", "eval/kl", "eval/kl/raw", SAMPLES):
+        assert steps_of(points, named(name)) == [0, 3, 6], name
+    assert steps_of(points, named("test/loss")) == [8]
+
+
+def killed_twice(run: Killed) -> None:
+    """Killed when it was ahead of its checkpoint, then when it was behind, then to the end, and taken up once more after it."""
+    run.go(0, 5, closes=False)  # the checkpoint is that of step 4
+    run.go(5, 6, keep=5)
+    log = run.folder / "metrics.jsonl"
+    log.write_text(log.read_text() + json.dumps(record(7)) + "\n")  # the tracker was behind: it never saw this
+    run.go(8, 8, keep=8, test=True, closes=False)
+    run.go(9, 8, keep=9, test=True)
+    assert run.said == []
+
+
+# ------------------------------------------------------------------ each library
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run = Killed(tmp_path)
+    killed_twice(run)
+    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events.Reload()
+    scalars, tensors = events.Tags()["scalars"], events.Tags()["tensors"]
+    points = Counter((tag, e.step) for tag in scalars for e in events.Scalars(tag))
+    points += Counter((tag.removesuffix("/text_summary"), e.step) for tag in tensors for e in events.Tensors(tag))
+    assert_whole(points)
+    assert {e.step: e.value for e in events.Scalars("loss")}[3] == pytest.approx(0.25)
+    assert str(events.Scalars("kl")[1].value) == "inf"
+    table = events.Tensors(f"{SAMPLES}/text_summary")[0].tensor_proto.string_val[0].decode()
+    assert len(table.splitlines()) == 22
+    assert table.splitlines()[2] == "| eval.jsonl:0 | why \\| so?<br>x | because | true | 0.5 |"
+    assert b"train.learning_rate" in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+    assert "_hparams_/session_start_info" in events.PluginTagToContent("hparams")
+
+
+@pytest.mark.filterwarnings("ignore:.*select_dtypes")  # pandas, about how mlflow writes a table
+def test_mlflow_in_a_folder(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+
+    run = Killed(tmp_path / "first", kind="mlflow", project="mine", tags=["tiny"])
+    run.folder.mkdir()
+    killed_twice(run)
+    state = json.loads((run.folder / "trackers/mlflow.json").read_text())
+    client = MlflowClient(tracking_uri=state["uri"], registry_uri=state["uri"])  # its small package has no other registry
+    found = client.get_experiment_by_name("mine")
+    (each,) = client.search_runs([found.experiment_id])
+    assert (each.info.run_name, each.info.status, each.data.tags["tiny"]) == ("first", "FINISHED", "true")
+    assert each.data.params["train.learning_rate"] == "1e-05"
+    points = Counter((name, m.step) for name in each.data.metrics for m in client.get_metric_history(each.info.run_id, name))
+    tables = [file.path for file in client.list_artifacts(each.info.run_id, "eval")]
+    points += Counter(("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables)
+    assert_whole(points, lambda name: name.replace("/", "."))
+    table = json.loads(Path(client.download_artifacts(each.info.run_id, f"{SAMPLES}-step-3.json")).read_text())
+    assert table["columns"] == ["origin", "prompt", "completion", "label", "reward"]
+    assert len(table["data"]) == 20
+
+
+def test_trackio(tmp_path: Path) -> None:
+    """In a process of its own, as it has one folder in each."""
+    code = (
+        "import sys; from pathlib import Path; from tests.report.test_trackers import Killed, killed_twice\n"
+        "killed_twice(Killed(Path(sys.argv[1]), kind='trackio', project='mine', name='first'))\n"
+        "from trackio.sqlite_storage import SQLiteStorage as S; import json\n"
+        "(run,) = S.get_run_records('mine')\n"
+        "print('READ', json.dumps([S.get_logs('mine', run['name'], run_id=run['id']), S.get_run_config('mine', run['name'])]))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    said, _, read = done.stdout.partition("READ ")
+    assert said == ""
+    rows, config = json.loads(read)
+    points = Counter((name, row["step"]) for row in rows for name in row)
+    assert_whole(points)
+    assert config["train"] == {"learning_rate": 1e-5, "betas": [0.9, 0.999]}
+    (first,) = [row for row in rows if SAMPLES in row and row["step"] == 0]
+    assert len(first[SAMPLES]["_value"]) == 20
+    assert first[SAMPLES]["_value"][0]["completion"] == "because"
+    assert (tmp_path / "trackio/mine.db").is_file()
+
+
+def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], set[str]]:
+    """Numbers by name and step, the summary, and the ids of the runs, of all wandb files below a folder."""
+    from wandb.proto import wandb_internal_pb2
+
+    points, summary, ids = Counter[tuple[str, int]](), dict[str, Any](), set[str]()
+    for file in sorted(folder.rglob("*.wandb")):
+        for raw in backends._records(file.read_bytes()):
+            each = wandb_internal_pb2.Record()
+            each.ParseFromString(raw)
+            if each.HasField("run"):
+                ids.add(each.run.run_id)
+            if each.HasField("history"):
+                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in each.history.item}
+                points += Counter((name, row["_step"]) for name in row if not name.startswith("_"))
+            if each.HasField("summary"):
+                summary |= {i.key or i.nested_key[0]: json.loads(i.value_json) for i in each.summary.update}
+    return points, summary, ids
+
+
+# ------------------------------------------------------------------ failures
+
+
+class Fake:
+    """A library that does as it is told."""
+
+    def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
+        self.at, self.does, self.got = at, does, list[Any]()
+
+    def __call__(self, opening: Any) -> Fake:
+        self._do("open", None)
+        opening.state["id"] = 1
+        opening.keep()
+        return self
+
+    def _do(self, what: str, value: Any) -> None:
+        if what == self.at:
+            self.does()
+        self.got.append((what, value))
+
+    def has(self, name: str, step: int) -> bool:
+        return False
+
+    def log(self, step: int, numbers: Any) -> None:
+        self._do("log", step)
+
+    def table(self, name: str, step: int, rows: Any) -> None:
+        self._do("table", step)
+
+    def close(self, status: str) -> None:
+        self._do("close", status)
+
+
+def fails() -> None:
+    raise ConnectionError("nobody there")
+
+
+@pytest.mark.parametrize("at", ["open", "log", "table", "close"])
+def test_a_library_that_fails_is_said_once(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
+    run = Killed(tmp_path)
+    run.go(0, 5)
+    (said,) = run.said
+    assert said.startswith("tensorboard failed")
+    assert "nobody there" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
+    monkeypatch.setattr(trackers_module, "BEHIND", 50)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait(30) and None))
+    run, began = Killed(tmp_path), time.monotonic()
+    run.go(0, 5)
+    assert [line.split(" within")[0] for line in run.said] == ["tensorboard has not closed"]
+    run.said.clear()
+    run.go(6, 200)
+    never.set()
+    assert ["50 records behind" in line for line in run.said] == [True]
+    assert time.monotonic() - began < 8
+
+
+def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
+    run = Killed(tmp_path)
+    run.go(0, 4)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake())
+    run.go(4, 6, keep=4)
+    assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
+    assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
+    assert fake.got[-1] == ("close", "done")
+
+
+def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: time.sleep(0.02)))
+    tracker = Tracker({"kind": "tensorboard"}, print)
+    tracker.start(CONFIG, tmp_path, False)
+    began = time.monotonic()
+    for step in range(50):
+        tracker.log(record(step))
+    assert time.monotonic() - began < 0.5
+    tracker.close()
+
+
+# ------------------------------------------------------------------ before a run
+
+
+def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
+    for kind in trackers_module.LIBRARIES:
+        with pytest.raises(UserError) as error:
+            check({"kind": kind})
+        assert f'pip install "valence[{kind}]"' in str(error.value.fix)
+
+
+def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no key" in str(check({"kind": "wandb", "mode": "auto"}))
+    assert check({"kind": "wandb", "mode": "offline"}) is None
+    with pytest.raises(UserError, match="no key"):
+        check({"kind": "wandb", "mode": "online"})
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine api.wandb.ai login user password " + "a" * 40)
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert check({"kind": "wandb", "mode": "online"}) is None
+    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert check({"kind": "wandb", "mode": "auto"}) is None
+
+
+def loaded(sinks: Any) -> Any:
+    recipe = {"method": "kto", "model": {"name": "m"}, "data": {"train": []}, "run": {"sinks": sinks}}
+    found = load_recipe(recipe, method_of=method_of, in_memory=["train"])
+    return [(sink.kind, sink.project, sink.tags) for sink in found.recipe.run.sinks]
+
+
+def test_sinks_are_names_or_sections() -> None:
+    assert loaded("wandb") == [("wandb", None, [])]
+    assert loaded(["tensorboard", {"kind": "wandb", "project": "mine", "tags": ["a"]}]) == [
+        ("tensorboard", None, []), ("wandb", "mine", ["a"]),
+    ]  # fmt: skip
+    assert loaded(None) == loaded([]) == []
+
+
+@pytest.mark.parametrize(("sinks", "said"), [
+    (["tensorbord"], "did you mean tensorboard?"),
+    ([{"kind": "wandb", "projekt": "mine"}], "did you mean run.sinks.0.project?"),
+    ([{"kind": "tensorboard", "project": "mine"}], "tensorboard does not read it"),
+    ([{"kind": "trackio", "mode": "offline"}], "trackio does not read it"),
+    (["wandb", {"kind": "wandb"}], "wandb is named twice"),
+    ([{"project": "mine"}], "is missing"),
+])  # fmt: skip
+def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(sinks: Any, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        loaded(sinks)
+    assert "run.sinks.0" in str(error.value) or "run.sinks.1" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, train: {batch_size: 4}}"
+    Path("recipe.yaml").write_text(recipe)
+    exec(block.text, {})
+    assert "best loss on held-out rows: 0." in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------ all at once, on a real run
+
+TRAINS = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+import valence
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+place, run_dir, kill, sinks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
+if not (place / "model").exists():
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(place / "model")
+    tokenizer.save_pretrained(place / "model")
+    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(16)]
+    for name, some in (("train", rows[:12]), ("eval", rows[8:]), ("test", rows[10:])):
+        (place / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\\n" for row in some))
+def kills(run, record):
+    if record["step"] == kill:
+        until = time.monotonic() + 30
+        while any(sink.waiting for sink in run.log._optional) and time.monotonic() < until:
+            time.sleep(0.02)
+        time.sleep(1)  # for what the libraries hold back
+        os.kill(os.getpid(), 9)
+valence.train({
+    "method": "kto", "model": {"name": str(place / "model")},
+    "data": {"max_length": 64, **{name: str(place / f"{name}.jsonl") for name in ("train", "eval", "test")}},
+    "train": {"batch_size": 4, "epochs": 3, "learning_rate": 1e-3}, "eval": {"every": 3, "train_examples": 0},
+    "run": {"dir": str(place / run_dir), "save_every": 2, "sinks": sinks},
+}, callbacks=[kills])
+"""
+
+
+def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-c", TRAINS, str(place), run_dir, str(kill), json.dumps(sinks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, env=env)
+
+
+def logged(folder: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [repeatable(row) for row in rows]
+
+
+@pytest.mark.timeout(900)  # three programs that import all of the libraries
+def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tmp_path: Path) -> None:
+    from mlflow import MlflowClient
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
+    assert trained(tmp_path, "run", 5, kinds).returncode == -signal.SIGKILL
+    done = trained(tmp_path, "run", -1, kinds)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "failed and gets" not in done.stdout
+    assert "wandb" not in done.stdout.lower()
+    assert "rackio" not in done.stdout
+    assert trained(tmp_path, "plain", -1, []).returncode == 0
+    run = tmp_path / "run"
+    assert logged(run) == logged(tmp_path / "plain")
+    wanted = Counter((name, row["step"]) for row in logged(run) for name in row if name != "step")
+    tests = {name for name, _ in wanted if name.startswith("test/")}
+    assert {"loss", "grad_norm", "eval/loss"} <= {name for name, _ in wanted}
+    assert tests
+
+    def only(points: Counter[tuple[str, int]]) -> Counter[tuple[str, int]]:
+        return Counter({point: times for point, times in points.items() if point[0] in {name for name, _ in wanted}})
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    assert only(Counter((tag, e.step) for tag in events.Tags()["scalars"] for e in events.Scalars(tag))) == wanted
+
+    state = json.loads((run / "trackers/mlflow.json").read_text())
+    client = MlflowClient(tracking_uri=state["uri"])
+    names = {name.replace("/", "."): name for name, _ in wanted}
+    held = client.get_run(state["run"]).data.metrics
+    points = Counter((names.get(n, n), m.step) for n in held for m in client.get_metric_history(state["run"], n))
+    assert only(points) == wanted
+
+    points, summary, ids = history_of(run / "wandb")
+    assert ids == {json.loads((run / "trackers/wandb.json").read_text())["id"]}
+    assert only(points) == Counter({point: 1 for point in wanted if point[0] not in tests})
+    assert steps_of(points, SAMPLES) == [0, 3, 6, 9]
+    assert tests <= summary.keys()
+    assert summary["status"] == "done"
+
+    with sqlite3.connect(run / "trackio/valence.db") as database:
+        rows = database.execute("select step, metrics from metrics").fetchall()
+    assert only(Counter((name, step) for step, metrics in rows for name in json.loads(metrics))) == wanted

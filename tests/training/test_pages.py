@@ -1,0 +1,107 @@
+"""The page as a run goes, what the log says of the machine, and training rows measured for the page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import valence
+from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
+from valence.engine import speed
+from valence.errors import UserError
+from valence.report import page
+from valence.report.metrics import repeatable
+from valence.training import pages
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> tuple[Clock, list[str]]:
+    """A clock, and what was written by it; each page takes two seconds."""
+    clock, found = Clock(), list[str]()
+
+    def write(path: Path, status: str) -> None:
+        found.append(status)
+        clock.now += 2
+
+    monkeypatch.setattr(page, "write_page", write)
+    return clock, found
+
+
+def test_the_page_takes_a_small_share_of_the_time(written: tuple[Clock, list[str]]) -> None:
+    clock, found = written
+    ours = pages.Pages(Path("run"), found.append, clock)
+    while clock.now < 10_000:
+        ours.look()
+        clock.now += 1
+    assert 10_000 / (pages.SHARE * 2 + 4) - 1 < len(found) <= 10_000 / (pages.SHARE * 2)
+
+
+def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) -> None:
+    clock, found = written
+    ours = pages.Pages(Path("run"), found.append, clock)
+    clock.now = pages.EVERY - 1
+    ours.look()
+    assert found == []
+
+
+def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path, status: str) -> None:
+        raise UserError("no", where="here", fix="mend it")
+
+    monkeypatch.setattr(page, "write_page", fail)
+    said: list[str] = []
+    ours = pages.Pages(Path("run"), said.append)
+    ours.write("running")
+    ours.write("done")
+    assert len(said) == 1
+
+
+def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    valence.train(recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 5}}, quiet=True)
+    found = json.loads((tmp_path / "run" / "eval" / "train.json").read_text())
+    assert len(found["rows"]) == 5
+    assert {row["source"] for row in found["rows"]} == {str(tmp_path / "train.jsonl")}
+    texts = {row["completion"] for row in ROWS}
+    assert all(row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys() for row in found["rows"])
+    whole = valence.train(recipe(folder, tmp_path), overrides=["eval.train_examples=0"], quiet=True)
+    rewards = {row["id"]: row["reward"] for row in whole.evaluate(name="train").rows}
+    for row in found["rows"]:
+        assert row["reward"] == pytest.approx(rewards[row["id"]], abs=1e-6)
+
+
+def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    """One thumb alone has no mismatched answer."""
+    run = valence.train(recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True)
+    assert not (tmp_path / "run" / "eval" / "train.json").exists()
+    assert any("training rows were not measured" in said for said in run.facts["notes"])
+
+
+def test_the_log_tells_of_time_and_memory(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+    valence.train(recipe(folder, tmp_path, run={"save_every": 1}), quiet=True)
+    records: list[dict[str, Any]] = logged(tmp_path / "run")
+    assert all(0.1 < record["memory"] < 100 for record in records)
+    evaluated = [record for record in records if "eval/loss" in record]
+    assert evaluated
+    assert all(record["seconds/evaluation"] > 0 for record in evaluated)
+    assert any(record.get("seconds/saving", 0) > 0 for record in records)
+    assert not any(name.startswith(("seconds", "memory")) for record in records for name in repeatable(record))
+
+
+def test_a_cpu_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    for knows, said in ((True, ""), (False, "bfloat16")):
+        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda knows=knows: knows)
+        assert said in speed.slow(cpu, torch.bfloat16)
+        assert bool(speed.slow(cpu, torch.bfloat16)) == bool(said)
+        assert speed.slow(cpu, torch.float32) == speed.slow(torch.device("cuda"), torch.bfloat16) == ""

@@ -1,0 +1,74 @@
+"""Small statistics of lists of numbers, in plain Python: the pages need no array library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import TypeGuard
+
+LARGEST = 1e100
+"""Nothing that was measured is larger, and sums, squares and axes of larger numbers are not finite."""
+
+Z95 = 1.96
+"""Standard errors to either side that hold 95 % of a normal distribution."""
+
+
+def finite(value: object) -> TypeGuard[float]:
+    """Whether it is a number that can be drawn: no text, no truth value, not nan, infinite or as good as that."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
+
+
+def mean(values: Iterable[float]) -> float | None:
+    """None without values."""
+    held = list(values)
+    return math.fsum(held) / len(held) if held else None
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which this share of the values lies, interpolated. values: at least one."""
+    ordered = sorted(values)
+    at = share * (len(ordered) - 1)
+    low = math.floor(at)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (at - low) * (ordered[high] - ordered[low])
+
+
+def ranks(values: Sequence[float]) -> list[float]:
+    """The place of each value from 0 for the smallest; equal values share the mean of their places."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    found = [0.0] * len(values)
+    first = 0
+    while first < len(order):
+        last = first
+        while last + 1 < len(order) and values[order[last + 1]] == values[order[first]]:
+            last += 1
+        for i in order[first : last + 1]:
+            found[i] = (first + last) / 2
+        first = last + 1
+    return found
+
+
+def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
+    """Rank correlation; None where one of the two does not vary."""
+    a, b = ranks(one), ranks(other)
+    middle = (len(a) - 1) / 2
+    products = math.fsum((x - middle) * (y - middle) for x, y in zip(a, b, strict=True))
+    squares = math.fsum((x - middle) ** 2 for x in a) * math.fsum((y - middle) ** 2 for y in b)
+    return products / math.sqrt(squares) if squares > 0 else None
+
+
+def wilson(hits: int, count: int) -> tuple[float, float]:
+    """95 % interval of a share (Wilson 1927), which also holds for few rows and for shares of 0 and 1. count: at least 1."""
+    share, spread = hits / count, Z95 * Z95 / count
+    middle = (share + spread / 2) / (1 + spread)
+    half = Z95 * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
+    return max(0.0, middle - half), min(1.0, middle + half)
+
+
+def sigmoid(value: float) -> float:
+    return 1 / (1 + math.exp(-value)) if value >= 0 else math.exp(value) / (1 + math.exp(value))
+
+
+def short(value: float) -> float:
+    """At six significant digits, which is more than a chart shows and half the bytes."""
+    return float(f"{value:.6g}")
