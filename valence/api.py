@@ -14,7 +14,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.config.load import load_recipe
+from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import Recipe, seconds_of
 from valence.data.audit_text import render
 from valence.data.encode import Encoder
@@ -23,13 +23,14 @@ from valence.data.pack import collate, pack
 from valence.dist.processes import start
 from valence.dist.protocol import Group
 from valence.dist.single import Single
-from valence.dist.together import same
+from valence.dist.together import by_first, same
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer, without_dropout
 from valence.errors import UserError
 from valence.report.console import Terminal
 from valence.report.sinks import Sink
+from valence.report.trackers import check
 from valence.training.build import build_models
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -129,10 +130,10 @@ def build_run(
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
-        finished = earlier is not None and earlier.finished
-        if finished:
+        if finished := earlier is not None and earlier.finished:
             stop.no_limit()
         else:
+            by_first(world, partial(check_sinks, source))
             folder.claim()
             failing.callback(_gave_up, folder)
             if earlier is None:
@@ -156,6 +157,13 @@ def build_run(
             folder.state(choices=choices_of(policy, world), start=start)
         failing.pop_all()
     return _looked_at(run, folder) if finished else run
+
+
+def check_sinks(source: LoadedRecipe) -> None:
+    """Raises UserError for a tracker that cannot be had."""
+    with source.placing():
+        for sink in source.recipe.run.sinks:
+            check(sink.model_dump())
 
 
 def _given(rows: Mapping[str, Rows | None]) -> list[str]:

@@ -44,8 +44,10 @@ COME_WITH = {
     "pyarrow": "datasets",
     "numpy": "transformers",
     "triton": "torch",
+    "huggingface_hub": "transformers",
     "regex": "transformers",
     "starlette": "fastapi",
+    "mlflow": "mlflow_skinny",
 }
 """Imported without being declared -> the dependency that cannot work without it."""
 

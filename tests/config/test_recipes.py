@@ -1,15 +1,29 @@
-"""The recipes that the repository ships: each loads, with the real table of methods and with the data beside it."""
+"""The recipes that the repository ships: each loads, with the real table of methods and with the data beside it. Those for large
+models fit the GPUs that they name."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
+from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
+from valence.dist.single import Planned
+from valence.engine.memory import Split
+from valence.training import plan
 from valence.training.methods import METHODS, ONLINE, method_in, method_of
+from valence.training.plan import Plan, make_plan
+from valence.training.setup import prepare
 
-RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -39,3 +53,106 @@ def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "feedback.jsonl")
     loaded = load_recipe({"method": name, "model": {"name": "some/model"}, "data": {"train": rows}}, method_of=method_of)
     assert loaded.recipe.loss.keys() == METHODS[name].loss.settings.keys()
+
+
+def test_the_guide_tells_of_every_recipe_and_of_no_other():
+    page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
+    told = {line.removeprefix("### ").strip() for line in page.splitlines() if line.startswith("### ")}
+    assert told == {path.name for path in RECIPES}
+
+
+# Recipes for large models: planned for 80 GB, with the shape of the model and rows of the shape of the hub's, and no weights.
+
+HBM = 80e9
+SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], int]] = {
+    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 8_030_261_248),
+    "meta-llama/Llama-3.3-70B-Instruct": (LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 70_553_706_496),
+    "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, (3584, 18944, 28, 28, 4, 152064), 7_615_616_512),
+}
+"""Of models of the hub: the architecture; hidden and inner size, layers, heads, key and value heads, vocabulary; and the number
+of weights that is published."""
+NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+LONG = "the sun is a star, and the moon goes round the earth. " * 60
+
+
+def _turns(said: str, answer: str | None = None) -> list[dict[str, str]]:
+    asked = [{"role": "user", "content": said}]
+    return asked if answer is None else [*asked, {"role": "assistant", "content": answer}]
+
+
+def _row(path: str, i: int) -> dict[str, Any]:
+    """A row with the columns of a data set of the hub."""
+    question, good, bad = f"Question {i}?", f"{LONG}{i}", f"{LONG}not {i}"
+    both = {"chosen": _turns(question, good), "rejected": _turns(question, bad), "score_chosen": 8.0, "score_rejected": 4.0}
+    return {
+        "trl-lib/ultrafeedback_binarized": both,
+        "HuggingFaceH4/ultrafeedback_binarized": both
+        | {"prompt": question, "prompt_id": f"{i:064x}", "messages": _turns(question, good)},
+        "trl-lib/kto-mix-14k": {"prompt": _turns(question), "completion": _turns(question, good)[1:], "label": i % 2 == 0},
+        "trl-lib/DeepMath-103K": {"prompt": _turns(question), "solution": f"${i}$"},
+    }[path]
+
+
+Plans = Callable[..., Plan]
+
+
+@pytest.fixture
+def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
+    """Plans of a recipe on so many GPUs of 80 GB."""
+    monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
+    monkeypatch.setattr(plan, "free_memory", lambda _: int(0.97 * HBM))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=HBM))
+
+    def make(name: str, gpus: int, *overrides: str) -> Plan:
+        path = ROOT / "recipes" / f"{name}.yaml"
+        recipe = load_recipe(path, method_of=method_of).recipe
+        kind, sizes, _ = SHAPES[recipe.model.name]
+        shape = {**dict(zip(NAMES, sizes, strict=True)), "tie_word_embeddings": False}
+        kind(**shape).save_pretrained(tmp_path / "model")
+        tiny_tokenizer().save_pretrained(tmp_path / "model")
+        [source], rows = recipe.data.train, tmp_path / "rows.jsonl"
+        rows.write_text("".join(json.dumps(_row(source.path, i)) + "\n" for i in range(40)))
+        here = [f"model.name={tmp_path / 'model'}", f"data.train.0.path={rows}", "data.train.0.split=null"]
+        for held_out in recipe.data.eval:
+            assert held_out.path == source.path
+        loaded = load_recipe(path, [*here, f"data.eval.0.path={rows}", "data.eval.0.split=null", *overrides], method_of=method_of)
+        return make_plan(prepare(loaded), group=Planned(gpus))
+
+    return make
+
+
+def gigabytes(found: Plan, tokens: int) -> float:
+    return found.memory.total(tokens) / 1e9
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "split", "tokens", "predicted"),
+    [
+        ("llama_8b_lora", 1, Split(), 32768, 36.8),
+        ("llama_8b_full", 8, Split(8), 8192, 46.4),
+        ("llama_70b", 64, Split(8, 8), 8192, 55.9),
+        ("qwen_7b_grpo", 1, Split(), 32768, 35.3),
+    ],
+)
+def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
+    planned: Plans, name: str, gpus: int, split: Split, tokens: int, predicted: float
+):
+    found = planned(name, gpus)
+    model = load_recipe(ROOT / "recipes" / f"{name}.yaml", method_of=method_of).recipe.model
+    assert found.shape.parameters == SHAPES[model.name][2]
+    assert found.split == split
+    assert found.micro_batch_tokens == tokens  # what the recipe says, or what it would find
+    assert gigabytes(found, tokens) == pytest.approx(predicted, abs=0.1)  # as in docs/recipes.md
+    assert predicted < 0.8 * HBM / 1e9
+
+
+def test_what_the_recipes_say_of_other_machines(planned: Plans):
+    assert gigabytes(planned("llama_8b_lora", 1), 4096) == pytest.approx(22.7, abs=0.1)
+    assert gigabytes(planned("llama_8b_lora", 1, "train.checkpointing=off"), 4096) == pytest.approx(50.8, abs=0.1)
+    assert gigabytes(planned("llama_8b_full", 4), 8192) == pytest.approx(66.5, abs=0.1)
+    assert gigabytes(planned("llama_8b_full", 1), 8192) > HBM / 1e9  # nothing to split over
+    without_tensor = planned("llama_70b", 64, "parallel.tensor=1")
+    assert gigabytes(without_tensor, 8192) > HBM / 1e9
+    assert gigabytes(planned("llama_70b", 32), 8192) > 0.97 * HBM / 1e9
+    adapter = planned("llama_70b", 8, "model.lora={rank: 16}", "parallel.tensor=1", "train.learning_rate=1.0e-5")
+    assert gigabytes(adapter, 8192) == pytest.approx(45.0, abs=0.1)

@@ -15,6 +15,7 @@ from valence.data.load import Loaded, load
 class Source:
     path: str
     split: str | None = None
+    subset: str | None = None
     format: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0

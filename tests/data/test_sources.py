@@ -135,11 +135,18 @@ class Splits(dict):
     """What load_dataset gives: rows by split."""
 
 
-def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], object]) -> None:
+def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], Splits]) -> None:
+    """answer: by the name of the data set, with a slash and the subset where one is asked for."""
     import datasets
 
+    def load(path: str, name: str | None, split: str | None) -> object:
+        found = answer(f"{path}/{name}" if name else path)
+        if split is not None and split not in found:
+            raise ValueError(f'Unknown split "{split}". Should be one of {list(found)}.')
+        return found if split is None else found[split]
+
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(datasets, "load_dataset", answer)
+    monkeypatch.setattr(datasets, "load_dataset", load)
 
 
 def test_a_hub_data_set_with_one_split_needs_no_name_for_it(monkeypatch: pytest.MonkeyPatch):
@@ -153,17 +160,41 @@ def test_a_hub_data_set_with_one_split_needs_no_name_for_it(monkeypatch: pytest.
 def test_a_hub_data_set_with_several_splits_asks_for_one(monkeypatch: pytest.MonkeyPatch):
     use_hub(monkeypatch, lambda name: Splits(train=[{"a": 1}], test=[{"a": 2}]))
     assert [str(row.origin) for row in read_rows("owner/name", split="test")] == ["owner/name[test]:1"]
-    for split in (None, "dev"):
-        with pytest.raises(UserError, match="owner/name.*split.*\n.*one of train, test"):
-            list(read_rows("owner/name", split=split))
+    with pytest.raises(UserError, match="owner/name.*split.*\n.*one of train, test"):
+        list(read_rows("owner/name"))
+    with pytest.raises(UserError, match=r"Unknown split \"dev\". Should be one of \['train', 'test'\](.|\n)*set split"):
+        list(read_rows("owner/name", split="dev"))
+
+
+def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
+    def answer(name: str) -> Splits:
+        if name == "owner/name":
+            raise ValueError(
+                "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample: ..."
+            )
+        return Splits(train=[{"a": name}])
+
+    use_hub(monkeypatch, answer)
+    (row,) = read_rows("owner/name", subset="main")
+    assert str(row.origin) == "owner/name/main[train]:1"
+    assert isinstance(row, Row)
+    assert row.value == {"a": "owner/name/main"}
+    with pytest.raises(UserError, match="'main', 'socratic'(.|\n)*set subset"):
+        list(read_rows("owner/name"))
+
+
+def test_a_file_has_no_subsets(tmp_path: Path):
+    (tmp_path / "rows.jsonl").write_text('{"a": 1}')
+    with pytest.raises(UserError, match="subset: main is set for a file"):
+        list(read_rows(tmp_path / "rows.jsonl", subset="main"))
 
 
 def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
-    def refuse(name: str) -> object:
-        raise ValueError("Config name is missing.\nPick one among ...")
+    def refuse(name: str) -> Splits:
+        raise ValueError("Access denied.")
 
     use_hub(monkeypatch, refuse)
-    with pytest.raises(UserError, match="owner/name: .*Config name is missing"):
+    with pytest.raises(UserError, match="owner/name: .*Access denied.(.|\n)*your access"):
         list(read_rows("owner/name"))
 
 

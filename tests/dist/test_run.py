@@ -20,13 +20,12 @@ from benchmarks.crash.cases import CASES, recipe
 from tests.dist.rig import run as together
 from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.report.metrics import repeatable
 from valence.training.signals import Interrupted
 
 pytestmark = pytest.mark.dist
 CASE = {case.name: case for case in CASES}
 HOW_IT_RAN = {
-    "seconds",
-    "tokens/s",
     "tokens",
     "tokens_seen",
     "waste",
@@ -67,7 +66,7 @@ def train(group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | Non
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> None:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-import shlex
 import subprocess
-import sys
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,8 +19,6 @@ from tests.docs import losses as losses_page
 from tests.docs import settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
 from tests.golden import test_paired, test_whole_step, whole
-from tests.models import tiny
-from tests.tiny import tiny_tokenizer
 from valence import cli, losses
 from valence.config.load import load_recipe
 from valence.data.formats import FORMATS
@@ -35,8 +31,6 @@ from valence.training.signals import OUT_OF_TIME, SIGNALS
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
-MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-"""What the README's recipe names. In the test a tiny model lies in a folder of that name."""
 
 
 def text(page: str) -> str:
@@ -62,60 +56,6 @@ def test_a_wrong_number_is_seen_and_mended() -> None:
     assert refreshed(page.replace("0.3334", "0.5"), "page") == page.replace("0.3334", str(1 / 3))
     assert refreshed(page, "page") == page
     assert NUMBER.findall("a -1.5e-05 2") == ["-1.5e-05"]
-
-
-@pytest.fixture
-def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder as the README's reader has it: a model, feedback, held-out feedback, and the recipe."""
-    monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
-    model.save_pretrained(MODEL)
-    tokenizer.save_pretrained(MODEL)
-    (shown,) = blocks(README, "json")
-    rows = [json.loads(line) for line in shown.text.splitlines()]
-    more = [
-        {"prompt": [{"role": "user", "content": f"question {i}"}], "completion": f"answer {i}", "label": i % 2 == 0}
-        for i in range(20)
-    ]
-    for name, part in (("feedback", [*rows, *more[:14]]), ("held_out", more[14:])):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part))
-    recipe, own = blocks(README, "yaml")
-    Path("recipe.yaml").write_text(recipe.text)
-    Path("own.yaml").write_text(own.text)
-    for name in ("prompts", "held_out_prompts"):
-        Path(f"{name}.jsonl").write_text("".join(json.dumps({"prompt": row["prompt"]}) + "\n" for row in more))
-    return tmp_path
-
-
-def commands() -> list[str]:
-    lines = [line for block in blocks(README, "sh") for line in block.text.splitlines()]
-    return [line for line in lines if line.startswith("valence ")]
-
-
-def test_the_readme_works_from_top_to_bottom(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its recipe, its commands in their order, the files that it promises, and its Python."""
-    assert len(commands()) >= 7
-    for line in commands():
-        monkeypatch.setattr(sys, "argv", shlex.split(line))
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        assert not ended.value.code, line
-    assert load_recipe("own.yaml", method_of=method_of).recipe.reward[0].reward == "my_rewards:concise"
-    for path in promised_files():
-        assert list(Path("runs/first").glob(path.replace("N", "*"))), path
-    printed = list(executed(README, "README.md"))
-    assert len(printed) >= 4
-    for block, found, shown in printed:
-        if shown is not None:
-            assert same_output(found, shown.text), f"README.md:{block.line} prints\n{found}"
-
-
-def promised_files() -> list[str]:
-    """The paths in the table of the run folder."""
-    section = README.split("## The run folder")[1].split("\n## ")[0]
-    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
-    return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
 
 
 def test_make_targets_that_are_named_exist() -> None:

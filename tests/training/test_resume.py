@@ -17,12 +17,11 @@ from tests.tiny import tiny_tokenizer
 from tests.training.test_run import ROWS, folder, logged, recipe, written  # noqa: F401  (a fixture)
 from valence.api import build_run
 from valence.errors import UserError
+from valence.report.metrics import repeatable
 from valence.training import measure
 from valence.training.loop import Run
 from valence.training.restore import restore
 from valence.training.signals import Interrupted
-
-CLOCK = ("seconds", "tokens/s")
 
 
 class Killed(BaseException):
@@ -56,7 +55,7 @@ def killed(settings: dict[str, Any], step: int, **more: Any) -> None:
 
 
 def records(path: Path) -> list[dict[str, Any]]:
-    return [{name: value for name, value in row.items() if name not in CLOCK} for row in logged(path)]
+    return [repeatable(row) for row in logged(path)]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from tests.tiny import tiny_tokenizer
 from valence.dist.protocol import Group
 from valence.engine.reference import AdapterOff, Frozen, Later
 from valence.errors import UserError
+from valence.report.metrics import repeatable
 from valence.training import build
 from valence.training.score import score
 
@@ -63,9 +64,8 @@ def counts(run: str) -> tuple[int, int]:
 
 
 def records(run: str) -> list[dict[str, Any]]:
-    timed = ("seconds", "tokens/s")
     lines = Path(run, "metrics.jsonl").read_text().splitlines()
-    return [{name: value for name, value in json.loads(line).items() if name not in timed} for line in lines]
+    return [repeatable(json.loads(line)) for line in lines]
 
 
 @pytest.fixture
@@ -173,6 +173,22 @@ def test_a_run_whose_rows_were_scored_runs_no_reference(
     run = train(f"{method}.yaml", "runs/1", *settings)
     assert run.reference.misses == 0
     assert [path.name for path in Path("runs").iterdir()] == ["1"]
+
+
+def test_training_rows_that_are_measured_afterwards_are_scored_too(place: Path, request: pytest.FixtureRequest) -> None:
+    """kto puts other answers behind the prompts of these few."""
+    settings = ("reference.cache=kept", "eval.train_examples=7", "run.dir=runs/1")
+    score("kto.yaml", settings, quiet=True)
+    request.getfixturevalue("forbidden")
+    assert train("kto.yaml", "runs/1", *settings).reference.misses == 0
+    assert Path("runs/1/eval/train.json").is_file()
+
+
+def test_scoring_leaves_out_training_rows_that_cannot_be_measured(place: Path) -> None:
+    """One thumb alone has no mismatched answer."""
+    settings = ("reference.cache=kept", "eval.train_examples=1", "run.dir=runs/1")
+    score("kto.yaml", settings, quiet=True)
+    assert train("kto.yaml", "runs/1", *settings).reference.misses == 0
 
 
 def shared(group: Group, place: Path, settings: Sequence[str]) -> int:

@@ -18,7 +18,7 @@ from valence.config import messages
 from valence.config.describe import Key, at, dotted, schema_of
 from valence.config.files import is_hub_id, locate_data, read_recipe_text
 from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
-from valence.config.rules import CONTRADICTIONS, NO_EFFECT, Case, MethodFacts
+from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
 from valence.config.schema import Recipe, Reward, Section, Source
 from valence.errors import UserError
 
@@ -142,7 +142,11 @@ def _short_forms(given: Given) -> Given:
         section = cast(dict[str, Any], data)
         values["data"] = {name: _sources(value) if name in LISTS else value for name, value in section.items()}
     if values.get("reward") is not None:
-        values["reward"] = _rewards(values["reward"])
+        values["reward"] = _items(values["reward"], "reward")
+    run = values.get("run")
+    if isinstance(run, dict) and "sinks" in run:
+        section = cast(dict[str, Any], run)
+        values["run"] = {**section, "sinks": _items(section["sinks"], "kind")}
     mix = values.get("mix")
     if isinstance(mix, list):
         values["mix"] = [_with_files_as_sources(part) for part in cast(list[object], mix)]
@@ -156,20 +160,18 @@ def _with_files_as_sources(part: object) -> object:
     return {**section, "train": _sources(section["train"])}
 
 
-def _rewards(value: object) -> object:
+def _items(value: object, named: str) -> object:
+    """A list of sections of what may be one of them, or text that stands for one with this setting alone."""
+    if value is None:
+        return []
     if not isinstance(value, str | dict | list):
         return value
     items = cast(list[object], value) if isinstance(value, list) else [cast(object, value)]
-    return [{"reward": item} if isinstance(item, str) else item for item in items]
+    return [{named: item} if isinstance(item, str) else item for item in items]
 
 
 def _sources(value: object) -> object:
-    if value is None:
-        return []
-    items = [value] if isinstance(value, str) else value
-    if not isinstance(items, list):
-        return value
-    return [{"path": item} if isinstance(item, str) else item for item in cast(list[object], items)]
+    return _items(cast(object, value), "path") if value is None or isinstance(value, str | list) else value
 
 
 def _checked_shape(
@@ -265,6 +267,12 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
             if loss[name] != method.settings.model_fields[name].get_default():
                 why = "under the other settings of the loss it is not read"
                 yield messages.no_effect(given, (*path, name), why, f"set {dotted(path)}.{needed}")
+    for index, sink in enumerate(case.recipe.run.sinks):
+        for name, field in type(sink).model_fields.items():
+            default = field.get_default(call_default_factory=True, validated_data={})
+            if name != "kind" and name not in SINKS_READ[sink.kind] and getattr(sink, name) != default:
+                fix = f"set one of {', '.join(sorted(SINKS_READ[sink.kind]))}"
+                yield messages.no_effect(given, ("run", "sinks", index, name), f"{sink.kind} does not read it", fix)
     for name in LISTS:
         for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
@@ -275,6 +283,11 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
 
 def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
     """Settings that cannot hold together."""
+    kinds = [sink.kind for sink in case.recipe.run.sinks]
+    for index, kind in enumerate(kinds):
+        if kind in kinds[:index]:
+            place = given.where(("run", "sinks", index))
+            yield UserError(f"{kind} is named twice", where=place, fix="keep one of the two")
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
         yield UserError(rule.why.format(**case.words), where=given.where(path), fix=rule.fix)

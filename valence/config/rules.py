@@ -71,6 +71,15 @@ THRESHOLD = ("scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
 """Conversions that read ``data.threshold``."""
 
 
+SINKS_READ = {
+    "tensorboard": {"folder"},
+    "wandb": {"project", "name", "folder", "mode", "tags"},
+    "trackio": {"project", "name", "folder"},
+    "mlflow": {"project", "name", "uri", "folder", "tags"},
+}
+"""Settings that each kind of ``run.sinks`` reads."""
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """What a rule looks at. ``rows``: which of train, eval and test there are, in files or in memory; ``mixed``: the methods of
@@ -161,6 +170,7 @@ NO_EFFECT = (
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
+    Rule("eval.train_examples", lambda c: c.method.online, "the training rows are prompts", "leave it out"),
     Rule("run.keep_best*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("run.early_stop*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("reference.*", lambda c: not c.needs_reference, "{method} reads no reference", "choose a method that reads one"),

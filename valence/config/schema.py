@@ -109,6 +109,8 @@ class Source(Section):
     """A .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or a hub data set id."""
     split: Text | None = None
     """Split of a hub data set."""
+    subset: Text | None = None
+    """Subset (configuration) of a hub data set that has several."""
     format: Text | None = None
     """Name of the row format. Default: detected from the first rows."""
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
@@ -248,8 +250,7 @@ class Rollout(Section):
     check_prompts: NonNegativeInt = 4
     """Prompts whose log-probabilities are compared with a server's after each new version of the weights."""
     max_mismatch: PositiveFloat | None = None
-    """Stop when they differ by more than this on average (nats per token). null: 0.005 where both sides compute in float32, else
-    0.1."""
+    """Stop when they differ by more on average (nats per token). null: 0.005 where both sides compute in float32, else 0.1."""
 
 
 class Value(Section):
@@ -342,6 +343,9 @@ class Eval(Section):
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
     """Evaluate on only the first so many examples of data.eval. data.test is always measured whole."""
+    train_examples: NonNegativeInt = 200
+    """After training, also measure so many rows of data.train for the report: those that the model contradicts most may be
+    mislabelled. Not where the model learns from its own answers."""
 
 
 class Samples(Section):
@@ -367,9 +371,28 @@ class EarlyStop(Best):
     """By how much it has to be better to count."""
 
 
+class Sink(Section):
+    kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
+    """The tracker. Each needs the extra of its name: `pip install "valence[wandb]"`."""
+    project: Text | None = None
+    """Project (of mlflow the experiment) that the run is put into. Default: `valence`. tensorboard has none."""
+    name: Text | None = None
+    """Name of the run there. Default: that of the run's folder. tensorboard has none."""
+    folder: Text | None = None
+    """Where its files go. Default: a folder with the tracker's name in the run's own folder; trackio takes TRACKIO_DIR first."""
+    uri: Text | None = None
+    """Of mlflow: its server or database. Default: MLFLOW_TRACKING_URI, or files in the run's own folder."""
+    mode: Literal["auto", "online", "offline"] = "auto"
+    """Of wandb: whether it sends. auto: as WANDB_MODE says, else online where there is a key and offline where there is none."""
+    tags: list[Text] = Field(default_factory=list[Text])
+    """Words to find the run by, of wandb and mlflow."""
+
+
 class RunSection(Section):
     dir: Text = "runs/latest"
     """Folder of the run."""
+    sinks: list[Sink] = Field(default_factory=list[Sink])
+    """Trackers that also get the log: their names, such as `[tensorboard, wandb]`, or sections with settings."""
     log_every: PositiveInt = 1
     """Write a line of metrics every so many optimizer steps."""
     save_every: PositiveInt = 50

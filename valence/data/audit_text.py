@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from valence.data.audit import Audit, Spread, Truncation, Unused
 
@@ -125,6 +126,16 @@ def _why(unused: Unused, audit: Audit) -> str:
     first = "the first: " if unused.count > 1 else ""
     rows = _rows(unused.count, unused.rows, audit)
     return f"{unused.kind.replace('_', ' ')}: {rows} ({first}{unused.reason})"
+
+
+def audited(audit: Audit) -> dict[str, Any]:
+    """The audit as plain values, with ``said``: the sentence about each finding, by its name."""
+    said = {
+        name: (f"{found.count:,} " if "{rows}" in text else "") + text.format(rows=_rows(found.count, found.rows, audit))
+        for name, text in (WARNINGS | REMARKS).items()
+        if (found := audit.findings.get(name))
+    }
+    return audit.to_dict() | {"said": said}
 
 
 def _said(audit: Audit, sentences: dict[str, str]) -> list[tuple[int, str]]:

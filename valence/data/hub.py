@@ -8,31 +8,38 @@ from typing import Any
 from valence.errors import UserError
 from valence.types import Origin
 
+REMEDIES = {
+    "Config name is missing": "set subset: one of those available, or name one of its files",
+    "BuilderConfig": "set subset: one of those available",
+    "Unknown split": "set split: one of those that there are",
+}
+"""How what the library says of a mistake in a name begins, and what mends it."""
 
-def hub_rows(path: str, split: str | None) -> Iterator[tuple[Origin, dict[str, Any]]]:
-    """Each row with its place, ``owner/name[split]`` and its number. ``split`` may be None when there is only one."""
+
+def hub_rows(path: str, split: str | None, subset: str | None = None) -> Iterator[tuple[Origin, dict[str, Any]]]:
+    """Each row with its place, ``owner/name[split]`` (with a subset ``owner/name/subset[split]``) and its number.
+
+    ``split`` may be None when there is only one; else only that one is fetched. Raises UserError when it cannot be read.
+    """
     import datasets
     from datasets.exceptions import DatasetsError
 
     _check_answers(path)
     try:
-        splits = datasets.load_dataset(path)
+        found: Any = datasets.load_dataset(path, name=subset, split=split)
     except (OSError, ValueError, DatasetsError) as error:
-        raise UserError(
-            f"the hub data set cannot be loaded: {str(error).splitlines()[0]}",
-            where=path,
-            fix=("check the name and your access to it, or download its files and name one of them"),
-        ) from error
-    if split is None and len(splits) == 1:
-        split = str(next(iter(splits)))
-    if split not in splits:
-        raise UserError(
-            f"the data set has no split {split!r}" if split else "the data set has several splits",
-            where=path,
-            fix=f"set split: one of {', '.join(map(str, splits))}",
-        )
-    for number, value in enumerate(splits[split], 1):
-        yield Origin(f"{path}[{split}]", number), dict(value)
+        said = " ".join(str(error).splitlines()[:2])
+        fix = next((fix for begins, fix in REMEDIES.items() if said.startswith(begins)), None)
+        general = "check the name and your access to it, or download its files and name one of them"
+        raise UserError(f"the hub data set cannot be loaded: {said}", where=path, fix=fix or general) from error
+    if split is None:
+        if len(found) > 1:
+            fix = f"set split: one of {', '.join(map(str, found))}"
+            raise UserError("the data set has several splits", where=path, fix=fix)
+        ((split, found),) = found.items()
+    place = f"{path}/{subset}" if subset else path
+    for number, value in enumerate(found, 1):
+        yield Origin(f"{place}[{split}]", number), dict(value)
 
 
 def _check_answers(path: str) -> None:

@@ -34,6 +34,8 @@ class Source(Protocol):
     @property
     def split(self) -> str | None: ...
     @property
+    def subset(self) -> str | None: ...
+    @property
     def format(self) -> str | None: ...
     @property
     def keys(self) -> Mapping[str, str]: ...
@@ -50,6 +52,7 @@ class InMemory:
     rows: Rows
     path: str = "rows in memory"
     split: str | None = None
+    subset: str | None = None
     format: str | None = None
     keys: Mapping[str, str] = field(default_factory=dict[str, str])
     weight: float = 1.0
@@ -169,7 +172,7 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
     """Each row of a file with the Example of whatever kind that it holds, or why it holds none, read when it is asked for.
 
     Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row, at its end."""
-    head, rest = _head(read_rows(source.path, split=source.split, limit=source.limit), "skip")
+    head, rest = _head(read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip")
     name = _format(source, [row.value for row in head if isinstance(row, Row)])
     absent = set(source.keys.values())
     for row in chain(head, rest):
@@ -183,7 +186,9 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
 
 
 def _rows(source: Source, limit: int | None) -> Iterator[Row | BadRow | Example]:
-    return source.read(limit) if isinstance(source, InMemory) else read_rows(source.path, split=source.split, limit=limit)
+    if isinstance(source, InMemory):
+        return source.read(limit)
+    return read_rows(source.path, split=source.split, subset=source.subset, limit=limit)
 
 
 def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list[File], list[Example], list[BadRow]]:

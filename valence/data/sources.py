@@ -47,25 +47,28 @@ class BadRow:
     fix: str
 
 
-def read_rows(path: str | Path, *, split: str | None = None, limit: int | None = None) -> Iterator[Row | BadRow]:
+def read_rows(
+    path: str | Path, *, split: str | None = None, subset: str | None = None, limit: int | None = None
+) -> Iterator[Row | BadRow]:
     """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the first so many.
 
     An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub, and json
     without line breaks).
     Raises UserError when the file as a whole cannot be read or has no rows.
     """
-    return islice(_rows(str(path), split), limit)
+    return islice(_rows(str(path), split, subset), limit)
 
 
-def _rows(path: str, split: str | None) -> Iterator[Row | BadRow]:
+def _rows(path: str, split: str | None, subset: str | None) -> Iterator[Row | BadRow]:
     file = Path(os.path.expanduser(path))
     if _is_hub_id(path, file):
-        rows = (Row(value, origin) for origin, value in hub_rows(path, split))
-    elif split is not None:
+        rows = (Row(value, origin) for origin, value in hub_rows(path, split, subset))
+    elif split is not None or subset is not None:
+        name = "subset" if split is None else "split"
         raise UserError(
-            f"split: {split} is set for a file, and only hub data sets have splits",
+            f"{name}: {split or subset} is set for a file, and only hub data sets have {name}s",
             where=path,
-            fix="remove split, and keep the rows of each split in a file of its own",
+            fix=f"remove {name}, and keep the rows of each {name} in a file of its own",
         )
     else:
         rows = _file(path, file)

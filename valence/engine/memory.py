@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from valence.engine.checkpointing import Checkpointing
 from valence.engine.head import AREA, KEEP, KEEP_CUDA
 from valence.engine.quantized import BYTES, STATES
-from valence.engine.shape import Shape
+
+if TYPE_CHECKING:
+    from valence.engine.checkpointing import Checkpointing
+    from valence.engine.shape import Shape
 
 PROGRAM = 400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
 HIDDEN = 14  # numbers of hidden size that a layer keeps for the backward pass, per token

@@ -5,17 +5,28 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import torch
 
-from valence.engine.checkpointing import Checkpointing
 from valence.engine.memory import RECOMPUTED
-from valence.engine.shape import Shape
+
+if TYPE_CHECKING:
+    from valence.engine.checkpointing import Checkpointing
+    from valence.engine.shape import Shape
 
 EFFICIENCY = {torch.bfloat16: 0.55, torch.float32: 0.75, torch.float64: 0.75}
 """Share of that rate which a step reaches, by the type of its products. Seen on a CPU: 0.50 to 0.59 in bfloat16 (0.58 to 0.70
 with compiled layers), 0.65 to 0.85 in float32. Not measured on other devices."""
 MEASURED = 0.3  # seconds that finding out the rate may take
+
+
+def slow(device: torch.device, dtype: torch.dtype) -> str:
+    """Why a type is a poor choice on a device, in a sentence; empty where it is not. A CPU without instructions for
+    bfloat16 was seen to multiply in it 60 times slower than in float32."""
+    if device.type != "cpu" or dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return ""
+    return "this CPU has no instructions for bfloat16, which makes it many times slower than float32: set model.dtype: float32"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ import asyncio
 import json
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import parsedate_to_datetime
@@ -129,6 +130,8 @@ class Servers:
             try:
                 scores = await self._from(server, body, number)
             except Failed as error:
+                if error.passes and not server.failures:  # once, until it answers again
+                    warnings.warn(f"{server.url}: {error}; it is asked again, or another one", stacklevel=2)
                 server.failed(self.clock(), error.after)
                 failures.append((server, error))
                 continue

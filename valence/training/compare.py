@@ -22,9 +22,11 @@ from valence.training.folder import versions
 from valence.training.setup import Corpus, Prepared
 from valence.types import Encoded
 
-FREE = {
-    f"run.{name}" for name in ("dir", "save_every", "keep", "save_state", "save_hf", "max_failed_saves", "max_time", "export")
-} | {f"parallel.{name}" for name in ("shard", "tensor", "reshard", "sync", "offload")}
+FREE = (
+    {f"run.{name}" for name in ("dir", "save_every", "keep", "save_state", "save_hf", "max_failed_saves", "max_time", "export")}
+    | {f"parallel.{name}" for name in ("shard", "tensor", "reshard", "sync", "offload")}
+    | {"eval.train_examples"}
+)
 """Settings on which neither the weights nor the log depend, but for their last digits."""
 MAY_GROW = ("train.epochs", "train.max_steps")
 OF_THE_ORDER = ("train.batch_size", "train.drop_last", "train.seed", "data.stratify")
@@ -105,7 +107,7 @@ def _changed_settings(was: Mapping[str, Any], prepared: Prepared, rows: Mapping[
     found: dict[str, str] = {}
     for name in sorted(was.keys() | now.keys()):
         before, after = was.get(name), now.get(name)
-        if before == after or name in FREE:
+        if before == after or name in FREE or name.startswith("run.sinks"):
             continue
         if name not in was and settings[name].is_default:  # new in this version
             continue

@@ -61,9 +61,11 @@ def _row(
     unit: Encoded, measured: Sequence[SequenceRow], example: Example | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """What is written about one row: where it is from, its verdict, what was measured, its text."""
-    row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin)}
+    row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}
     if unit.label is not None:
         row["label"] = unit.label
+    elif unit.scores:
+        row["target"] = unit.scores[0] if len(unit.scores) == 1 else list(unit.scores)
     names = {1: ("",), 2: ("_chosen", "_rejected")}.get(len(measured) if unit.kind != "ranking" else 0)
     for name, side in zip(names or [f"_{n}" for n in range(len(measured))], measured, strict=True):
         scores = list(side.scores) or None

@@ -24,11 +24,11 @@ from valence.engine.cache import Cached
 from valence.engine.models import DTYPES, load_model
 from valence.engine.scores import Scorer, with_padding
 from valence.errors import UserError
-from valence.report.card import CardFacts, model_card
-from valence.report.page import write_page
+from valence.report.card import CardFacts, last_record, license_of, model_card
 from valence.rollout.protocol import Sampling
+from valence.training import measure
 from valence.training.evaluate import as_text
-from valence.training.folder import finite, now, versions
+from valence.training.folder import RunFolder, as_json, now, versions
 from valence.training.loop import Interrupted, Run
 from valence.training.saving import HEAVY
 from valence.training.score import passes
@@ -66,9 +66,9 @@ def run_to_end(run: Run) -> Run:
             )
         if "test" in run.prepared.corpora:
             found = run.evaluate(name="test")
-            rows = [finite(row) for row in found.rows]
-            folder.write("eval/test.json", {"step": run.step, "metrics": finite(found.metrics), "rows": rows})
+            folder.write("eval/test.json", as_json(run.step, found.metrics, found.rows))
             run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
+        _measure_trained(run, folder)
         if before:
             answers = {row["prompt"]: row["before"] for row in _samples(run)}
             both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
@@ -90,12 +90,24 @@ def run_to_end(run: Run) -> Run:
             with run.stop.waiting():  # only a second signal breaks this off
                 if status != "done":
                     _save_what_there_is(run)
-                run.log.close()
+                run.log.close(status)
                 folder.state(finished=now(), seconds=seconds(), steps=run.step)
-                _page(run, folder.path, status)
+                if run.pages is not None:
+                    run.pages.write(status)
                 folder.state(status=status)  # last: what is done is not done again
         folder.close()
     return run
+
+
+def _measure_trained(run: Run, folder: RunFolder) -> None:
+    """Some of the training rows, as the trained model sees them."""
+    try:
+        found = measure.evaluate_trained(run)
+    except UserError as error:
+        run.say_once(f"the training rows were not measured for the report: {error}")
+        return
+    if found is not None:
+        folder.write("eval/train.json", as_json(run.step, found.metrics, found.rows))
 
 
 def _open_cache(run: Run) -> None:
@@ -137,16 +149,6 @@ def _refuse_broken(run: Run) -> None:
             where=f"step {run.step}",
             fix="lower train.learning_rate, or use model.dtype: float32",
         )
-
-
-def _page(run: Run, path: Path, status: str) -> None:
-    """The page is for reading: that it cannot be written must not hide how the run itself ended."""
-    if run.world.rank:
-        return
-    try:
-        write_page(path, status)
-    except (OSError, UserError) as error:
-        run.console.print(f"cannot write the page ({error})", style="yellow", markup=False)
 
 
 def _samples_before(run: Run) -> list[dict[str, str]]:
@@ -195,15 +197,18 @@ def about_model(run: Run) -> About:
     return run.prepared.encoder.tokenizer, None
 
 
-def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter"], about: About | None = None) -> None:
+def write_model(
+    run: Run, target: Path, what: Literal["auto", "merged", "adapter"], about: About | None = None, log: Path | None = None
+) -> None:
     """The policy as it is, for others to load, with its card. All processes call it, but where each holds all weights and
-    ``about`` is known: then one is enough."""
+    ``about`` is known: then one is enough. log: of a run without a folder, its metrics.jsonl."""
     recipe, encoder = run.recipe, run.prepared.encoder
     scores = isinstance(run.policy, Scorer)
     if scores and what == "adapter":
         raise UserError("an adapter does not say what a reward model's scores are of", where="run.export", fix="write it merged")
     adapted = recipe.model.lora is not None or recipe.model.adapter is not None
     steps = sorted(run.evaluations)
+    log = run.folder.path / "metrics.jsonl" if run.folder else log
     card = CardFacts(
         name=Path(recipe.run.dir).name,
         base_model=recipe.model.name,
@@ -215,6 +220,8 @@ def write_model(run: Run, target: Path, what: Literal["auto", "merged", "adapter
         audit=run.audit,
         before=run.evaluations[steps[0]] if len(steps) > 1 else None,
         after=run.evaluations[steps[-1]] if steps else None,
+        last=last_record(log, run.step) if log else {},
+        license={} if run.world.rank else license_of(recipe.model.name),
         command=str(run.facts.get("command", "")),
         versions=versions(),
         steps=run.step,

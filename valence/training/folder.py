@@ -160,7 +160,7 @@ class RunFolder:
 
     def evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
         """eval/step-N.json with every row and number, and the same to read as eval/step-N.txt."""
-        self.keep(f"eval/step-{step}.json", {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
+        self.keep(f"eval/step-{step}.json", as_json(step, metrics, rows))
         self.keep(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
 
 
@@ -168,6 +168,11 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
     if isinstance(content, str):
         return content
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def as_json(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """An evaluation as its file has it."""
+    return {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]}
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,22 +9,27 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from valence.data.audit_text import audited
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import gathered
+from valence.engine import speed
 from valence.engine.logprobs import Engine
+from valence.engine.models import DTYPES
 from valence.engine.reference import Following, Reference
 from valence.errors import UserError
-from valence.report.console import Progress
+from valence.report.live import Dashboard
 from valence.report.sinks import FanOut, JsonlSink, Sink
+from valence.report.trackers import trackers
 from valence.rollout import Sampling
 from valence.training import measure
 from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
-from valence.training.memory import with_memory
+from valence.training.memory import peak, with_memory
 from valence.training.methods import Method, settings_of_step
 from valence.training.online.rounds import Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
+from valence.training.pages import Pages
 from valence.training.plan import make_plan
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
@@ -86,8 +91,9 @@ class Run:
         self.own_optimizer = optimizer is None
         self.optimizer, self.scheduler = self._optimizer(optimizer, scheduler)
         self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder and folder.writes else None
-        self.log = FanOut([self._jsonl] if self._jsonl else [], list(sinks) if self.world.rank == 0 else [], self.warn)
+        self.log = self._log(sinks)
         self.saver = Saver(self, folder, self._jsonl) if folder else None
+        self.pages = Pages(folder.path, self.warn) if folder and folder.writes else None
         self.window, self.watch = Window(), Watch()
         self.best, self.early = Selection(run.keep_best), Selection(run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
@@ -97,14 +103,18 @@ class Run:
         """Whether all processes have come to the same place, so that they may save what there is."""
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         self.said: set[str] = set()
-        self.stop = stop or Stop(self.console)
-        self.finished = finished
+        self.stop, self.finished = stop or Stop(self.console), finished
         self.base: str | None = None
         self.compared: str | None = None
         self._before_skips: tuple[dict[str, Any], list[dict[str, Any]]] | None = None
         self.facts: dict[str, Any] = folder.facts if folder else {}
-        self.audit: dict[str, Any] = prepared.corpora["train"].audit.to_dict() if self.sampler else {}
+        self.audit = audited(prepared.corpora["train"].audit) if self.sampler else {}
         self.registry = registry_of(self, self._jsonl)
+
+    def _log(self, given: Sequence[Sink]) -> FanOut:
+        """The file, the sinks given and those of the recipe."""
+        asked = trackers([sink.model_dump() for sink in self.recipe.run.sinks], self.say_once) if self.folder else []
+        return FanOut([self._jsonl] if self._jsonl else [], [*given, *asked] if self.world.rank == 0 else [], self.warn)
 
     def _optimizer(self, given: OptimizerLike | None, scheduler: SchedulerLike | None) -> tuple[torch.optim.Optimizer, Any]:
         """Those given, or those of the recipe. Raises UserError for an optimizer of other weights than the policy has."""
@@ -159,19 +169,28 @@ class Run:
         if self.sampler is None:
             raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
         self._caution()
+        settings = {name: setting.value for name, setting in self.prepared.source.settings.items()}
+        self.log.start(settings, self.folder.path if self.folder else None, self.folder is not None and self.folder.taken_up)
         last: dict[str, Any] = {}
         seen, began = 0, (self.step, self.counters.settled)
-        with self.stop.waiting(), Progress(self.console, "training", self.total_steps, start=self.step, quiet=self.quiet) as bar:
+        bar = Dashboard(
+            self.console, "training", self.total_steps, start=self.step, quiet=self.quiet,
+            warnings=lambda: self.facts.get("warnings", ()),
+        )  # fmt: skip
+        if self._jsonl and self.step:
+            bar.recall(self._jsonl.path)
+        with self.stop.waiting(), bar:
             while True:
                 last = self._settle(bar) or last
                 if seen:
-                    bar.update(self.step, tokens=seen, metrics=last)
+                    bar.update(self.step, tokens=seen)
                 stops = self.stops()
                 if stops or self.step >= self.total_steps or self.early.exhausted:
                     break
                 if self.rounds is not None:
-                    with bar.pause():
-                        self.rounds.fill()
+                    self.rounds.fill()
+                    if self.rounds.collector.latest:
+                        bar.answer(*self.rounds.collector.latest)
                 seen += self._one_step().tokens
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
         if stops:
@@ -192,8 +211,9 @@ class Run:
     def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
             self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
-        if self.prepared.ends_early:
-            self.say_once(self.prepared.ends_early)
+        for said in (self.prepared.ends_early, speed.slow(self.policy.device, DTYPES[self.recipe.model.dtype])):
+            if said and self.folder:  # the plan has said it on the terminal
+                self.folder.note("notes", said)
         if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
 
@@ -277,7 +297,7 @@ class Run:
                 "train.learning_rate the run goes on from before these steps)",
             )
 
-    def _settle(self, bar: Progress) -> dict[str, Any]:
+    def _settle(self, bar: Dashboard) -> dict[str, Any]:
         """What is due after a step: evaluation, log, save. Returns the record that was logged, if any.
 
         An interruption on the way leaves it undone, and a run that is taken up there begins with it.
@@ -287,13 +307,13 @@ class Run:
             return {}
         found: dict[str, float] = {}
         if measure.due(self):
-            with bar.pause():
+            with bar.pause(), self.window.timing("evaluation"):
                 found = measure.evaluate_and_keep(self)
         record: dict[str, Any] = {}
         if step and (found or step % self.recipe.run.log_every == 0 or step == self.total_steps):
             record = self._window() | found
         elif found:
-            record = {"step": 0} | found
+            record = {"step": 0, **self._of_the_machine()} | found
         better = False
         if found:
             if self._before_skips is None:  # else the state that would be saved is not that of this evaluation
@@ -301,14 +321,18 @@ class Run:
             self.early.see(step, found)
         if record:
             self.log.log(record)
+            bar.record(record)
             self.window.clear()
         counters.settled = step
         for said in self.watch.see(record):
             self.warn(f"step {step}: {said}")
         for callback in self.callbacks if record else ():
             callback(self, record)
+        if self.pages is not None:
+            self.pages.look()
         if step and (better or step % self.recipe.run.save_every == 0 or step == self.total_steps):
-            self.save(wait=False)
+            with bar.during("saving"):
+                self.save(wait=False)
         elif self.saver is not None:
             self.saver.tell()
         return record
@@ -330,9 +354,14 @@ class Run:
             "examples_seen": counters.examples_seen,
             "tokens/s": tokens / window.seconds if window.seconds > 0 else 0.0,
             "seconds": window.seconds,
+            **self._of_the_machine(),
             **shares,
             **({} if self.rounds is None else self.rounds.counters),
         }
+
+    def _of_the_machine(self) -> dict[str, float]:
+        spent = {f"seconds/{phase}": seconds for phase, seconds in self.window.spent.items()}
+        return spent | {"memory": peak(self.policy.device)}
 
     def say_once(self, message: str) -> None:
         if message not in self.said:
@@ -385,9 +414,10 @@ class Run:
         """Writes a checkpoint into the run's folder, if it has one: all processes call it. Raises UserError when it cannot be
         written; without ``wait`` only when that was so too often."""
         if self.saver is not None:
-            self.saver.ready()
-            self.saver.save(self.state_dict(), wait=wait)
-            self.saver.tell(last=wait)
+            with self.window.timing("saving"):
+                self.saver.ready()
+                self.saver.save(self.state_dict(), wait=wait)
+                self.saver.tell(last=wait)
 
 
 def _one(value: torch.Tensor) -> Mean:

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.report.console import Progress
+from valence.report.sinks import SAMPLES
 from valence.rollout import HFGenerator, Sampling
 from valence.training.evaluate import Evaluation
 from valence.training.evaluate import evaluate as evaluate_rows
@@ -40,6 +42,26 @@ def evaluate(run: Run, rows: Any, name: str) -> Evaluation:
     return with_memory(run, "evaluation", lambda: _measure(run, corpus.units[:most], corpus, f"evaluating ({name})"))
 
 
+def evaluate_trained(run: Run) -> Evaluation | None:
+    """Some of the training rows (``eval.train_examples``), drawn from all of them; None where there are none to measure.
+
+    Raises UserError where these few make no whole, as judgements that share one prompt.
+    """
+    units = trained_units(run)
+    if not units:
+        return None
+    return with_memory(run, "evaluation", lambda: _measure(run, units, run.prepared.corpora["train"], "measuring training rows"))
+
+
+def trained_units(run: Run) -> list[Encoded]:
+    """The training rows that are measured after training, in the order of the data."""
+    most = run.recipe.eval.train_examples
+    if run.prepared.method.online or not most or "train" not in run.prepared.corpora:
+        return []
+    units = run.prepared.corpora["train"].units
+    return [units[i] for i in sorted(canonical_order(units, run.recipe.train.seed, 0)[:most])]
+
+
 def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int) -> list[list[Completion]]:
     """See ``Run.sample``."""
     if run.prepared.method.of_scores:
@@ -68,6 +90,7 @@ def evaluate_and_keep(run: Run) -> dict[str, float]:
     if run.folder:
         run.folder.evaluation(run.step, found.metrics, found.rows)
     run.evaluations[run.step] = found.metrics
+    run.log.table(SAMPLES, run.step, found.rows)
     if not run.quiet:
         shown = [name for name in SHOWN if name in found.metrics]
         numbers = "  ".join(f"{name} {found.metrics[name]:.4g}" for name in shown)

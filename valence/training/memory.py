@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +16,14 @@ from valence.training.track import Phase
 
 if TYPE_CHECKING:
     from valence.training.loop import Run
+
+
+def peak(device: torch.device) -> float:
+    """The most memory that was in use so far, in GB: on a GPU of its own, else by this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
 
 
 def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:

@@ -177,6 +177,8 @@ def describe(plan: Plan) -> list[str]:
         lines.append(f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such rows run alone")
     if prepared.ends_early:
         lines.append(prepared.ends_early)
+    if said := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
+        lines.append(said)
     return lines
 
 

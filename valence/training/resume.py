@@ -13,6 +13,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
+from valence.data.audit_text import audited
+from valence.data.lengths import distributions
 from valence.dist import shards
 from valence.dist.together import by_first
 from valence.errors import UserError
@@ -237,7 +239,10 @@ def _selections(run: Run, earlier: Earlier) -> None:
 def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: Earlier | None) -> None:
     """Writes what is known before the first step, or before the next one. tokens: that run at once."""
     folder.write("config.yaml", prepared.source.to_yaml())
-    folder.write("audit.json", {name: corpus.audit.to_dict() for name, corpus in prepared.corpora.items()})
+    audits = {
+        name: audited(corpus.audit) | {"distributions": distributions(corpus.units)} for name, corpus in prepared.corpora.items()
+    }
+    folder.write("audit.json", audits)
     changed = [
         {"setting": name, "value": setting.value, "origin": setting.origin}
         for name, setting in prepared.source.settings.items()

@@ -186,7 +186,8 @@ def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt
 
 def _format(source: Source) -> str:
     """Prompts are read whatever else a row has."""
-    head = [row.value for row in islice(read_rows(source.path, split=source.split), HEAD_ROWS) if isinstance(row, Row)]
+    rows = read_rows(source.path, split=source.split, subset=source.subset)
+    head = [row.value for row in islice(rows, HEAD_ROWS) if isinstance(row, Row)]
     has_prompt = "prompt" in source.keys or any(row.get("prompt") is not None for row in head)
     has_text = "text" in source.keys or any(row.get("text") is not None for row in head)
     return "text_prompt" if has_text and not has_prompt else "prompt"

@@ -22,6 +22,7 @@ from valence.report.console import Progress
 from valence.training.build import build_models
 from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
+from valence.training.measure import trained_units
 from valence.training.methods import method_in, method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
@@ -91,7 +92,8 @@ def score(
 
 def passes(run: Run) -> Iterator[list[Encoded]]:
     """The units whose sequences a run compares with its reference, as they come together: those of each step that is left, of an
-    evaluation and of the test; behind them those of the mismatched sequences that go with them."""
+    evaluation, of the test, and of the training rows that are measured afterwards; behind them those of the mismatched sequences
+    that go with them."""
     for objective, units, following in _own(run):
         yield units
         if objective.method.mismatches:
@@ -99,7 +101,7 @@ def passes(run: Run) -> Iterator[list[Encoded]]:
 
 
 def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]]]:
-    """Units of steps, evaluation and test with what they train, and those that follow in their epoch."""
+    """Units of steps and of all that is measured with what they train, and those that follow in their epoch."""
     samplers = [(run.objective, run.sampler)] if run.sampler else []
     samplers += [(objective, part.sampler) for part, objective in run.mixed]
     for objective, sampler in samplers:
@@ -111,6 +113,20 @@ def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]
         if name in run.prepared.corpora:
             units = run.prepared.corpora[name].units[:most] if run.objective.reference else ()
             yield run.objective, [units[i] for i in canonical_order(units, 0, 0)], iter(())
+    if run.objective.reference and (trained := _trained(run)):
+        yield run.objective, trained, iter(())
+
+
+def _trained(run: Run) -> list[Encoded]:
+    """The training rows that are measured afterwards; none where these few make no whole, as then they are not."""
+    units = trained_units(run)
+    units = [units[i] for i in canonical_order(units, 0, 0)]
+    try:
+        if run.objective.method.mismatches:
+            run.objective.mismatched(units, iter(()))
+    except UserError:
+        return []
+    return units
 
 
 def _fill(run: Run, cached: Cached) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -40,10 +42,19 @@ class Window:
     tokens_of: list[int] = field(default_factory=list[int])
     """Of each process."""
     seconds: float = 0.0
+    spent: dict[str, float] = field(default_factory=dict[str, float])
+    """Seconds of what is not a step, by its name."""
     last: dict[str, float] = field(default_factory=dict[str, float])
 
     def clear(self) -> None:
-        self.meter, self.tokens_of, self.seconds, self.last = Meter(), [], 0.0, {}
+        self.meter, self.tokens_of, self.seconds, self.spent, self.last = Meter(), [], 0.0, {}, {}
+
+    @contextmanager
+    def timing(self, phase: str) -> Iterator[None]:
+        """Around something that is not a step."""
+        began = time.monotonic()
+        yield
+        self.spent[phase] = self.spent.get(phase, 0.0) + time.monotonic() - began
 
     def ran(self, tokens_of: Sequence[int]) -> None:
         """Takes in what each process ran in a step."""
@@ -57,13 +68,14 @@ class Window:
             self.meter.pool({name: parts})
 
     def state_dict(self) -> dict[str, Any]:
-        plain = {"tokens_of": list(self.tokens_of), "seconds": self.seconds, "last": dict(self.last)}
+        plain = {"tokens_of": list(self.tokens_of), "seconds": self.seconds, "spent": dict(self.spent), "last": dict(self.last)}
         return {"meter": self.meter.state_dict(), **plain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.meter = Meter()
         self.meter.load_state_dict(state["meter"])
         self.tokens_of, self.seconds, self.last = list(state["tokens_of"]), state["seconds"], dict(state["last"])
+        self.spent = dict(state["spent"])
 
 
 class Selection:

@@ -10,13 +10,13 @@ import torch
 
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from valence.report.metrics import repeatable
 
 VOWELS = "tests.training.online.rewards:vowels"
 PROMPTS = [
     {"prompt": [{"role": "user", "content": f"say {what}"}], "wanted": k % 2}
     for k, what in enumerate(("hello", "moon", "sun and star", "Paris", "the earth", "what is 2 + 2?", "a capital"))
 ]
-CLOCK = ("seconds", "tokens/s")
 
 
 def make(place: Path, **changes: Any) -> None:
@@ -49,4 +49,4 @@ def logged(place: Path, run: str = "run") -> list[dict[str, Any]]:
     """The log without what the clock says."""
     lines = (place / run / "metrics.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
-    return [{k: v for k, v in row.items() if k not in CLOCK and not k.startswith("seconds/")} for row in rows]
+    return [repeatable(row) for row in rows]

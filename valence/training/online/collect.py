@@ -83,6 +83,8 @@ class Collector:
         self.run = run
         self.method, self.rollout = run.prepared.method, run.recipe.rollout
         self._coming: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = None
+        self.latest: tuple[str, str, float | None] | None = None
+        """A prompt, one of the last answers to it, and its reward, to be shown."""
         if self.method.follows_policy:
             run.policy.temperature = self.rollout.temperature
 
@@ -300,6 +302,9 @@ class Collector:
     ) -> list[Answered]:
         """Each prompt with those of its answers that have a score."""
         found: list[Answered] = []
+        if asked:
+            prompt = as_text(asked[0].prompt.prompt, self.run.prepared.tokenizer)
+            self.latest = prompt, answers[0][0].text, scores[0][0].value
         for each, own, judged in zip(asked, answers, scores, strict=True):
             kept = [i for i, score in enumerate(judged) if score.value is not None]
             if len(kept) < len(own) and self.rollout.on_failure == "drop_group":
@@ -408,7 +413,9 @@ class Collector:
         return Evaluation(dict(sorted(found.items())), rows)
 
     def _row(self, asked: Asked, answer: Completion, score: Score) -> dict[str, Any]:
-        row: dict[str, Any] = {"id": asked.unit.id, "origin": str(asked.unit.origin), "tokens": len(answer.tokens)}
+        unit = asked.unit
+        row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}
+        row["tokens"] = len(answer.tokens)
         row |= {"stop": answer.stop, **({"reward": score.value} if score.value is not None else {"error": score.error})}
         row |= {"parts": dict(score.parts)} if score.parts else {}
         return row | {"prompt": as_text(asked.prompt.prompt, self.run.prepared.tokenizer), "completion": answer.text}

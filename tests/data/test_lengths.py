@@ -1,0 +1,41 @@
+"""Lengths in bins: every answer is counted once, in the bin that holds its length."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from valence.data.lengths import BINS, distributions
+from valence.types import Answer, Encoded, Origin
+
+
+def unit(prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None) -> Encoded:
+    made = tuple(Answer(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
+    return Encoded(
+        id="x", origin=Origin("rows.jsonl", 1), kind=kind, label=label, answers=made,  # type: ignore[arg-type]
+        prompt_ids=tuple(range(prompt)), prompt_mask=(False,) * prompt,
+    )  # fmt: skip
+
+
+def test_classes_are_told_apart() -> None:
+    found = distributions([unit(3, 5, label=True), unit(4, 7, label=False), unit(4, 7, label=False)])
+    assert found["answer tokens"]["counts"].keys() == {"up", "down"}
+    assert sum(found["answer tokens"]["counts"]["down"]) == 2
+    pair = distributions([unit(2, 3, 9, kind="preference")])["answer tokens"]["counts"]
+    assert pair["chosen"][3] == 1
+    assert pair["rejected"][9] == 1
+
+
+def test_of_prompts_alone_there_are_no_answers() -> None:
+    assert distributions([unit(3, kind="prompt")]).keys() == {"prompt tokens"}
+    assert distributions([]) == {}
+
+
+@given(st.lists(st.integers(1, 3000), min_size=1, max_size=60))
+def test_every_length_is_in_its_bin(lengths: list[int]) -> None:
+    found = distributions([unit(1, n, label=True) for n in lengths])["answer tokens"]
+    edges, counts = found["edges"], found["counts"]["up"]
+    assert len(edges) == len(counts) + 1 <= BINS + 2
+    for low, high, count in zip(edges, edges[1:], counts, strict=False):
+        assert count == sum(low <= n < high for n in lengths)
+    assert sum(counts) == len(lengths)

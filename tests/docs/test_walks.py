@@ -1,0 +1,182 @@
+"""Every command that a page shows is run there, or stands in a table with the reason why not, and exists at least."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from tests.docs.blocks import ROOT, blocks
+from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, ended, files_of, lines_of, parsed
+from valence import cli
+from valence.config.load import load_recipe
+from valence.training.methods import method_of
+
+LAUNCHED = "`tests/dist` starts processes; here it would take minutes"
+
+NOT_RUN: dict[str, dict[str, str]] = {
+    "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
+    "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
+    "docs/resume.md": {"import valence": "it goes on with a run that the commands before it have made longer"},
+    "docs/rewards.md": {
+        "REWARD_TOKEN=$(openssl rand -hex 32) valence serve-reward runs/judge --host 0.0.0.0 --token-env REWARD_TOKEN"
+        " --rate 50": "docs/tasks/reward-server.md starts one with a token",
+    },
+    "docs/scale.md": {
+        "valence train recipe.yaml --nproc 8": LAUNCHED,
+        "valence train recipe.yaml --nproc 2": LAUNCHED,
+    },
+    "docs/tasks/gpus.md": {
+        "valence score recipe.yaml reference.cache=kept --nproc 8": LAUNCHED,
+        "valence train recipe.yaml reference.cache=kept --nproc 8": LAUNCHED,
+        "valence train recipe.yaml reference.cache=kept --nproc 4": LAUNCHED,
+    },
+}
+"""By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *: none of its blocks is.
+Commands are parsed all the same."""
+
+OTHERS: dict[str, str] = {
+    "make ": "what a target does is tested by itself; that it exists, by `test_make_targets_that_are_named_exist`",
+    "pip install ": "the test's environment has everything",
+    "python3 -m venv ": "the test's environment has everything",
+    "source ": "the test's environment has everything",
+    "torchrun ": LAUNCHED,
+    "accelerate launch ": LAUNCHED,
+    "sbatch ": "`tests/docs/test_slurm.py` runs the scripts",
+    "scancel ": "there is no Slurm",
+    "kubectl ": "there is no cluster",
+    "python examples/ray/": "there is no Ray",
+    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollout` starts the server where its environment is",
+}
+"""How lines begin that are no `valence` commands, and why these are not run. A `valence` command inside is parsed too."""
+
+LONGER, FEW = "train.epochs=3", "train.max_steps=2"
+ADDED: dict[str, dict[str, str]] = {
+    "docs/resume.md": {
+        "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
+        "valence train recipe.yaml --allow data --allow eval": LONGER,
+    },
+    "docs/tasks/reward-function.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
+    "docs/tasks/reward-server.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
+}
+"""By page and line: words that the test adds to what is shown, since what came before has made the run longer, or for speed."""
+
+FIRST: dict[str, list[str]] = {
+    "docs/rewards.md": [
+        "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 train.max_steps=1 data.limit=8"
+    ],
+    "docs/resume.md": ["mkdir experiments"],
+}
+"""By page: commands before it, which make what the page speaks of."""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def walk(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
+    page: str = request.param
+    made = Walk(page, monkeypatch, tuple(NOT_RUN.get(page, ())), ADDED.get(page, {}), FIRST.get(page, ()))
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def has_something_to_run(page: str) -> bool:
+    text = (ROOT / page).read_text(encoding="utf-8")
+    runs = [line for line in all_lines(page) if line.words or line.text.startswith(BY_SHELL)]
+    python = [block for block in blocks(text, "python") if not files_of(text, block)]
+    return bool(runs or python) and "*" not in NOT_RUN.get(page, {})
+
+
+WALKED = [page for page in PAGES if has_something_to_run(page)]
+
+
+@pytest.mark.parametrize("walk", WALKED, indirect=True)
+def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
+    walk.run()
+    assert walk.done or NOT_RUN.get(walk.page)
+    if walk.page == "README.md":
+        Path("own.yaml").write_text(blocks(README, "yaml")[1].text)
+        assert load_recipe("own.yaml", method_of=method_of).recipe.reward[0].reward == "my_rewards:concise"
+        for path in promised_files():
+            assert list(Path("runs/first").glob(path.replace("N", "*"))), path
+
+
+def promised_files() -> list[str]:
+    """The paths in the README's table of the run folder."""
+    section = README.split("## The run folder")[1].split("\n## ")[0]
+    cells = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_is_not_run_is_told_and_exists(page: str) -> None:
+    known = NOT_RUN.get(page, {})
+    for line in all_lines(page):
+        if command := line.words or line.launched:
+            parsed(command)
+        if not line.words and not line.text.startswith(BY_SHELL):
+            assert line.text in known or line.text.startswith(tuple(OTHERS)), f"{line}: neither run nor in a table"
+
+
+def test_the_tables_name_what_is_there() -> None:
+    shown = {page: {line.text for line in all_lines(page)} for page in PAGES}
+    for page in PAGES:
+        python = {block.text.partition("\n")[0] for block in blocks((ROOT / page).read_text(encoding="utf-8"), "python")}
+        assert {*NOT_RUN.get(page, {})} - {"*"} <= shown[page] | python, page
+        assert ADDED.get(page, {}).keys() <= shown[page], page
+    assert {*NOT_RUN, *ADDED, *FIRST} <= set(PAGES)
+    every = [line for lines in shown.values() for line in lines]
+    assert [begin for begin in OTHERS if not any(line.startswith(begin) for line in every)] == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_in_the_prose_exist(page: str) -> None:
+    """`valence NAME --option` between backticks, where places may stand for words."""
+    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
+    text = (ROOT / page).read_text(encoding="utf-8")
+    for block in reversed(blocks(text)):
+        text = text[: block.start] + text[block.end :]
+    for said in re.findall(r"`valence ([^`]+)`", text):
+        name, *words = said.split()
+        assert name in commands, f"{page}: {said}"
+        options = {option for param in commands[name].params for option in param.opts}
+        unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
+        assert not unknown, f"{page}: `valence {said}` has no {unknown}"
+
+
+def test_lines_are_read_as_a_shell_reads_them() -> None:
+    (block,) = blocks("```sh\n# a word\nA=1 B=$(x y) valence runs \\\n    --json | head  # so\nls\n```\n")
+    several, plain = lines_of(block, "page")
+    assert several == Line("A=1 B=$(x y) valence runs     --json | head", "page", 3)
+    assert (several.words, several.variables) == (["runs", "--json"], ["A", "B"])
+    assert (plain.text, plain.line, plain.words) == ("ls", 5, [])
+    assert Line("torchrun --nproc-per-node 8 -m valence train recipe.yaml", "page", 1).launched == ["train", "recipe.yaml"]
+    other = Line("python -m venv .venv", "page", 1)
+    assert (other.words, other.launched) == ([], [])
+
+
+def test_a_block_is_a_file_where_its_name_stands_before_it() -> None:
+    yaml = "```yaml\n{}```\n"
+    page = (
+        "`a.jsonl` and `b.jsonl`:\n\n```json\n{}\n```\n\nSee `c.yaml`.\n\n"
+        + yaml.format("# d.yaml\n")
+        + "\n`e.py`:\n\n"
+        + yaml.format("1\n")
+    )
+    assert [files_of(page, block) for block in blocks(page)] == [["a.jsonl", "b.jsonl"], ["d.yaml"], []]
+
+
+def test_an_option_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+    parsed(["train", "recipe.yaml", "--nproc", "8"])
+    with pytest.raises(Exception, match="No such option"):
+        parsed(["train", "recipe.yaml", "--processes", "8"])
+    assert ended(["runs", "--jsonl"], monkeypatch) == 2

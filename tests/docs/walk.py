@@ -1,0 +1,306 @@
+"""What a page shows, done in its order in a fresh folder: files are written, commands are run, Python is run.
+
+A block is a file where the paragraph above it names one and ends with a colon, or its first line is `# name.yaml`. What a page
+takes for granted is there before: a tiny model under every name that a recipe or a command gives a model, rows under usual names,
+a function that judges.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import typer.main
+from ruamel.yaml import YAML
+
+from tests.docs.blocks import ROOT, Block, blocks, same_output
+from tests.models import tiny
+from tests.tiny import tiny_tokenizer
+from valence import cli
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
+EXTENSIONS = {"json": ("jsonl", "json"), "yaml": ("yaml",), "python": ("py",), "text": ("csv", "tsv", "txt")}
+BY_SHELL = ("cat ", "curl ", "head ", "ls", "mkdir ", "mv ", "rm ", "tail ", "wc ")
+"""Commands that are run as they stand."""
+ASSIGNED = re.compile(r"(\w+)=(?:\$\([^)]*\)|\S*)\s+")
+ENDS = re.compile(r"\s(?:\||>|2>|&&|&$)")
+"""What follows is the shell's business, or the next program's."""
+PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
+HUB = re.compile(r"[A-Za-z][\w.-]*/[\w.-]*\w")
+REWARDS = """
+def concise(completions, **context):
+    return [-float(len(each.text)) for each in completions]
+
+
+def polite(completions, **settings):
+    return [1.0 if "please" in each.text else 0.0 for each in completions]
+"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A logical line of a `sh` block, and where it is."""
+
+    text: str
+    page: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}: {self.text}"
+
+    @property
+    def variables(self) -> list[str]:
+        """What is set for it alone, as `A` of `A=1 valence runs`."""
+        return [found.group(1) for found in re.finditer(ASSIGNED, self.text[: self._start])]
+
+    @property
+    def words(self) -> list[str]:
+        """Those of the `valence` command that is to be run, without `valence`; none if there is none."""
+        return self._plain[1:] if self._plain[:1] == ["valence"] else []
+
+    @property
+    def launched(self) -> list[str]:
+        """Those of a `valence` command that another program starts, as torchrun does."""
+        at = " ".join(self._plain).find(" -m valence ")
+        return [] if at < 0 else " ".join(self._plain)[at:].split()[2:]
+
+    @property
+    def _start(self) -> int:
+        at = 0
+        while assigned := ASSIGNED.match(self.text, at):
+            at = assigned.end()
+        return at
+
+    @property
+    def _plain(self) -> list[str]:
+        return shlex.split(ENDS.split(self.text[self._start :])[0])
+
+
+def lines_of(block: Block, page: str) -> Iterator[Line]:
+    """Continued lines are one; comments and empty ones are left out."""
+    pending, start = "", 0
+    for i, text in enumerate(block.text.splitlines()):
+        start = start if pending else block.line + i
+        pending += text.removesuffix("\\")
+        if not text.endswith("\\"):
+            if pending.strip() and not pending.lstrip().startswith("#"):
+                yield Line(re.sub(r"\s+#\s.*$", "", pending.strip()), page, start)
+            pending = ""
+
+
+def all_lines(page: str) -> list[Line]:
+    return [line for block in blocks((ROOT / page).read_text(encoding="utf-8"), "sh") for line in lines_of(block, page)]
+
+
+def files_of(text: str, block: Block) -> list[str]:
+    """The files whose text the block is."""
+    extensions = EXTENSIONS.get(block.language, ())
+    own = re.match(r"# ([\w./-]+\.\w+)$", block.text.partition("\n")[0])
+    if own and own[1].rpartition(".")[2] in extensions:
+        return [own[1]]
+    above = text[: block.start].rpartition("```")[0].rstrip().rpartition("\n\n")[2]
+    named = re.findall(r"`([\w./-]+\.\w+)`", above) if above.endswith(":") else []
+    return [name for name in named if name.rpartition(".")[2] in extensions]
+
+
+# What is there before
+
+
+@cache
+def model_files() -> dict[str, bytes]:
+    """A tiny model with its tokenizer, as files. Its answers end after some 6 tokens, however long they may be."""
+    tokenizer: Any = tiny_tokenizer()
+    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32, max_position_embeddings=1024)
+    with torch.no_grad():  # one number that all states share, and which the end-of-turn token's logit follows
+        model.get_input_embeddings().weight[:, 0] = 8
+        model.get_output_embeddings().weight[tokenizer.eos_token_id, 0] = 0.8
+    with TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
+
+
+def place_model(name: str) -> None:
+    folder = Path(name)
+    if not folder.exists():
+        folder.mkdir(parents=True)
+        for file, content in model_files().items():
+            (folder / file).write_bytes(content)
+
+
+def chat(text: str, role: str = "user") -> list[dict[str, str]]:
+    return [{"role": role, "content": text}]
+
+
+def usual_files() -> dict[str, list[dict[str, Any]]]:
+    """Rows under the names that pages use, training rows and held-out ones."""
+    numbers = range(16)
+    prompts = [{"prompt": chat(f"question {i}")} for i in numbers]
+    thumbs = [{**row, "completion": f"answer {i}", "label": i % 3 > 0} for i, row in zip(numbers, prompts, strict=True)]
+    pairs = [{**row, "chosen": f"answer {i}", "rejected": f"no {i}"} for i, row in zip(numbers, prompts, strict=True)]
+    shown = [{**row, "completion": f"answer {i}"} for i, row in zip(numbers, prompts, strict=True)]
+    found = {"feedback": thumbs, "prompts": prompts, "pairs": pairs, "demonstrations": shown}
+    return {f"{name}.jsonl": rows[:12] for name, rows in found.items()} | {
+        f"{'held_out' if name == 'feedback' else f'held_out_{name}'}.jsonl": rows[12:] for name, rows in found.items()
+    }
+
+
+def recipe_of(text: str) -> str:
+    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else the README's."""
+    whole = [block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)]
+    unnamed = [block for block in whole if not files_of(text, block)]
+    return (unnamed or blocks(README, "yaml"))[0].text
+
+
+# Going through a page
+
+
+@dataclass
+class Walk:
+    """One page in one folder, which is the current one. skips: lines and blocks (by their first line) that are not run. added:
+    words put behind a line's own. first: lines that are run before all others."""
+
+    page: str
+    monkeypatch: pytest.MonkeyPatch
+    skips: Sequence[str] = ()
+    added: dict[str, str] = field(default_factory=dict)
+    first: Sequence[str] = ()
+    servers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    ports: dict[str, str] = field(default_factory=dict)
+    done: list[str] = field(default_factory=list)
+
+    def run(self) -> None:
+        text = (ROOT / self.page).read_text(encoding="utf-8")
+        self._prepare(text)
+        for line in self.first:
+            self._line(Line(line, self.page, 0))
+        every, namespace = blocks(text), {"__name__": "page"}
+        for i, block in enumerate(every):
+            if files := files_of(text, block):
+                for name in files:
+                    self._write(name, block.text)
+            elif block.language == "sh":
+                for line in lines_of(block, self.page):
+                    self._line(line)
+            elif block.language == "python" and block.text.partition("\n")[0] not in self.skips:
+                self._python(text, block, every[i + 1] if i + 1 < len(every) else None, namespace)
+
+    def end(self) -> None:
+        for port in list(self.servers):
+            self._stop(port)
+        here = os.getcwd()
+        for name, module in list(sys.modules.items()):
+            if (getattr(module, "__file__", None) or "").startswith(here + os.sep):
+                del sys.modules[name]
+
+    def _prepare(self, text: str) -> None:
+        for name, rows in usual_files().items():
+            Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        self._write("my_rewards.py", REWARDS)
+        place_model(MODEL)
+        place_model("model")
+        self._write("recipe.yaml", recipe_of(text))
+        for block in reversed(blocks(text)):  # a page may show a file below the command that reads it
+            for name in files_of(text, block):
+                self._write(name, block.text)
+        shutil.copytree(ROOT / "recipes", "recipes")
+        shutil.copytree(ROOT / "examples/quickstart", "examples/quickstart")
+
+    def _write(self, name: str, text: str) -> None:
+        path = Path(name)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(self._local(text))
+        if path.suffix == ".yaml":
+            recipe = YAML(typ="safe").load(text)
+            for section in ("model", "reference"):
+                part = recipe.get(section) or {}
+                name = part.get("name" if section == "model" else "model") if isinstance(part, dict) else part
+                if name and HUB.fullmatch(name):
+                    place_model(name)
+
+    def _port(self, shown: str) -> str:
+        """A port that is free here for one that the page names."""
+        if shown not in self.ports:
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                self.ports[shown] = str(free.getsockname()[1])
+        return self.ports[shown]
+
+    def _local(self, text: str) -> str:
+        """With ports that are free here."""
+        return PORT.sub(lambda found: self._port(found[0]), text)
+
+    def _line(self, line: Line) -> None:
+        if line.text in self.skips:
+            return
+        for name in line.variables:
+            self.monkeypatch.setenv(name, "a value of the test")
+        words = [*map(self._local, line.words), *self.added.get(line.text, "").split()]
+        if line.words[:1] == ["serve-reward"]:
+            self._serve(words)
+        elif line.words:
+            for word in words[1:]:
+                if word[:1].isupper() and HUB.fullmatch(word):
+                    place_model(word)
+            assert ended(words, self.monkeypatch) == 0, line
+        elif line.text.startswith(BY_SHELL):
+            subprocess.run(["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30)
+        else:
+            return
+        self.done.append(line.text)
+
+    def _serve(self, words: list[str]) -> None:
+        """Starts a server and waits until it says that it serves. It ends with the walk."""
+        shown = words[words.index("--port") + 1] if "--port" in words else "5000"
+        self._stop(shown)  # as the reader would do before another one at the same port
+        told = [sys.executable, "-m", "valence", *words, "--port", self._port(shown)]
+        self.servers[shown] = subprocess.Popen(told, stdout=subprocess.PIPE, text=True)
+        said: Any = self.servers[shown].stdout
+        assert said.readline().startswith("serving"), told
+
+    def _stop(self, port: str) -> None:
+        if server := self.servers.pop(port, None):
+            server.terminate()
+            server.communicate(timeout=20)
+
+    def _python(self, text: str, block: Block, below: Block | None, namespace: dict[str, Any]) -> None:
+        out, where = io.StringIO(), f"{self.page}:{block.line}"
+        with redirect_stdout(out):
+            exec(compile("\n" * (block.line - 1) + block.text, self.page, "exec"), namespace)
+        if below and below.language == "text" and not text[block.end + 3 : below.start - 8].strip():
+            assert same_output(out.getvalue(), below.text), f"{where} prints\n{out.getvalue()}"
+        self.done.append(where)
+
+
+def ended(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit status of a command, run here."""
+    monkeypatch.setattr(sys, "argv", ["valence", *words])
+    try:
+        cli.main()
+    except SystemExit as end:
+        return int(end.code or 0)
+    return 0
+
+
+def parsed(words: Sequence[str]) -> None:
+    """Raises an error where the command, or one of its options, does not exist."""
+    group: Any = typer.main.get_command(cli.app)
+    group.commands[words[0]].make_context(words[0], list(words[1:]))
