@@ -21,9 +21,8 @@ from safetensors.numpy import load_file
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
 from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
 from valence.checkpoint.lock import holder
+from valence.report.metrics import repeatable
 
-CLOCK = ("seconds", "tokens/s")
-"""What two logs of the same run may differ in."""
 UNSEEDED = ("/random/python", "/random/numpy")
 """In names of tensors: what draws without a seed."""
 PLACES = ("no save yet", "in a save", "evaluation", "finishing", "elsewhere")
@@ -247,7 +246,7 @@ def differences(ours: Path, theirs: Path) -> list[str]:
 def logged(run: Path) -> list[dict[str, Any]]:
     """The records of a run's log without what tells of the clock."""
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [{name: value for name, value in json.loads(line).items() if not name.startswith(CLOCK)} for line in lines]
+    return [repeatable(json.loads(line)) for line in lines]
 
 
 def _content(path: Path) -> bytes:

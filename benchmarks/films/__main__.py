@@ -31,7 +31,7 @@ def row(text: str, liked: bool) -> dict[str, Any]:
 
 def recipe(model: Path, folder: Path) -> dict[str, Any]:
     return {
-        "method": "pointwise", "model": {"name": str(model), "dtype": "bfloat16", "lora": {"rank": 16}},
+        "method": "pointwise", "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
         "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl"), "max_length": 256},
         "train": {"batch_size": 16, "learning_rate": 5.0e-4, "warmup": 0.05}, "run": {"dir": str(folder / "run")},
     }  # fmt: skip

@@ -55,7 +55,7 @@ def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
     if "mix" in sections:
         sections["mix"] = [part | {"train": str(rows.write(part["train"], folder)[0])} for part in sections["mix"]]
     return {
-        "method": case.method, "model": {"name": str(model), "dtype": "bfloat16", "lora": {"rank": 16}},
+        "method": case.method, "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
         "data": data | sections.pop("data", {}),
         "train": {"batch_size": 8, "max_steps": steps, "learning_rate": case.rate, "schedule": "constant", "compile": "off"},
         "eval": {"every": 10_000}, "reference": {"cache": "off"} if METHODS[case.method].needs_reference else {},
@@ -82,7 +82,7 @@ def main() -> int:
     disable_progress_bar()
     model = assets.smollm2()
     load_tokenizer(str(model))
-    base = load_model(str(model), dtype=torch.bfloat16)
+    base = load_model(str(model), dtype=getattr(torch, assets.quick_dtype()))
     found: list[Moved] = []
     print(f"{'case':24}{'held-out number':22}{'before':>10}{'after':>10}{'seconds':>9}")
     with TemporaryDirectory() as folder:

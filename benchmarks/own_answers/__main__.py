@@ -75,7 +75,7 @@ def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> di
     rollout = ROUND | case.get("rollout", {})
     steps = rounds * rollout.get("epochs", 1)
     return {
-        "method": method, "model": {"name": str(model), "dtype": "bfloat16", "lora": {"rank": 16}},
+        "method": method, "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
         "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held.jsonl"), "max_length": 128},
         "reward": "vader", "rollout": rollout, "loss": case.get("loss", {}),
         "train": {

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 import valence
-from examples.demo.assets import smollm2
+from examples.demo.assets import quick_dtype, smollm2
 from examples.demo.measure import auc, mcnemar, share
 from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
@@ -34,7 +34,8 @@ def main() -> None:
     if FOLDER.exists():
         console.print(f"removing the earlier demo in {FOLDER} (`valence train` itself never deletes a run)")
         shutil.rmtree(FOLDER)
-    run = valence.train(recipe, overrides=[f"model.name={model}"], console=console, command=f"valence train {recipe}")
+    changed = [f"model.name={model}", f"model.dtype={quick_dtype()}"]
+    run = valence.train(recipe, overrides=changed, console=console, command=f"valence train {recipe}")
     folder = FOLDER
     show_separation(folder / "eval" / f"step-{run.step}.json", console)
 

