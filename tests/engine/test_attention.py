@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import pytest
@@ -171,13 +171,14 @@ def test_what_is_not_done_here_is_refused(others: dict[str, object], message: st
         attention.forest_attention(nn.Module(), q, q, q, **asked)  # type: ignore[arg-type]
 
 
-def test_autocast_narrows_what_comes_in_and_nothing_inside() -> None:
+@pytest.mark.parametrize("kernels", [nullcontext, plain_products])
+def test_autocast_narrows_what_comes_in_and_nothing_inside(kernels: Callable[[], AbstractContextManager[None]]) -> None:
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
     forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     wide = heads(40, d=16, d_v=16, dtype=torch.float32)
     found: list[list[Tensor]] = []
     for asked, autocast in ((wide, True), ([x.detach().bfloat16().requires_grad_() for x in wide], False)):
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        with kernels(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, _ = attention.forest_attention(nn.Module(), *asked, None, forest=forest)
         assert out.dtype == torch.bfloat16
         found.append(with_slopes(out, asked))

@@ -405,9 +405,11 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.timeout(900)  # three programs that import all of the libraries
 def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tmp_path: Path) -> None:
+    import wandb
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    wandb.setup().ensure_service()  # programs that are started from here are told of it, as from any that uses wandb itself
     kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
     assert trained(tmp_path, "run", 5, kinds).returncode == -signal.SIGKILL
     done = trained(tmp_path, "run", -1, kinds)

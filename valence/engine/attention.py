@@ -297,9 +297,10 @@ def _parts(queries: Tensor, keys: Tensor, block: Block) -> Iterator[slice]:
 
 
 def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """alpha * a @ b^T over the last axes, [B, n, D] and [B, L, D] -> [B, n, L]; float32 from bfloat16 operands."""
+    """alpha * a @ b^T over the last axes, [B, n, D] and [B, L, D] -> [B, n, L]; float32 from bfloat16 operands, also where
+    autocast would narrow the result."""
     wide = torch.promote_types(torch.float32, a.dtype)
-    with bfloat16_operands(a.dtype == torch.bfloat16):
+    with bfloat16_operands(a.dtype == torch.bfloat16), torch.autocast("cpu", enabled=False):
         out = torch.empty((), dtype=wide).expand(len(a), a.shape[1], b.shape[1])
         return torch.baddbmm(out, a.to(wide), b.to(wide).transpose(1, 2), beta=0, alpha=alpha)
 

@@ -151,7 +151,8 @@ def _meta(row: Json, before: Json | None) -> str:
     if before is not None and not is_pair(row) and (old := value(before)) is not None and not is_own(row):
         said.insert(1, f"was {_number(old)}")
     if "target" in row:
-        said.append(f"target {row['target']}")
+        given = row["target"] if isinstance(row["target"], list) else [row["target"]]
+        said.append("target " + ", ".join("none" if each is None else str(each) for each in given))
     if row.get("stop") == "length":
         said.append("cut off")
     if row.get("error"):

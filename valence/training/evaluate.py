@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from math import isnan
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -65,7 +66,8 @@ def _row(
     if unit.label is not None:
         row["label"] = unit.label
     elif unit.scores:
-        row["target"] = unit.scores[0] if len(unit.scores) == 1 else list(unit.scores)
+        given = [None if isnan(score) else score for score in unit.scores]  # an attribute that the row lacks
+        row["target"] = given[0] if len(given) == 1 else given
     names = {1: ("",), 2: ("_chosen", "_rejected")}.get(len(measured) if unit.kind != "ranking" else 0)
     for name, side in zip(names or [f"_{n}" for n in range(len(measured))], measured, strict=True):
         scores = list(side.scores) or None
