@@ -114,7 +114,7 @@ class Wandb:
             opening.keep()
         folder = opening.place()
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.pop("WANDB_SERVICE", None)  # of the program that started this one: there, a run that was killed is still in use
+        os.environ.pop("WANDB_SERVICE", None)  # of the program that started this one: a killed run is in use there
         self._run = wandb.init(
             project=opening.project, name=opening.name, id=state["id"], resume="allow", dir=str(folder), tags=opening.tags,
             mode="offline" if offline else "online", config=None if again else _nested(opening.config), reinit="create_new",
