@@ -8,6 +8,8 @@ import signal
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests that name a model which does not exist must not wait for a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 from hypothesis import settings

@@ -16,6 +16,7 @@ import pytest
 import torch
 from typer.main import get_command
 
+from tests.command import command as valence
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli
@@ -47,18 +48,6 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 160)
     return tmp_path
-
-
-def valence(*words: str) -> int:
-    """The exit status of a command."""
-    before, sys.argv = sys.argv, ["valence", *words]
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = before
-    return 0
 
 
 def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -109,6 +98,11 @@ def test_a_run_is_used_without_the_data_it_was_trained_on(place: Path, capsys: p
 
 def test_check_says_everything_short_of_training(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
+    short = capsys.readouterr().out
+    assert "loss.beta" in short
+    assert "train.seed" not in short
+    assert "that have their defaults" in short
+    assert valence("check", "recipe.yaml", "loss.beta=0.2", "--all") == 0
     shown = capsys.readouterr().out
     rows = {line.split()[0]: line.split()[1:] for line in shown.splitlines() if line.strip()}
     assert rows["loss.beta"] == ["0.2", "command", "line"]
@@ -341,12 +335,27 @@ def test_json_ends_with_a_mistake_or_a_stop(
     assert (line["status"], line["exit_status"]) == ("failed", 1)
 
 
-def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
-    done = subprocess.run(
-        f"set -o pipefail; '{sys.executable}' -m valence train recipe.yaml --json --quiet | head -1",
+def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        f"set -o pipefail; '{sys.executable}' -m valence {words} {behind}",
         cwd=place, shell=True, executable=shutil.which("bash"), capture_output=True, text=True, check=False,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
     )  # fmt: skip
+
+
+def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(place: Path) -> None:
+    (place / "runs/none").mkdir(parents=True)
+    (place / "runs/none/run.json").write_text("{}")
+    unread = in_a_shell(place, "runs --json", "| true")
+    assert (unread.returncode, unread.stderr) == (0, "")
+    closed = in_a_shell(place, "train recipe.yaml --json", ">&-")
+    assert closed.returncode == 2
+    assert "--json: the standard output is closed" in closed.stderr
+    assert not (place / "runs/first").exists()
+
+
+def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
+    done = in_a_shell(place, "train recipe.yaml --json --quiet", "| head -1")
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["event"] == "started"
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"

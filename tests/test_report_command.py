@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
-from valence import cli
+from tests.command import command
 
 
 def a_run(folder: Path, auc: float = 0.5) -> Path:
@@ -31,15 +30,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def report(*words: str) -> int:
-    """The exit status."""
-    before, sys.argv = sys.argv, ["valence", "report", *words]
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = before
-    return 0
+    return command("report", *words)
 
 
 def test_one_run_has_its_page_written_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 
 from benchmarks.crash.cases import CASES, Case, recipe
 from benchmarks.crash.process import operations
-from valence import cli
+from tests.command import command
 from valence.data.sampler import Sampler
 from valence.engine.logprobs import Engine
 
@@ -82,16 +80,6 @@ class Place:
             assert self.train(case, run, **sections) == 0
             self._alone[key] = run
         return self._alone[key]
-
-
-def command(*words: str) -> int:
-    """A command line in this process: its exit status."""
-    with patch.object(sys, "argv", ["valence", *words]):
-        try:
-            cli.main()
-        except SystemExit as ended:
-            return int(ended.code or 0)
-    return 0
 
 
 def frozen(run: Path, to: Path) -> Path:

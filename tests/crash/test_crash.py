@@ -12,7 +12,8 @@ import pytest
 
 from benchmarks.crash.process import Kill
 from benchmarks.crash.trial import Laboratory, Trial, differences, logged, newest
-from tests.crash.rig import CASE, Disk, Halt, Place, command, frozen, in_step
+from tests.command import command
+from tests.crash.rig import CASE, Disk, Halt, Place, frozen, in_step
 
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from benchmarks.crash.trial import differences, newest
-from tests.crash.rig import CASE, Place, command, in_step
+from tests.command import command
+from tests.crash.rig import CASE, Place, in_step
 from valence import api
 from valence.checkpoint import keeper
 from valence.engine.cache import Cached

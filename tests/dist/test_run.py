@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from tests.dist.rig import run as together
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.report.metrics import repeatable
+from valence.training import finish
 from valence.training.signals import Interrupted
 
 pytestmark = pytest.mark.dist
@@ -144,6 +146,29 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(place: Path, t
             assert [(rank.error, rank.value) for rank in ranks] == [("", ["done"])] * len(ranks)
             assert ranks or train(Single(), [given["1"]]) == ["done"]
             same(runs[str(size)], runs["alone"])
+
+
+def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
+    """As ``train``; behind its last step the process of rank 1 is sent SIGTERM, between phases that need all."""
+    tell = finish._tell_of_the_end
+
+    def act(*both: Any) -> None:
+        tell(*both)
+        if group.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with mock.patch.object(finish, "_tell_of_the_end", act):
+        return train(group, [given])
+
+
+def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_path: Path) -> None:
+    alone, given = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
+    assert train(Single(), [alone]) == ["done"]
+    assert [(rank.error, rank.value) for rank in together(train_and_stop, 2, given, deadline=60.0)] == [("", ["143"])] * 2
+    facts = json.loads((tmp_path / "two/run.json").read_text())
+    assert (facts["status"], (tmp_path / "two/model").exists()) == ("interrupted", False)
+    assert [(rank.error, rank.value) for rank in together(train, 2, [given], deadline=60.0)] == [("", ["done"])] * 2
+    same(tmp_path / "two", tmp_path / "alone")
 
 
 def test_the_same_number_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:

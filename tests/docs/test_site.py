@@ -125,7 +125,8 @@ def test_a_browser_asks_no_other_host_for_anything(site: Path) -> None:
             assert said == []
             page.wait_for_function("document.body.getAttribute('data-md-color-scheme') === 'slate'")
             page.goto(f"{here}index.html", wait_until="networkidle")
-            page.fill("input[name=query]", "reference point")
+            page.click("label[for=__search]:visible, input[name=query]:visible")
+            page.keyboard.type("reference point")  # the search looks when a key is released
             page.wait_for_selector(".md-search-result__item", timeout=120_000)
             chromium.close()
     finally:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import typer.main
 
+from tests.command import command
 from tests.docs.blocks import ROOT, blocks
-from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, ended, files_of, lines_of, parsed
+from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
 from valence import cli
 from valence.config.load import load_recipe
 from valence.training.methods import method_of
@@ -175,8 +176,8 @@ def test_a_block_is_a_file_where_its_name_stands_before_it() -> None:
     assert [files_of(page, block) for block in blocks(page)] == [["a.jsonl", "b.jsonl"], ["d.yaml"], []]
 
 
-def test_an_option_that_is_gone_is_seen(monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+def test_an_option_that_is_gone_is_seen(place: Path) -> None:
     parsed(["train", "recipe.yaml", "--nproc", "8"])
     with pytest.raises(Exception, match="No such option"):
         parsed(["train", "recipe.yaml", "--processes", "8"])
-    assert ended(["runs", "--jsonl"], monkeypatch) == 2
+    assert command("runs", "--jsonl") == 2

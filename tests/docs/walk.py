@@ -29,6 +29,7 @@ import torch
 import typer.main
 from ruamel.yaml import YAML
 
+from tests.command import command
 from tests.docs.blocks import ROOT, Block, blocks, same_output
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
@@ -260,7 +261,7 @@ class Walk:
             for word in words[1:]:
                 if word[:1].isupper() and HUB.fullmatch(word):
                     place_model(word)
-            assert ended(words, self.monkeypatch) == 0, line
+            assert command(*words) == 0, line
         elif line.text.startswith(BY_SHELL):
             subprocess.run(["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30)
         else:
@@ -288,16 +289,6 @@ class Walk:
         if below and below.language == "text" and not text[block.end + 3 : below.start - 8].strip():
             assert same_output(out.getvalue(), below.text), f"{where} prints\n{out.getvalue()}"
         self.done.append(where)
-
-
-def ended(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The exit status of a command, run here."""
-    monkeypatch.setattr(sys, "argv", ["valence", *words])
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
 
 
 def parsed(words: Sequence[str]) -> None:

@@ -91,6 +91,11 @@ def test_control_characters_become_visible():
     assert visible("a\tb\n\x1b[31m\x00\x7f\x9b\ud800é") == shown
 
 
+def test_no_text_turns_the_direction_of_what_is_behind_it():
+    turned = "".join(map(chr, (0x202A, 0x202E, 0x2066, 0x2069)))
+    assert visible(f"שלום {turned}abc\N{RIGHT-TO-LEFT MARK}") == "שלום \ufffd\ufffd\ufffd\ufffdabc\N{RIGHT-TO-LEFT MARK}"
+
+
 def test_plain_lines_are_few_and_hold_the_first_and_the_last():
     console, clock = plain_console(), Clock()
     with Progress(console, "train", 100, every=5.0, clock=clock) as progress:
@@ -209,9 +214,9 @@ def test_two_evaluations_side_by_side():
 
 
 def test_a_mapping_of_any_shape_becomes_tables():
-    value = {"a": 1, "b_a": {"x": {"n": 1}, "y": {"n": 2, "m": [1]}}, "c": ({"k": 1},), "d": {"e": {"f": {"g": 3}}}, "none": {}}
+    value = {"a_b": 1, "b_a": {"x": {"n": 1}, "y": {"n": 2, "m": [1]}}, "c": ({"k": 1},), "d": {"e": {"f": {"g": 3}}}, "none": {}}
     assert as_tables(value) == [
-        ("", ("", ""), [["a", 1], ["none", {}]]),
+        ("", ("", ""), [["a b", 1], ["none", {}]]),
         ("b a", ["", "n", "m"], [["x", 1, ""], ["y", 2, [1]]]),
         ("c", ["k"], [[1]]),
         ("d: e", ["", "g"], [["f", 3]]),

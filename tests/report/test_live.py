@@ -61,6 +61,7 @@ def drawn(width: int = 100, height: int = 30, **record: object) -> list[str]:
 @pytest.mark.parametrize(("values", "shown"), [
     ((), ""), ((1.0,), "▅"), ((2.0, 2.0), "▅▅"), ((0.0, 1.0), "▁█"), (tuple(range(8)), "▁▂▃▄▅▆▇█"),
     ((0.0, float("nan"), 1.0), f"▁{ODD}█"), ((float("inf"),), ODD), ((-1e308, 1e308), "▅▅"),
+    ((0.0, 5e-324), "▅▅"),
 ])  # fmt: skip
 def test_curves_reach_from_the_lowest_to_the_highest(values: tuple[float, ...], shown: str) -> None:
     assert sparkline(values) == shown
@@ -103,8 +104,9 @@ def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
         loss, held_out = screen(board)[3:5]
     assert loss.split()[1:] == ["1,000", sparkline([*map(float, range(POINTS + 1, 2 * POINTS)), 1000.0])]
     assert held_out.split()[2:] == ["0.5", "▅"]
-    log.write_text("{")
-    board_of(terminal()).recall(log)
+    for damaged in ("{", "[1]\n7\nnull\n"):
+        log.write_text(damaged)
+        board_of(terminal()).recall(log)
     board_of(terminal()).recall(tmp_path / "none")
 
 

@@ -164,7 +164,7 @@ def test_a_finished_run_is_told_in_full(run_dir):
     assert "train: contradictions (2); such as feedback.jsonl:12 against feedback.jsonl:9" in page.text
     assert "train: length bias" in page.text
     assert "prompt lengthmin4median31p9580max112" in page.text
-    assert "judged_by203" in page.text
+    assert "judged by203" in page.text
     assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
     assert "AUC" not in page.text  # of which the log has no number under that name
     assert "At step 0 the reward of every row is 0" in page.text

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.training.scoring import command
+from tests.command import command
 from valence import cli
 from valence.reward.rules import RULES
 

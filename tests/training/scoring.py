@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from valence import cli
 from valence.training.score_rows import Tally, score_rows
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
@@ -37,14 +35,3 @@ def score(*data: str, target: str = "model", out: str = "out.jsonl", **how: Any)
 def whole() -> bytes:
     score(out="whole.jsonl")
     return Path("whole.jsonl").read_bytes()
-
-
-def command(*words: str) -> int:
-    before, sys.argv = sys.argv, ["valence", *words]
-    try:
-        cli.main()
-    except SystemExit as end:
-        return int(end.code or 0)
-    finally:
-        sys.argv = before
-    return 0

@@ -14,6 +14,7 @@ from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  
 from valence.engine import speed
 from valence.errors import UserError
 from valence.report import page
+from valence.report.html import write_aside
 from valence.report.metrics import repeatable
 from valence.training import pages
 
@@ -53,6 +54,13 @@ def test_a_short_run_writes_none_on_the_way(written: tuple[Clock, list[str]]) ->
     clock.now = pages.EVERY - 1
     ours.look()
     assert found == []
+
+
+def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> None:
+    (tmp_path / "report.html").mkdir()
+    with pytest.raises(OSError, match=r"report\.html"):
+        write_aside(tmp_path / "report.html", "page")
+    assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
 
 
 def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import valence
+from tests.command import command
 from tests.dist.rig import run as together
 from tests.tiny import tiny_tokenizer
 from tests.training.conftest import two_models
 from tests.training.rounds import REWARDS, judge, prompts, sample
-from tests.training.scoring import command, read, write
+from tests.training.scoring import read, write
 from valence import cli
 from valence.data.encode import Encoder
 from valence.dist.protocol import Group

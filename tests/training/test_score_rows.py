@@ -10,8 +10,9 @@ import pytest
 import torch
 
 import valence
+from tests.command import command
 from tests.tiny import tiny_tokenizer
-from tests.training.scoring import FILES, command, read, score, write
+from tests.training.scoring import FILES, read, score, write
 from valence.config.schema import Source
 from valence.data.load import load
 from valence.engine.models import load_model

@@ -18,7 +18,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.scoring import ALL, FILES, command, read, score, whole, write
+from tests.command import command
+from tests.training.scoring import ALL, FILES, read, score, whole, write
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.training import score_rows as module

@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.command import command
 from tests.docs.blocks import blocks
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, ROOT, judge, killed, prompts, sample
-from tests.training.scoring import command, read, write
+from tests.training.scoring import read, write
 from valence import cli
 from valence.errors import UserError
 from valence.training import reward_rows as module

@@ -8,14 +8,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import IO, TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.guide import HELP
-from valence.report.console import Terminal
+from valence.report.console import Terminal, discard
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
@@ -37,7 +37,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="KEY=VALUE",
-        help="Settings to change, e.g. train.seed=1; `valence check RECIPE` lists them all.",
+        help="Settings to change, e.g. train.seed=1; `valence check RECIPE --all` lists them all.",
         autocompletion=complete.settings,
     ),
 ]
@@ -78,14 +78,33 @@ def processes(nproc: int | None) -> Iterator[Group]:
 
     if needed(nproc):
         raise typer.Exit(launch(sys.argv[1:], nproc or 1))
-    from valence.dist.processes import start
+    with starting():
+        from valence.dist.processes import start
 
-    group = start()
+        group = start()
     if group.rank:
         console.quiet = True
         warnings.simplefilter("ignore")
     with closing(group):
         yield group
+
+
+@contextmanager
+def starting() -> Iterator[None]:
+    """Around what comes before any work, such as importing libraries."""
+    try:
+        yield
+    except KeyboardInterrupt as stopped:
+        console.print("stopped before anything was begun", style="yellow")
+        raise typer.Exit(status_of(stopped)) from None
+
+
+def emit(line: str, file: IO[str] | None = None) -> None:
+    """Prints a line for programs. That nobody reads it any more, as under `| head`, is no mistake."""
+    try:
+        print(line, file=file, flush=True)
+    except BrokenPipeError:
+        discard(file or sys.stdout)
 
 
 @contextmanager

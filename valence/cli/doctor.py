@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from valence.cli import complete
-from valence.cli.common import MISTAKE, Overrides, app, console
+from valence.cli.common import MISTAKE, Overrides, app, console, emit
 
 STYLES = {"ok": "green", "missing": "dim", "problem": "yellow"}
 
@@ -39,7 +39,7 @@ def doctor(
     found += examine_recipe(Path(recipe), overrides or []) if recipe else []
     if as_json:
         for each in found:
-            print(json.dumps(each.to_dict(), ensure_ascii=False))
+            emit(json.dumps(each.to_dict(), ensure_ascii=False))
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         for overflow in ("fold", "fold", "ellipsis", "fold"):

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from valence.cli.common import app
+from valence.cli.common import app, emit
 from valence.errors import UserError
 
 PAGE = Path("comparison.html")
@@ -46,7 +46,7 @@ def report(
         content = comparison_page(read_compared(found)) if several else _page_of(found[0].path, copied=bool(target))
     if target:
         write_out(target, content)
-    print(visible(str(target or content.rstrip())))
+    emit(visible(str(target or content.rstrip())))
 
 
 def _page_of(run_dir: Path, *, copied: bool) -> str:

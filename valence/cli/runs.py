@@ -22,7 +22,9 @@ from valence.cli.common import (
     app,
     command_line,
     console,
+    emit,
     processes,
+    starting,
     status_of,
     stoppable,
     table_of_settings,
@@ -59,7 +61,8 @@ def train(
 
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
-    from valence.api import train as run_recipe
+    with starting():
+        from valence.api import train as run_recipe
 
     with streaming(as_json and how["group"].rank == 0) as stream:
         sinks = [stream] if stream else []
@@ -122,7 +125,7 @@ def runs(
     if not as_json:
         console.print(listed.table(found))
     for line in listed.as_json(found) if as_json else ():
-        print(json.dumps(line, ensure_ascii=False))
+        emit(json.dumps(line, ensure_ascii=False))
 
 
 @app.command()
@@ -130,6 +133,7 @@ def check(
     recipe: RecipeArg,
     overrides: Overrides = None,
     nproc: Annotated[int, typer.Option("--nproc", min=1, help="Predict for so many processes; none are started.")] = 1,
+    every: Annotated[bool, typer.Option("--all", help="Also list the settings that have their defaults.")] = False,
 ) -> None:
     """Say what training would do, and do nothing: the settings and where each came from, the data, steps, predicted memory and
     time."""
@@ -142,10 +146,13 @@ def check(
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)
     table = table_of_settings("value", "from")
-    for name, setting in source.settings.items():
+    shown = {name: setting for name, setting in source.settings.items() if every or not setting.is_default}
+    for name, setting in shown.items():
         style = "dim" if setting.is_default else ""
         table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
     console.print(table)
+    if left := len(source.settings) - len(shown):
+        console.print(f"and {left} that have their defaults: --all lists them", style="dim", highlight=False)
     check_sinks(source)
     prepared = prepare(source)
     if (Path(source.recipe.run.dir) / "run.json").is_file():

@@ -9,9 +9,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
-from valence.cli.common import MISTAKE, console
+from valence.cli.common import MISTAKE, console, emit
 from valence.errors import UserError
-from valence.report.console import discard
 
 
 class Stream:
@@ -49,10 +48,7 @@ class Stream:
     def _write(self, line: Mapping[str, Any]) -> None:
         from valence.training.folder import finite
 
-        try:
-            print(json.dumps(finite(line), allow_nan=False, ensure_ascii=False), file=self._file, flush=True)
-        except BrokenPipeError:  # nobody reads it any more, as under `| head`: the run goes on
-            discard(self._file)
+        emit(json.dumps(finite(line), allow_nan=False, ensure_ascii=False), self._file)
 
 
 @contextmanager
@@ -62,6 +58,8 @@ def streaming(wanted: bool) -> Iterator[Stream | None]:
     if not wanted:
         yield None
         return
+    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
+        raise UserError("the standard output is closed", where="--json", fix="leave --json out, or let it write somewhere")
     stream = Stream(sys.stdout)
     console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
     try:

@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from valence.report.console import as_tables, audit_warnings, compare, duration, exact, text, visible
+from valence.report.console import as_tables, audit_in_words, audit_warnings, compare, duration, exact, text, visible
 
 ROWS = 30
 """Most rows of one table of the data."""
@@ -155,7 +155,7 @@ def _head(facts: CardFacts) -> str:
 
 def _data(audit: Mapping[str, Any]) -> str:
     parts: list[str] = []
-    for title, header, rows in as_tables({name: found for name, found in audit.items() if name not in ("distributions", "said")}):
+    for title, header, rows in as_tables(audit_in_words(audit)):
         more = f"\n\nand {len(rows) - ROWS} more" if len(rows) > ROWS else ""
         parts.append((f"### {markdown(title)}\n\n" if title else "") + table(header, rows[:ROWS]) + more)
     return "\n\n".join(parts)

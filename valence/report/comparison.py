@@ -10,6 +10,7 @@ from valence.report.compared import Compared
 from valence.report.comparison_charts import curves, frontier, key, over_time
 from valence.report.comparison_tables import MARK, RANKED, Disagreement, Part, disagreements, gaps, percent, tables, what
 from valence.report.console import esc, text
+from valence.report.curves import title_of
 from valence.report.html import chart_grid, document, folded, plotly_js, table, write_aside
 from valence.report.rows import Json
 
@@ -72,7 +73,8 @@ def _curves(runs: Sequence[Compared], charts: dict[str, Json]) -> list[tuple[str
         ),
         *((title, said, {title: figure}) for title, (said, figure) in frontier(runs).items()),
     ]
-    made = [(title, f"<p>{esc(said)}</p>{key(runs)}{chart_grid(found, charts)}") for title, said, found in groups if found]
+    titled = [(title, said, {title_of(name): figure for name, figure in found.items()}) for title, said, found in groups if found]
+    made = [(title, f"<p>{esc(said)}</p>{key(runs)}{chart_grid(found, charts)}") for title, said, found in titled]
     return made or [("Curves", "<p>No two runs have logged the same numbers.</p>")]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valence.report.compared import Compared, trained_seconds
-from valence.report.comparison_tables import HEADLINES
+from valence.report.comparison_tables import HEADLINES, scaled_apart
 from valence.report.console import esc
 from valence.report.curves import COUNTERS
 from valence.report.figures import figure
@@ -73,7 +73,7 @@ def curves(runs: Sequence[Compared]) -> tuple[dict[str, Json], dict[str, Json]]:
         held_out = name.startswith("eval/")
         lines = [_against_steps(run, name) for run in runs]
         if _worth_drawing(lines):
-            made[not held_out][name] = _drawn(runs, lines, "optimizer steps", marks=held_out)
+            made[not held_out][name] = _drawn(runs, lines, "optimizer steps", marks=held_out, note=_note(runs, name))
     return made
 
 
@@ -107,8 +107,14 @@ def over_time(runs: Sequence[Compared]) -> dict[str, Json]:
     for name in (name for name in _names(runs) if name.removeprefix("eval/") in HEADLINES):
         lines = [[(at[s], y) for s, y in _against_steps(run, name) if s in at] for run, at in zip(runs, times, strict=True)]
         if _worth_drawing(lines):
-            made[name] = _drawn(runs, lines, "minutes of training", marks=name.startswith("eval/"))
+            made[name] = _drawn(runs, lines, "minutes of training", marks=name.startswith("eval/"), note=_note(runs, name))
     return made
+
+
+def _note(runs: Sequence[Compared], name: str) -> str:
+    """The number's name in the log, and whether its size means the same in all runs."""
+    apart = scaled_apart([run for run in runs if _against_steps(run, name)], name)
+    return f"{name}; each run has a scale of its own (method, loss.* or reward): shapes compare, sizes do not" if apart else name
 
 
 def _minutes(run: Compared) -> dict[int, float]:

@@ -174,7 +174,7 @@ def direction(name: str) -> int:
 def scaled_apart(runs: Sequence[Compared], name: str) -> bool:
     """Whether the runs have this number on scales of their own: losses and implicit rewards of different methods or settings of
     them, verdicts of different rewards."""
-    if re.fullmatch(r"(\w+/)?(loss|rewards/(margins|error))(/.+)?", name):
+    if re.fullmatch(r"(\w+/)?(loss|rewards/(chosen|rejected|margins|error))(/.+)?", name):
         return not alike(runs, "method", "loss", "mix")
     return bool(re.fullmatch(r"(\w+/)?reward/.+", name)) and not alike(runs, "reward")
 

@@ -37,6 +37,12 @@ class Board(Protocol):
     def changed(self) -> None: ...
 
 
+STEERING = (range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
+"""Codes of controls, of embeddings, overrides and isolates of the direction, which would go on behind a text, of surrogates."""
+PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
+PICTURES |= {code: 0xFFFD for codes in STEERING for code in codes}
+"""What stands for characters that steer a terminal or are no text."""
+
 BOARDS: WeakKeyDictionary[Console, Board] = WeakKeyDictionary()
 """Those that are drawn now."""
 
@@ -63,21 +69,14 @@ def draws(console: Console) -> bool:
 
 
 def visible(text: str) -> str:
-    """The text with control characters (except newline and tab) as their pictures and lone surrogates replaced,
-    so that data can neither steer a terminal nor make a file that is not UTF-8."""
-    return "".join(_picture(c) for c in text)
+    """The text with control characters (except newline and tab) as their pictures, and lone surrogates and what turns the
+    direction of the text behind it replaced, so that data can neither steer a terminal nor make a file that is not UTF-8."""
+    return text.translate(PICTURES)
 
 
 def esc(value: object) -> str:
     """Any value as HTML text."""
     return html.escape(text(value))
-
-
-def _picture(char: str) -> str:
-    code = ord(char)
-    if code < 32 and char not in "\n\t":
-        return chr(0x2400 + code)
-    return "\N{REPLACEMENT CHARACTER}" if 127 <= code < 160 or 0xD800 <= code < 0xE000 else char
 
 
 def number(value: float | int) -> str:
@@ -290,7 +289,7 @@ def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[t
 def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequence[str], list[list[Any]]]]:
     """A mapping of any shape as tables (title, header, rows): its plain values together, then each inner mapping
     or list of mappings by itself."""
-    plain = [[key, item] for key, item in value.items() if not _has_rows(item)]
+    plain = [[key.replace("_", " "), item] for key, item in value.items() if not _has_rows(item)]
     tables: list[tuple[str, Sequence[str], list[list[Any]]]] = [(title, ("", ""), plain)] if plain else []
     for key, item in value.items():
         words = key.replace("_", " ")
@@ -304,6 +303,15 @@ def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequ
         header = list(dict.fromkeys(column for record in records for column in record))
         tables.append((name, header, [[record.get(column, "") for column in header] for record in records]))
     return tables
+
+
+def audit_in_words(found: Mapping[str, Any]) -> dict[str, Any]:
+    """What the audit of one list of rows says, its findings as sentences, without what charts show."""
+    said = found.get("said", {})
+    kept = {key: value for key, value in found.items() if key not in ("distributions", "said")}
+    if findings := kept.get("findings"):
+        kept["findings"] = {said.get(name, name.replace("_", " ")): each for name, each in findings.items()}
+    return kept
 
 
 def audit_warnings(found: Mapping[str, Any]) -> list[str]:

@@ -66,6 +66,16 @@ BAND = {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/mar
 """Metrics that evaluations have a band of, with its name there."""
 
 
+def title_of(name: str) -> str:
+    """What a number of the log is called above a curve of its own."""
+    bare = name.removeprefix("eval/")
+    held_out = ", held out" if bare != name else ""
+    for chart in (*LEARNING, *MACHINE):
+        if bare in chart.metrics:
+            return (chart.title if len(chart.metrics) == 1 else f"{chart.title}: {bare.rpartition('/')[2]}") + held_out
+    return bare + held_out
+
+
 def curves(run: RunData) -> dict[str, dict[str, Json]]:
     """Charts by their titles in three groups: those that say what was learnt, those that say how the machine fared, and every
     other number that varies."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -60,8 +61,13 @@ def _digest(script: str) -> str:
 def write_aside(path: Path, page: str) -> None:
     """Writes a page in one piece: who reads it meanwhile sees the one before. Raises OSError."""
     aside = path.with_suffix(".html.tmp")
-    aside.write_text(page, encoding="utf-8")
-    os.replace(aside, path)
+    try:
+        aside.write_text(page, encoding="utf-8")
+        os.replace(aside, path)
+    except OSError:
+        with suppress(OSError):
+            aside.unlink()
+        raise
 
 
 def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, numeric: bool = False) -> str:

@@ -63,6 +63,7 @@ def sparkline(values: Sequence[float], ascii_only: bool = False) -> str:
     finite = [value for value in values if abs(value) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(levels) - 1) / (high - low) if 0 < high - low < float("inf") else 0.0
+    scale = scale if scale < float("inf") else 0.0  # the smallest numbers that there are
 
     def level(value: float) -> str:
         if not abs(value) < float("inf"):
@@ -119,7 +120,8 @@ class Dashboard(Progress):
         try:
             with log.open(encoding="utf-8") as lines:
                 for line in deque(lines, RECALLED):
-                    self.record(json.loads(line))
+                    record = json.loads(line)
+                    self.record(record if isinstance(record, dict) else {})
         except (OSError, ValueError):  # curves begin anew: whoever reads the log for more than curves says what is wrong with it
             return
 

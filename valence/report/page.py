@@ -11,12 +11,12 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from valence.report.console import as_tables, compare, duration, esc, exact, number
+from valence.report.console import as_tables, audit_in_words, compare, duration, esc, exact, number
 from valence.report.curves import KTO, curves, mean_width, spent
 from valence.report.figures import calibration, lengths, spreads, still
 from valence.report.html import chart_grid, document, flatten, folded, plotly_js, table, tiles, write_aside
 from valence.report.rowlist import Room, own_samples, row_lists, samples
-from valence.report.rows import is_own
+from valence.report.rows import is_own, verdict
 from valence.report.rundata import Json, RunData, read_run
 from valence.report.signs import signs
 from valence.report.stats import finite
@@ -106,7 +106,9 @@ def _sentence(run: RunData) -> str:
     how = f"a LoRA adapter of rank {esc(rank)}" if rank else how
     files = _paths(settings.get("data.train"))
     seconds = run.run.get("seconds")
+    training = math.fsum(record["seconds"] for record in run.metrics if finite(record.get("seconds")))
     took = f" in {duration(seconds)}" if finite(seconds) else ""
+    took += f" ({duration(training)} of it training)" if took and training else ""
     on = f" with the rows of <b>{esc(files)}</b>" if files else ""
     judged = f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
     ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
@@ -191,8 +193,17 @@ def _headlines(run: RunData) -> str:
             continue
         then = first.get(name)
         since = f"step {run.first['step']}: {number(float(then) + 0.0)}" if finite(then) and run.first is not run.last else ""
-        cells.append((f"{words}, held out", number(float(now) + 0.0), since or f"step {run.last['step']}"))
+        below = since or f"step {run.last['step']}"
+        if name == "rewards/auc" and (counts := _counts(run.last["rows"])):
+            below = f"{counts}; {below}"
+        cells.append((f"{words}, held out", number(float(now) + 0.0), below))
     return tiles(cells[:TILES])
+
+
+def _counts(rows: Sequence[Json]) -> str:
+    """Of how many thumbs an AUC is."""
+    thumbs = [label for row in rows if (label := verdict(row)) is not None]
+    return f"{sum(thumbs):,} up, {len(thumbs) - sum(thumbs):,} down" if thumbs else ""
 
 
 # Sections
@@ -302,10 +313,9 @@ def _answers(run: RunData, own: bool, room: Room) -> str:
 def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
     parts: list[str] = []
     for name, found in audit.items():
-        kept = {key: value for key, value in found.items() if key not in ("distributions", "said")}
         spread = found.get("distributions")
         drawn = chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
-        whole = f'<div class="flow">{_tables(kept)}</div>'
+        whole = f'<div class="flow">{_tables(audit_in_words(found))}</div>'
         title = "All that the audit found"
         parts.append(
             f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>{drawn}{folded(title, whole, key=f'audit {name}')}"

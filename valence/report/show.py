@@ -78,7 +78,7 @@ def show_encoded(encoded: Encoded, tokenizer: Tokenizer) -> RenderableType:
 
 def _plain(text: object) -> Text:
     """Text without markup, in which characters that steer a terminal or take no room show as what they are."""
-    return Text("".join(_coded(c) for c in visible(str(text))))
+    return Text(visible("".join(_coded(c) for c in str(text))))
 
 
 def _coded(character: str) -> str:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -52,33 +53,23 @@ def run_to_end(run: Run) -> Run:
     status, at_once = "failed", False
     try:
         Snapshot(run.registry.state_dict(leaving_out=HEAVY))  # what cannot be saved is found out now
-        _open_cache(run)
-        before = _samples_before(run)
-        run.fit()
-        run.save()
-        if run.early.exhausted:
-            run.say_once(f"training ended at step {run.step} of {run.total_steps}: {run.early.exhausted}")
-            folder.state(ended_early=run.early.exhausted)
-        if run.best.step not in (None, run.step):
-            best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
-            run.say_once(
-                f"the best evaluation was that after step {run.best.step} ({best}): `--step best`; model/ is that of the end"
-            )
-        if "test" in run.prepared.corpora:
-            found = run.evaluate(name="test")
-            folder.write("eval/test.json", as_json(run.step, found.metrics, found.rows))
-            run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
-        _measure_trained(run, folder)
-        if before:
-            answers = {row["prompt"]: row["before"] for row in _samples(run)}
-            both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
-            if len(both) < len(before):  # other held-out rows were allowed since
-                run.warn(f"{len(before) - len(both)} of {len(before)} prompts that were answered before training are gone")
-            folder.write("samples.json", both)
-        _report_cache(run)
-        _refuse_broken(run)
-        folder.state(finished=now(), seconds=seconds(), steps=run.step)
-        write_model(run, folder.path / "model", run.recipe.run.export)
+        # One process that ended by itself would be waited for.
+        with run.stop.waiting() if run.world.size > 1 else nullcontext():
+            _open_cache(run)
+            before = _samples_before(run)
+            run.fit()
+            run.save()
+            _tell_of_the_end(run, folder)
+            for phase in (_test, _measure_trained, partial(_samples_after, before=before)):
+                _stop_if_asked(run)
+                phase(run, folder)
+            _report_cache(run)
+            _refuse_broken(run)
+            _stop_if_asked(run)
+            folder.state(finished=now(), seconds=seconds(), steps=run.step)
+            if not run.quiet:
+                run.console.print("writing the model", highlight=False)
+            write_model(run, folder.path / "model", run.recipe.run.export)
         status = "done"
     except KeyboardInterrupt as stopped:
         status, at_once = "interrupted", isinstance(stopped, Interrupted) and stopped.at_once
@@ -97,6 +88,40 @@ def run_to_end(run: Run) -> Run:
                 folder.state(status=status)  # last: what is done is not done again
         folder.close()
     return run
+
+
+def _stop_if_asked(run: Run) -> None:
+    if run.stops():
+        raise run.stop.ended()
+
+
+def _tell_of_the_end(run: Run, folder: RunFolder) -> None:
+    """How the training ended, and where it was best."""
+    if run.early.exhausted:
+        run.say_once(f"training ended at step {run.step} of {run.total_steps}: {run.early.exhausted}")
+        folder.state(ended_early=run.early.exhausted)
+    if run.best.step not in (None, run.step):
+        best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
+        run.say_once(
+            f"the best evaluation was that after step {run.best.step} ({best}): `--step best`; model/ is that of the end"
+        )
+
+
+def _test(run: Run, folder: RunFolder) -> None:
+    if "test" in run.prepared.corpora:
+        found = run.evaluate(name="test")
+        folder.write("eval/test.json", as_json(run.step, found.metrics, found.rows))
+        run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
+
+
+def _samples_after(run: Run, folder: RunFolder, before: Sequence[Mapping[str, str]]) -> None:
+    """Answers of the trained policy beside those of before."""
+    if before:
+        answers = {row["prompt"]: row["before"] for row in _samples(run)}
+        both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
+        if len(both) < len(before):  # other held-out rows were allowed since
+            run.warn(f"{len(before) - len(both)} of {len(before)} prompts that were answered before training are gone")
+        folder.write("samples.json", both)
 
 
 def _measure_trained(run: Run, folder: RunFolder) -> None:
@@ -181,7 +206,7 @@ def _samples(run: Run) -> list[dict[str, str]]:
     prompts = [example.prompt for example in held_out.loaded.examples if example.id in usable]
     distinct = list({repr(prompt): prompt for prompt in prompts}.values())[: wanted.prompts]
     how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
-    answers = run.sample(distinct, how)
+    answers = measure.sample(run, distinct, how, 1, quiet=run.quiet)
     shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
     return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
 

@@ -62,15 +62,22 @@ def trained_units(run: Run) -> list[Encoded]:
     return [units[i] for i in sorted(canonical_order(units, run.recipe.train.seed, 0)[:most])]
 
 
-def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int) -> list[list[Completion]]:
-    """See ``Run.sample``."""
+def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool = True) -> list[list[Completion]]:
+    """See ``Run.sample``; unless quiet it shows its progress."""
     if run.prepared.method.of_scores:
         raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
     encoder = run.prepared.encoder
     generator = HFGenerator(run.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
     asked = [encoder.encode_prompt(prompt) for prompt in prompts]
-    with run.policy.stock():
-        return run.policy.within(lambda: generator.generate(asked, n, sampling))
+    answered = 0
+    with run.policy.stock(), Progress(run.console, "answering prompts", n * len(asked), quiet=quiet, brief=True) as bar:
+
+        def advance(ended: int) -> None:
+            nonlocal answered
+            answered += ended
+            bar.update(answered)
+
+        return run.policy.within(lambda: generator.generate(asked, n, sampling, progress=advance))
 
 
 def due(run: Run) -> bool:
@@ -99,10 +106,9 @@ def evaluate_and_keep(run: Run) -> dict[str, float]:
 
 
 def _measure(run: Run, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
-    per_unit = 2 if run.prepared.method.mismatches else 1
-    total = per_unit * sum(len(unit.answers) for unit in units)
+    sequences = sum(len(unit.answers) for unit in units) * (2 if run.prepared.method.mismatches else 1)
     done = tokens = 0
-    with Progress(run.console, phase, total, quiet=run.quiet) as bar:
+    with Progress(run.console, phase, len(units), quiet=run.quiet) as bar:
 
         def advance(batch: Batch | None) -> None:
             nonlocal done, tokens
@@ -111,10 +117,10 @@ def _measure(run: Run, units: Sequence[Encoded], corpus: Corpus, phase: str) -> 
             if batch is not None:
                 done += batch.sequences * run.group.size  # about what the others have done as well
                 tokens += len(batch.tokens) * run.group.size
-            bar.update(min(done, total), tokens=tokens)
+            bar.update(len(units) * min(done, sequences) // max(1, sequences), tokens=tokens)
 
         # One process that ended by itself would be waited for.
         with run.stop.waiting() if run.world.size > 1 else nullcontext():
             found = evaluate_rows(run.objective, units, corpus.examples, run.prepared.tokenizer, advance)
-        bar.update(total, tokens=tokens)
+        bar.update(len(units), tokens=tokens)
         return found

@@ -120,6 +120,8 @@ class Earlier:
 
     def _going_on(self) -> str:
         where = f"after step {self.step} of {self.total}" if self.state else "from its first step (it has no checkpoint yet)"
+        if self.state and self.step >= self.total:
+            where += ": what comes after the last step is left, such as evaluation and model"
         lines = [f"taking up the run in {self.folder.path} {where}", *(f"  with {said}" for said in self.changed.values())]
         before = self.folder.facts.get("total_steps")
         if before and before != self.total:
