@@ -354,6 +354,18 @@ def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(place: Path)
     assert not (place / "runs/first").exists()
 
 
+def test_an_interrupt_before_anything_is_begun_is_told(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("valence.dist.processes.start", stopped)  # as while torch is imported
+    assert valence("train", "recipe.yaml") == 130
+    assert "stopped before anything was begun" in capsys.readouterr().out
+    assert not (place / "runs").exists()
+
+
 def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
     done = in_a_shell(place, "train recipe.yaml --json --quiet", "| head -1")
     assert (done.returncode, done.stderr) == (0, "")

@@ -301,6 +301,14 @@ def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
     }
 
 
+def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
+    path = run_dir / "eval" / "step-100.json"
+    found = json.loads(path.read_text())
+    labels = [row["label"] for row in found["rows"]]
+    path.write_text(json.dumps(found | {"metrics": {"rewards/auc": 0.75}}))
+    assert f"{labels.count(True)} up, {labels.count(False)} down; " in Page(write_page(run_dir)).text
+
+
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
     for step in (20, 60, 100):
         (run_dir / "eval" / f"step-{step}.json").unlink()

@@ -18,7 +18,7 @@ from tests.training.test_run import ROWS, folder, logged, recipe, written  # noq
 from valence.api import build_run
 from valence.errors import UserError
 from valence.report.metrics import repeatable
-from valence.training import measure
+from valence.training import finish, measure
 from valence.training.loop import Run
 from valence.training.restore import restore
 from valence.training.signals import Interrupted
@@ -248,6 +248,21 @@ def test_another_model_in_the_same_place_is_noticed(folder: Path, settings: dict
             UserError, match="frozen weights under the adapter have changed|is another model than the run began with"
         ):
             train(mine)
+
+
+def test_a_run_that_was_stopped_behind_its_last_step_says_what_is_left(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stopped(run: Run, *_: Any) -> None:
+        run.stop._ask("SIGTERM", 143)
+        raise run.stop.ended()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_tell_of_the_end", stopped)
+        with pytest.raises(Interrupted):
+            train(settings)
+    _, said = train(settings)
+    assert "after step 9 of 9: what comes after the last step is left, such as evaluation and model" in " ".join(said.split())
 
 
 def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
