@@ -235,14 +235,19 @@ def test_a_mistake_is_one_message_and_status_2(
     assert not (place / "runs").exists()
 
 
-def test_a_second_run_in_the_same_folder_needs_a_word(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_second_run_in_the_same_folder_needs_a_word(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert valence("train", "recipe.yaml", "--quiet") == 0
     assert capsys.readouterr().out == ""
     log = (place / "runs/first/metrics.jsonl").read_bytes()
-    assert valence("train", "recipe.yaml") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("a model is loaded for nothing"))
+        assert valence("train", "recipe.yaml") == 0
     shown = capsys.readouterr().out
     assert "is finished" in shown
     assert "--fresh" in shown
+    assert "runs/first/model" in shown
     assert (place / "runs/first/metrics.jsonl").read_bytes() == log
     assert valence("train", "recipe.yaml", "train.learning_rate=3e-3") == 2
     assert "train.learning_rate: " in (refused := capsys.readouterr().err)
@@ -328,7 +333,7 @@ def test_json_ends_with_a_mistake_or_a_stop(
     def broken(*_: object, **__: object) -> None:
         raise ValueError("a defect")
 
-    monkeypatch.setattr("valence.api.train", broken)
+    monkeypatch.setattr("valence.api.train_in_folder", broken)
     with pytest.raises(ValueError, match="a defect"):
         valence("train", "recipe.yaml", "--json")
     (line,) = map(json.loads, capsys.readouterr().out.splitlines())

@@ -92,6 +92,42 @@ def train(
         return run if run.finished else run_to_end(run)
 
 
+def train_in_folder(
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    overrides: Sequence[str] = (),
+    sinks: Sequence[Sink] = (),
+    fresh: bool = False,
+    allow: Sequence[str] = (),
+    quiet: bool = False,
+    console: Console | None = None,
+    command: str = "valence.train(...)",
+    group: Group | None = None,
+) -> Path:
+    """As ``train``, for who wants what it writes and not the model: of a run that is finished nothing is loaded. Returns its
+    folder."""
+    group = group or start()
+    console = console or terminal_of(group)
+    stop = Stop(console)
+    with stop.listening():
+        try:
+            run = build_run(
+                recipe, overrides, sinks=sinks, fresh=fresh, allow=allow, quiet=quiet, console=console, command=command,
+                stop=stop, group=group, loads_finished=False,
+            )  # fmt: skip
+        except _FinishedError as finished:
+            return finished.folder
+        return Path(run_to_end(run).recipe.run.dir)
+
+
+class _FinishedError(Exception):
+    """There is nothing to do in this folder."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder))
+        self.folder = folder
+
+
 def terminal_of(group: Group) -> Console:
     """What rank 0 prints on; the others print nothing."""
     return Terminal(quiet=group.rank > 0)
@@ -112,6 +148,7 @@ def build_run(
     command: str = "valence.train(...)",
     stop: Stop | None = None,
     group: Group | None = None,
+    loads_finished: bool = True,
     **parts: Any,
 ) -> Run:
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
@@ -131,6 +168,8 @@ def build_run(
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
         if finished := earlier is not None and earlier.finished:
+            if not loads_finished:
+                raise _FinishedError(folder.path)
             stop.no_limit()
         else:
             by_first(world, partial(check_sinks, source))

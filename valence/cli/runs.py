@@ -62,18 +62,17 @@ def train(
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with starting():
-        from valence.api import train as run_recipe
+        from valence.api import train_in_folder
 
     with streaming(as_json and how["group"].rank == 0) as stream:
         sinks = [stream] if stream else []
         try:
-            run = run_recipe(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)
+            folder = train_in_folder(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)
         except KeyboardInterrupt as stopped:
             console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
-        folder = Path(run.recipe.run.dir)
         for name, what in () if how["quiet"] else (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
             console.print(f"{what:>7}  {folder / name}", markup=False, soft_wrap=True)
         if stream:
