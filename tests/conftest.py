@@ -20,8 +20,8 @@ settings.load_profile("valence")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background: tests send this signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-TOGETHER = ("dist", "real", "vllm")
-"""Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share a large model."""
+TOGETHER = ("dist", "real", "vllm", "site")
+"""Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share something large."""
 
 
 @pytest.hookimpl(tryfirst=True)

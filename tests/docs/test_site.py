@@ -21,6 +21,7 @@ import pytest
 from tests.docs.blocks import ROOT
 
 pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'valence[docs]'")
+pytestmark = pytest.mark.site
 
 
 class Parts(HTMLParser):

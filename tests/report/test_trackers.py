@@ -410,6 +410,7 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wandb.setup().ensure_service()  # programs that are started from here are told of it, as from any that uses wandb itself
+    assert trained(tmp_path, "plain", -1, []).returncode == 0
     kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
     assert trained(tmp_path, "run", 5, kinds).returncode == -signal.SIGKILL
     done = trained(tmp_path, "run", -1, kinds)
@@ -417,7 +418,6 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
     assert "failed and gets" not in done.stdout
     assert "wandb" not in done.stdout.lower()
     assert "rackio" not in done.stdout
-    assert trained(tmp_path, "plain", -1, []).returncode == 0
     run = tmp_path / "run"
     assert logged(run) == logged(tmp_path / "plain")
     wanted = Counter((name, row["step"]) for row in logged(run) for name in row if name != "step")

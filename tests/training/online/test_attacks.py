@@ -196,7 +196,6 @@ def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path)
 
 
 @pytest.mark.dist
-@pytest.mark.xdist_group("dist")
 def test_a_reward_that_hangs_does_not_hold_up_the_end(place: Path) -> None:
     """Neither of two processes waits for the minute that it may take."""
     settings = alone(place, reward="tests.training.online.rewards:hanging", train={"max_steps": 3})

@@ -11,7 +11,7 @@ from tests.arch.source import ROOT
 from tests.training.online.rig import logged, make, recipe
 from tests.training.test_resume import train
 
-pytestmark = [pytest.mark.vllm, pytest.mark.xdist_group("vllm")]
+pytestmark = pytest.mark.vllm
 PYTHON = ROOT / ".peers/vllm/bin/python"
 
 
