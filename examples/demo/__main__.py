@@ -29,7 +29,7 @@ SHOWN = 3
 
 def main() -> None:
     console = Console()
-    console.print("KTO on 193 thumbs for short answers, with a low-rank adapter on SmolLM2-135M-Instruct: five to ten minutes on two cores.")
+    console.print("KTO on 193 thumbs for short answers, with a low-rank adapter on SmolLM2-135M-Instruct: five to ten minutes.")
     model, recipe = smollm2(), HERE / "recipe.yaml"
     if FOLDER.exists():
         console.print(f"removing the earlier demo in {FOLDER} (`valence train` itself never deletes a run)")

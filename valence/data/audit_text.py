@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from valence.data.audit import Audit, Spread, Truncation, Unused
+from valence.data.audit import Audit, Finding, Spread, Truncation, Unused
 
 REASONS_SHOWN = 8
 """Reasons for not using rows that the screen has room for."""
@@ -23,7 +23,7 @@ WARNINGS = {
     "tools_ignored": "rows have tools, which the chat template does not print: {rows}",
     "equal_sides": "pairs with twice the same answer: {rows}",
     "tied_scores": "rankings give all of their answers the same score, so nothing is learnt from them: {rows}",
-    "length_bias": "length alone tells the answers apart: see the mean lengths above",
+    "length_bias": "length alone tells the answers apart (mean tokens: {lengths})",
 }
 """What may spoil a result, by the name of the finding."""
 
@@ -131,7 +131,7 @@ def _why(unused: Unused, audit: Audit) -> str:
 def audited(audit: Audit) -> dict[str, Any]:
     """The audit as plain values, with ``said``: the sentence about each finding, by its name."""
     said = {
-        name: (f"{found.count:,} " if "{rows}" in text else "") + text.format(rows=_rows(found.count, found.rows, audit))
+        name: (f"{found.count:,} " if "{rows}" in text else "") + _sentence(text, found, audit)
         for name, text in (WARNINGS | REMARKS).items()
         if (found := audit.findings.get(name))
     }
@@ -141,7 +141,12 @@ def audited(audit: Audit) -> dict[str, Any]:
 def _said(audit: Audit, sentences: dict[str, str]) -> list[tuple[int, str]]:
     """Count and sentence of the findings, in the order of the table."""
     found = ((audit.findings.get(name), text) for name, text in sentences.items())
-    return [(f.count, text.format(rows=_rows(f.count, f.rows, audit))) for f, text in found if f]
+    return [(f.count, _sentence(text, f, audit)) for f, text in found if f]
+
+
+def _sentence(text: str, found: Finding, audit: Audit) -> str:
+    lengths = ", ".join(f"{name} {tokens:,.0f}" for name, tokens in audit.mean_answer.items())
+    return text.format(rows=_rows(found.count, found.rows, audit), lengths=lengths)
 
 
 def _ignored(audit: Audit) -> list[tuple[int, str]]:
