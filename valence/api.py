@@ -167,11 +167,8 @@ def build_run(
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
-        if finished := earlier is not None and earlier.finished:
-            if not loads_finished:
-                raise _FinishedError(folder.path)
-            stop.no_limit()
-        else:
+        finished = _nothing_to_do(earlier, folder, stop, loads_finished)
+        if not finished:
             by_first(world, partial(check_sinks, source))
             folder.claim()
             failing.callback(_gave_up, folder)
@@ -196,6 +193,16 @@ def build_run(
             folder.state(choices=choices_of(policy, world), start=start)
         failing.pop_all()
     return _looked_at(run, folder) if finished else run
+
+
+def _nothing_to_do(earlier: Earlier | None, folder: RunFolder, stop: Stop, loads_finished: bool) -> bool:
+    """Whether the run is finished. Raises _FinishedError if its model is not wanted then."""
+    if earlier is None or not earlier.finished:
+        return False
+    if not loads_finished:
+        raise _FinishedError(folder.path)
+    stop.no_limit()
+    return True
 
 
 def check_sinks(source: LoadedRecipe) -> None:

@@ -206,7 +206,7 @@ def _samples(run: Run) -> list[dict[str, str]]:
     prompts = [example.prompt for example in held_out.loaded.examples if example.id in usable]
     distinct = list({repr(prompt): prompt for prompt in prompts}.values())[: wanted.prompts]
     how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
-    answers = measure.sample(run, distinct, how, 1, quiet=run.quiet)
+    answers = run.sample(distinct, how, quiet=run.quiet)
     shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
     return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
 

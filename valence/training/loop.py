@@ -383,12 +383,13 @@ class Run:
         """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
         return measure.evaluate(self, rows, name)
 
-    def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1) -> list[list[Completion]]:
-        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping.
+    def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True) -> list[list[Completion]]:
+        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping. Unless
+        quiet it shows its progress.
 
         Raises UserError of a reward model.
         """
-        return measure.sample(self, prompts, sampling, n)
+        return measure.sample(self, prompts, sampling, n, quiet)
 
     # ------------------------------------------------------------------ state
 

@@ -62,8 +62,8 @@ def trained_units(run: Run) -> list[Encoded]:
     return [units[i] for i in sorted(canonical_order(units, run.recipe.train.seed, 0)[:most])]
 
 
-def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool = True) -> list[list[Completion]]:
-    """See ``Run.sample``; unless quiet it shows its progress."""
+def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool) -> list[list[Completion]]:
+    """See ``Run.sample``."""
     if run.prepared.method.of_scores:
         raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
     encoder = run.prepared.encoder
