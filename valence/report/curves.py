@@ -51,7 +51,7 @@ DRIFT = Chart("Drift on mismatched answers", (KTO, "kl"), "mean log-ratio (nats)
 DIVERGENCE = "Divergence from the reference"
 MACHINE = (
     Chart("Gradient norm", ("grad_norm",), "before clipping", extremes=True),
-    Chart("Learning rate", ("lr",)),
+    Chart("Learning rate", ("lr",), axis={"rangemode": "tozero"}),  # one that never changes would be drawn as 0
     Chart("Tokens per second", ("tokens/s",), "over the steps since the last record"),
     Chart("Memory", ("memory",), "GB, the largest so far", axis={"rangemode": "tozero"}),
 )
