@@ -33,8 +33,9 @@ FLIPPED, LOOKED_AT = 0.05, 0.1
 QUICKSTART = Path(__file__).parents[2] / "examples" / "quickstart"
 LETTERS = 1200
 """Of an instruction and its answer, in the demonstration set."""
-BARS = {"quickstart": 0.5, "instructions": 0.15}
-"""Least mean share of the flipped training rows that must be found: several times, and one and a half times, that of chance."""
+BARS = {"quickstart": 0.3, "instructions": 0.15}
+"""Least mean share of the flipped training rows that must be found, below what was measured first: three times that of chance,
+and one and a half times."""
 
 Rows = list[dict[str, Any]]
 

@@ -180,7 +180,7 @@ def test_a_server_in_trouble_is_told_of_once() -> None:
     with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as told:
         with pytest.warns(UserWarning, match=f"{told.url}: it answered with status 500.*asked again") as said:
             assert values(client(told.url, retries=2), [answer("x")]) == [7.0]
-        assert len(said) == 1
+        assert sum(told.url in str(each.message) for each in said) == 1  # others may be of what earlier tests left behind
 
 
 @pytest.mark.parametrize("reply", [Reply([1.0], wait=10.0), Reply([1.0], drip=0.1)])
