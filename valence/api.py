@@ -93,28 +93,14 @@ def train(
 
 
 def train_in_folder(
-    recipe: str | Path | Mapping[str, Any],
-    *,
-    overrides: Sequence[str] = (),
-    sinks: Sequence[Sink] = (),
-    fresh: bool = False,
-    allow: Sequence[str] = (),
-    quiet: bool = False,
-    console: Console | None = None,
-    command: str = "valence.train(...)",
-    group: Group | None = None,
+    recipe: str | Path | Mapping[str, Any], *, overrides: Sequence[str], console: Console, group: Group, **how: Any
 ) -> Path:
-    """As ``train``, for who wants what it writes and not the model: of a run that is finished nothing is loaded. Returns its
-    folder."""
-    group = group or start()
-    console = console or terminal_of(group)
+    """As ``train``, with its arguments, for who wants what it writes and not the model: of a run that is finished nothing is
+    loaded. Returns the run's folder; raises what ``train`` does."""
     stop = Stop(console)
     with stop.listening():
         try:
-            run = build_run(
-                recipe, overrides, sinks=sinks, fresh=fresh, allow=allow, quiet=quiet, console=console, command=command,
-                stop=stop, group=group, loads_finished=False,
-            )  # fmt: skip
+            run = build_run(recipe, overrides, console=console, group=group, stop=stop, loads_finished=False, **how)
         except _FinishedError as finished:
             return finished.folder
         return Path(run_to_end(run).recipe.run.dir)
@@ -152,7 +138,7 @@ def build_run(
     **parts: Any,
 ) -> Run:
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
-    state of the run that is there already, if any, taken up."""
+    state of the run that is there already, if any, taken up. Raises _FinishedError of a finished run unless ``loads_finished``."""
     world = group or Single()
     console = console or terminal_of(world)
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given or {}))

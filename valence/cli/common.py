@@ -20,6 +20,7 @@ from valence.report.console import Terminal, discard
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
 
+NOTHING_BEGUN = "stopped before anything was begun"
 MISTAKE = 2
 """Exit status of the user's mistake, or something in the way."""
 
@@ -78,7 +79,7 @@ def processes(nproc: int | None) -> Iterator[Group]:
 
     if needed(nproc):
         raise typer.Exit(launch(sys.argv[1:], nproc or 1))
-    with starting():
+    with stoppable(NOTHING_BEGUN):
         from valence.dist.processes import start
 
         group = start()
@@ -87,16 +88,6 @@ def processes(nproc: int | None) -> Iterator[Group]:
         warnings.simplefilter("ignore")
     with closing(group):
         yield group
-
-
-@contextmanager
-def starting() -> Iterator[None]:
-    """Around what comes before any work, such as importing libraries."""
-    try:
-        yield
-    except KeyboardInterrupt as stopped:
-        console.print("stopped before anything was begun", style="yellow")
-        raise typer.Exit(status_of(stopped)) from None
 
 
 def emit(line: str, file: IO[str] | None = None) -> None:
@@ -108,12 +99,12 @@ def emit(line: str, file: IO[str] | None = None) -> None:
 
 
 @contextmanager
-def stoppable() -> Iterator[None]:
-    """Around what goes on with its file when it is called once more."""
+def stoppable(said: str = "stopped; what was computed is kept, and the same command goes on from there") -> Iterator[None]:
+    """Around what an interrupt ends in order. said: what is told then, by default of what goes on with its file."""
     try:
         yield
     except KeyboardInterrupt as stopped:
-        console.print("stopped; what was computed is kept, and the same command goes on from there", style="yellow")
+        console.print(said, style="yellow")
         raise typer.Exit(status_of(stopped)) from None
 
 

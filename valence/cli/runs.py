@@ -11,6 +11,7 @@ import typer
 
 from valence.cli import complete
 from valence.cli.common import (
+    NOTHING_BEGUN,
     Allow,
     AsJson,
     Fresh,
@@ -24,7 +25,6 @@ from valence.cli.common import (
     console,
     emit,
     processes,
-    starting,
     status_of,
     stoppable,
     table_of_settings,
@@ -61,7 +61,7 @@ def train(
 
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
-    with starting():
+    with stoppable(NOTHING_BEGUN):
         from valence.api import train_in_folder
 
     with streaming(as_json and how["group"].rank == 0) as stream:
