@@ -138,7 +138,7 @@ def build_run(
     **parts: Any,
 ) -> Run:
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
-    state of the run that is there already, if any, taken up. Raises _FinishedError of a finished run unless ``loads_finished``."""
+    state of the run that is there already, if any, taken up. Raises _FinishedError of a finished one unless ``loads_finished``."""
     world = group or Single()
     console = console or terminal_of(world)
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given or {}))
