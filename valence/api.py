@@ -137,8 +137,8 @@ def build_run(
     loads_finished: bool = True,
     **parts: Any,
 ) -> Run:
-    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, the state of
-    the run that is there already, if any, taken up. Of a finished run raises _FinishedError, unless ``loads_finished``."""
+    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
+    state of the run that is there, if any, taken up. Of a finished run raises _FinishedError unless ``loads_finished``."""
     world = group or Single()
     console = console or terminal_of(world)
     source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given or {}))
