@@ -41,12 +41,12 @@ class Job:
     """A script as Slurm starts it, with a training that is written in shell. ``calls``: what happened, in order."""
 
     def __init__(self, script: Path, folder: Path, training: str, *arguments: str) -> None:
-        self.calls = folder / "calls"
+        self.folder, self.calls = folder, folder / "calls"
         self.calls.touch()
         commands = {
             "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
             "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
-            "valence": f'echo "valence $*" >> "$CALLS"\n{training}',
+            "valence": f'echo $$ > training\necho "valence $*" >> "$CALLS"\n{training}',
         }
         for name, code in commands.items():
             (folder / name).write_text(f"#!/bin/bash\n{code}\n")
@@ -60,10 +60,14 @@ class Job:
         return self.calls.read_text().splitlines()
 
     def started(self) -> None:
-        until = time.monotonic() + 10
+        until = time.monotonic() + 60
         while "started" not in self.lines():
             assert time.monotonic() < until
             time.sleep(0.01)
+
+    def signal_training(self, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):  # it has ended
+            os.kill(int((self.folder / "training").read_text()), number)
 
     def code(self) -> int:
         return self.process.wait(20)
@@ -103,11 +107,16 @@ def test_what_is_finished_failed_or_was_stopped_by_hand_is_not(job: Callable[...
     assert one.lines() == ["valence train recipe.yaml"]
 
 
+@pytest.mark.parametrize("both", [False, True], ids=["training", "both"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGTERM, 143)])
-def test_a_signal_is_handed_on_and_the_end_is_waited_for(job: Callable[..., Job], number: int, code: int) -> None:
+def test_a_training_that_is_signalled_is_waited_for(
+    job: Callable[..., Job], number: signal.Signals, code: int, both: bool
+) -> None:
     one = job(FINISHES_ITS_STEP)
     one.started()
-    one.process.send_signal(number)
+    if both:  # as at the end of the time
+        one.process.send_signal(number)
+    one.signal_training(number)
     assert one.code() == code
     assert one.lines() == ["valence train recipe.yaml", "started", "saved", "scontrol requeue 123"]
 
@@ -117,6 +126,7 @@ def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Call
     one.started()
     while one.process.poll() is None:
         one.process.send_signal(signal.SIGUSR1)
+        one.signal_training(signal.SIGUSR1)
         time.sleep(0.013)
     assert one.code() == 0
     assert one.lines() == ["valence train recipe.yaml", "started", "done"]
@@ -129,6 +139,6 @@ def test_each_task_is_told_its_place(job: Callable[..., Job]) -> None:
     assert one.lines()[1:] == ["9 16 1 8 node1 20123"]
 
 
-def test_slurm_is_asked_for_a_notice_that_reaches_the_script_and_for_a_log_that_grows(script: Path) -> None:
+def test_slurm_is_asked_for_a_notice_to_the_training_and_for_a_log_that_grows(script: Path) -> None:
     asked = re.findall(r"^#SBATCH (\S+)$", script.read_text(encoding="utf-8"), re.MULTILINE)
-    assert {"--signal=B:USR1@300", "--requeue", "--open-mode=append"} <= set(asked)
+    assert {"--signal=USR1@300", "--requeue", "--open-mode=append"} <= set(asked)
