@@ -18,6 +18,7 @@ from typer.main import get_command
 
 from tests.command import command as valence
 from tests.models import tiny
+from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli import complete
@@ -259,20 +260,12 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
 
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     """SIGINT from outside, while a long run trains."""
-    import time
-
-    process = subprocess.Popen(
-        [sys.executable, "-m", "valence", "train", "recipe.yaml", "train.epochs=100000"],
-        cwd=place, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        env={**__import__("os").environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
+    program = Program("train", "recipe.yaml", "train.epochs=100000", said=place / "said")
     log = place / "runs/first/metrics.jsonl"
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not (log.is_file() and log.read_text().count("\n") > 3):
-        time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    output = process.communicate(timeout=60)[0]
-    assert process.returncode == 130, output
+    program.wait_until(lambda: log.is_file() and log.read_text().count("\n") > 3)
+    program.send_signal(signal.SIGINT)
+    status, output = program.wait(), (place / "said").read_text()
+    assert status == 130, output
     assert "Traceback" not in output
     saved = [int(path.name.removeprefix("step-")) for path in (place / "runs/first/checkpoints").iterdir()]
     records = [json.loads(line) for line in log.read_text().splitlines()]

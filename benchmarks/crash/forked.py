@@ -20,7 +20,9 @@ def popen_forks(program: Callable[[], None]):
     """Inside the block ``subprocess.Popen`` calls ``program`` in a forked process, in the environment and with the streams that
     it is given, whatever the command is."""
 
-    class Forked(subprocess.Popen):  # type: ignore[type-arg]
+    plain = subprocess.Popen
+
+    class Forked(plain):  # type: ignore[type-arg]
         def __init__(
             self,
             command: Sequence[str],
@@ -31,6 +33,7 @@ def popen_forks(program: Callable[[], None]):
             **how: Any,
         ) -> None:
             def child() -> None:  # the last that Popen calls before it would start another program
+                subprocess.Popen = plain  # type: ignore[misc]
                 preexec_fn()
                 _as_if_new(env, pass_fds)
                 os._exit(_status(program))

@@ -60,11 +60,13 @@ def train(given: dict[str, Any]) -> None:
 
 def main() -> None:
     recipe, workers, *overrides = sys.argv[1:]
+    ray.init()
+    has_gpus = ray.cluster_resources().get("GPU", 0) > 0
     TorchTrainer(
         train,
         train_loop_config={"recipe": recipe, "overrides": overrides},
         torch_config=Environment(),
-        scaling_config=ray.train.ScalingConfig(num_workers=int(workers), use_gpu=True),
+        scaling_config=ray.train.ScalingConfig(num_workers=int(workers), use_gpu=has_gpus),
         run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=3)),
     ).fit()
 

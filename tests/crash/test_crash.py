@@ -14,6 +14,7 @@ from benchmarks.crash.process import Kill
 from benchmarks.crash.trial import Laboratory, Trial, differences, logged, newest
 from tests.command import command
 from tests.crash.rig import CASE, Disk, Halt, Place, frozen, in_step
+from tests.programs import fork_server
 
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
@@ -23,6 +24,7 @@ SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+        fork_server()
         return Laboratory(tmp_path_factory.mktemp("laboratory"))
 
 

@@ -20,6 +20,7 @@ from benchmarks.crash.process import LAUNCHER, Kill
 from benchmarks.crash.trial import Laboratory, Trial, differences, newest
 from tests.arch.source import ROOT
 from tests.crash.rig import CASE
+from tests.programs import fork_server
 from valence.checkpoint.lock import holder
 
 pytestmark = pytest.mark.dist
@@ -32,6 +33,7 @@ MARK = "VALENCE_TEST_RUN"
 def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+        fork_server()
         return Laboratory(tmp_path_factory.mktemp("laboratory"))
 
 

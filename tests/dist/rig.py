@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import socket
@@ -14,14 +13,10 @@ from typing import Any
 
 import torch
 
+from tests.programs import fork_server
 from valence.dist import processes
 from valence.dist.launch import LISTENS
 from valence.errors import UserError
-
-SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["torch.distributed.fsdp", "valence.dist.processes", "valence.training.step", "tests.forests", "peft"]
-)
 
 
 @dataclass(frozen=True)
@@ -43,11 +38,12 @@ def run(
         port = listening.getsockname()[1]
         if 0 not in started:
             listening.close()
-        pairs = [SERVER.Pipe(duplex=False) for _ in started]
+        server = fork_server()
+        pairs = [server.Pipe(duplex=False) for _ in started]
         kept = [listening if rank == 0 else None for rank in started]
         places = zip(started, kept, pairs, strict=True)
         given = [(job, rank, size, port, keeps, deadline, end, args) for rank, keeps, (_, end) in places]
-        ranks = [SERVER.Process(target=_rank, args=each) for each in given]
+        ranks = [server.Process(target=_rank, args=each) for each in given]
         for process in ranks:
             process.start()
     for _, end in pairs:

@@ -136,7 +136,8 @@ def context() -> Any:
 def test_each_worker_of_ray_knows_its_place_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
     keep = SimpleNamespace
     ray, train, backend, torch = (ModuleType(name) for name in ("ray", "ray.train", "ray.train.backend", "ray.train.torch"))
-    vars(ray).update(train=train, util=keep(get_node_ip_address=lambda: "10.0.0.1"))
+    of_a_cluster = {"init": lambda: None, "cluster_resources": lambda: {"CPU": 4.0, "GPU": 2.0}}
+    vars(ray).update(train=train, util=keep(get_node_ip_address=lambda: "10.0.0.1"), **of_a_cluster)
     vars(train).update(get_context=context, ScalingConfig=lambda **given: keep(**given), RunConfig=keep, FailureConfig=keep)
     vars(backend).update(Backend=object)
     vars(torch).update(TorchConfig=object, TorchTrainer=Trainer)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.docs.blocks import ROOT
+from tests.docs.outside import JOB, SLURM, stand_ins
 
 ONE, SEVERAL = (ROOT / "examples/slurm" / name for name in ("train.sbatch", "nodes.sbatch"))
-TASK = {
+TASK = JOB | {
     "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_PROCID": "9",
     "SLURM_NTASKS": "16",
@@ -44,16 +45,11 @@ class Job:
         self.folder, self.calls = folder, folder / "calls"
         self.calls.touch()
         commands = {
-            "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+            "srun": SLURM["srun"],
             "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
             "valence": f'echo $$ > training\necho "valence $*" >> "$CALLS"\n{training}',
         }
-        for name, code in commands.items():
-            (folder / name).write_text(f"#!/bin/bash\n{code}\n")
-            (folder / name).chmod(0o755)
-        environment = os.environ | TASK | {
-            "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "CALLS": str(self.calls), "SLURM_JOB_ID": "123",
-        }  # fmt: skip
+        environment = stand_ins(folder, commands, TASK) | {"CALLS": str(self.calls)}
         self.process = subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=folder, start_new_session=True)
 
     def lines(self) -> list[str]:

@@ -11,30 +11,14 @@ import typer.main
 
 from tests.command import command
 from tests.docs.blocks import ROOT, blocks
-from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
+from tests.docs.walk import BY_SHELL, LAUNCHERS, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
 from valence import cli
 from valence.config.load import load_recipe
 from valence.training.methods import method_of
 
-LAUNCHED = "`tests/dist` starts processes; here it would take minutes"
-
 NOT_RUN: dict[str, dict[str, str]] = {
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
-    "docs/resume.md": {"import valence": "it goes on with a run that the commands before it have made longer"},
-    "docs/rewards.md": {
-        "REWARD_TOKEN=$(openssl rand -hex 32) valence serve-reward runs/judge --host 0.0.0.0 --token-env REWARD_TOKEN"
-        " --rate 50": "docs/tasks/reward-server.md starts one with a token",
-    },
-    "docs/scale.md": {
-        "valence train recipe.yaml --nproc 8": LAUNCHED,
-        "valence train recipe.yaml --nproc 2": LAUNCHED,
-    },
-    "docs/tasks/gpus.md": {
-        "valence score recipe.yaml reference.cache=kept --nproc 8": LAUNCHED,
-        "valence train recipe.yaml reference.cache=kept --nproc 8": LAUNCHED,
-        "valence train recipe.yaml reference.cache=kept --nproc 4": LAUNCHED,
-    },
 }
 """By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *: none of its blocks is.
 Commands are parsed all the same."""
@@ -44,21 +28,28 @@ OTHERS: dict[str, str] = {
     "pip install ": "the test's environment has everything",
     "python3 -m venv ": "the test's environment has everything",
     "source ": "the test's environment has everything",
-    "torchrun ": LAUNCHED,
-    "accelerate launch ": LAUNCHED,
-    "sbatch ": "`tests/docs/test_slurm.py` runs the scripts",
     "scancel ": "there is no Slurm",
     "kubectl ": "there is no cluster",
-    "python examples/ray/": "there is no Ray",
+    "python examples/ray/": "there is no Ray; `tests/docs/test_scale.py` runs the script with a stand-in",
     "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollout` starts the server where its environment is",
 }
 """How lines begin that are no `valence` commands, and why these are not run. A `valence` command inside is parsed too."""
 
 LONGER, FEW = "train.epochs=3", "train.max_steps=2"
+HOST = (
+    "torchrun --nnodes 2 --node-rank {} --master-addr node1 --master-port 29500 --nproc-per-node 8 -m valence train recipe.yaml"
+)
 ADDED: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data --allow eval": LONGER,
+        "sbatch examples/slurm/train.sbatch recipe.yaml run.dir=runs/first": f"run.dir=runs/slurm {FEW}",
+    },
+    "docs/scale.md": {
+        "torchrun --nproc-per-node 8 -m valence train recipe.yaml": f"run.dir=runs/torchrun {FEW}",
+        "accelerate launch --num_processes 8 -m valence train recipe.yaml": f"run.dir=runs/accelerate {FEW}",
+        HOST.format(0): f"run.dir=runs/hosts {FEW}",
+        HOST.format(1): f"run.dir=runs/hosts {FEW}",
     },
     "docs/tasks/reward-function.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
     "docs/tasks/reward-server.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
@@ -92,7 +83,7 @@ def walk(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.Monkey
 
 def has_something_to_run(page: str) -> bool:
     text = (ROOT / page).read_text(encoding="utf-8")
-    runs = [line for line in all_lines(page) if line.words or line.text.startswith(BY_SHELL)]
+    runs = [line for line in all_lines(page) if line.words or line.text.startswith((*BY_SHELL, *LAUNCHERS))]
     python = [block for block in blocks(text, "python") if not files_of(text, block)]
     return bool(runs or python) and "*" not in NOT_RUN.get(page, {})
 
@@ -124,7 +115,7 @@ def test_what_is_not_run_is_told_and_exists(page: str) -> None:
     for line in all_lines(page):
         if command := line.words or line.launched:
             parsed(command)
-        if not line.words and not line.text.startswith(BY_SHELL):
+        if not line.words and not line.text.startswith((*BY_SHELL, *LAUNCHERS)):
             assert line.text in known or line.text.startswith(tuple(OTHERS)), f"{line}: neither run nor in a table"
 
 

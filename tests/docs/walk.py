@@ -13,6 +13,7 @@ import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -31,7 +32,9 @@ from ruamel.yaml import YAML
 
 from tests.command import command
 from tests.docs.blocks import ROOT, Block, blocks, same_output
+from tests.docs.outside import Outside, smaller
 from tests.models import tiny
+from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence import cli
 
@@ -42,9 +45,11 @@ EXTENSIONS = {"json": ("jsonl", "json"), "yaml": ("yaml",), "python": ("py",), "
 BY_SHELL = ("cat ", "curl ", "head ", "ls", "mkdir ", "mv ", "rm ", "tail ", "wc ")
 """Commands that are run as they stand."""
 ASSIGNED = re.compile(r"(\w+)=(?:\$\([^)]*\)|\S*)\s+")
+LAUNCHERS = ("torchrun ", "accelerate ", "sbatch ")
 ENDS = re.compile(r"\s(?:\||>|2>|&&|&$)")
 """What follows is the shell's business, or the next program's."""
-PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+")
+PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=--master-port )\d+")
+SHARED = re.compile(r"(?<= |=)/(?=shared/)")
 HUB = re.compile(r"[A-Za-z][\w.-]*/[\w.-]*\w")
 REWARDS = """
 def concise(completions, **context):
@@ -184,9 +189,10 @@ class Walk:
     skips: Sequence[str] = ()
     added: dict[str, str] = field(default_factory=dict)
     first: Sequence[str] = ()
-    servers: dict[str, subprocess.Popen[str]] = field(default_factory=dict)
+    servers: dict[str, Program] = field(default_factory=dict)
     ports: dict[str, str] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
+    outside: Outside = field(default_factory=Outside)
 
     def run(self) -> None:
         text = (ROOT / self.page).read_text(encoding="utf-8")
@@ -205,6 +211,7 @@ class Walk:
                 self._python(text, block, every[i + 1] if i + 1 < len(every) else None, namespace)
 
     def end(self) -> None:
+        self.outside.end()
         for port in list(self.servers):
             self._stop(port)
         here = os.getcwd()
@@ -246,22 +253,28 @@ class Walk:
         return self.ports[shown]
 
     def _local(self, text: str) -> str:
-        """With ports that are free here."""
-        return PORT.sub(lambda found: self._port(found[0]), text)
+        """With ports that are free here, two processes for many, and a folder for a disk that hosts share."""
+        return PORT.sub(lambda found: self._port(found[0]), smaller(SHARED.sub("", text)))
 
     def _line(self, line: Line) -> None:
         if line.text in self.skips:
             return
         for name in line.variables:
             self.monkeypatch.setenv(name, "a value of the test")
-        words = [*map(self._local, line.words), *self.added.get(line.text, "").split()]
+        added = self.added.get(line.text, "").split()
+        words = [*shlex.split(self._local(shlex.join(line.words))), *added]
         if line.words[:1] == ["serve-reward"]:
             self._serve(words)
         elif line.words:
             for word in words[1:]:
                 if word[:1].isupper() and HUB.fullmatch(word):
                     place_model(word)
-            assert command(*words) == 0, line
+            if "--nproc" in words:
+                assert Program(*words, said="said").wait() == 0, f"{line}: {Path('said').read_text()}"
+            else:
+                assert command(*words) == 0, line
+        elif line.text.startswith(LAUNCHERS):
+            self.outside.run(" ".join([self._local(line.text), *added]))
         elif line.text.startswith(BY_SHELL):
             subprocess.run(["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30)
         else:
@@ -272,15 +285,15 @@ class Walk:
         """Starts a server and waits until it says that it serves. It ends with the walk."""
         shown = words[words.index("--port") + 1] if "--port" in words else "5000"
         self._stop(shown)  # as the reader would do before another one at the same port
-        told = [sys.executable, "-m", "valence", *words, "--port", self._port(shown)]
-        self.servers[shown] = subprocess.Popen(told, stdout=subprocess.PIPE, text=True)
-        said: Any = self.servers[shown].stdout
-        assert said.readline().startswith("serving"), told
+        said = Path(f"said at {shown}")
+        self.servers[shown] = server = Program(*words, "--port", self._port(shown), said=said)
+        server.wait_until(lambda: said.exists() and said.read_text())
+        assert said.read_text().startswith("serving"), words
 
     def _stop(self, port: str) -> None:
         if server := self.servers.pop(port, None):
-            server.terminate()
-            server.communicate(timeout=20)
+            server.send_signal(signal.SIGTERM)
+            server.wait(20)
 
     def _python(self, text: str, block: Block, below: Block | None, namespace: dict[str, Any]) -> None:
         out, where = io.StringIO(), f"{self.page}:{block.line}"

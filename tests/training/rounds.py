@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.programs import Program
 from tests.training.scoring import write
 from valence.training.reward_rows import score_by_reward
 from valence.training.sample_rows import Counted, Draws, sample_rows
@@ -58,11 +55,7 @@ def judge(*rewards: str, out: str = "scored.jsonl", data: Sequence[str] = ("answ
 
 def killed(*words: str, out: str, lines: int) -> int:
     """Lines that the command has written before it was killed, which is as soon as it has so many."""
-    command, path = [sys.executable, "-m", "valence", *words], Path(out)
-    process = subprocess.Popen(command, env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 200
-    while time.monotonic() < until and process.poll() is None and not (path.exists() and path.read_bytes().count(b"\n") >= lines):
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    program, path = Program(*words), Path(out)
+    program.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= lines)
+    assert program.kill() == -signal.SIGKILL
     return path.read_bytes().count(b"\n")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +15,7 @@ import torch
 import valence
 from tests.dist.rig import run as together
 from tests.models import tiny
+from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.dist.protocol import Group
 from valence.engine.reference import AdapterOff, Frozen, Later
@@ -228,16 +226,12 @@ def test_scoring_that_was_stopped_goes_on_where_it_was(place: Path, monkeypatch:
 
 def test_the_command_survives_being_killed(place: Path) -> None:
     """kill -9 while it fills; then it is called again, and once more with nothing left to do."""
-    command = [sys.executable, "-m", "valence", "score", "kto.yaml", "reference.cache=kept", "train.epochs=200"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-    until = time.monotonic() + 120
-    while time.monotonic() < until and not any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index")):
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    command[-1] = "train.epochs=2"
-    said = subprocess.run([*command, "--verify", "4"], env=env, capture_output=True, text=True, check=True).stdout
+    words = ("score", "kto.yaml", "reference.cache=kept")
+    program = Program(*words, "train.epochs=200")
+    program.wait_until(lambda: any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index")))
+    assert program.kill() == -signal.SIGKILL
+    assert Program(*words, "train.epochs=2", "--verify", "4", said="said").wait() == 0
+    said = Path("said").read_text()
     assert "reference cache: " in said
     assert "computed 4 sequences again" in said
     cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM
 
+from tests.programs import Program
 from tests.training.online import rewards
 from tests.training.online.rig import PROMPTS, logged, make, recipe
 from tests.training.test_resume import killed, train, weights
@@ -201,17 +199,11 @@ def test_a_reward_that_hangs_does_not_hold_up_the_end(place: Path) -> None:
     settings = alone(place, reward="tests.training.online.rewards:hanging", train={"max_steps": 3})
     (place / "recipe.yaml").write_text(yaml.safe_dump(settings))
     mark = place / "hangs"
-    command = [sys.executable, "-m", "valence", "train", str(place / "recipe.yaml"), "--nproc", "2"]
-    with (place / "said").open("w") as said:
-        run = subprocess.Popen(command, env={**os.environ, "MARK": str(mark)}, stdout=said, stderr=said)
-        try:
-            while run.poll() is None and not mark.exists():
-                time.sleep(0.05)
-            began = time.monotonic()
-            run.send_signal(signal.SIGTERM)
-            status = run.wait(40)
-        finally:
-            run.kill()
+    run = Program("train", str(place / "recipe.yaml"), "--nproc", "2", said=place / "said", MARK=str(mark))
+    run.wait_until(mark.exists)
+    began = time.monotonic()
+    run.send_signal(signal.SIGTERM)
+    status = run.wait(40)
     text = (place / "said").read_text()
     assert status == 128 + signal.SIGTERM, text
     assert time.monotonic() - began < 30, text
