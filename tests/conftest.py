@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
 
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -19,6 +21,18 @@ settings.load_profile("valence")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background: tests send this signal
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def forgets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No module that a test has imported from its folder is there for the next one, whose own may have the same name."""
+    before = set(sys.modules)
+    yield
+    folder = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name in sys.modules.keys() - before:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
+            del sys.modules[name]
+
 
 TOGETHER = ("dist", "real", "vllm", "site")
 """Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share something large."""

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import re
 import shlex
 import shutil
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
@@ -214,10 +212,6 @@ class Walk:
         self.outside.end()
         for port in list(self.servers):
             self._stop(port)
-        here = os.getcwd()
-        for name, module in list(sys.modules.items()):
-            if (getattr(module, "__file__", None) or "").startswith(here + os.sep):
-                del sys.modules[name]
 
     def _prepare(self, text: str) -> None:
         for name, rows in usual_files().items():
