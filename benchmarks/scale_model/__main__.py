@@ -1,7 +1,7 @@
 """python -m benchmarks.scale_model [--quick | --table]: does the model behind docs/scale.md foretell what a step takes?
 
 The model counts the operations of a step, the bytes that travel, and the memory of each process. Here it is given what two
-processes of one thread measure (products of matrices, sums of gradients over gloo, the optimizer's update; alone and at once),
+processes of one thread measure (a layer of the model, sums of gradients over gloo, the optimizer's update; alone and at once),
 and says how long steps of a model of 18 million weights take in float32: with one process, with two, and with weights that are
 split over two. They are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that stand
 published figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is foretold.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from benchmarks.scale_model import cases, tables
 from benchmarks.scale_model.here import Step, machine, measured, steps
@@ -24,8 +25,8 @@ STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
 of a published figure; and the relative difference of losses from that of one process."""
 
 
-def told(found: Sequence[Step], taken: Mapping[str, float]) -> str:
-    lines = ["processes   products (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
+def told(found: Sequence[Step], taken: Mapping[str, Any]) -> str:
+    lines = ["processes     layers (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
     for processes in (1, 2):
         here = machine(taken, processes)
         sums = f"{here.near / 1e9:14.2f}{here.start * 1e3:22.2f}" if processes > 1 else f"{'':36}"
@@ -63,7 +64,7 @@ def main() -> int:
     found = measured(5 if arguments.quick else 15)
     made = steps(found)
     line, held = verdict(made)
-    print(f"{told(made, found['seconds'])}\n\n{line}")
+    print(f"{told(made, found)}\n\n{line}")
     return 0 if held else 1
 
 

@@ -12,12 +12,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 
-import torch
-
-from benchmarks.scale_model.measure import PRODUCTS, SENT, STEPS, UPDATED, WAYS
+from benchmarks.scale_model.measure import SENT, STEPS, UPDATED, WAYS
 from benchmarks.scale_model.model import UPDATE, Job, Layout, Machine, balance, seconds, sharded
 from valence.dist.launch import launch
-from valence.engine import speed
 from valence.engine.shape import Shape
 from valence.engine.speed import Work
 
@@ -47,12 +44,13 @@ def measured(rounds: int) -> dict[str, Any]:
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-def machine(taken: Mapping[str, float], processes: int) -> Machine:
+def machine(found: Mapping[str, Any], processes: int) -> Machine:
     """This one, when so many processes work at once."""
+    taken = found["seconds"]
     small, large = (taken[f"sum, {size}"] for size in SENT)
     bandwidth = (SENT[1] - SENT[0]) / (large - small)  # of two processes, an all-reduce brings each as many bytes as it sums
     return Machine(
-        flops=speed.EFFICIENCY[torch.float32] * PRODUCTS / taken[f"product, {processes}"],
+        flops=found["layer"] / taken[f"layer, {processes}"],
         memory=UPDATE * UPDATED / taken[f"update, {processes}"],
         near=bandwidth,
         far=bandwidth,
@@ -70,6 +68,6 @@ def steps(found: Mapping[str, Any]) -> list[Step]:
             layout = sharded(processes) if way == "two, sharded" else Layout(processes)
             rounds, share = max(map(len, ran["operations"])), balance(ran["operations"], layout)
             job = Job(shape, Work(*found[name]), micro_batches=rounds, balance=share, width=4)
-            predicted = seconds(job, layout, machine(taken, processes)).total
+            predicted = seconds(job, layout, machine(found, processes)).total
             made.append(Step(name, way, predicted, taken[f"{name}, {way}"], ran["loss"]))
     return made

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from valence.data.forest import plant
 from valence.data.pack import strands
@@ -44,9 +44,10 @@ SENT = (1 << 16, 1 << 24)
 """Bytes of the gradients whose sums are timed."""
 UPDATED = 1 << 22
 """Weights whose update is timed."""
-TIMES = 5
-PRODUCTS = TIMES * 2 * 1024 * HIDDEN * INNER
-"""Operations of products as large as a feed-forward layer's."""
+CONFIG = {
+    "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+}  # fmt: skip
 
 
 def rows(tokens: int) -> list[Encoded]:
@@ -108,19 +109,30 @@ def _seconds(call: Callable[..., object], *given: Any) -> float:
 
 def ways(group: Group) -> dict[str, Way]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-    ))  # fmt: skip
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **CONFIG))
     whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
     several: Any = group
     shard(split, decoder_layers(split.causal), several, each=True)
     return dict(zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True))
 
 
+def layer() -> tuple[Callable[[], None], float]:
+    """One of the model's layers, forward and backward over a micro-batch, without what processes have to do with each other.
+    And its operations."""
+    made = LlamaModel(LlamaConfig(num_hidden_layers=1, attn_implementation="sdpa", **CONFIG))
+    made.set_input_embeddings(None)
+    shown = torch.randn(1, BUDGET, HIDDEN)
+
+    def run() -> None:
+        made(inputs_embeds=shown, use_cache=False).last_hidden_state.sum().backward()
+
+    pairs = BUDGET * (BUDGET + 1) / 2
+    return run, 3 * (2 * sum(p.numel() for p in made.parameters() if p.ndim == 2) * BUDGET + 4 * HIDDEN * pairs)
+
+
 def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     """Seconds of everything, the medians of so many rounds."""
-    a, b = torch.randn(1024, HIDDEN), torch.randn(HIDDEN, INNER)
+    run_layer, _ = layer()
     sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
     apart = torch.zeros(UPDATED, requires_grad=True)
     for each in (*sent, apart):
@@ -129,8 +141,8 @@ def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     timer = Timer(group)
     for done in range(rounds + 1):
         for name, way in made.items():
-            for step, tokens in STEPS.items():  # a product beside each: other work on the machine then slows both
-                timer.time(f"product, {WAYS[name]}", WAYS[name], lambda: [a @ b for _ in range(TIMES)])
+            for step, tokens in STEPS.items():  # a layer beside each: other work on the machine then slows both
+                timer.time(f"layer, {WAYS[name]}", WAYS[name], run_layer)
                 timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
         for processes in (1, 2):
             timer.time(f"update, {processes}", processes, update)
@@ -146,7 +158,7 @@ def measured(group: Group, rounds: int) -> dict[str, Any]:
     process's micro-batches."""
     made = ways(group)
     shape = shape_of(made["one process"].objective.policy.causal)
-    found: dict[str, Any] = {"seconds": timed(group, made, rounds), "shape": asdict(shape)}
+    found: dict[str, Any] = {"seconds": timed(group, made, rounds), "shape": asdict(shape), "layer": layer()[1]}
     for step, tokens in STEPS.items():
         for name, way in made.items():
             way.step(tokens) if group.rank < WAYS[name] else None

@@ -139,6 +139,7 @@ def check(
     from valence.api import check_sinks, show_audit
     from valence.config.load import load_recipe
     from valence.dist.single import Planned
+    from valence.report.console import exact
     from valence.training.methods import method_of
     from valence.training.plan import describe, make_plan
     from valence.training.setup import prepare
@@ -148,7 +149,8 @@ def check(
     shown = {name: setting for name, setting in source.settings.items() if every or not setting.is_default}
     for name, setting in shown.items():
         style = "dim" if setting.is_default else ""
-        table.add_row(name, json.dumps(setting.value, ensure_ascii=False, default=str), setting.origin, style=style)
+        value = json.dumps(setting.value, ensure_ascii=False) if isinstance(setting.value, str) else exact(setting.value)
+        table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):
         console.print(f"and {left} that have their defaults: --all lists them", style="dim", highlight=False)

@@ -112,7 +112,9 @@ def _is_container(value: object) -> bool:
 
 
 def exact(value: object) -> str:
-    """A value as it would stand in a recipe, not rounded."""
+    """A value as it would stand in a recipe, not rounded: 5 for 5.0."""
+    if isinstance(value, float) and value.is_integer() and abs(value) < 1e15:
+        value = int(value)
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -317,7 +319,7 @@ def audit_in_words(found: Mapping[str, Any]) -> dict[str, Any]:
 def audit_warnings(found: Mapping[str, Any]) -> list[str]:
     """What the audit of one list of rows holds against it: rows that were not used, and its findings, a line each."""
     said = found.get("said", {})
-    unused = [(f"{number(u['count'])} rows were not used: {u['reason']}", u["rows"]) for u in found.get("unused", ())]
+    unused = [(_unused(u), u["rows"]) for u in found.get("unused", ())]
     findings = [
         (said[name], ())
         if name in said
@@ -325,6 +327,14 @@ def audit_warnings(found: Mapping[str, Any]) -> list[str]:
         for name, f in found.get("findings", {}).items()
     ]
     return [f"{what}; such as {', '.join(rows)}" if rows else what for what, rows in (*unused, *findings)]
+
+
+def _unused(found: Mapping[str, Any]) -> str:
+    """The kind of reason, and what was said of the first of the rows."""
+    kind = str(found["kind"]).replace("_", " ")
+    if found["count"] == 1:
+        return f"1 row was not used ({kind}: {found['reason']})"
+    return f"{number(found['count'])} rows were not used ({kind}; the first: {found['reason']})"
 
 
 def _has_rows(value: object) -> bool:

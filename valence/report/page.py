@@ -174,12 +174,17 @@ def _facts(run: RunData) -> str:
         ("examples per step", settings.get("train.batch_size")),
         ("learning rate", exact(rate) if finite(rate := settings.get("train.learning_rate")) else None),
         ("tokens", run.metrics[-1].get("tokens_seen") if run.metrics else None),
-        ("started", run.run.get("started")),
-        ("finished", run.run.get("finished")),
+        ("started", _moment(run.run.get("started"))),
+        ("finished", _moment(run.run.get("finished"))),
         ("folder", run.path.resolve().name),
     ]
     cells = (f"<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd></div>" for name, value in facts if value not in (None, ""))
     return f'<dl class="facts">{"".join(cells)}</dl>'
+
+
+def _moment(iso: object) -> str:
+    """A time as the run's facts have it, in words."""
+    return str(iso or "").replace("T", " ").replace("+00:00", " UTC")
 
 
 def _headlines(run: RunData) -> str:
@@ -329,13 +334,16 @@ def _summary(found: Json) -> str:
     classes = found.get("classes")
     if isinstance(classes, Mapping) and len(classes) > 1:
         said.append(esc(classes))
+    cut, lengths = found.get("truncation"), list[str]()
     for name in ("prompt", "answer"):
         spread = found.get(f"{name}_length")
         if isinstance(spread, Mapping) and all(finite(spread.get(key)) for key in ("min", "median", "max")):
-            said.append(
+            lengths.append(
                 f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median {number(spread['median'])})"
             )
-    return "; ".join(said)
+    if lengths and isinstance(cut, Mapping) and cut.get("too_long"):
+        lengths[0] = f"of all {number(cut['rows'])} rows: {lengths[0]}"
+    return "; ".join((*said, *lengths))
 
 
 def _tables(found: Json) -> str:
