@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ def fork_server() -> Any:
 
 
 class Program:
-    """`valence` with these words, in the current folder. said: a file for what it prints; environment: variables of its own."""
+    """`valence` with these words, in the current folder. said: a file for what it prints; environment: variables of its own;
+    main: what is called in place of `valence`, of a module."""
 
-    def __init__(self, *words: str, said: str | Path = os.devnull, **environment: str) -> None:
+    def __init__(
+        self, *words: str, said: str | Path = os.devnull, main: Callable[[], None] = cli.main, **environment: str
+    ) -> None:
         out = os.fspath(Path(said).absolute())
         self.process = fork_server().Process(
-            target=_main, args=(words, os.getcwd(), {**os.environ, **environment}, out), daemon=False
+            target=_main, args=(main, words, os.getcwd(), {**os.environ, **environment}, out), daemon=False
         )
         self.process.start()
         self.pid: int = self.process.pid
@@ -66,7 +70,7 @@ class Program:
         return self.process.exitcode
 
 
-def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], said: str) -> None:
+def _main(main: Callable[[], None], words: tuple[str, ...], folder: str, environment: dict[str, str], said: str) -> None:
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
@@ -77,7 +81,7 @@ def _main(words: tuple[str, ...], folder: str, environment: dict[str, str], said
     sys.argv = ["valence", *words]
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if "--nproc" in words:
-        with popen_forks(cli.main):
-            cli.main()
+        with popen_forks(main):
+            main()
     else:
-        cli.main()
+        main()

@@ -53,7 +53,7 @@ def whole(run: Path) -> list[int]:
 
 
 @pytest.mark.parametrize(("name", "background", "stride"), [
-    ("kto, lora", False, 1), ("kto, lora", True, 3), ("sft, whole models", False, 9),
+    ("kto, lora", False, 2), ("kto, lora", True, 5), ("sft, whole models", False, 9),
 ])  # fmt: skip
 def test_any_operation_of_a_save_may_fail_once(
     name: str,

@@ -410,7 +410,9 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     wandb.setup().ensure_service()  # programs that are started from here are told of it, as from any that uses wandb itself
-    assert trained(tmp_path, "plain", -1, []).returncode == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["-c", str(tmp_path), "plain", "-1", "[]"])
+        exec(TRAINS, {})
     kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
     assert trained(tmp_path, "run", 5, kinds).returncode == -signal.SIGKILL
     done = trained(tmp_path, "run", -1, kinds)

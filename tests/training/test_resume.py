@@ -13,6 +13,7 @@ from rich.console import Console
 
 import valence
 from tests.models import tiny
+from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from tests.training.test_run import ROWS, folder, logged, recipe, written  # noqa: F401  (a fixture)
 from valence.api import build_run
@@ -352,13 +353,11 @@ def test_settings_that_cannot_be_are_refused(given: dict[str, Any], why: str, se
 
 
 def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     run = build_run(settings, quiet=True)
-    code = "import sys, json, valence; valence.train(json.loads(sys.argv[1]), quiet=True)"
-    found = subprocess.run([sys.executable, "-c", code, json.dumps(settings)], capture_output=True, text=True, check=False)
-    assert "another run is using this folder: pid" in found.stderr
+    recipe, said = tmp_path / "recipe.yaml", tmp_path / "said"
+    recipe.write_text(json.dumps(settings))
+    assert Program("train", str(recipe), said=said).wait() == 2
+    assert "another run is using this folder: pid" in said.read_text()
     assert run.folder is not None
     run.folder.close()
 

@@ -5,12 +5,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import resource
 import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +15,9 @@ import pytest
 import torch
 
 from tests.command import command
+from tests.programs import Program
 from tests.training.scoring import ALL, FILES, read, score, whole, write
+from valence import cli
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.training import score_rows as module
@@ -67,17 +65,16 @@ def test_rows_that_were_added_to_the_data_are_scored(place: Path) -> None:
     assert Path("out.jsonl").read_bytes() == Path("anew.jsonl").read_bytes()
 
 
+def small_windows() -> None:
+    module.WINDOW = 8
+    cli.main()
+
+
 def test_a_program_that_is_killed_loses_a_window_at_most(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write("rows.jsonl", [{"prompt": f"question {i} ", "completion": f"{i * i} " * 20} for i in range(600)])
-    call = f"from valence.training import score_rows as m; m.WINDOW = 8; m.score_rows('model', ['{rows}'], m.Path('out.jsonl'))"
-    process = subprocess.Popen(
-        [sys.executable, "-c", call], env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.DEVNULL
-    )
-    out, until = Path("out.jsonl"), time.monotonic() + 200
-    while time.monotonic() < until and not (out.exists() and out.read_bytes().count(b"\n") > 20) and process.poll() is None:
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
+    out, program = Path("out.jsonl"), Program("score", "model", "--data", rows, "--out", "out.jsonl", main=small_windows)
+    program.wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 20)
+    assert program.kill() == -signal.SIGKILL
     done = out.read_bytes().count(b"\n")
     monkeypatch.setattr(module, "WINDOW", 8)
     tally = score(rows)
