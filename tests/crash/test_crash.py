@@ -78,7 +78,8 @@ def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place
 
 
 def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """The second of each kind on each kind of file, or the only one: of the start, the log, evaluations, the model, the page."""
+    """The second of each kind on each kind of file, or the only one: of the start, the log, evaluations, the model, the page.
+    Before a file is flushed the folder looks as it does before what comes next."""
     case, run = CASE["dpo"], tmp_path / "run"
     seen = Counter[tuple[str, str]]()
     left: dict[tuple[str, str], Path] = {}
@@ -86,7 +87,7 @@ def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tm
     def freeze(operation: str, path: str) -> None:
         kind = operation, re.sub(r"\d+", "N", os.path.relpath(path, run))
         seen[kind] += 1
-        if "checkpoints" not in path and seen[kind] <= 2:
+        if operation != "os.fsync" and "checkpoints" not in path and seen[kind] <= 2:
             shutil.rmtree(left.get(kind, tmp_path / "none"), ignore_errors=True)
             left[kind] = frozen(run, tmp_path / f"left {seen.total()}")
 
