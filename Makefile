@@ -1,7 +1,7 @@
 # `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
-# `make test`: the whole suite, by three processes.   `make setup`: the environment both use.
+# `make test`: the whole suite, by two processes.   `make setup`: the environment both use.
 PYTHON ?= python3
-WORKERS ?= 3
+WORKERS ?= 2
 BIN := .venv/bin
 
 # Threads that wait by spinning slow a small machine several times over.

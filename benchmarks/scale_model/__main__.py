@@ -1,11 +1,11 @@
 """python -m benchmarks.scale_model [--quick | --table]: does the model behind docs/scale.md foretell what a step takes?
 
 The model counts the operations of a step, the bytes that travel, and the memory of each process. Here it is given what two
-processes of one thread measure (a layer of the model, sums of gradients over gloo, the optimizer's update; alone and at once),
-and says how long steps of a model of 18 million weights take in float32: with one process, with two, and with weights that are
-split over two. They are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that stand
-published figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is foretold.
---quick: five rounds instead of fifteen. --table: prints the tables of docs/scale.md, and measures nothing.
+processes of one thread measure (a step of 1,024 tokens that each runs apart, sums of gradients, the optimizer's update), and says
+how long steps of a model of 18 million weights take in float32: with one process, with two, and with weights that are split over
+two. They are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that stand published
+figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is foretold.
+--quick: three rounds instead of fifteen. --table: prints the tables of docs/scale.md, and measures nothing.
 Exit status: 0 all figures held, 1 some fell short.
 """
 
@@ -26,7 +26,7 @@ of a published figure; and the relative difference of losses from that of one pr
 
 
 def told(found: Sequence[Step], taken: Mapping[str, Any]) -> str:
-    lines = ["processes     layers (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
+    lines = ["processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
     for processes in (1, 2):
         here = machine(taken, processes)
         sums = f"{here.near / 1e9:14.2f}{here.start * 1e3:22.2f}" if processes > 1 else f"{'':36}"
@@ -55,13 +55,13 @@ def _off(ratio: float) -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.scale_model", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="five rounds instead of fifteen")
+    parser.add_argument("--quick", action="store_true", help="three rounds instead of fifteen")
     parser.add_argument("--table", action="store_true", help="the tables of docs/scale.md alone")
     arguments = parser.parse_args()
     if arguments.table:
         print(tables.text(), end="")
         return 0
-    found = measured(5 if arguments.quick else 15)
+    found = measured(3 if arguments.quick else 15)
     made = steps(found)
     line, held = verdict(made)
     print(f"{told(made, found)}\n\n{line}")

@@ -50,12 +50,13 @@ def machine(found: Mapping[str, Any], processes: int) -> Machine:
     small, large = (taken[f"sum, {size}"] for size in SENT)
     bandwidth = (SENT[1] - SENT[0]) / (large - small)  # of two processes, an all-reduce brings each as many bytes as it sums
     return Machine(
-        flops=found["layer"] / taken[f"layer, {processes}"],
+        flops=found["apart"] / taken[f"apart, {processes}"],
         memory=UPDATE * UPDATED / taken[f"update, {processes}"],
         near=bandwidth,
         far=bandwidth,
         start=small - SENT[0] / bandwidth,
         overlaps=False,
+        scatters=2,  # gloo's is an all-reduce, of which each process keeps its part
     )
 
 

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from valence.data.forest import plant
 from valence.data.pack import strands
@@ -37,17 +37,15 @@ from valence.types import Answer, Encoded, Origin
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096
 BUDGET = 256
-STEPS = {"256 tokens": 256, "1,024 tokens": 1024}
+STEPS = {"512 tokens": 512, "1,536 tokens": 1536}
 """Tokens of the steps that are foretold: few, so that what travels counts, and many."""
 WAYS = {"one process": 1, "two processes": 2, "two, sharded": 2}
 SENT = (1 << 16, 1 << 24)
 """Bytes of the gradients whose sums are timed."""
 UPDATED = 1 << 22
 """Weights whose update is timed."""
-CONFIG = {
-    "hidden_size": HIDDEN, "intermediate_size": INNER, "vocab_size": VOCABULARY, "num_attention_heads": 8,
-    "num_key_value_heads": 8,
-}  # fmt: skip
+APART = 1024
+"""Tokens of the step that says how fast a process is when it waits for no other."""
 
 
 def rows(tokens: int) -> list[Encoded]:
@@ -76,6 +74,10 @@ class Way:
 
     def step(self, tokens: int) -> None:
         self.loss = float(optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss)
+
+    def operations(self, tokens: int) -> float:
+        """Of a step that this process runs alone."""
+        return sum(speed.step(shape_of(self.objective.policy.causal), work) for work in self.laid_out(tokens))
 
     def laid_out(self, tokens: int) -> list[Work]:
         """What each of this process's micro-batches of a step runs, counted on the rows."""
@@ -109,30 +111,19 @@ def _seconds(call: Callable[..., object], *given: Any) -> float:
 
 def ways(group: Group) -> dict[str, Way]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, **CONFIG))
+    model = LlamaForCausalLM(LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
+        vocab_size=VOCABULARY,
+    ))  # fmt: skip
     whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
     several: Any = group
     shard(split, decoder_layers(split.causal), several, each=True)
     return dict(zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True))
 
 
-def layer() -> tuple[Callable[[], None], float]:
-    """One of the model's layers, forward and backward over a micro-batch, without what processes have to do with each other.
-    And its operations."""
-    made = LlamaModel(LlamaConfig(num_hidden_layers=1, attn_implementation="sdpa", **CONFIG))
-    made.set_input_embeddings(None)
-    shown = torch.randn(1, BUDGET, HIDDEN)
-
-    def run() -> None:
-        made(inputs_embeds=shown, use_cache=False).last_hidden_state.sum().backward()
-
-    pairs = BUDGET * (BUDGET + 1) / 2
-    return run, 3 * (2 * sum(p.numel() for p in made.parameters() if p.ndim == 2) * BUDGET + 4 * HIDDEN * pairs)
-
-
 def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     """Seconds of everything, the medians of so many rounds."""
-    run_layer, _ = layer()
+    apart_from_others = made["one process"].step
     sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
     apart = torch.zeros(UPDATED, requires_grad=True)
     for each in (*sent, apart):
@@ -141,8 +132,8 @@ def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     timer = Timer(group)
     for done in range(rounds + 1):
         for name, way in made.items():
-            for step, tokens in STEPS.items():  # a layer beside each: other work on the machine then slows both
-                timer.time(f"layer, {WAYS[name]}", WAYS[name], run_layer)
+            timer.time(f"apart, {WAYS[name]}", WAYS[name], apart_from_others, APART)  # what slows these slows that, too
+            for step, tokens in STEPS.items():
                 timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
         for processes in (1, 2):
             timer.time(f"update, {processes}", processes, update)
@@ -158,7 +149,11 @@ def measured(group: Group, rounds: int) -> dict[str, Any]:
     process's micro-batches."""
     made = ways(group)
     shape = shape_of(made["one process"].objective.policy.causal)
-    found: dict[str, Any] = {"seconds": timed(group, made, rounds), "shape": asdict(shape), "layer": layer()[1]}
+    found: dict[str, Any] = {
+        "seconds": timed(group, made, rounds),
+        "shape": asdict(shape),
+        "apart": made["one process"].operations(APART),
+    }
     for step, tokens in STEPS.items():
         for name, way in made.items():
             way.step(tokens) if group.rank < WAYS[name] else None

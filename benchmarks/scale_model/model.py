@@ -19,6 +19,8 @@ MASTER = 4
 UPDATE = 28
 """Bytes that AdamW moves for a weight: it reads weight, gradient and two moments, and writes all but the gradient."""
 
+COPIED = 2
+"""Bytes that a copy moves for each of its own."""
 
 WHOLE = Split()
 """Each process holds all weights."""
@@ -30,7 +32,7 @@ class Machine:
 
     A collective takes ``start`` seconds, ``near_hop`` or ``far_hop`` for each process that it passes within a host of ``host`` or
     between two, and the time of its bytes at ``near`` or ``far`` (over hosts) bytes per second through each process.
-    ``overlaps``: collectives of sharded weights go on while layers run.
+    ``overlaps``: collectives of sharded weights go on while layers run. ``scatters``: rounds of a reduce-scatter.
     """
 
     flops: float
@@ -42,6 +44,7 @@ class Machine:
     far_hop: float = 0.0
     host: int = 8
     overlaps: bool = True
+    scatters: int = 1
 
     def seconds(self, size: float, processes: int, rounds: int = 1, *, within: bool = False) -> float:
         """Of a ring over ``size`` bytes: one round is an all-gather or a reduce-scatter, two are an all-reduce. within: all
@@ -158,9 +161,13 @@ def _sharded_passes(job: Job, layout: Layout, machine: Machine) -> list[tuple[fl
     """Of each pass: seconds of its products, of the collectives that may hide behind them, and of those that cannot."""
     layers, outside = gathered(job, layout)
     count, split = job.shape.layers, layout.split
-    gather = machine.seconds(layers / count, layout.dealt)
-    root = machine.seconds(outside, layout.dealt)
-    scatter = machine.seconds(MASTER * job.shape.trained / split.tensor / count, layout.dealt) if split.each else 0.0
+
+    def moved(size: float, rounds: int = 1) -> float:
+        """FSDP2 copies what comes to where the layer looks for it, and what goes to where it is sent from."""
+        return machine.seconds(size, layout.dealt, rounds) + COPIED * size / machine.memory
+
+    gather, root = moved(layers / count), moved(outside)
+    scatter = moved(MASTER * job.shape.trained / split.tensor / count, machine.scatters) if split.each else 0.0
     forward, backward, *measured = _products(job, layout, machine)
     return [
         (forward, (count - 1) * gather, gather + root),

@@ -1,7 +1,5 @@
-"""Valence's side, in this process.
-
-KTO, DPO and SFT are ``Objective.run``, the part of Valence that every training step runs. There is no policy-gradient method
-yet: for "grpo" the clipped loss is written here, over the engine's log-probabilities, and measures the engine.
+"""Valence's side, in this process: ``Objective.run``, the part of Valence that every training step runs. For "grpo" the answers
+come with what is known of them when they have been sampled and judged: log-probabilities and advantages.
 """
 
 from __future__ import annotations
@@ -12,27 +10,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.parity.cases import z0_of_trl
 from benchmarks.step.cases import Case
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, Models
 from valence.data.mismatch import mismatch_groups
-from valence.data.pack import collate, pack
+from valence.data.pack import collate
 from valence.dist.single import Single
 from valence.engine.cache import Cached
 from valence.engine.compiling import compile_layers, why_not
-from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference, load_model
-from valence.engine.reference import Reference
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Encoded
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
-CLIP = 0.2  # TRL's default
-SETTINGS = {"kto": z0_of_trl(8), "dpo": {}, "sft": {}}
+SETTINGS = {"kto": z0_of_trl(8), "dpo": {}, "sft": {}, "grpo": {}}
 
 
 @dataclass(frozen=True)
@@ -61,6 +55,8 @@ class Ours:
         if case.method != "sft":  # for grpo it is the policy that the completions came from
             other = load_model(str(models.reference), dtype=torch.float32)
             self.reference = Cached(build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache)
+        if case.method == "grpo":
+            self.sets = [[self._judged(unit) for unit in units] for units in sets]
 
     def rows(self, number: int) -> list[dict[str, Any]]:
         """The rows of a step as TRL's side is told of them, with the reference's values, which are in the cache from now on."""
@@ -78,6 +74,14 @@ class Ours:
                 row["mismatched_ref"] = sum(self._values(unit)[0])
         return told
 
+    def _judged(self, unit: Encoded) -> Encoded:
+        """As a round hands it to training. Its scores serve as advantages."""
+        answers = [
+            replace(answer, columns=(("old", tuple(old)), ("adv", (score,) * len(old))))
+            for answer, old, score in zip(unit.answers, self._values(unit), unit.scores, strict=True)
+        ]
+        return replace(unit, answers=tuple(answers))
+
     def _values(self, unit: Encoded) -> list[list[float]]:
         """The reference's log-probabilities of each answer's tokens."""
         assert self.reference is not None
@@ -94,14 +98,10 @@ class Ours:
 
         def run() -> tuple[float, float]:
             begin = time.perf_counter()
-            if self.case.method == "grpo":
-                assert self.reference is not None
-                loss = policy_update(self.policy, self.reference, units)
-            else:
-                method = METHODS[self.case.method]
-                settings = method.resolve(SETTINGS[self.case.method])
-                objective = Objective(method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH)
-                loss = objective.run(units, backward=True).loss
+            method = METHODS[self.case.method]
+            settings = method.resolve(SETTINGS[self.case.method])
+            objective = Objective(method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH)
+            loss = objective.run(units, backward=True).loss
             return loss.item(), time.perf_counter() - begin
 
         missed = self.reference.misses if self.reference else 0
@@ -112,25 +112,6 @@ class Ours:
         norm = torch.nn.utils.get_total_norm(grads).item()
         self.policy.zero_grad(set_to_none=True)
         return Figures(loss, norm, seconds, peak)
-
-
-def policy_update(engine: Engine, reference: Reference, units: list[Encoded]) -> Tensor:
-    """Mean over tokens of -min(r A, clip(r) A), r the ratio to the reference's probability, with its gradients.
-
-    A, a ranking's scores, belongs to a whole answer.
-    """
-    advantages = torch.tensor([unit.scores for unit in units])
-    count = sum(len(answer.ids) for unit in units for answer in unit.answers)
-    total = torch.zeros(())
-    for dealt in pack(units, BUDGET):
-        batch = collate([units[i] for i in dealt], dealt, None, engine.device)
-        ratio = (engine(batch).logp - reference(batch))[batch.mask].exp()
-        owner = batch.seq[batch.mask]
-        advantage = advantages[batch.unit[owner], batch.side[owner]]
-        loss = -torch.minimum(ratio * advantage, ratio.clamp(1 - CLIP, 1 + CLIP) * advantage).sum() / count
-        loss.backward()
-        total = total + loss.detach()
-    return total
 
 
 def mismatched(units: list[Encoded]) -> list[Encoded]:

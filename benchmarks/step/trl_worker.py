@@ -44,7 +44,7 @@ STAND_INS = {
     "sft": {"prompt": spelled([3, 4]), "completion": spelled([5])},
     "grpo": {"prompt": spelled([3, 4])},
 }
-GRPO = {"loss_type": "bnpo", "beta": 0.0, "num_generations": 2, "per_device_train_batch_size": 2}
+GRPO = {"loss_type": "grpo", "beta": 0.0, "num_generations": 2, "per_device_train_batch_size": 2}
 EOS = 2
 
 

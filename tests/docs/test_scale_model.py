@@ -104,10 +104,10 @@ def test_weights_are_split_where_they_do_not_fit() -> None:
 
 def test_a_machine_is_found_from_its_timings() -> None:
     small, large = measure.SENT
-    taken = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {"product, 2": 0.5, "update, 2": 0.25}
-    found = here.machine(taken, 2)
+    taken = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {"apart, 2": 0.5, "update, 2": 0.25}
+    found = here.machine({"seconds": taken, "apart": 3e9}, 2)
     assert found.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
-    assert found.flops == pytest.approx(0.75 * measure.PRODUCTS / 0.5)
+    assert found.flops == pytest.approx(3e9 / 0.5)
     assert found.memory == pytest.approx(28 * measure.UPDATED / 0.25)
 
 
@@ -115,12 +115,12 @@ def test_a_machine_is_found_from_its_timings() -> None:
 def test_the_last_line_and_the_status_agree(
     slower: float, loss: float, held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    timings = {f"{name}, {n}": 1.0 for name in ("product", "update") for n in (1, 2)} | {
+    timings = {f"{name}, {n}": 1.0 for name in ("apart", "update") for n in (1, 2)} | {
         f"sum, {n}": n * 1e-9 for n in measure.SENT
     }
     seconds = {"one process": 1.0, "two processes": 0.6 * slower, "two, sharded": 0.6}
     made = [Step("a", way, 1.0 if way == "one process" else 0.6, taken, 2.0) for way, taken in seconds.items()]
-    monkeypatch.setattr(benchmark, "measured", lambda _: {"seconds": timings})
+    monkeypatch.setattr(benchmark, "measured", lambda _: {"seconds": timings, "apart": 1.0})
     monkeypatch.setattr(benchmark, "steps", lambda _: [*made[:2], replace(made[2], loss=loss)])
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
     assert benchmark.main() == (0 if held else 1)
@@ -131,7 +131,7 @@ def test_the_last_line_and_the_status_agree(
 
 def small(group: Group) -> dict[str, Any]:
     """The measurement, on steps that take no time."""
-    measure.STEPS = {"few": 256}
+    measure.STEPS, measure.APART = {"few": 256}, 64
     measure.HIDDEN, measure.INNER, measure.VOCABULARY, measure.BUDGET = 32, 64, 128, 64
     return measure.measured(group, 1)
 
