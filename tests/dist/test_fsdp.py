@@ -67,6 +67,35 @@ def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[
         assert sum(found["rows"] for found in each) == wanted["rows"], case.name
 
 
+def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
+    """With what ``parallel.offload`` asks for, but for memory that a device reads by itself: there is none."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from valence.dist import fsdp2
+
+    made: list[CPUOffloadPolicy] = []
+
+    def policy() -> CPUOffloadPolicy:
+        made.append(CPUOffloadPolicy(pin_memory=False))
+        return made[-1]
+
+    fsdp2.OffloadPolicy = policy  # type: ignore[assignment]
+    found = measure(group, cases, True)
+    assert len(made) >= len(cases)
+    return found
+
+
+def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
+    cases = [Case("kto", lora=True, follows=True), Case("dpo")]
+    alone, ranks = measure(Single(), cases), run(offloaded, 2, cases, deadline=60.0)
+    assert [rank.error for rank in ranks] == ["", ""]
+    for case in cases:
+        found, wanted = ranks[0].value[case.name], alone[case.name]
+        for one, other in zip(found["steps"], wanted["steps"], strict=True):
+            assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True), case.name
+        assert distance(found["weights"], wanted["weights"]) <= 1e-9, case.name
+
+
 def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
     """How far, relatively, the numbers of one process are from each other when a step is cut otherwise; and how far weights are:
     twice that. In fewer digits than float64 no two cuts agree, least in differences of log-probabilities."""
