@@ -56,7 +56,7 @@ def test_the_card_tells_what_why_and_how():
     ):
         assert "<tr>\n" + "".join(f"<td>{cell}</td>\n" for cell in row) + "</tr>" in out
     assert '<code class="language-sh">valence train recipe.yaml\n</code>' in out
-    assert "<li>Training rows: 3 rows were not used: no completion; such as feedback.jsonl:7</li>" in out
+    assert "<li>Training rows: 3 rows were not used (the first: no completion); such as feedback.jsonl:7</li>" in out
 
 
 def test_the_head_is_what_the_hub_reads():

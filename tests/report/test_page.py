@@ -50,6 +50,7 @@ AUDIT = {
         ],
         "prompt_length": {"min": 4, "median": 31.0, "p95": 80, "max": 112},
         "answer_length": {"min": 2, "median": 96.5, "p95": 250, "max": 1300},
+        "truncation": {"rows": 203, "too_long": 3},
         "findings": {
             "contradictions": {"count": 2, "rows": ["feedback.jsonl:12 against feedback.jsonl:9"]},
             "length_bias": {"count": 1, "rows": []},
@@ -160,7 +161,8 @@ def test_a_finished_run_is_told_in_full(run_dir):
     assert path.stat().st_size < 8e6
     assert "kto trained a LoRA adapter of rank 16 of org/tiny-chat" in page.text
     assert "60 optimizer steps in 3m12s" in page.text
-    assert "train: 3 rows were not used: longer than max_length; such as feedback.jsonl:7, " in page.text
+    assert "of all 203 rows: prompts of 4 to 112 tokens (median 31); answers of 2 to 1,300 tokens" in page.text
+    assert "train: 3 rows were not used (too long; the first: longer than max_length); such as feedback.jsonl:7, " in page.text
     assert "train: contradictions (2); such as feedback.jsonl:12 against feedback.jsonl:9" in page.text
     assert "train: length bias" in page.text
     assert "prompt lengthmin4median31p9580max112" in page.text

@@ -330,11 +330,11 @@ def audit_warnings(found: Mapping[str, Any]) -> list[str]:
 
 
 def _unused(found: Mapping[str, Any]) -> str:
-    """The kind of reason, and what was said of the first of the rows."""
-    kind = str(found["kind"]).replace("_", " ")
+    """The kind of reason, if it says anything, and what was said of the first of the rows."""
+    kind = "" if found["kind"] == "bad" else str(found["kind"]).replace("_", " ") + "; "
     if found["count"] == 1:
-        return f"1 row was not used ({kind}: {found['reason']})"
-    return f"{number(found['count'])} rows were not used ({kind}; the first: {found['reason']})"
+        return f"1 row was not used ({kind}{found['reason']})"
+    return f"{number(found['count'])} rows were not used ({kind}the first: {found['reason']})"
 
 
 def _has_rows(value: object) -> bool:
