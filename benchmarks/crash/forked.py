@@ -33,7 +33,7 @@ def popen_forks(program: Callable[[], None]):
             **how: Any,
         ) -> None:
             def child() -> None:  # the last that Popen calls before it would start another program
-                subprocess.Popen = plain  # type: ignore[misc]
+                subprocess.Popen = plain  # type: ignore[misc]  # what the program itself starts is no copy of it
                 preexec_fn()
                 _as_if_new(env, pass_fds)
                 os._exit(_status(program))

@@ -25,14 +25,14 @@ STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
 of a published figure; and the relative difference of losses from that of one process."""
 
 
-def told(found: Sequence[Step], taken: Mapping[str, Any]) -> str:
+def told(made: Sequence[Step], found: Mapping[str, Any]) -> str:
     lines = ["processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
     for processes in (1, 2):
-        here = machine(taken, processes)
+        here = machine(found, processes)
         sums = f"{here.near / 1e9:14.2f}{here.start * 1e3:22.2f}" if processes > 1 else f"{'':36}"
         lines.append(f"{processes:9}{here.flops / 1e9:20.1f}{sums}{here.memory / 28e6:29.0f}")
     lines.append("\nstep                              predicted (s)   measured (s)   ratio   loss")
-    lines += [f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}" for s in found]
+    lines += [f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}" for s in made]
     return "\n".join(lines)
 
 

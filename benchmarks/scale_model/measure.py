@@ -123,16 +123,15 @@ def ways(group: Group) -> dict[str, Way]:
 
 def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     """Seconds of everything, the medians of so many rounds."""
-    apart_from_others = made["one process"].step
     sent = [torch.zeros(size // 4, requires_grad=True) for size in SENT]
-    apart = torch.zeros(UPDATED, requires_grad=True)
-    for each in (*sent, apart):
+    weights = torch.zeros(UPDATED, requires_grad=True)
+    for each in (*sent, weights):
         each.grad = torch.ones_like(each)
-    update = torch.optim.AdamW([apart], lr=1e-6).step
+    update = torch.optim.AdamW([weights], lr=1e-6).step
     timer = Timer(group)
     for done in range(rounds + 1):
         for name, way in made.items():
-            timer.time(f"apart, {WAYS[name]}", WAYS[name], apart_from_others, APART)  # what slows these slows that, too
+            timer.time(f"apart, {WAYS[name]}", WAYS[name], made["one process"].step, APART)  # what slows these slows that, too
             for step, tokens in STEPS.items():
                 timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
         for processes in (1, 2):

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -79,8 +80,8 @@ def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
         made.append(CPUOffloadPolicy(pin_memory=False))
         return made[-1]
 
-    fsdp2.OffloadPolicy = policy  # type: ignore[assignment]
-    found = measure(group, cases, True)
+    with patch.object(fsdp2, "OffloadPolicy", policy):
+        found = measure(group, cases, True)
     assert len(made) >= len(cases)
     return found
 

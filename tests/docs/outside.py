@@ -18,7 +18,6 @@ PROCESSES = re.compile(r"(?<=--)(nproc|nproc-per-node|num_processes)( +)\d+")
 PROGRAMS = {
     "torchrun": [sys.executable, "-m", "torch.distributed.run"],
     "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
-    "valence": [sys.executable, "-m", "valence"],
 }
 SLURM = {
     "sbatch": 'exec bash "$@"',

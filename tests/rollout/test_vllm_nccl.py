@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -13,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rollout.environment import HERE, needs_vllm
 from tests.rollout.fake import Fake
 from tests.rollout.test_vllm import UPDATE, WEIGHTS, fake, generator
-from tests.rollout.test_vllm_server import HERE
 from valence.errors import UserError
 from valence.rollout.transports import Nccl
 
@@ -75,7 +76,7 @@ class Group:
 def group(monkeypatch: pytest.MonkeyPatch) -> Group:
     made = Group()
     monkeypatch.setattr(torch.cuda, "nccl", made)
-    monkeypatch.setitem(__import__("sys").modules, "torch.cuda.nccl", made)
+    monkeypatch.setitem(sys.modules, "torch.cuda.nccl", made)
     monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append("wait"))
     return made
@@ -116,12 +117,12 @@ def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> N
 
 
 @pytest.mark.vllm
-@pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one")
+@needs_vllm
 def test_the_fields_are_those_that_vllm_knows() -> None:
     """Read from its source: without CUDA its module cannot be run."""
     source = next(HERE.parents[1].glob("lib/python*/site-packages/vllm/distributed/weight_transfer"))
     fields = {
-        node.name: {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}  # type: ignore[union-attr]
+        node.name: {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
         for file in ("nccl_common.py", "nccl_engine.py")
         for node in ast.parse((source / file).read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)

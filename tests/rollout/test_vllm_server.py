@@ -21,23 +21,21 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.arch.source import ROOT
+from tests.rollout.environment import HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
 from valence.errors import UserError
 from valence.rollout.check import Evidence, check, difference
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
-from valence.rollout.servers import PYTHON, Server
+from valence.rollout.servers import Server
 from valence.rollout.transports import Disk, Gloo, Lora, Transport
 from valence.rollout.vllm import VLLMGenerator
 from valence.types import Completion
 
-HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
-
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one"),
+    needs_vllm,
 ]
 
 CLOSE = 1e-4

@@ -334,16 +334,16 @@ def _summary(found: Json) -> str:
     classes = found.get("classes")
     if isinstance(classes, Mapping) and len(classes) > 1:
         said.append(esc(classes))
-    cut, lengths = found.get("truncation"), list[str]()
+    cut, spans = found.get("truncation"), list[str]()
     for name in ("prompt", "answer"):
         spread = found.get(f"{name}_length")
         if isinstance(spread, Mapping) and all(finite(spread.get(key)) for key in ("min", "median", "max")):
-            lengths.append(
+            spans.append(
                 f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median {number(spread['median'])})"
             )
-    if lengths and isinstance(cut, Mapping) and cut.get("too_long"):
-        lengths[0] = f"of all {number(cut['rows'])} rows: {lengths[0]}"
-    return "; ".join((*said, *lengths))
+    if spans and isinstance(cut, Mapping) and cut.get("too_long"):
+        spans[0] = f"of all {number(cut['rows'])} rows: {spans[0]}"
+    return "; ".join((*said, *spans))
 
 
 def _tables(found: Json) -> str:

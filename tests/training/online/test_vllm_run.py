@@ -7,19 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.arch.source import ROOT
+from tests.rollout.environment import HERE, needs_vllm
 from tests.training.online.rig import logged, make, recipe
 from tests.training.test_resume import train
 
 pytestmark = pytest.mark.vllm
-PYTHON = ROOT / ".peers/vllm/bin/python"
 
 
-@pytest.mark.skipif(not PYTHON.exists(), reason="no environment with vLLM in .peers/vllm (`make vllm` builds it)")
+@needs_vllm
 def test_a_server_is_started_kept_up_to_date_and_stopped(tmp_path: Path) -> None:
     """The next round is sampled while one is trained on: its answers are one version old, but for those of the first."""
     make(tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
-    rollout = {"engine": "vllm", "start": True, "python": str(PYTHON), "ahead": True}
+    rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": True}
     run, said = train(recipe(tmp_path, rollout=rollout))
     assert run.rounds is not None
     server = run.rounds.collector.generator.server  # type: ignore[attr-defined]
