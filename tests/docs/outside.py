@@ -1,76 +1,143 @@
-"""Programs of others that pages name, run here with what this machine has: launchers with two processes, the batch scripts of
-Slurm by stand-ins for its commands."""
+"""Programs of others that pages name, run here with what this machine has: launchers with two processes; a job of Slurm and the
+pods of Kubernetes as processes here; Ray by a stand-in; the demo with a tiny model; an installation beside what it depends on."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
+import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+import sysconfig
+import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
+
+from ruamel.yaml import YAML
 
 from tests.docs.blocks import ROOT
 
 PYTHON = shlex.quote(sys.executable)
-PROCESSES = re.compile(r"(?<=--)(nproc|nproc-per-node|num_processes)( +)\d+")
-PROGRAMS = {
-    "torchrun": [sys.executable, "-m", "torch.distributed.run"],
-    "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
-}
+PROCESSES = re.compile(r"(--(?:nproc|nproc-per-node|num_processes)[ =]+)\d+")
+HOST = re.compile(r"\bnode1\b|\bvalence-hosts-0-0\.valence\b")
+SECONDS = 120
 SLURM = {
-    "sbatch": 'exec bash "$@"',
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else exit 1; fi',
-    "valence": f'exec {PYTHON} -m valence "$@"',
+    "valence": f'echo $$ > "step of the job"; exec {PYTHON} -m valence "$@"',
 }
 JOB = {
     "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0",
     "SLURM_NTASKS_PER_NODE": "1",
 }  # fmt: skip
+COMMANDS = {
+    "torchrun": f'exec {PYTHON} -m torch.distributed.run "$@"',
+    "accelerate": f'exec {PYTHON} -m accelerate.commands.accelerate_cli "$@"',
+    "pip": f'PIP_NO_INDEX=1 exec {PYTHON} -m pip "$@"',  # what is installed is all that there is
+    "python": f'PYTHONPATH={shlex.quote(str(ROOT))} exec {PYTHON} -m tests.docs.like_ray "$@"',
+    "python3": f'exec {PYTHON} "$@"',
+    "make": f"exec {shutil.which('make')} -f {shlex.quote(f'{ROOT}/Makefile')} -o .venv/.ready"
+    f' BIN={shlex.quote(str(Path(sys.executable).parent))} "$@"',
+}
+OUTSIDE = (*(f"{name} " for name in COMMANDS), "source ", "sbatch ", "scancel ", "kubectl ")
+"""How lines of such programs begin."""
 
 
-def stand_ins(folder: Path, commands: Mapping[str, str], job: Mapping[str, str] = JOB) -> dict[str, str]:
-    """Writes commands in shell into a folder. The environment in which they are found, and in which a job of Slurm runs."""
+def stand_ins(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
+    """Writes commands in shell into a folder. The environment in which they are found."""
     folder.mkdir(exist_ok=True)
     for name, code in commands.items():
         (folder / name).write_text(f"#!/bin/bash\n{code}\n")
         (folder / name).chmod(0o755)
-    return os.environ | job | {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}"}
+    return {**os.environ, "PATH": f"{folder.absolute()}{os.pathsep}{os.environ['PATH']}"}
 
 
 class Outside:
-    """Runs such lines in the current folder, in their order. Of several hosts each is started, and all are waited for at last."""
+    """Runs such lines in the current folder, in their order. local: makes of a text one that fits this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, local: Callable[[str], str]) -> None:
+        self.local = local
         self.hosts: list[subprocess.Popen[bytes]] = []
+        self.pods: dict[str, list[subprocess.Popen[bytes]]] = {}
+        self.job: subprocess.Popen[bytes] | None = None
+        self.sourced = ""
+        self.environment = stand_ins(Path("commands"), COMMANDS)
 
-    def run(self, line: str) -> None:
-        """Raises AssertionError where the program fails."""
+    def run(self, line: str, added: str = "") -> None:
+        """Raises AssertionError where the program fails. added: words for Valence."""
         program, *words = shlex.split(line)
         if program == "sbatch":
-            environment = stand_ins(Path("slurm commands"), SLURM)
-            words[0] = str(ROOT / words[0])
-            assert subprocess.run([program, *words], env=environment, timeout=120).returncode == 0, line
-            return
-        self.hosts.append(subprocess.Popen([*PROGRAMS[program], *words]))
-        if len(self.hosts) == _hosts(words):
-            codes = [host.wait(120) for host in self.hosts]
-            self.hosts.clear()
-            assert not any(codes), line
+            self.finish()
+            command = ["bash", words[0], *shlex.split(self.local(shlex.join(words[1:]))), *added.split()]
+            self.job = subprocess.Popen(command, env=stand_ins(Path("slurm"), SLURM) | JOB)
+        elif program == "scancel":
+            self._cancel(words)
+        elif line.startswith("kubectl apply -f "):
+            self._apply(YAML(typ="safe").load(Path(words[2]).read_text(encoding="utf-8")), added)
+        elif line.startswith("kubectl logs --follow "):
+            ended(self.pods.pop(words[2]), line)
+            assert Path(f"{words[2]}-0.log").read_text()
+        elif program == "source":
+            self.sourced += f"{line}; "
+        else:
+            self._shell(self.local(line), added)
+
+    def finish(self) -> None:
+        """Waits for a job that is under way."""
+        if self.job:
+            ended([self.job], "sbatch")
+            self.job = None
 
     def end(self) -> None:
-        for host in self.hosts:
-            host.kill()
-            host.wait()
+        for process in [*self.hosts, *(pod for pods in self.pods.values() for pod in pods), *([self.job] if self.job else [])]:
+            process.kill()
+            process.wait()
+
+    def _shell(self, line: str, added: str) -> None:
+        """Of several hosts each is started, and all are waited for at last."""
+        # A new environment finds here what it would have to install.
+        found = {"PYTHONPATH": sysconfig.get_path("purelib"), "VALENCE_CACHE": "cache"}
+        self.hosts.append(subprocess.Popen(["bash", "-c", f"{self.sourced}{line} {added}"], env=self.environment | found))
+        count = re.search(r"--nnodes (\d+)", line)
+        if len(self.hosts) == int(count[1] if count else 1):
+            ended(self.hosts, line)
+            self.hosts.clear()
+
+    def _cancel(self, words: list[str]) -> None:
+        """Signals the job's step, once that trains. The job must end as one that was stopped, and not be put back."""
+        assert self.job
+        until = time.monotonic() + SECONDS
+        while self.job.poll() is None and time.monotonic() < until and not any(Path("runs/slurm").glob("metrics.jsonl")):
+            time.sleep(0.02)
+        number = signal.Signals[f"SIG{words[0].removeprefix('--signal=')}"]
+        os.kill(int(Path("step of the job").read_text()), number)
+        ended([self.job], "scancel", 128 + number)
+        self.job = None
+
+    def _apply(self, manifest: Any, added: str) -> None:
+        """Starts the pods of a JobSet."""
+        for job in manifest["spec"]["replicatedJobs"]:
+            name, hosts = f"jobs/{manifest['metadata']['name']}-{job['name']}-0", job["template"]["spec"]
+            (container,) = hosts["template"]["spec"]["containers"]
+            told = {each["name"]: self.local(f" {each['value']}").strip() for each in container["env"]}
+            *shell, line = container["command"]
+            Path("jobs").mkdir(exist_ok=True)
+            for index in range(hosts["completions"]):
+                environment = self.environment | told | {"JOB_COMPLETION_INDEX": str(index)}
+                with Path(f"{name}-{index}.log").open("wb") as log:
+                    pod = subprocess.Popen([*shell, f"{self.local(line)} {added}"], env=environment, stdout=log)
+                self.pods.setdefault(name, []).append(pod)
+
+
+def ended(processes: list[subprocess.Popen[bytes]], line: str, status: int = 0) -> None:
+    """Waits until all have ended. Raises AssertionError where one has another status."""
+    assert {process.wait(SECONDS) for process in processes} == {status}, line
 
 
 def smaller(line: str) -> str:
     """A command of many processes as one of two: two on this host, or one on each of two that both are this host."""
     each = "1" if "--nnodes" in line else "2"
-    return PROCESSES.sub(rf"\g<1>\g<2>{each}", line).replace("node1", "127.0.0.1")
-
-
-def _hosts(words: list[str]) -> int:
-    return int(words[words.index("--nnodes") + 1]) if "--nnodes" in words else 1
+    return HOST.sub("127.0.0.1", PROCESSES.sub(rf"\g<1>{each}", line)).replace("recipe.yaml 16 ", "recipe.yaml 2 ")

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import runpy
 import shlex
-import sys
-from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +11,6 @@ from accelerate.commands.launch import launch_command_parser
 from ruamel.yaml import YAML
 from torch.distributed.run import get_args_parser
 
-import valence
 from tests.docs import scale
 from tests.docs.blocks import ROOT, blocks
 from valence import cli
@@ -110,47 +105,3 @@ def test_the_pytorchjob_starts_torchrun_on_each_host() -> None:
     asked = get_args_parser().parse_args(arguments)
     assert (torchrun, asked.module, asked.training_script) == ("torchrun", True, "valence")
     assert options(asked.training_script_args)
-
-
-# Ray
-
-
-class Trainer:
-    """Runs two workers of Ray Train one after another, in this process."""
-
-    def __init__(self, loop: Any, *, train_loop_config: Any, torch_config: Any, scaling_config: Any, run_config: Any) -> None:
-        self.loop, self.given, self.config, self.workers = loop, train_loop_config, torch_config, scaling_config.num_workers
-
-    def fit(self) -> None:
-        group = SimpleNamespace(execute_single=lambda _, call: call(), execute=lambda call, *given: call(*given))
-        self.config.backend_cls().on_start(group, self.config)
-        for rank in range(self.workers):
-            Trainer.rank = rank
-            self.loop(self.given)
-
-
-def context() -> Any:
-    return SimpleNamespace(get_world_rank=lambda: Trainer.rank, get_world_size=lambda: 2, get_local_world_size=lambda: 1)
-
-
-def test_each_worker_of_ray_knows_its_place_and_trains(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep = SimpleNamespace
-    ray, train, backend, torch = (ModuleType(name) for name in ("ray", "ray.train", "ray.train.backend", "ray.train.torch"))
-    of_a_cluster = {"init": lambda: None, "cluster_resources": lambda: {"CPU": 4.0, "GPU": 2.0}}
-    vars(ray).update(train=train, util=keep(get_node_ip_address=lambda: "10.0.0.1"), **of_a_cluster)
-    vars(train).update(get_context=context, ScalingConfig=lambda **given: keep(**given), RunConfig=keep, FailureConfig=keep)
-    vars(backend).update(Backend=object)
-    vars(torch).update(TorchConfig=object, TorchTrainer=Trainer)
-    for module in (ray, train, backend, torch):
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    calls: list[Any] = []
-    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    monkeypatch.setattr(
-        valence, "train", lambda *given, **more: calls.append((given, more, [os.environ[name] for name in names]))
-    )
-    monkeypatch.setattr(sys, "argv", ["train.py", "recipe.yaml", "2", "train.seed=1"])
-    runpy.run_path(str(ROOT / "examples/ray/train.py"), run_name="__main__")
-    more = {"overrides": ["train.seed=1"]}
-    assert calls == [(("recipe.yaml",), more, [str(rank), "2", "0", "1", "10.0.0.1"]) for rank in (0, 1)]
-    assert int(os.environ["MASTER_PORT"]) > 0

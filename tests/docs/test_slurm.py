@@ -49,7 +49,7 @@ class Job:
             "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
             "valence": f'echo $$ > training\necho "valence $*" >> "$CALLS"\n{training}',
         }
-        environment = stand_ins(folder, commands, TASK) | {"CALLS": str(self.calls)}
+        environment = stand_ins(folder, commands) | TASK | {"CALLS": str(self.calls)}
         self.process = subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=folder, start_new_session=True)
 
     def lines(self) -> list[str]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
+import shlex
+import subprocess
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,7 +15,8 @@ import typer.main
 
 from tests.command import command
 from tests.docs.blocks import ROOT, blocks
-from tests.docs.walk import BY_SHELL, LAUNCHERS, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
+from tests.docs.outside import OUTSIDE
+from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
 from valence import cli
 from valence.config.load import load_recipe
 from valence.training.methods import method_of
@@ -24,16 +29,9 @@ NOT_RUN: dict[str, dict[str, str]] = {
 Commands are parsed all the same."""
 
 OTHERS: dict[str, str] = {
-    "make ": "what a target does is tested by itself; that it exists, by `test_make_targets_that_are_named_exist`",
-    "pip install ": "the test's environment has everything",
-    "python3 -m venv ": "the test's environment has everything",
-    "source ": "the test's environment has everything",
-    "scancel ": "there is no Slurm",
-    "kubectl ": "there is no cluster",
-    "python examples/ray/": "there is no Ray; `tests/docs/test_scale.py` runs the script with a stand-in",
-    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollout` starts the server where its environment is",
+    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollout/test_vllm_server.py` starts its servers by these lines, where the environment is",
 }
-"""How lines begin that are no `valence` commands, and why these are not run. A `valence` command inside is parsed too."""
+"""How lines begin that are run elsewhere, and where."""
 
 LONGER, FEW = "train.epochs=3", "train.max_steps=2"
 HOST = (
@@ -43,11 +41,13 @@ ADDED: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data --allow eval": LONGER,
-        "sbatch examples/slurm/train.sbatch recipe.yaml run.dir=runs/first": f"run.dir=runs/slurm {FEW}",
+        "sbatch examples/slurm/train.sbatch recipe.yaml run.dir=runs/first": "run.dir=runs/slurm train.epochs=500",
     },
     "docs/scale.md": {
         "torchrun --nproc-per-node 8 -m valence train recipe.yaml": f"run.dir=runs/torchrun {FEW}",
         "accelerate launch --num_processes 8 -m valence train recipe.yaml": f"run.dir=runs/accelerate {FEW}",
+        "kubectl apply -f examples/kubernetes/jobset.yaml": f"run.dir=runs/pods {FEW}",
+        "python examples/ray/train.py /shared/recipe.yaml 16 run.dir=/shared/runs/first": f"run.dir=runs/ray {FEW}",
         HOST.format(0): f"run.dir=runs/hosts {FEW}",
         HOST.format(1): f"run.dir=runs/hosts {FEW}",
     },
@@ -56,10 +56,12 @@ ADDED: dict[str, dict[str, str]] = {
 }
 """By page and line: words that the test adds to what is shown, since what came before has made the run longer, or for speed."""
 
+CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence")
 FIRST: dict[str, list[str]] = {
     "docs/rewards.md": [
         "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 train.max_steps=1 data.limit=8"
     ],
+    "docs/getting-started.md": [f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."],
     "docs/resume.md": ["mkdir experiments"],
 }
 """By page: commands before it, which make what the page speaks of."""
@@ -83,7 +85,7 @@ def walk(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.Monkey
 
 def has_something_to_run(page: str) -> bool:
     text = (ROOT / page).read_text(encoding="utf-8")
-    runs = [line for line in all_lines(page) if line.words or line.text.startswith((*BY_SHELL, *LAUNCHERS))]
+    runs = [line for line in all_lines(page) if line.words or line.text.startswith((*BY_SHELL, *OUTSIDE))]
     python = [block for block in blocks(text, "python") if not files_of(text, block)]
     return bool(runs or python) and "*" not in NOT_RUN.get(page, {})
 
@@ -100,6 +102,10 @@ def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
         assert load_recipe("own.yaml", method_of=method_of).recipe.reward[0].reward == "my_rewards:concise"
         for path in promised_files():
             assert list(Path("runs/first").glob(path.replace("N", "*"))), path
+        assert Path("runs/demo/report.html").exists()
+    if walk.page == "docs/getting-started.md":  # what was installed works without the repository
+        elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
+        assert subprocess.run([".venv/bin/valence", "doctor"], env=elsewhere, check=False).returncode == 0
 
 
 def promised_files() -> list[str]:
@@ -115,7 +121,7 @@ def test_what_is_not_run_is_told_and_exists(page: str) -> None:
     for line in all_lines(page):
         if command := line.words or line.launched:
             parsed(command)
-        if not line.words and not line.text.startswith((*BY_SHELL, *LAUNCHERS)):
+        if not line.words and not line.text.startswith((*BY_SHELL, *OUTSIDE)):
             assert line.text in known or line.text.startswith(tuple(OTHERS)), f"{line}: neither run nor in a table"
 
 

@@ -30,7 +30,7 @@ from ruamel.yaml import YAML
 
 from tests.command import command
 from tests.docs.blocks import ROOT, Block, blocks, same_output
-from tests.docs.outside import Outside, smaller
+from tests.docs.outside import OUTSIDE, Outside, smaller
 from tests.models import tiny
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
@@ -40,13 +40,12 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EXTENSIONS = {"json": ("jsonl", "json"), "yaml": ("yaml",), "python": ("py",), "text": ("csv", "tsv", "txt")}
-BY_SHELL = ("cat ", "curl ", "head ", "ls", "mkdir ", "mv ", "rm ", "tail ", "wc ")
+BY_SHELL = ("cat ", "cp ", "curl ", "head ", "ls", "mkdir ", "mv ", "rm ", "tail ", "wc ")
 """Commands that are run as they stand."""
 ASSIGNED = re.compile(r"(\w+)=(?:\$\([^)]*\)|\S*)\s+")
-LAUNCHERS = ("torchrun ", "accelerate ", "sbatch ")
 ENDS = re.compile(r"\s(?:\||>|2>|&&|&$)")
 """What follows is the shell's business, or the next program's."""
-PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=--master-port )\d+")
+PORT = re.compile(r"(?<=127\.0\.0\.1:)\d+|(?<=--master-port[ =])\d+")
 SHARED = re.compile(r"(?<= |=)/(?=shared/)")
 HUB = re.compile(r"[A-Za-z][\w.-]*/[\w.-]*\w")
 REWARDS = """
@@ -190,7 +189,10 @@ class Walk:
     servers: dict[str, Program] = field(default_factory=dict)
     ports: dict[str, str] = field(default_factory=dict)
     done: list[str] = field(default_factory=list)
-    outside: Outside = field(default_factory=Outside)
+    outside: Outside = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.outside = Outside(self._local)
 
     def run(self) -> None:
         text = (ROOT / self.page).read_text(encoding="utf-8")
@@ -207,6 +209,7 @@ class Walk:
                     self._line(line)
             elif block.language == "python" and block.text.partition("\n")[0] not in self.skips:
                 self._python(text, block, every[i + 1] if i + 1 < len(every) else None, namespace)
+        self.outside.finish()
 
     def end(self) -> None:
         self.outside.end()
@@ -219,12 +222,14 @@ class Walk:
         self._write("my_rewards.py", REWARDS)
         place_model(MODEL)
         place_model("model")
+        place_model("cache/smollm2-135m-instruct")
         self._write("recipe.yaml", recipe_of(text))
         for block in reversed(blocks(text)):  # a page may show a file below the command that reads it
             for name in files_of(text, block):
                 self._write(name, block.text)
         shutil.copytree(ROOT / "recipes", "recipes")
-        shutil.copytree(ROOT / "examples/quickstart", "examples/quickstart")
+        shutil.copytree(ROOT / "examples", "examples")
+        Path("shared").symlink_to(".")  # the disk that hosts share
 
     def _write(self, name: str, text: str) -> None:
         path = Path(name)
@@ -234,9 +239,9 @@ class Walk:
             recipe = YAML(typ="safe").load(text)
             for section in ("model", "reference"):
                 part = recipe.get(section) or {}
-                name = part.get("name" if section == "model" else "model") if isinstance(part, dict) else part
-                if name and HUB.fullmatch(name):
-                    place_model(name)
+                model = part.get("name" if section == "model" else "model") if isinstance(part, dict) else part
+                if model and HUB.fullmatch(model):
+                    place_model(model)
 
     def _port(self, shown: str) -> str:
         """A port that is free here for one that the page names."""
@@ -267,8 +272,8 @@ class Walk:
                 assert Program(*words, said="said").wait() == 0, f"{line}: {Path('said').read_text()}"
             else:
                 assert command(*words) == 0, line
-        elif line.text.startswith(LAUNCHERS):
-            self.outside.run(" ".join([self._local(line.text), *added]))
+        elif line.text.startswith(OUTSIDE):
+            self.outside.run(line.text, " ".join(added))
         elif line.text.startswith(BY_SHELL):
             subprocess.run(["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30)
         else:

@@ -1,12 +1,14 @@
 """A real vLLM server: tokens in and out, and new weights of tiny models, which must be the trainer's to the last digits.
 
-Three servers at once: tied weights through a folder, untied weights through gloo, adapters.
+Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The first and the last are started as
+docs/vllm.md shows.
 """
 
 from __future__ import annotations
 
 import copy
 import os
+import shlex
 import signal
 import threading
 import time
@@ -21,13 +23,14 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.docs.walk import all_lines
 from tests.rollout.environment import HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
 from valence.errors import UserError
 from valence.rollout.check import Evidence, check, difference
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
-from valence.rollout.servers import Server
+from valence.rollout.servers import ANYWHERE, Server
 from valence.rollout.transports import Disk, Gloo, Lora, Transport
 from valence.rollout.vllm import VLLMGenerator
 from valence.types import Completion
@@ -45,6 +48,7 @@ TOKENIZER = tiny_tokenizer()
 END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
 PROMPTS = [tuple(range(5 + i, 25 + i)) for i in range(3)] + [tuple((7 * i) % 300 + 5 for i in range(300))]
 """The last one is longer than the blocks in which prefixes are cached."""
+OFFLINE = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
 FREE = Sampling(temperature=0.8, max_new_tokens=16, seed=1)
 
 
@@ -98,6 +102,22 @@ class Side:
         return max(abs(a - b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True))
 
 
+class Shown(Server):
+    """A server with the variables and arguments that docs/vllm.md shows, and those that it names for a CPU."""
+
+    def __init__(self, line: str, model: Path, **given: Any) -> None:
+        super().__init__(model, **given)
+        words = shlex.split(line.replace("MODEL", str(model)))
+        at = words.index("vllm.entrypoints.openai.api_server")
+        assert words[at - 2 : at] == ["python", "-m"]
+        self.named = dict(word.split("=") for word in words[: at - 2])
+        self.arguments = [*words[at + 1 :], "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+
+    def _environment(self) -> dict[str, str]:
+        found = super()._environment()
+        return {name: value for name, value in found.items() if name not in ANYWHERE or name in OFFLINE} | self.named
+
+
 def tiny(*, tied: bool) -> LlamaForCausalLM:
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -126,17 +146,19 @@ def tiny(*, tied: bool) -> LlamaForCausalLM:
 def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]:
     root = tmp_path_factory.mktemp("vllm")
 
+    shown = dict(
+        zip(["disk", "lora"], [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text], strict=True)
+    )
+
     def start(name: str) -> Server:
-        return Server(
-            root / name,
-            folder=root / f"{name}-log",
-            python=HERE,
-            transport=name,
-            rank=4,
-            dtype="float32",
-            extra=["--distributed-executor-backend", "uni"],  # one process less to start
-            environment={"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},  # they share two cores
-        ).start()
+        few = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # they share two cores
+        given: dict[str, Any] = {"folder": root / f"{name}-log", "python": HERE, "environment": few}
+        if name in shown:
+            server = Shown(shown[name], root / name, **given)
+        else:
+            server = Server(root / name, transport=name, rank=4, dtype="float32", **given)
+        server.arguments += ["--distributed-executor-backend", "uni"]  # one process less to start
+        return server.start()
 
     models = {"disk": tiny(tied=True), "gloo": tiny(tied=False), "lora": tiny(tied=True)}
     for name, model in models.items():
