@@ -76,7 +76,7 @@ def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> No
     part of the largest mean log-probability, of which some are small differences."""
     ours, theirs = records(run), records(other)
     assert [each["step"] for each in ours] == [each["step"] for each in theirs]
-    largest = max(abs(value) for record in theirs for name, value in record.items() if "logps/" in name) if of_logps else 0.0
+    largest = max((abs(value) for record in theirs for name, value in record.items() if "logps/" in name), default=1.0)
     about = partial(pytest.approx, rel=rel, abs=1e-9 + of_logps * largest)
     for mine, its in zip(ours, theirs, strict=True):
         assert mine.keys() - HOW_IT_RAN == its.keys() - HOW_IT_RAN
@@ -122,14 +122,19 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
 
 
 def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(place: Path, tmp_path: Path) -> None:
-    """A millionth of the log-probabilities of which rewards and the reference point are differences."""
-    for case in ("kto, lora", "dpo"):
-        assert train(Single(), [written(case, place, tmp_path / f"one {case}", "float32")]) == ["done"]
-        runs = {f"two {how} {case}": more for how, more in (("whole", {}), ("split", SHARDED))}
-        recipes = [written(case, place, tmp_path / name, "float32", **more) for name, more in runs.items()]
-        assert [rank.error for rank in together(train, 2, recipes, deadline=60.0)] == ["", ""]
-        for name in runs:
-            same(tmp_path / name, tmp_path / f"one {case}", rel=1e-6, of_logps=1e-6)
+    """Loss and gradient norm to a millionth; other numbers to a millionth of the log-probabilities of which they are differences
+    (docs/decisions/0027-a-millionth-in-float32.md)."""
+    cases = ("kto, lora", "dpo", "sft, whole models", "pointwise, lora, models", "aot")
+    assert set(train(Single(), [written(case, place, tmp_path / f"one {case}", "float32") for case in cases])) == {"done"}
+    for size, how in ((2, WHOLE), (4, SHARDED)):
+        runs = {case: tmp_path / f"{size} {case}" for case in cases}
+        recipes = [written(case, place, run, "float32", **how) for case, run in runs.items()]
+        assert [rank.error for rank in together(train, size, recipes, deadline=60.0)] == [""] * size
+        for case, run in runs.items():
+            same(run, tmp_path / f"one {case}", rel=1e-6, of_logps=1e-6)
+            for mine, its in zip(records(run), records(tmp_path / f"one {case}"), strict=True):
+                exact = {name: value for name, value in its.items() if name in ("loss", "grad_norm")}
+                assert {name: mine[name] for name in exact} == pytest.approx(exact, rel=1e-6, abs=1e-9), (run.name, its["step"])
 
 
 def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(place: Path, tmp_path: Path) -> None:
