@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import TYPE_CHECKING
 
 import torch
@@ -204,16 +205,22 @@ def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
 def _joined(views: Sequence[dict[str, Tensor]], group: Group, idle: bool) -> dict[str, Tensor]:
     """The views of several micro-batches, of all processes, as one in the order of the step, which breaks ties. What has no axis
     holds for all. Only this process's part has a gradient."""
-    own = {name: torch.cat([view[name] for view in views]) for name, value in sorted(views[0].items()) if value.ndim}
-    whole = {name: _gathered(value[:0] if idle else value, group) for name, value in own.items()}
+    whole = {name: torch.cat([view[name] for view in views]) for name, value in sorted(views[0].items()) if value.ndim}
+    if group.size > 1:
+        whole = _gathered({name: value[:0] if idle else value for name, value in whole.items()}, group)
     order = whole["unit"].argsort(stable=True)
     return {name: whole[name][order] if name in whole else value for name, value in views[0].items()}
 
 
-def _gathered(own: Tensor, group: Group) -> Tensor:
-    """All processes' values [S, ...], this process's among them as they are, with their gradient."""
-    if group.size == 1:
-        return own
-    ends = group.gather(torch.tensor([len(own)], device=own.device)).cumsum(0).tolist()
-    found = group.gather(own.detach())
-    return torch.cat([found[: ends[group.rank] - len(own)], own, found[ends[group.rank] :]])
+def _gathered(own: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
+    """All processes' values [S, ...], this process's among them as they are, with their gradient. Sent as one table in float64,
+    which has every float32 and every index as it is."""
+    table = torch.cat([value.detach().double().reshape(len(value), prod(value.shape[1:])) for value in own.values()], 1)
+    ends = group.gather(torch.tensor([len(table)], device=table.device)).cumsum(0).tolist()
+    start, end = ends[group.rank] - len(table), ends[group.rank]
+    columns = group.gather(table).split([prod(value.shape[1:]) for value in own.values()], 1)
+    found = {}
+    for (name, value), column in zip(own.items(), columns, strict=True):
+        theirs = column.reshape(-1, *value.shape[1:]).to(value.dtype)
+        found[name] = torch.cat([theirs[:start], value, theirs[end:]])
+    return found
