@@ -20,6 +20,7 @@ from valence.data.pack import collate
 from valence.dist.single import Single
 from valence.engine.cache import Cached
 from valence.engine.compiling import compile_layers, why_not
+from valence.engine.gradients import clear
 from valence.engine.models import build_policy, build_reference, load_model
 from valence.training.methods import METHODS
 from valence.training.step import Objective
@@ -104,13 +105,15 @@ class Ours:
             loss = objective.run(units, backward=True).loss
             return loss.item(), time.perf_counter() - begin
 
+        if memory:  # what a first step would take
+            clear(self.policy.parameters(), keep=False)
         missed = self.reference.misses if self.reference else 0
         (loss, seconds), peak = peak_above_idle(run) if memory else (run(), 0.0)
         if self.reference and self.reference.misses > missed:
             raise RuntimeError(f"{self.case.name}: the step computed values of the reference, which TRL was given")
         grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads).item()
-        self.policy.zero_grad(set_to_none=True)
+        clear(self.policy.parameters())  # as the training's step does
         return Figures(loss, norm, seconds, peak)
 
 

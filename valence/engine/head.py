@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import linear
 from torch.utils.checkpoint import checkpoint
 
-from valence.engine import native
+from valence.engine import gradients, native
 from valence.engine.products import bfloat16_operands
 
 CHUNK = 8192
@@ -199,8 +199,8 @@ class LinearLogProb(torch.autograd.Function):
             slopes = _Slopes(tiles, _Saved._make([*saved[:6], saved[6:]]), *grads)
             wide = tiles.memory.dtype
             to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
-            in_place = want_weight and _only_adds(ctx.next_functions[1][0], weight, wide)
-            to_weight = (weight.grad if in_place else torch.empty_like(weight, dtype=wide)) if want_weight else None
+            placed = gradients.place(ctx.next_functions[1][0], weight, wide) if want_weight else None
+            to_weight, adds = placed or (torch.empty_like(weight, dtype=wide) if want_weight else None, False)
             to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
                 slope, factor = slopes(k, start, stop)
@@ -208,14 +208,14 @@ class LinearLogProb(torch.autograd.Function):
                     to_hidden.addcmul_(_product(slope, tiles.operand(start, stop), wide), factor)
                 if to_weight is not None:
                     other = (tiles.exact * factor).to(slope.dtype)
-                    _put_product(to_weight[start:stop], slope.t(), other, add=in_place)
+                    _put_product(to_weight[start:stop], slope.t(), other, add=adds)
                 if to_bias is not None:
                     to_bias[start:stop] = (slope * factor).sum(0)
         if ctx.head.group and to_hidden is not None:
             to_hidden = ctx.head.group.sum(to_hidden)  # of each process, through its own logits
         return (
             None if to_hidden is None else to_hidden.to(ctx.dtype),
-            None if to_weight is None or in_place else to_weight.to(weight.dtype),
+            None if to_weight is None or placed else to_weight.to(weight.dtype),
             None if to_bias is None else to_bias.to(bias.dtype),
             *[None] * 4,
         )
@@ -419,19 +419,3 @@ def _put_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:
         out.add_(one @ other)
     else:
         out.copy_(one @ other)
-
-
-def _only_adds(node: Any, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether autograd would do nothing with the gradient of this weight but add it to one that is already there.
-
-    Then that can be done here, range by range, without a second gradient of full size.
-    """
-    grad = weight.grad if weight.is_leaf else None
-    if grad is None or grad.dtype != dtype or grad.layout != torch.strided:
-        return False
-    if weight._backward_hooks or getattr(weight, "_post_accumulate_grad_hooks", None):
-        return False
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:  # torch.autograd.grad asks for this gradient itself
-        return False

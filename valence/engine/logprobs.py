@@ -14,6 +14,7 @@ from valence.engine.adapters import adapted, inputs_as_they_come
 from valence.engine.attention import NAME, Memory, remembering
 from valence.engine.check import check, rotary_by_length
 from valence.engine.flex import Visible
+from valence.engine.gradients import write_embedding_gradients
 from valence.engine.head import Head, TargetLogProb
 from valence.engine.layout import split, table
 from valence.types import Batch, TokenOut
@@ -52,6 +53,7 @@ class Engine(nn.Module):
         self.flexes = self.device.type == "cuda"
         self.stock_attention: str = found if found != NAME else self.causal.stock_attention
         self.causal.stock_attention = self.stock_attention
+        write_embedding_gradients(self.causal)
         self.lay_out(packed=True)
 
     @property

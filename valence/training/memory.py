@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from valence.checkpoint.state import RandomState
+from valence.engine.gradients import clear
 from valence.engine.memory import out_of_memory
 from valence.errors import UserError
 from valence.training.track import Phase
@@ -50,7 +51,7 @@ def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
         )
         if run.folder:
             run.folder.state(micro_batch_tokens=run.budget.state_dict())
-        run.optimizer.zero_grad(set_to_none=True)
+        clear((p for group in run.optimizer.param_groups for p in group["params"]), keep=False)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         random.load_state_dict(before)

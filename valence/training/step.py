@@ -16,6 +16,7 @@ from valence.data.mismatch import mismatch, mismatch_groups
 from valence.data.pack import collate, deal, pack, strands
 from valence.dist.protocol import Group
 from valence.engine.cache import Cached
+from valence.engine.gradients import clear
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
 from valence.errors import UserError
@@ -280,7 +281,8 @@ def optimizer_step(
 
     A loss or gradient that is not finite leaves the weights and the optimizer as they were.
     """
-    optimizer.zero_grad(set_to_none=True)
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    clear(trained)
     outcome = objective.run(units, following, backward=True, ends=not shares)
     learnt = [(objective, outcome)]
     for share in shares:
@@ -288,7 +290,6 @@ def optimizer_step(
         own = share.objective.run(share.units, share.following, backward=True, weight=share.weight, ends=last)
         learnt.append((share.objective, own))
         outcome = _with_share(outcome, share, own)
-    trained = [p for group in optimizer.param_groups for p in group["params"]]
     with no_way_back(objective.group.size > 1):
         objective.group.reduce_gradients(trained)
         norm = objective.group.norm(trained)
@@ -300,7 +301,7 @@ def optimizer_step(
         _apply(optimizer)
         for each, own in learnt:
             each.learn(own)
-    optimizer.zero_grad(set_to_none=True)
+    clear(trained)
     return outcome, size, applied
 
 
