@@ -23,7 +23,7 @@ from tests.docs.blocks import ROOT
 PYTHON = shlex.quote(sys.executable)
 PROCESSES = re.compile(r"(--(?:nproc|nproc-per-node|num_processes)[ =]+)\d+")
 HOST = re.compile(r"\bnode1\b|\bvalence-hosts-0-0\.valence\b")
-SECONDS = 120
+SECONDS = 240
 SLURM = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else exit 1; fi',

@@ -93,6 +93,7 @@ def has_something_to_run(page: str) -> bool:
 WALKED = [page for page in PAGES if has_something_to_run(page)]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("walk", WALKED, indirect=True)
 def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
     walk.run()
