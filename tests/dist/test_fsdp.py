@@ -68,8 +68,8 @@ def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[
                 assert str(found[key]) == str(each[0][key]), (case.name, key)  # to the last bit
             for one, other in zip(found["steps"], wanted["steps"], strict=True):
                 assert one == pytest.approx(other, rel=rel, abs=near, nan_ok=True), case.name
-                whole = {key: value for key, value in other.items() if key in ("loss", "norm")}
-                assert {key: one[key] for key in whole} == pytest.approx(whole, rel=rel, abs=1e-9), case.name
+                exact = {key: value for key, value in other.items() if key in ("loss", "norm")}
+                assert {key: one[key] for key in exact} == pytest.approx(exact, rel=rel, abs=1e-9), case.name
             assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), case.name
         assert distance(each[0]["weights"], wanted["weights"]) <= far, case.name
         assert sum(found["rows"] for found in each) == wanted["rows"], case.name

@@ -15,7 +15,7 @@ RESOURCES = {"CPU": 2.0}
 
 @dataclass
 class TorchConfig:
-    pass
+    """What a script derives its own from."""
 
 
 class Group:
@@ -29,6 +29,8 @@ class Group:
 
 
 class Trainer:
+    """Ray's TorchTrainer: calls the loop in each worker. Raises AssertionError where one fails."""
+
     def __init__(self, loop: Any, *, train_loop_config: Any, torch_config: Any, scaling_config: Any, run_config: Any) -> None:
         assert scaling_config.use_gpu is ("GPU" in RESOURCES)
         self.loop, self.given, self.config, self.workers = loop, train_loop_config, torch_config, scaling_config.num_workers

@@ -107,7 +107,8 @@ class Outside:
             self.hosts.clear()
 
     def _cancel(self, words: list[str]) -> None:
-        """Signals the job's step, once that trains. The job must end as one that was stopped, and not be put back."""
+        """Signals the job's step, once that trains (in runs/slurm). The job must end as one that was stopped, and not be put
+        back."""
         assert self.job
         until = time.monotonic() + SECONDS
         while self.job.poll() is None and time.monotonic() < until and not any(Path("runs/slurm").glob("metrics.jsonl")):

@@ -49,6 +49,7 @@ END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
 PROMPTS = [tuple(range(5 + i, 25 + i)) for i in range(3)] + [tuple((7 * i) % 300 + 5 for i in range(300))]
 """The last one is longer than the blocks in which prefixes are cached."""
 OFFLINE = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
+"""Of what Valence tells every server: what only keeps it from the network, and quiet."""
 FREE = Sampling(temperature=0.8, max_new_tokens=16, seed=1)
 
 

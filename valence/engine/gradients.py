@@ -6,7 +6,7 @@ On a CPU fresh memory of their size costs several times what is written to it: t
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +16,13 @@ from torch.nn.functional import embedding
 LARGE = 2**25
 """Bytes from which the C library takes memory from the system each time; what is smaller it keeps by itself."""
 WRITTEN, KEPT = "_valence_written", "_valence_kept"
+"""What a weight remembers: that its gradient's memory is worth keeping, and that memory between steps."""
 
 
-def place(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
-    """The gradient of a weight, for a backward function to write or, if the flag says so, to add to; nothing is then returned to
-    autograd. None where autograd would do more than that with it, or is asked for it itself. node: where it would go."""
+def to_write(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] | None:
+    """The gradient of a weight, of its shape, for a backward function to write or, if the flag says so, to add to; nothing is
+    then returned to autograd. None where autograd would do more than that with it, or is asked for it itself. node: where it
+    would go; dtype: that of the gradient."""
     if not weight.is_leaf or weight.dtype != dtype:
         return None
     grad = weight.grad
@@ -36,16 +38,16 @@ def place(node: Any, weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, bool] 
     if grad is not None:
         return grad, True
     own = vars(weight)
-    kept = cast(Tensor, own.pop(KEPT, None))
-    fits = kept is not None and (kept.shape, kept.dtype, kept.device) == (weight.shape, dtype, weight.device)
-    fresh = kept if fits else torch.empty_like(weight)
-    weight.grad = fresh
-    own[WRITTEN] = fresh.device.type == "cpu" and fresh.nbytes >= LARGE
-    return fresh, False
+    memory: Tensor | None = own.pop(KEPT, None)
+    if memory is None or (memory.shape, memory.dtype, memory.device) != (weight.shape, dtype, weight.device):
+        memory = torch.empty_like(weight)
+    weight.grad = memory
+    own[WRITTEN] = memory.device.type == "cpu" and memory.nbytes >= LARGE
+    return memory, False
 
 
 def clear(parameters: Iterable[Tensor], *, keep: bool = True) -> None:
-    """Sets gradients to None. keep: the memory of large ones that ``place`` gave is used again, so that nothing else may hold
+    """Sets gradients to None. keep: the memory of large ones that ``to_write`` gave is used again, so that nothing else may hold
     them any more; else all of it is given back."""
     for p in parameters:
         own = vars(p)
@@ -63,11 +65,11 @@ class Embedding(nn.Embedding):
     def forward(self, input: Tensor) -> Tensor:
         if not torch.is_grad_enabled() or type(self.weight) is not nn.Parameter or self.weight.device.type != "cpu":
             return super().forward(input)
-        found: Any = Lookup.apply(self.weight, input, self.padding_idx)
+        found: Any = EmbeddingLookup.apply(self.weight, input, self.padding_idx)
         return found
 
 
-class Lookup(torch.autograd.Function):
+class EmbeddingLookup(torch.autograd.Function):
     """weight[ids]: weight[V, h], ids[...] -> [..., h]. padding: the token whose row has no gradient."""
 
     @staticmethod
@@ -80,7 +82,7 @@ class Lookup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, slope: Tensor) -> tuple[Tensor | None, None, None]:  # type: ignore[override]
         weight, ids = ctx.saved_tensors
-        placed = place(ctx.next_functions[0][0], weight, slope.dtype)
+        placed = to_write(ctx.next_functions[0][0], weight, slope.dtype)
         grad, adds = placed or (torch.empty_like(weight), False)
         if not adds:
             grad.zero_()
@@ -96,4 +98,4 @@ def write_embedding_gradients(model: Any) -> None:
     table = model.get_input_embeddings()
     plain = type(table) is nn.Embedding and table.max_norm is None and not table.scale_grad_by_freq and not table.sparse
     if plain and table.weight.dtype in (torch.float32, torch.float64):
-        table.__class__ = Embedding
+        table.__class__ = Embedding  # not a new module: adapters and shards know this one

@@ -199,7 +199,7 @@ class LinearLogProb(torch.autograd.Function):
             slopes = _Slopes(tiles, _Saved._make([*saved[:6], saved[6:]]), *grads)
             wide = tiles.memory.dtype
             to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
-            placed = gradients.place(ctx.next_functions[1][0], weight, wide) if want_weight else None
+            placed = gradients.to_write(ctx.next_functions[1][0], weight, wide) if want_weight else None
             to_weight, adds = placed or (torch.empty_like(weight, dtype=wide) if want_weight else None, False)
             to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
