@@ -38,7 +38,7 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
     wanted = with_slopes(dense_attention(*exact, seen(segments, window), scale), exact)
 
     def run() -> list[float]:
-        found = with_slopes(attend(*given, table(segments), scale, window, 0.0), given)
+        found = with_slopes(attend(*given, table(segments), scale, window, 0.0)[0], given)
         assert all(x.dtype == torch.bfloat16 for x in found)
         return [float((a.double() - b).norm() / (b.norm() or 1.0)) for a, b in zip(found, wanted, strict=True)]
 
@@ -94,7 +94,7 @@ def test_the_number_of_threads_changes_no_bit(shared: int) -> None:
     try:
         for threads in (1, 2, 5, 2):
             torch.set_num_threads(threads)
-            found.append(with_slopes(attend(*given, table(TREE), 0.2, 0, 0.0), given))
+            found.append(with_slopes(attend(*given, table(TREE), 0.2, 0, 0.0)[0], given))
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
@@ -107,7 +107,7 @@ def test_numbers_that_lie_apart_in_memory_are_found() -> None:
     found: list[list[Tensor]] = []
     for parts in (whole.transpose(1, 2).chunk(3, -1), [x.contiguous() for x in whole.transpose(1, 2).chunk(3, -1)]):
         given = [x.detach().requires_grad_() for x in parts]
-        out = attend(*given, table(TREE), 0.2, 0, 0.0)
+        out = attend(*given, table(TREE), 0.2, 0, 0.0)[0]
         found.append([out, *torch.autograd.grad(out, given, slope if len(found) else slope.contiguous())])
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
@@ -118,7 +118,7 @@ def test_large_scores_neither_overflow_nor_vanish() -> None:
     given = [x.detach() for x in bfloat16_heads(segments, d=16)]
     given[0].mul_(1e4)
     given[1].mul_(1e4)
-    out = attend(*given, table(segments), 1.0, 0, 0.0)
+    out = attend(*given, table(segments), 1.0, 0, 0.0)[0]
     exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
     torch.testing.assert_close(out.double(), exact, rtol=2**-7, atol=2**-7)
 
@@ -130,10 +130,10 @@ def test_what_is_not_a_number_stays_one_in_its_own_sequence(which: int, window: 
     own = torch.arange(20, 43)
     others = torch.tensor([r for r in range(57) if not 20 <= r < 43])
     given = bfloat16_heads(segments, d=16)
-    right = with_slopes(attend(*given, table(segments), 0.25, window, 0.0), given)
+    right = with_slopes(attend(*given, table(segments), 0.25, window, 0.0)[0], given)
     with torch.no_grad():
         given[which][:, :, 20, 3] = torch.nan
-    found = with_slopes(attend(*given, table(segments), 0.25, window, 0.0), given)
+    found = with_slopes(attend(*given, table(segments), 0.25, window, 0.0)[0], given)
     assert torch.equal(found[0][:, others], right[0][:, others])
     seen_by = own[:1] if which == 0 else own[: window or len(own)]
     assert found[0][:, seen_by].isnan().any(-1).all()
@@ -145,7 +145,7 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
     segments = [(0, 20, -1)]
     given = [x.detach() for x in bfloat16_heads(segments, d=16)]
     given[1][:, :, 4, 2] = torch.inf
-    out = attend(*given, table(segments), 1.0, 0, 0.0)
+    out = attend(*given, table(segments), 1.0, 0, 0.0)[0]
     exact = dense_attention(*(x.double() for x in given), seen(segments), 1.0)
     assert torch.equal(out.isnan(), exact.isnan())
     assert 0 < out.isnan().sum() < out.numel()
@@ -158,7 +158,7 @@ def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> 
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
     assert not native.serves(q, v, softcap)
     wanted = dense_attention(*(x.double() for x in (q, k, v)), seen([(0, 40, -1)]), 0.2, softcap)
-    torch.testing.assert_close(attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap).double(), wanted, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(), wanted, rtol=0.03, atol=0.03)
 
 
 def test_it_can_be_switched_off() -> None:
@@ -166,7 +166,7 @@ def test_it_can_be_switched_off() -> None:
 import torch
 from valence.engine import attention, native
 q = torch.ones(1, 1, 3, 16).bfloat16()
-print(native.library(), native.why_not(), attention.attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0).sum().item())
+print(native.library(), native.why_not(), attention.attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item())
 """
     environment = os.environ | {"VALENCE_NATIVE": "0"}
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

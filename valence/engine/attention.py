@@ -63,8 +63,9 @@ def forest_attention(
         if not torch.compiler.is_compiling():
             key, value = _with_memory(key, value)
         return visible(query, key, value, *how).transpose(1, 2), None
-    run = attend if query.device.type == "cpu" else _by_sdpa
-    return run(query, key, value, forest, *how), None
+    if query.device.type == "cpu":
+        return attend(query, key, value, forest, *how)[0], None
+    return _by_sdpa(query, key, value, forest, *how), None
 
 
 def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
@@ -157,17 +158,19 @@ def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, forest: Tensor, scale: f
 
 
 @torch.library.custom_op("valence::forest_attention", mutates_args=())
-def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
     """Attention on a CPU: by the compiled kernel in bfloat16, if there is one; else by plain products in float32 (float64 for a
     float64 model; operands in bfloat16 if the inputs are).
 
     q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v]. window, softcap: 0 for none. Keeps no scores: the
-    backward pass computes them again.
+    backward pass computes them again. The second result is for the kernel's backward pass: log sum exp(score) over what each
+    query sees [H, T]; of plain products it is empty.
     """
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
     if native.serves(q, v, softcap):
-        return native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window).transpose(0, 1)[None]
+        found, spread = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
+        return found.transpose(0, 1)[None], spread
     out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3]).transpose(0, 1)
     for block in blocks(segments, q.device):
         ours, theirs, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
@@ -176,23 +179,26 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
             weights, _ = _softmax(ours[part], theirs[part], scale, softcap, window, block)
             torch.bmm(weights.to(q.dtype), values[part], out=found[part])
         _put(out, found, block)
-    return out.transpose(0, 1)[None]
+    return out.transpose(0, 1)[None], q.new_empty(0, dtype=torch.float32)
 
 
 @attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3])
+def _(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
+    kept = q.shape[1:3] if native.serves(q, v, softcap) else (0,)
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]), q.new_empty(kept, dtype=torch.float32)
 
 
 @torch.library.custom_op("valence::forest_attention_backward", mutates_args=())
 def attend_backward(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. grad, out[1, T, H, D_v]. Those of keys and values are summed in float32 over all who see them."""
+    grad: Tensor, out: Tensor, spread: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v. out and spread as of ``attend``, grad[1, T, H, D_v]. Those of keys and values are summed in
+    float32 over all who see them."""
     segments = segments_of(forest)
-    if native.serves(q, v, softcap):
+    if len(spread):
         given, found = grad[0].transpose(0, 1), out[0].transpose(0, 1)
-        d_q, d_k, d_v = native.backward(q[0], k[0], v[0], found, given, _native_runs(segments), scale, window)
+        d_q, d_k, d_v = native.backward(q[0], k[0], v[0], found, spread, given, _native_runs(segments), scale, window)
         return d_q[None], d_k[None], d_v[None]
     wide = torch.promote_types(torch.float32, q.dtype)
     d_q = q.new_zeros(q.shape[2], q.shape[1], q.shape[3]).transpose(0, 1)
@@ -222,18 +228,20 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad: Tensor, out: Tensor, spread: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d_q = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)
     return d_q, *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, forest, ctx.scale, ctx.window, ctx.softcap = inputs
-    ctx.save_for_backward(output, q, k, v, forest)
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*output, q, k, v, forest)
 
 
-def _slopes(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _slopes(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
     return *attend_backward(grad, *ctx.saved_tensors, ctx.scale, ctx.window, ctx.softcap), None, None, None, None
 
 

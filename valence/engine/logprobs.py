@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Rows, and what was found there: log-probability, entropy, sum of squared probabilities, value."""
-ROUND = 64  # tokens; passes are filled up to multiples of it, on CUDA up to an eighth of a power of two
+ROUND = 16  # tokens; passes are filled up to multiples of it, on CUDA to one of few sizes, an eighth apart
 
 
 class Engine(nn.Module):
@@ -166,8 +166,7 @@ class Engine(nn.Module):
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
         # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is a sequence of its own.
-        coarse = 2 ** max(0, count.bit_length() - 4) if self.device.type == "cuda" else 1
-        missing = -count % max(ROUND, coarse)
+        missing = -count % (max(64, 2 ** (count.bit_length() - 4)) if self.device.type == "cuda" else ROUND)
         if missing:
             end = int(forest[:, 1].max())
             forest = torch.cat([forest, forest.new_tensor([[end, end + missing, -1, 1]])])

@@ -30,7 +30,7 @@ class _Strided(ctypes.Structure):
 
 class _Sizes(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "together", "d", "dv", "window", "threads")),
+        *((name, ctypes.c_int64) for name in ("heads", "groups", "together", "queries", "d", "dv", "window", "threads")),
         ("scale", ctypes.c_float),
     )
 
@@ -100,21 +100,23 @@ def serves(q: Tensor, v: Tensor, softcap: float) -> bool:
     return fits and library() is not None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: int) -> Tensor:
-    """q[H, T, D], k[H_kv, T_k, D], v[H_kv, T_k, D_v] -> [H, T, D_v]."""
+def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: int) -> tuple[Tensor, Tensor]:
+    """q[H, T, D], k[H_kv, T_k, D], v[H_kv, T_k, D_v] -> [H, T, D_v], and log sum exp(score) over what each query sees [H, T]."""
     found = library()
     assert found is not None
     q, k, v = map(_dense, (q, k, v))
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])  # whoever projects it wants all heads of a token together
+    spread = q.new_empty(q.shape[:2], dtype=torch.float32)
     sizes, (a, b, c) = _sizes(q, k, v, scale, window), map(_strided, (q, k, v))
-    found.forward(*map(ctypes.byref, (sizes, runs.handle, a, b, c)), _pointer(out))
-    return out.transpose(0, 1)
+    found.forward(*map(ctypes.byref, (sizes, runs.handle, a, b, c)), _pointer(out), _pointer(spread))
+    return out.transpose(0, 1), spread
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, runs: Runs, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, spread: Tensor, grad: Tensor, runs: Runs, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; out, grad[H, T, D_v]. Those of keys and values are summed in float32."""
+    """Gradients of q, k and v; out and spread as of ``forward``, grad[H, T, D_v]. Those of keys and values are summed in
+    float32."""
     found = library()
     assert found is not None
     q, k, v, out, grad = map(_dense, (q, k, v, out, grad))
@@ -122,7 +124,7 @@ def backward(
     tasks = len(q) // _together(q, k)
     d_k, d_v = (torch.zeros(tasks, *x.shape[1:]) for x in (k, v))
     parts = [_sizes(q, k, v, scale, window), runs.handle, *map(_strided, (q, k, v, out, grad))]
-    found.backward(*map(ctypes.byref, parts), *map(_pointer, (d_q, d_k, d_v)), ctypes.c_int64(k.shape[1]))
+    found.backward(*map(ctypes.byref, parts), *map(_pointer, (spread, d_q, d_k, d_v)), ctypes.c_int64(k.shape[1]))
     if tasks > len(k):
         d_k, d_v = (x.unflatten(0, (len(k), -1)).sum(1) for x in (d_k, d_v))
     return d_q.transpose(0, 1), d_k.to(k.dtype), d_v.to(v.dtype)
@@ -168,4 +170,5 @@ def _together(q: Tensor, k: Tensor) -> int:
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor, scale: float, window: int) -> _Sizes:
-    return _Sizes(len(q), len(q) // len(k), _together(q, k), q.shape[2], v.shape[2], window, torch.get_num_threads(), scale)
+    groups, threads = len(q) // len(k), torch.get_num_threads()
+    return _Sizes(len(q), groups, _together(q, k), *q.shape[1:], v.shape[2], window, threads, scale)

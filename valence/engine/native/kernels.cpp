@@ -55,6 +55,7 @@ template <int C>
 void columns(const Pair* a, int64_t lda, const Pair* b, int64_t ldb, float* c, int64_t ldc, int64_t m, int64_t pairs, bool add) {
   int64_t r = 0;
   for (; r + 6 <= m; r += 6) tile<6, C>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, pairs, add);
+  for (; r + 4 <= m; r += 4) tile<4, C>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, pairs, add);
   for (; r + 2 <= m; r += 2) tile<2, C>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, pairs, add);
   for (; r < m; r++) tile<1, C>(a + r * lda, lda, b, ldb, c + r * ldc, ldc, pairs, add);
 }
@@ -91,29 +92,32 @@ void transpose16(__m512i* rows) {
   }
 }
 
-// Packs 16 rows of ``pairs`` pairs (a multiple of 8) as 16 columns of a panel; load(i, k, mask) gives pairs k to k + 16 of row i.
+// Packs 16 rows of ``pairs`` pairs as 16 columns of out[pairs][ld], of which the first ``wide`` exist; load(i, k, mask) gives pairs
+// k to k + 16 of row i.
 template <class Load>
-void turn(int64_t pairs, Load load, Pair* out) {
+void turn(int64_t pairs, Load load, Pair* out, int64_t ld = PANEL, int64_t wide = WIDTH) {
+  __mmask16 there = __mmask16((1u << std::min(wide, WIDTH)) - 1);
   for (int64_t k = 0; k < pairs; k += WIDTH) {
     int64_t left = std::min(WIDTH, pairs - k);
     __m512i rows[WIDTH];
     for (int64_t i = 0; i < WIDTH; i++) rows[i] = load(i, k, __mmask16((1u << left) - 1));
     transpose16(rows);
-    for (int64_t i = 0; i < left; i++) _mm512_storeu_si512(out + (k + i) * PANEL, rows[i]);
+    for (int64_t i = 0; i < left; i++) _mm512_mask_storeu_epi32(out + (k + i) * ld, there, rows[i]);
   }
 }
 
-// exp(x) for x <= 0, to a relative error of 2e-7: 2^n times a polynomial in what is left of x / ln 2.
-__m512 exponential(__m512 x) {
+// exp(x) for x <= 0: 2^n times a polynomial in what is left of x / ln 2, the one of least relative error for its degree.
+template <size_t N>
+__m512 exponential(__m512 x, const float (&terms)[N]) {
   x = _mm512_max_ps(_mm512_set1_ps(-100.0f), x);  // in this order a NaN stays one
   __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
   __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-  f = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), f);
-  __m512 p = _mm512_set1_ps(1.0f / 720);
-  for (float term : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(term));
+  __m512 f = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.69314718055994531f), x), p = _mm512_set1_ps(terms[0]);
+  for (size_t i = 1; i < N; i++) p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(terms[i]));
   return _mm512_scalef_ps(p, n);
 }
+constexpr float EXACT[] = {1.3836846e-3f, 8.3748158e-3f, 4.1668225e-2f, 0.16666420f, 0.49999991f, 1.0f, 1.0f};  // 2e-7
+constexpr float ROUGH[] = {4.1458607e-2f, 0.16790907f, 0.50004357f, 0.99996340f, 0.99999928f};  // 3e-6: for what becomes bfloat16
 
 struct Strided {  // [heads, rows, D] of bfloat16, whose last axis is dense
   const Half* data;
@@ -123,102 +127,161 @@ struct Strided {  // [heads, rows, D] of bfloat16, whose last axis is dense
 
 const Half ZEROS[1024] = {};  // what stands for rows beyond the last
 
-// Rows next to each other as pairs, for products over rows: [rows / 2, D] in panels.
-void interleave(const std::vector<const Half*>& rows, int64_t padded, int64_t d, Pair* out) {
-  for (int64_t k = 0; k < padded; k += 2) {
-    const Half *low = k < int64_t(rows.size()) ? rows[k] : ZEROS, *high = k + 1 < int64_t(rows.size()) ? rows[k + 1] : ZEROS;
+using Rows = std::vector<const Half*>;
+
+Rows gather(const Strided& x, int64_t head, const int64_t* rows, int64_t count) {
+  Rows found(count);
+  for (int64_t i = 0; i < count; i++) found[i] = x.at(head, rows[i]);
+  return found;
+}
+
+// Rows next to each other as pairs, for products over rows: [depth, D] in panels, of which these are the rows from 2 ``from`` on.
+void interleave(const Rows& rows, int64_t from, int64_t d, int64_t depth, Pair* out) {
+  int64_t n = rows.size();
+  for (int64_t k = 0; k < up(n) / 2; k++) {
+    const Half *low = 2 * k < n ? rows[2 * k] : ZEROS, *high = 2 * k + 1 < n ? rows[2 * k + 1] : ZEROS;
     for (int64_t j = 0; j < d; j += PANEL)
       for (int64_t i = j; i < std::min(d, j + PANEL); i++)
-        out[j * (padded / 2) + k / 2 * PANEL + i - j] = Pair(low[i]) | Pair(high[i]) << 16;
+        out[j * depth + (from + k) * PANEL + i - j] = Pair(low[i]) | Pair(high[i]) << 16;
   }
 }
 
 // Transposed, numbers next to each other as pairs, for products over D: [D / 2, rows] in panels.
-void transpose(const std::vector<const Half*>& rows, int64_t padded, int64_t d, Pair* out) {
-  for (int64_t r = 0; r < padded; r += WIDTH) {
+void transpose(const Rows& rows, int64_t d, Pair* out) {
+  int64_t n = rows.size();
+  for (int64_t r = 0; r < n; r += WIDTH) {
     const Half* from[WIDTH];
-    for (int64_t i = 0; i < WIDTH; i++) from[i] = r + i < int64_t(rows.size()) ? rows[r + i] : ZEROS;
+    for (int64_t i = 0; i < WIDTH; i++) from[i] = r + i < n ? rows[r + i] : ZEROS;
     auto load = [&](int64_t i, int64_t k, __mmask16 there) { return _mm512_maskz_loadu_epi32(there, (const Pair*)from[i] + k); };
     turn(d / 2, load, out + r / PANEL * PANEL * (d / 2) + r % PANEL);
   }
 }
 
-// Interleaved and transposed: out[D][padded / 2] holds rows 2k and 2k + 1 as pairs.
-void both(const std::vector<const Half*>& rows, int64_t padded, int64_t d, Pair* out) {
-  for (int64_t k = 0; k < padded; k += 2)
-    for (int64_t i = 0; i < d; i++) {
-      Pair low = k < int64_t(rows.size()) ? rows[k][i] : 0, high = k + 1 < int64_t(rows.size()) ? rows[k + 1][i] : 0;
-      out[i * (padded / 2) + k / 2] = low | high << 16;
-    }
+// Interleaved and transposed: out[D][ld] holds rows 2k and 2k + 1 as pairs.
+void both(const Rows& rows, int64_t d, int64_t ld, Pair* out) {
+  int64_t n = rows.size();
+  for (int64_t r = 0; r < ld; r += WIDTH) {
+    auto load = [&](int64_t i, int64_t k, __mmask16) {  // D is a multiple of 16
+      int64_t low = 2 * (r + i), high = low + 1;
+      __m512i one = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)((low < n ? rows[low] : ZEROS) + k)));
+      __m512i two = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)((high < n ? rows[high] : ZEROS) + k)));
+      return _mm512_or_si512(one, _mm512_slli_epi32(two, 16));
+    };
+    turn(d, load, out + r, ld, ld - r);
+  }
 }
 
 struct Sizes {
-  int64_t heads, groups, together, d, dv, window, threads;  // a task runs ``together`` of the ``groups`` heads that share keys
+  // queries: of one head. A task runs ``together`` of the ``groups`` heads that share keys.
+  int64_t heads, groups, together, queries, d, dv, window, threads;
   float scale;
 };
 
 struct Runs {  // queries of run r: own[own_at[r] .. own_at[r + 1]); keys of its path: keys[key_at[r] .. key_at[r + 1])
   int64_t count;
   const int64_t *own, *own_at, *keys, *key_at;
+
+  const int64_t* path(int64_t r) const { return keys + key_at[r]; }
+  int64_t length(int64_t r) const { return key_at[r + 1] - key_at[r]; }
+  int64_t longest() const {
+    int64_t most = 0;
+    for (int64_t r = 0; r < count; r++) most = std::max(most, length(r));
+    return up(most, PANEL);
+  }
+  // How many keys, in whole panels, the path of a run has in common with that of the run before.
+  int64_t common(int64_t r) const {
+    if (!r) return 0;
+    const int64_t *here = path(r), *before = path(r - 1);
+    int64_t most = std::min(length(r), length(r - 1));
+    return (std::mismatch(here, here + most, before).first - here) / PANEL * PANEL;
+  }
 };
 
-// A tile of queries of one run and head: its rows, the keys that come before the first, and those that its products cover.
+struct Query {
+  int64_t head, row, last;  // last: the last key that it sees
+};
+
+// Queries of one run, of all heads of a task. Products of a tile cover the columns from ``begin``, whole panels, to ``end``.
 struct Tile {
-  std::vector<const Half*> rows;
-  int64_t above, padded;
+  std::vector<Query> queries;
+  int64_t begin, end, window;
+
+  int64_t size() const { return queries.size(); }
+  // Which of the columns j to j + 16 query i sees.
+  __mmask16 seen(int64_t i, int64_t j) const {
+    int64_t last = queries[i].last - j, first = window ? last - window + 1 : 0;
+    uint32_t found = last < 0 ? 0 : last < WIDTH - 1 ? (2u << last) - 1 : 0xffff;
+    return first <= 0 ? found : first < WIDTH ? found & (0xffffu << first) : 0;
+  }
+  Rows of(const Strided& x) const {
+    Rows found;
+    for (const Query& query : queries) found.push_back(x.at(query.head, query.row));
+    return found;
+  }
 };
 
-int64_t tile_rows(int64_t keys) { return keys <= 1024 ? 64 : keys <= 4096 ? 32 : 16; }
-
-// Turns scores[n][ld] into softmax weights over the keys that each query sees; those it does not see become 0.
-void softmax(float* scores, int64_t ld, const Tile& tile, const Sizes& s) {
-  for (int64_t i = 0; i < int64_t(tile.rows.size()); i++) {
-    float* row = scores + i * ld;
-    int64_t last = tile.above + i, first = s.window ? std::max<int64_t>(0, last - s.window + 1) : 0;
-    std::fill(row, row + first, -INFINITY);
-    std::fill(row + last + 1, row + tile.padded, -INFINITY);
-    __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), scale = _mm512_set1_ps(s.scale);
-    for (int64_t j = 0; j < tile.padded; j += WIDTH) top = _mm512_max_ps(top, _mm512_loadu_ps(row + j));
-    top = _mm512_set1_ps(_mm512_reduce_max_ps(top) * s.scale);
-    for (int64_t j = 0; j < tile.padded; j += WIDTH) {
-      __m512 raw = _mm512_loadu_ps(row + j);
-      __mmask16 seen = _mm512_cmp_ps_mask(raw, _mm512_set1_ps(-INFINITY), _CMP_NEQ_UQ);
-      __m512 e = _mm512_maskz_mov_ps(seen, exponential(_mm512_fmsub_ps(raw, scale, top)));
+// exp(scale * score - largest) of scores[n][ld] in bfloat16 (weights[n][ld / 2] pairs), 0 where a key is not seen; and of each row
+// the inverse of their sum and the logarithm of the whole one.
+void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pair* weights, float* inverse, float* spread) {
+  int64_t wide = tile.end - tile.begin;
+  for (int64_t i = 0; i < tile.size(); i++) {
+    const float* row = scores + i * ld;
+    __m512 top = _mm512_set1_ps(-INFINITY), sum = _mm512_setzero_ps(), factor = _mm512_set1_ps(scale);
+    for (int64_t j = 0; j < wide; j += WIDTH)
+      top = _mm512_mask_max_ps(top, tile.seen(i, tile.begin + j), top, _mm512_loadu_ps(row + j));
+    float largest = _mm512_reduce_max_ps(top) * scale;
+    top = _mm512_set1_ps(largest);
+    for (int64_t j = 0; j < wide; j += WIDTH) {
+      __m512 e = exponential(_mm512_fmsub_ps(_mm512_loadu_ps(row + j), factor, top), ROUGH);
+      e = _mm512_maskz_mov_ps(tile.seen(i, tile.begin + j), e);
       sum = _mm512_add_ps(sum, e);
-      _mm512_storeu_ps(row + j, e);
+      _mm256_storeu_si256((__m256i*)((Half*)(weights + i * ld / 2) + j), (__m256i)_mm512_cvtneps_pbh(e));
     }
-    __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
-    for (int64_t j = 0; j < tile.padded; j += WIDTH) _mm512_storeu_ps(row + j, _mm512_mul_ps(_mm512_loadu_ps(row + j), inverse));
+    float total = _mm512_reduce_add_ps(sum);
+    inverse[i] = 1.0f / total, spread[i] = largest + std::log(total);
   }
 }
 
-// bfloat16 of x[n][ld]: along the rows as they are, [n][ld / 2] pairs, and (unless null) of neighbouring rows as pairs, [depth, ld] in
-// panels.
-void halves(const float* x, int64_t ld, int64_t n, int64_t used, Pair* along, Pair* across = nullptr, int64_t depth = 0) {
-  for (int64_t i = 0; i < n; i += 2) {
-    const float *one = x + i * ld, *two = one + ld;
-    bool last = i + 1 == n;
-    for (int64_t j = 0; j < used; j += WIDTH) {
-      __m512i low = narrow(_mm512_loadu_ps(one + j)), high = last ? _mm512_setzero_si512() : narrow(_mm512_loadu_ps(two + j));
-      _mm256_storeu_si256((__m256i*)((Half*)(along + i * ld / 2) + j), _mm512_cvtepi32_epi16(low));
-      if (!last) _mm256_storeu_si256((__m256i*)((Half*)(along + (i + 1) * ld / 2) + j), _mm512_cvtepi32_epi16(high));
-      __m512i pairs = _mm512_or_si512(low, _mm512_slli_epi32(high, 16));
-      if (across) _mm512_storeu_si512(across + (j / PANEL * depth + i / 2) * PANEL + j % PANEL, pairs);
+// Of the columns j to j + n of a tile: softmax weights w of scores[rows][ld], and from the slopes of w in slopes[rows][ld] those of
+// the scores, w (slope - inner) scale. In bfloat16, of neighbouring rows as pairs in panels (weights, across: [depth, n]), and
+// the latter also along the rows (along[rows][ld / 2]).
+void bend(const float* scores, const float* slopes, int64_t ld, const Tile& tile, int64_t j, int64_t n, float scale,
+          const float* spread, const float* inner, Pair* weights, Pair* along, Pair* across, int64_t depth) {
+  int64_t rows = tile.size();
+  __m512 factor = _mm512_set1_ps(scale);
+  for (int64_t i = 0; i < rows; i += 2)
+    for (int64_t c = 0; c < n; c += WIDTH) {
+      __m512i pair[2] = {}, slope[2] = {};
+      for (int64_t k = i; k < std::min(i + 2, rows); k++) {
+        __mmask16 seen = tile.seen(k, j + c);
+        __m512 score = _mm512_fmsub_ps(_mm512_loadu_ps(scores + k * ld + c), factor, _mm512_set1_ps(spread[k]));
+        __m512 weight = _mm512_maskz_mov_ps(seen, exponential(score, ROUGH));
+        __m512 far = _mm512_fmsub_ps(_mm512_loadu_ps(slopes + k * ld + c), factor, _mm512_set1_ps(inner[k] * scale));
+        pair[k - i] = narrow(weight), slope[k - i] = narrow(_mm512_maskz_mul_ps(seen, weight, far));
+        _mm256_storeu_si256((__m256i*)((Half*)(along + k * ld / 2) + c), _mm512_cvtepi32_epi16(slope[k - i]));
+      }
+      int64_t at = (c / PANEL * depth + i / 2) * PANEL + c % PANEL;
+      _mm512_storeu_si512(weights + at, _mm512_or_si512(pair[0], _mm512_slli_epi32(pair[1], 16)));
+      _mm512_storeu_si512(across + at, _mm512_or_si512(slope[0], _mm512_slli_epi32(slope[1], 16)));
     }
+}
+
+void store(const float* from, int64_t n, float factor, Half* to) {
+  for (int64_t j = 0; j < n; j += WIDTH) {
+    __m512 x = _mm512_mul_ps(_mm512_loadu_ps(from + j), _mm512_set1_ps(factor));
+    _mm256_storeu_si256((__m256i*)(to + j), (__m256i)_mm512_cvtneps_pbh(x));
   }
 }
 
-void store(const float* from, int64_t n, Half* to) {
-  for (int64_t j = 0; j < n; j += WIDTH)
-    _mm256_storeu_si256((__m256i*)(to + j), (__m256i)_mm512_cvtneps_pbh(_mm512_loadu_ps(from + j)));
-}
-
-// Adds x[d][ld], transposed, to the given rows of to[][d].
-void add(const float* x, int64_t ld, int64_t d, const int64_t* rows, int64_t count, float* to) {
+// Adds the columns of x[d][ld], transposed, to the given rows of to[][d], and clears them.
+void move(float* x, int64_t ld, int64_t d, const int64_t* rows, int64_t count, float* to) {
   for (int64_t j = 0; j < count; j += WIDTH)
     for (int64_t i = 0; i < d; i += WIDTH) {
       __m512i turned[WIDTH];
-      for (int64_t k = 0; k < WIDTH; k++) turned[k] = _mm512_loadu_si512(x + (i + k) * ld + j);
+      for (int64_t k = 0; k < WIDTH; k++) {
+        turned[k] = _mm512_loadu_si512(x + (i + k) * ld + j);
+        _mm512_storeu_ps(x + (i + k) * ld + j, _mm512_setzero_ps());
+      }
       transpose16(turned);
       for (int64_t k = 0; k < std::min(WIDTH, count - j); k++) {
         float* sum = to + rows[j + k] * d + i;
@@ -233,100 +296,107 @@ void parallel(int64_t tasks, int64_t threads, Task task) {
   for (int64_t i = 0; i < tasks; i++) task(i);
 }
 
-std::vector<const Half*> gather(const Strided& x, int64_t head, const int64_t* rows, int64_t count) {
-  std::vector<const Half*> found(count);
-  for (int64_t i = 0; i < count; i++) found[i] = x.at(head, rows[i]);
-  return found;
-}
-
-// The tiles of a run in some heads: calls use(tile, its rows, head) for each.
+// Calls use(tile) for each tile of a run and task, of about so many queries.
 template <class Use>
-void tiles(const Strided& q, int64_t first, int64_t heads, const Runs& runs, int64_t run, Use use) {
+void tiles(int64_t task, const Sizes& s, const Runs& runs, int64_t run, int64_t tall, Use use) {
   const int64_t* own = runs.own + runs.own_at[run];
-  int64_t n = runs.own_at[run + 1] - runs.own_at[run], keys = runs.key_at[run + 1] - runs.key_at[run], above = keys - n;
-  int64_t step = tile_rows(keys);
-  for (int64_t h = first; h < first + heads; h++)
-    for (int64_t start = 0; start < n; start += step) {
-      int64_t count = std::min(step, n - start);
-      use(Tile{gather(q, h, own + start, count), above + start, up(above + start + count)}, own + start, h);
-    }
+  int64_t n = runs.own_at[run + 1] - runs.own_at[run], step = std::max<int64_t>(1, tall / s.together);
+  for (int64_t start = 0; start < n; start += step) {
+    int64_t count = std::min(step, n - start), above = runs.length(run) - n + start;
+    int64_t begin = s.window ? std::max<int64_t>(0, above - s.window + 1) / PANEL * PANEL : 0;
+    Tile tile{{}, begin, up(above + count), s.window};
+    for (int64_t h = task * s.together; h < (task + 1) * s.together; h++)
+      for (int64_t i = 0; i < count; i++) tile.queries.push_back({h, own[start + i], above + i});
+    use(tile);
+  }
 }
 
 // Rows side by side, [n][d / 2] pairs.
-void dense(const std::vector<const Half*>& rows, int64_t d, Pair* out) {
+void dense(const Rows& rows, int64_t d, Pair* out) {
   for (size_t i = 0; i < rows.size(); i++) std::memcpy(out + i * d / 2, rows[i], d * sizeof(Half));
 }
 
 }  // namespace
 
-// out[rows, heads, dv] in bfloat16.
-extern "C" void forward(const Sizes* s, const Runs* runs, const Strided* q, const Strided* k, const Strided* v, Half* out) {
+// out[queries, heads, dv] in bfloat16, and spread[heads, queries]: the logarithm of the sum of exp(score) over what a query sees.
+extern "C" void forward(const Sizes* s, const Runs* runs, const Strided* q, const Strided* k, const Strided* v, Half* out,
+                        float* spread) {
+  int64_t most = runs->longest();
   parallel(s->heads / s->together, s->threads, [&](int64_t task) {
     int64_t shared = task * s->together / s->groups;
-    std::vector<Pair> keys, values, asked, weights;
-    std::vector<float> scores, sums(64 * s->dv);
+    std::vector<Pair> keys(most * s->d / 2), values(most / 2 * up(s->dv, PANEL)), asked, weights;
+    std::vector<float> scores, sums, inverse, spreads;
     for (int64_t r = 0; r < runs->count; r++) {
-      int64_t count = runs->key_at[r + 1] - runs->key_at[r], ld = up(count), step = tile_rows(count);
-      const int64_t* path = runs->keys + runs->key_at[r];
-      keys.resize(s->d / 2 * up(ld, PANEL)), values.resize(ld / 2 * up(s->dv, PANEL)), asked.resize(step * s->d / 2);
-      weights.resize(step * ld / 2), scores.resize(step * ld);
-      transpose(gather(*k, shared, path, count), ld, s->d, keys.data());
-      interleave(gather(*v, shared, path, count), ld, s->dv, values.data());
-      tiles(*q, task * s->together, s->together, *runs, r, [&](const Tile& t, const int64_t* own, int64_t h) {
-        int64_t n = t.rows.size();
-        dense(t.rows, s->d, asked.data());
-        product(asked.data(), s->d / 2, keys.data(), s->d / 2, scores.data(), ld, n, t.padded, s->d / 2);
-        softmax(scores.data(), ld, t, *s);
-        halves(scores.data(), ld, n, t.padded, weights.data());
-        product(weights.data(), ld / 2, values.data(), ld / 2, sums.data(), s->dv, n, s->dv, t.padded / 2);
-        for (int64_t i = 0; i < n; i++) store(sums.data() + i * s->dv, s->dv, out + (own[i] * s->heads + h) * s->dv);
+      int64_t count = runs->length(r), from = runs->common(r), ld = up(count);
+      const int64_t* fresh = runs->path(r) + from;
+      int64_t tall = std::max(s->together, count <= 1024 ? 64 : count <= 4096 ? 32 : WIDTH);
+      asked.resize(tall * s->d / 2), weights.resize(tall * ld / 2), scores.resize(tall * ld);
+      sums.resize(tall * s->dv), inverse.resize(tall), spreads.resize(tall);
+      transpose(gather(*k, shared, fresh, count - from), s->d, keys.data() + from * s->d / 2);
+      interleave(gather(*v, shared, fresh, count - from), from / 2, s->dv, most / 2, values.data());
+      tiles(task, *s, *runs, r, tall, [&](const Tile& t) {
+        int64_t n = t.size(), wide = t.end - t.begin;
+        dense(t.of(*q), s->d, asked.data());
+        product(asked.data(), s->d / 2, keys.data() + t.begin * s->d / 2, s->d / 2, scores.data(), ld, n, wide, s->d / 2);
+        softmax(scores.data(), ld, t, s->scale, weights.data(), inverse.data(), spreads.data());
+        product(weights.data(), ld / 2, values.data() + t.begin / 2 * PANEL, most / 2, sums.data(), s->dv, n, s->dv, wide / 2);
+        for (int64_t i = 0; i < n; i++) {
+          const Query& query = t.queries[i];
+          store(sums.data() + i * s->dv, s->dv, inverse[i], out + (query.row * s->heads + query.head) * s->dv);
+          spread[query.head * s->queries + query.row] = spreads[i];
+        }
       });
     }
   });
 }
 
-// d_q[rows, heads, d] in bfloat16; d_k[tasks, keys, d] and d_v[tasks, keys, dv] in float32, added to.
+// d_q[queries, heads, d] in bfloat16; d_k[tasks, keys, d] and d_v[tasks, keys, dv] in float32, added to.
 extern "C" void backward(const Sizes* s, const Runs* runs, const Strided* q, const Strided* k, const Strided* v, const Strided* out,
-                         const Strided* grad, Half* d_q, float* d_k, float* d_v, int64_t key_rows) {
+                         const Strided* grad, const float* spread, Half* d_q, float* d_k, float* d_v, int64_t key_rows) {
+  constexpr int64_t BLOCK = 2 * PANEL;  // columns whose scores exist at once
+  int64_t tall = std::max<int64_t>(s->together, 128), depth = (tall + 1) / 2;
+  int64_t most = runs->longest(), ld = most + WIDTH;  // not the length of a page, or all rows would share lines of the cache
   parallel(s->heads / s->together, s->threads, [&](int64_t task) {
     int64_t shared = task * s->together / s->groups;
-    std::vector<Pair> keys, values, rowed, asked, sloped, ours, theirs, along, across, above;
-    std::vector<float> scores, slopes, sums(64 * s->d), by_key, by_value;
+    std::vector<Pair> keys(most * s->d / 2), values(most * s->dv / 2), rowed(most / 2 * up(s->d, PANEL));
+    std::vector<Pair> asked(tall * s->d / 2), sloped(tall * s->dv / 2), ours(depth * s->d), theirs(depth * s->dv);
+    std::vector<Pair> along(tall * BLOCK / 2), across(depth * BLOCK), weights(depth * BLOCK);
+    std::vector<float> scores(tall * BLOCK), slopes(tall * BLOCK), sums(tall * s->d), by_key(s->d * ld), by_value(s->dv * ld);
+    std::vector<float> spreads(tall), inner(tall);
     for (int64_t r = 0; r < runs->count; r++) {
-      int64_t count = runs->key_at[r + 1] - runs->key_at[r], ld = up(count), step = tile_rows(count);
-      const int64_t* path = runs->keys + runs->key_at[r];
-      int64_t wide = up(ld, PANEL);
-      keys.resize(s->d / 2 * wide), values.resize(s->dv / 2 * wide), rowed.resize(ld / 2 * up(s->d, PANEL));
-      asked.resize(step * s->d / 2), sloped.resize(step * s->dv / 2), ours.resize(step / 2 * s->d), theirs.resize(step / 2 * s->dv);
-      along.resize(step * ld / 2), across.resize(step / 2 * wide), above.resize(step / 2 * wide);
-      scores.resize(step * ld), slopes.resize(step * ld);
-      by_key.assign(s->d * ld, 0.0f), by_value.assign(s->dv * ld, 0.0f);
-      auto path_keys = gather(*k, shared, path, count);
-      transpose(path_keys, ld, s->d, keys.data());
-      interleave(path_keys, ld, s->d, rowed.data());
-      transpose(gather(*v, shared, path, count), ld, s->dv, values.data());
-      tiles(*q, task * s->together, s->together, *runs, r, [&](const Tile& t, const int64_t* own, int64_t h) {
-        int64_t n = t.rows.size(), even = (n + 1) / 2 * 2;
-        auto slope = gather(*grad, h, own, n);
-        dense(t.rows, s->d, asked.data()), dense(slope, s->dv, sloped.data());
-        both(t.rows, even, s->d, ours.data()), both(slope, even, s->dv, theirs.data());
-        product(asked.data(), s->d / 2, keys.data(), s->d / 2, scores.data(), ld, n, t.padded, s->d / 2);
-        softmax(scores.data(), ld, t, *s);
-        halves(scores.data(), ld, n, t.padded, along.data(), across.data(), step / 2);
-        product(sloped.data(), s->dv / 2, values.data(), s->dv / 2, slopes.data(), ld, n, t.padded, s->dv / 2);
+      int64_t count = runs->length(r), from = runs->common(r);
+      const int64_t* path = runs->path(r);
+      auto fresh = gather(*k, shared, path + from, count - from);
+      transpose(fresh, s->d, keys.data() + from * s->d / 2);
+      interleave(fresh, from / 2, s->d, most / 2, rowed.data());
+      transpose(gather(*v, shared, path + from, count - from), s->dv, values.data() + from * s->dv / 2);
+      tiles(task, *s, *runs, r, tall, [&](const Tile& t) {
+        int64_t n = t.size(), half = (n + 1) / 2;
+        Rows query = t.of(*q), slope = t.of(*grad), given = t.of(*out);
+        dense(query, s->d, asked.data()), dense(slope, s->dv, sloped.data());
+        both(query, s->d, half, ours.data()), both(slope, s->dv, half, theirs.data());
         for (int64_t i = 0; i < n; i++) {
-          float inner = dot(slope[i], out->at(h, own[i]), s->dv);
-          float *weight = scores.data() + i * ld, *found = slopes.data() + i * ld;
-          for (int64_t j = 0; j < t.padded; j++) found[j] = weight[j] * (found[j] - inner) * s->scale;
+          inner[i] = dot(slope[i], given[i], s->dv);
+          spreads[i] = spread[t.queries[i].head * s->queries + t.queries[i].row];
         }
-        product(theirs.data(), even / 2, across.data(), step / 2, by_value.data(), ld, s->dv, t.padded, even / 2, true);
-        halves(slopes.data(), ld, n, t.padded, along.data(), above.data(), step / 2);
-        product(ours.data(), even / 2, above.data(), step / 2, by_key.data(), ld, s->d, t.padded, even / 2, true);
-        product(along.data(), ld / 2, rowed.data(), ld / 2, sums.data(), s->d, n, s->d, t.padded / 2);
-        for (int64_t i = 0; i < n; i++) store(sums.data() + i * s->d, s->d, d_q + (own[i] * s->heads + h) * s->d);
+        for (int64_t j = t.begin; j < t.end; j += BLOCK) {
+          int64_t wide = std::min(BLOCK, t.end - j);
+          product(asked.data(), s->d / 2, keys.data() + j * s->d / 2, s->d / 2, scores.data(), BLOCK, n, wide, s->d / 2);
+          product(sloped.data(), s->dv / 2, values.data() + j * s->dv / 2, s->dv / 2, slopes.data(), BLOCK, n, wide, s->dv / 2);
+          bend(scores.data(), slopes.data(), BLOCK, t, j, wide, s->scale, spreads.data(), inner.data(), weights.data(), along.data(),
+               across.data(), depth);
+          product(theirs.data(), half, weights.data(), depth, by_value.data() + j, ld, s->dv, wide, half, true);
+          product(ours.data(), half, across.data(), depth, by_key.data() + j, ld, s->d, wide, half, true);
+          product(along.data(), BLOCK / 2, rowed.data() + j / 2 * PANEL, most / 2, sums.data(), s->d, n, s->d, wide / 2, j > t.begin);
+        }
+        for (int64_t i = 0; i < n; i++) {
+          int64_t to = t.queries[i].row * s->heads + t.queries[i].head;
+          store(sums.data() + i * s->d, s->d, 1.0f, d_q + to * s->d);
+        }
       });
-      add(by_key.data(), ld, s->d, path, count, d_k + task * key_rows * s->d);
-      add(by_value.data(), ld, s->dv, path, count, d_v + task * key_rows * s->dv);
+      int64_t stays = r + 1 < runs->count ? runs->common(r + 1) : 0;  // the next run adds to the same sums
+      move(by_key.data() + stays, ld, s->d, path + stays, count - stays, d_k + task * key_rows * s->d);
+      move(by_value.data() + stays, ld, s->dv, path + stays, count - stays, d_v + task * key_rows * s->dv);
     }
   });
 }
@@ -374,7 +444,7 @@ extern "C" void measure(const Half* hidden, const void* weight, const int64_t* t
       for (int64_t j = 0; j < padded; j += WIDTH) {
         __m512 distance = _mm512_sub_ps(_mm512_loadu_ps(row + j), top);
         __mmask16 there = _cvtu32_mask16(j + WIDTH <= columns ? 0xffff : (1u << std::max<int64_t>(0, columns - j)) - 1);
-        __m512 e = _mm512_maskz_mov_ps(there, exponential(distance));
+        __m512 e = _mm512_maskz_mov_ps(there, exponential(distance, EXACT));
         sum = _mm512_add_ps(sum, e);
         mean = _mm512_mask3_fmadd_ps(e, distance, mean, there);
         if (kept) _mm256_mask_storeu_epi16(kept + i * columns + j, there, (__m256i)_mm512_cvtneps_pbh(e));
