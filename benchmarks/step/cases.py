@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Method = Literal["kto", "dpo", "sft", "grpo"]
+Method = Literal["kto", "dpo", "sft", "bradley_terry", "grpo"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ CASES = (
     Case("grpo 8@400",         "grpo", prompts=1, answers=8, prompt=PROMPT_400,        bar=5.0, quick=True),
     Case("grpo 16@400",        "grpo", prompts=1, answers=16, prompt=PROMPT_400,       bar=6.5),
     Case("grpo 1@100",         "grpo", prompts=8, answers=1),
-    # A reward model's case belongs here, with a Method of its own, as soon as there is one to train.
     Case("sft",                "sft"),
+    Case("reward model",       "bradley_terry", answers=2),
     Case("kto lora",           "kto", lora=True),
     Case("dpo lora",           "dpo", answers=2, lora=True),
     Case("kto 152k",           "kto", shape=LARGE_VOCABULARY),

@@ -26,7 +26,8 @@ RANK = 16  # of an adapter
 
 @dataclass(frozen=True)
 class Work:
-    """Necessary tokens of some steps: through the layers with a gradient and without, through the head with and without.
+    """Necessary tokens of some steps: through the layers with a gradient and without, through the head with and without (a reward
+    model has none to speak of).
     seen: pairs of a token with one that it sees (itself included), likewise. mean: length of a sequence."""
 
     layers: tuple[int, int]
@@ -44,8 +45,9 @@ def floor(case: Case, units: list[Encoded]) -> float:
         forward, to_inputs, to_weights = linear_seconds(_rounded(trained), inputs, outputs)
         backward = to_inputs + (RANK / inputs + RANK / outputs) * 3 * forward if case.lora else to_inputs + to_weights
         total += count * shape.layers * (trained * (forward + backward) + measured * forward)
-    forward, to_inputs, to_weights = linear_seconds(_rounded(work.head[0]), shape.hidden, shape.vocabulary)
-    total += work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights)) + work.head[1] * forward
+    if work.head[0]:
+        forward, to_inputs, to_weights = linear_seconds(_rounded(work.head[0]), shape.hidden, shape.vocabulary)
+        total += work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights)) + work.head[1] * forward
     scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
     # Backward: the gradient of the scores' weights, and those of queries, keys and values.
     seen, seen_only = work.seen
@@ -59,7 +61,8 @@ def work_of(case: Case, units: list[Encoded]) -> Work:
     trained, measured = sum(n for _, n in answers), sum(n for _, n in extra)
     seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
     return Work(
-        layers=(sum(map(len, prompts)) + trained, measured), head=(trained, measured),
+        layers=(sum(map(len, prompts)) + trained, measured),
+        head=(0, 0) if case.method == "bradley_terry" else (trained, measured),
         seen=(seen, sum(_pairs(p, n) for p, n in extra)), mean=sum(p + n for p, n in answers) // len(answers),
     )  # fmt: skip
 

@@ -98,7 +98,8 @@ class Side:
 
 @dataclass
 class Result:
-    """A case's figures. ``differ``: why no time is to be believed; empty when both sides did the same."""
+    """A case's figures. ``differ``: why no time is to be believed; empty when both sides did the same. left_out: ways of TRL
+    that are not shown, since others that do the same are left, each with its reason."""
 
     case: Case
     way: Way
@@ -107,6 +108,7 @@ class Result:
     floor: float = 0.0
     agreement: float = 0.0
     differ: str = ""
+    left_out: list[str] = field(default_factory=list[str])
 
     def ratio(self, name: str) -> Spread:
         """How many times as long as Valence another side takes for the same rows."""
@@ -131,12 +133,14 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
     peer.ask("rows", sets=[mine.rows(number) for number in range(plan.sets)])
     # Bars are held against TRL without a compiler, as they were set; with one it is shown beside.
-    way, best = fastest(peer, case, models, tuple(way for way in plan.ways if not way.compiled))
+    wanted = [mine.step(number) for number in range(plan.sets)]
+    way, best, left_out = fastest(peer, case, models, tuple(way for way in plan.ways if not way.compiled), wanted)
     sides: dict[str, Steps] = {"ours": mine, "best": best}
-    result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")})
+    result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out)
     if compiling := tuple(way for way in plan.ways if way.compiled):
-        other, sides["compiled"] = fastest(peer, case, models, compiling)
+        other, sides["compiled"], left_out = fastest(peer, case, models, compiling, wanted)
         result.others["compiled"] = Side(f"TRL best ({other})")
+        result.left_out += left_out
     result.floor = sum(floor(case, units) for units in sets) / plan.sets
     if plan.defaults:
         sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
@@ -171,28 +175,40 @@ def load(
     peer: Peer, name: str, case: Case, models: Models, way: Way, *, best: bool = True, checkpointing: bool = False
 ) -> Theirs:
     """A session of TRL in one configuration."""
+    folder = models.scorer if case.method == "bradley_terry" else models.policy
     peer.ask(
         "load", name=name, method=case.method, best=best, checkpointing=checkpointing, max_length=MAX_LENGTH, **way._asdict(),
-        policy=str(models.policy), reference=str(models.reference), adapter=str(models.adapter) if models.adapter else None,
+        policy=str(folder), reference=str(models.reference), adapter=str(models.adapter) if models.adapter else None,
     )  # fmt: skip
     return Theirs(peer, name)
 
 
-def fastest(peer: Peer, case: Case, models: Models, ways: tuple[Way, ...]) -> tuple[Way, Theirs]:
-    """The way in which TRL at its best is the fastest here, with its session; the others are let go."""
+def fastest(
+    peer: Peer, case: Case, models: Models, ways: tuple[Way, ...], wanted: list[Figures]
+) -> tuple[Way, Theirs, list[str]]:
+    """The way in which TRL at its best is the fastest here, with its session; the others are let go. A way whose rounding leads
+    it away from Valence's figures ``wanted`` of each set is left out, and named with what it says, if another does not."""
     sessions = {way: load(peer, str(way), case, models, way) for way in ways}
-    if len(ways) == 1:
-        return ways[0], sessions[ways[0]]
-    seconds = dict.fromkeys(ways, float("inf"))
-    for turn in range(1 + PROBES):
-        for way, session in sessions.items():
-            taken = session.step(0).seconds
-            seconds[way] = min(seconds[way], taken if turn else seconds[way])  # the first warms up
-    found = min(ways, key=lambda way: seconds[way])
+    differ = {way: apart_by(wanted, [session.step(k) for k in range(len(wanted))]) for way, session in sessions.items()}
+    good = [way for way in ways if not differ[way]] or list(ways)
+    seconds = dict.fromkeys(good, float("inf"))
+    for _ in range(PROBES if len(good) > 1 else 0):
+        for way in good:
+            seconds[way] = min(seconds[way], sessions[way].step(0).seconds)
+    found = min(good, key=lambda way: seconds[way])
     for way in ways:
         if way != found:
             peer.ask("drop", name=str(way))
-    return found, sessions[found]
+    return found, sessions[found], [f"{way}, {differ[way]}" for way in ways if way not in good]
+
+
+def apart_by(mine: list[Figures], other: list[Figures]) -> str:
+    """Where losses or gradient norms of two sides are further apart than rounding; empty if they are not."""
+    return "; ".join(
+        f"set {number}: {what} {getattr(one, what):.6g} and {getattr(two, what):.6g}"
+        for number, (one, two) in enumerate(zip(mine, other, strict=True)) for what in ("loss", "grad_norm")
+        if not relative(getattr(one, what), getattr(two, what)) <= TOLERANCE
+    )  # fmt: skip
 
 
 def relative(one: float, other: float) -> float:
@@ -207,12 +223,10 @@ def agree(result: Result, sides: dict[str, Steps], plan: Plan) -> None:
             if name not in sides or (name == "defaults" and number >= DEFAULTS_SETS):
                 continue
             other = sides[name].step(number)
-            for what in ("loss", "grad_norm"):
-                far = relative(getattr(mine, what), getattr(other, what))
-                result.agreement = max(result.agreement, far)
-                if not far <= TOLERANCE:
-                    pair = f"{getattr(mine, what):.6g} and {getattr(other, what):.6g}"
-                    result.differ += f"{result.others[name].name}, set {number}: {what} {pair}; "
+            far = max(relative(getattr(mine, what), getattr(other, what)) for what in ("loss", "grad_norm"))
+            result.agreement = max(result.agreement, far)
+            if why := apart_by([mine], [other]):
+                result.differ += f"{result.others[name].name}, {why.replace('set 0', f'set {number}')}; "
         if "apart" in sides:
             sides["apart"].step(number)
 

@@ -27,7 +27,8 @@ from valence.training.step import Objective
 from valence.types import Encoded
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
-SETTINGS = {"kto": z0_of_trl(8), "dpo": {}, "sft": {}, "grpo": {}}
+SETTINGS: dict[str, dict[str, Any]] = {"kto": z0_of_trl(8)}
+WITH_REFERENCE = ("kto", "dpo", "grpo")  # for the last it is the policy that the completions came from
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,14 @@ class Ours:
     ) -> None:
         self.case, self.sets = case, sets
         adapter = str(models.adapter) if models.adapter else None
-        base = load_model(str(models.policy), dtype=torch.float32)
+        scores = METHODS[case.method].of_scores
+        folder, attributes = (models.scorer, ["reward"]) if scores else (models.policy, None)
+        base = load_model(str(folder), dtype=torch.float32, attributes=attributes)
         self.policy = build_policy(base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off")
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)
         self.reference: Cached | None = None
-        if case.method != "sft":  # for grpo it is the policy that the completions came from
+        if case.method in WITH_REFERENCE:
             other = load_model(str(models.reference), dtype=torch.float32)
             self.reference = Cached(build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache)
         if case.method == "grpo":
@@ -100,7 +103,7 @@ class Ours:
         def run() -> tuple[float, float]:
             begin = time.perf_counter()
             method = METHODS[self.case.method]
-            settings = method.resolve(SETTINGS[self.case.method])
+            settings = method.resolve(SETTINGS.get(self.case.method, {}))
             objective = Objective(method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH)
             loss = objective.run(units, backward=True).loss
             return loss.item(), time.perf_counter() - begin

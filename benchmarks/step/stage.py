@@ -9,13 +9,15 @@ from pathlib import Path
 from statistics import NormalDist
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from benchmarks.step.cases import Case, Lengths, Shape
 from valence.types import Answer, Encoded, Kind, Origin
 
-KINDS: dict[str, Kind] = {"kto": "judgement", "dpo": "preference", "sft": "demonstration", "grpo": "ranking"}
-EOS = 2
+KINDS: dict[str, Kind] = {
+    "kto": "judgement", "dpo": "preference", "sft": "demonstration", "bradley_terry": "preference", "grpo": "ranking"
+}  # fmt: skip
+PAD, EOS = 0, 2
 LONGEST_PROMPT, LONGEST_COMPLETION = 2048, 512
 MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
 """Nothing is cut, a mismatched completion included."""
@@ -23,11 +25,12 @@ MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
 
 @dataclass(frozen=True)
 class Models:
-    """Folders of a policy, of a reference near it, and of an adapter for the policy if the case trains one."""
+    """Folders of a policy, of a reference near it, of a reward model, and of an adapter for the policy if the case trains one."""
 
     shape: Shape
     policy: Path
     reference: Path
+    scorer: Path
     adapter: Path | None = None
 
 
@@ -39,11 +42,13 @@ def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, n
     config = Qwen3Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS,
+        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+        num_labels=1,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config).bfloat16()
     matrices = [weights for weights in model.parameters() if weights.ndim > 1]
-    models = Models(shape, folder / "policy", folder / "reference", folder / "adapter" if lora else None)
+    models = Models(shape, *(folder / name for name in ("policy", "reference", "scorer")), folder / "adapter" if lora else None)
+    Qwen3ForSequenceClassification(config).bfloat16().save_pretrained(models.scorer)
     with torch.no_grad():
         for weights in matrices:
             weights.mul_(scale)

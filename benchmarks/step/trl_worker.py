@@ -23,7 +23,7 @@ import torch
 import transformers
 import trl
 from datasets import Dataset, disable_progress_bars
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl.trainer.utils import pad
 
 from benchmarks.parity.trl_side import spelled, tokenizer_of_ids
@@ -35,6 +35,7 @@ TRAINERS = {
     "kto": (trl.KTOTrainer, trl.KTOConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
     "sft": (trl.SFTTrainer, trl.SFTConfig),
+    "bradley_terry": (trl.RewardTrainer, trl.RewardConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
 }
 # A trainer wants a data set when it is made; the rows that are measured come later, through the trainer's own collator.
@@ -42,10 +43,11 @@ STAND_INS = {
     "kto": {"prompt": spelled([3, 4]), "completion": spelled([5]), "label": True},
     "dpo": {"prompt": spelled([3, 4]), "chosen": spelled([5]), "rejected": spelled([6])},
     "sft": {"prompt": spelled([3, 4]), "completion": spelled([5])},
+    "bradley_terry": {"chosen": spelled([3, 4, 5]), "rejected": spelled([3, 4, 6])},
     "grpo": {"prompt": spelled([3, 4])},
 }
 GRPO = {"loss_type": "grpo", "beta": 0.0, "num_generations": 2, "per_device_train_batch_size": 2}
-EOS = 2
+PAD, EOS = "<0>", 2
 
 
 class Session:
@@ -108,14 +110,18 @@ def trainer_of(how: dict[str, Any], scratch: str) -> Any:
         bf16=how["precision"] == "mixed", **settings,
     )  # fmt: skip
     dtype = torch.bfloat16 if how["precision"] == "bfloat16" else torch.float32
-    policy = AutoModelForCausalLM.from_pretrained(how["policy"], dtype=dtype)
+    kind = AutoModelForSequenceClassification if method == "bradley_terry" else AutoModelForCausalLM
+    policy = kind.from_pretrained(how["policy"], dtype=dtype)
     if how["adapter"]:
         widened = how["precision"] != "bfloat16"
         policy = peft.PeftModel.from_pretrained(policy, how["adapter"], is_trainable=True, autocast_adapter_dtype=widened)
     extra: dict[str, Any] = {"reward_funcs": lambda **_: []} if method == "grpo" else {}
     if with_reference and not how["best"]:
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(how["reference"], dtype=dtype)
-    extra |= {"train_dataset": Dataset.from_list([STAND_INS[method]] * 2), "processing_class": tokenizer_of_ids(16, EOS)}
+    tokenizer = tokenizer_of_ids(16, EOS)
+    if method == "bradley_terry":  # a score is read before the padding, which must not look like the end of an answer
+        tokenizer.pad_token = PAD
+    extra |= {"train_dataset": Dataset.from_list([STAND_INS[method]] * 2), "processing_class": tokenizer}
     return trainer(model=policy, args=arguments, **extra)
 
 
@@ -146,6 +152,10 @@ def sft_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer} for prompt, answer in both]
 
 
+def reward_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{f"{side}_ids": row["prompt"] + row["answers"][k] for k, side in enumerate(("chosen", "rejected"))} for row in rows]
+
+
 def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     """As TRL hands a batch of rollouts to its loss: prompts padded on the left, completions on the right."""
     answers = [answer for row in rows for answer in row["answers"]]
@@ -162,7 +172,9 @@ def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     }  # fmt: skip
 
 
-COLUMNS: dict[str, Any] = {"kto": kto_columns, "dpo": dpo_columns, "sft": sft_columns, "grpo": grpo_columns}
+COLUMNS: dict[str, Any] = {
+    "kto": kto_columns, "dpo": dpo_columns, "sft": sft_columns, "bradley_terry": reward_columns, "grpo": grpo_columns
+}  # fmt: skip
 
 
 class Worker:

@@ -164,7 +164,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
 
     q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v]. window, softcap: 0 for none. Keeps no scores: the
     backward pass computes them again. The second result is for the kernel's backward pass: log sum exp(score) over what each
-    query sees [H, T]; of plain products it is empty.
+    query sees [H, T]; of plain products, which do without, it is not a number.
     """
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
@@ -179,13 +179,13 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
             weights, _ = _softmax(ours[part], theirs[part], scale, softcap, window, block)
             torch.bmm(weights.to(q.dtype), values[part], out=found[part])
         _put(out, found, block)
-    return out.transpose(0, 1)[None], q.new_empty(0, dtype=torch.float32)
+    return out.transpose(0, 1)[None], q.new_full(q.shape[1:3], torch.nan, dtype=torch.float32)
 
 
 @attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> tuple[Tensor, Tensor]:
-    kept = q.shape[1:3] if native.serves(q, v, softcap) else (0,)
-    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]), q.new_empty(kept, dtype=torch.float32)
+    # Of one shape whether there is a kernel or not: compiled programs are kept on disk, and outlive the reason for it.
+    return q.new_empty(1, q.shape[2], q.shape[1], v.shape[3]), q.new_empty(q.shape[1:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("valence::forest_attention_backward", mutates_args=())
@@ -196,7 +196,7 @@ def attend_backward(
     """Gradients of q, k and v. out and spread as of ``attend``, grad[1, T, H, D_v]. Those of keys and values are summed in
     float32 over all who see them."""
     segments = segments_of(forest)
-    if len(spread):
+    if native.serves(q, v, softcap):
         given, found = grad[0].transpose(0, 1), out[0].transpose(0, 1)
         d_q, d_k, d_v = native.backward(q[0], k[0], v[0], found, spread, given, _native_runs(segments), scale, window)
         return d_q[None], d_k[None], d_v[None]
