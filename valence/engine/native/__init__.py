@@ -119,7 +119,7 @@ def backward(
     float32."""
     found = library()
     assert found is not None
-    q, k, v, out, grad = map(_dense, (q, k, v, out, grad))
+    q, k, v, out, grad, spread = *map(_dense, (q, k, v, out, grad)), spread.contiguous()
     d_q = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
     tasks = len(q) // _together(q, k)
     d_k, d_v = (torch.zeros(tasks, *x.shape[1:]) for x in (k, v))

@@ -2,8 +2,8 @@
 //
 // Every product is one routine: C[M, N] = A[M, K] B[K, N] in float32, where bfloat16 numbers that are neighbours along K lie
 // together in one 32-bit word ("pairs"): A[M][K/2], B[K/2][N]. Heads (of the head: rows) are independent tasks, so results do
-// not depend on the number of threads. Scores of a tile of queries are kept whole, so a plain softmax will do; the backward
-// pass computes them again.
+// not depend on the number of threads. The forward pass has the scores of a tile of queries as a whole, so a plain softmax will do,
+// and keeps their log-sum-exp; with that the backward pass computes them again, a block of columns at a time.
 
 #include <immintrin.h>
 
@@ -221,7 +221,7 @@ struct Tile {
 };
 
 // exp(scale * score - largest) of scores[n][ld] in bfloat16 (weights[n][ld / 2] pairs), 0 where a key is not seen; and of each row
-// the inverse of their sum and the logarithm of the whole one.
+// 1 / (the sum of these), and ``spread``, the logarithm of the sum of exp(scale * score).
 void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pair* weights, float* inverse, float* spread) {
   int64_t wide = tile.end - tile.begin;
   for (int64_t i = 0; i < tile.size(); i++) {
@@ -242,9 +242,9 @@ void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pai
   }
 }
 
-// Of the columns j to j + n of a tile: softmax weights w of scores[rows][ld], and from the slopes of w in slopes[rows][ld] those of
-// the scores, w (slope - inner) scale. In bfloat16, of neighbouring rows as pairs in panels (weights, across: [depth, n]), and
-// the latter also along the rows (along[rows][ld / 2]).
+// Of the columns j to j + n of a tile: softmax weights w = exp(scale * score - spread) of scores[rows][ld], and from the slopes of w
+// in slopes[rows][ld] those of the scores, w (slope - inner) scale. In bfloat16, of neighbouring rows as pairs in panels (weights,
+// across: [depth, n]), and the latter also along the rows (along[rows][ld / 2]).
 void bend(const float* scores, const float* slopes, int64_t ld, const Tile& tile, int64_t j, int64_t n, float scale,
           const float* spread, const float* inner, Pair* weights, Pair* along, Pair* across, int64_t depth) {
   int64_t rows = tile.size();
