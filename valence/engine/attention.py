@@ -164,7 +164,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
 
     q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v] -> [1, T, H, D_v]. window, softcap: 0 for none. Keeps no scores: the
     backward pass computes them again. The second result is for the kernel's backward pass: log sum exp(score) over what each
-    query sees [H, T]; of plain products, which do without, it is not a number.
+    query sees [H, T]; of plain products, which do without, minus infinity.
     """
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
@@ -179,7 +179,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
             weights, _ = _softmax(ours[part], theirs[part], scale, softcap, window, block)
             torch.bmm(weights.to(q.dtype), values[part], out=found[part])
         _put(out, found, block)
-    return out.transpose(0, 1)[None], q.new_full(q.shape[1:3], torch.nan, dtype=torch.float32)
+    return out.transpose(0, 1)[None], q.new_full(q.shape[1:3], -torch.inf, dtype=torch.float32)
 
 
 @attend.register_fake
