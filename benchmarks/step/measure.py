@@ -133,7 +133,7 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
     peer.ask("rows", sets=[mine.rows(number) for number in range(plan.sets)])
     # Bars are held against TRL without a compiler, as they were set; with one it is shown beside.
-    wanted = [mine.step(number) for number in range(plan.sets)]
+    wanted = [mine.step(number) for number in range(plan.sets)]  # this also compiles
     way, best, left_out = fastest(peer, case, models, tuple(way for way in plan.ways if not way.compiled), wanted)
     sides: dict[str, Steps] = {"ours": mine, "best": best}
     result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out)
@@ -189,10 +189,12 @@ def fastest(
     """The way in which TRL at its best is the fastest here, with its session; the others are let go. A way whose rounding leads
     it away from Valence's figures ``wanted`` of each set is left out, and named with what it says, if another does not."""
     sessions = {way: load(peer, str(way), case, models, way) for way in ways}
-    differ = {way: apart_by(wanted, [session.step(k) for k in range(len(wanted))]) for way, session in sessions.items()}
+    if len(ways) == 1:  # whether it agrees is asked later
+        return ways[0], sessions[ways[0]], []
+    differ = {way: disagreement(wanted, [session.step(k) for k in range(len(wanted))]) for way, session in sessions.items()}
     good = [way for way in ways if not differ[way]] or list(ways)
     seconds = dict.fromkeys(good, float("inf"))
-    for _ in range(PROBES if len(good) > 1 else 0):
+    for _ in range(PROBES):
         for way in good:
             seconds[way] = min(seconds[way], sessions[way].step(0).seconds)
     found = min(good, key=lambda way: seconds[way])
@@ -202,11 +204,12 @@ def fastest(
     return found, sessions[found], [f"{way}, {differ[way]}" for way in ways if way not in good]
 
 
-def apart_by(mine: list[Figures], other: list[Figures]) -> str:
-    """Where losses or gradient norms of two sides are further apart than rounding; empty if they are not."""
+def disagreement(mine: list[Figures], other: list[Figures], first: int = 0) -> str:
+    """Where losses or gradient norms of two sides are further apart than rounding, on sets from ``first`` on; empty if they are
+    not."""
     return "; ".join(
         f"set {number}: {what} {getattr(one, what):.6g} and {getattr(two, what):.6g}"
-        for number, (one, two) in enumerate(zip(mine, other, strict=True)) for what in ("loss", "grad_norm")
+        for number, (one, two) in enumerate(zip(mine, other, strict=True), first) for what in ("loss", "grad_norm")
         if not relative(getattr(one, what), getattr(two, what)) <= TOLERANCE
     )  # fmt: skip
 
@@ -225,8 +228,8 @@ def agree(result: Result, sides: dict[str, Steps], plan: Plan) -> None:
             other = sides[name].step(number)
             far = max(relative(getattr(mine, what), getattr(other, what)) for what in ("loss", "grad_norm"))
             result.agreement = max(result.agreement, far)
-            if why := apart_by([mine], [other]):
-                result.differ += f"{result.others[name].name}, {why.replace('set 0', f'set {number}')}; "
+            if why := disagreement([mine], [other], number):
+                result.differ += f"{result.others[name].name}, {why}; "
         if "apart" in sides:
             sides["apart"].step(number)
 
