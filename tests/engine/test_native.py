@@ -69,6 +69,14 @@ def test_one_sequence_of_any_length(length: int) -> None:
         assert ours <= max(1.5 * plain, 2**-8)
 
 
+@pytest.mark.parametrize("window", [0, 5, 100])
+def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
+    q, k, v = (x.detach() for x in bfloat16_heads(TREE, groups=2, d=32))
+    scores = 0.2 * q[0].double() @ k[0].double().repeat_interleave(2, 0).transpose(1, 2)
+    wanted = scores.masked_fill(~seen(TREE, window), -torch.inf).logsumexp(-1)
+    torch.testing.assert_close(attend(q, k, v, table(TREE), 0.2, window, 0.0)[1].double(), wanted, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("width", "columns"), [(16, 1), (48, 130), (64, 64), (80, 200)])
 def test_what_a_softmax_needs_of_any_number_of_columns(width: int, columns: int, dtype: torch.dtype) -> None:
