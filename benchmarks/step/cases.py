@@ -60,6 +60,11 @@ class Case:
     apart: bool = False
     quick: bool = False
 
+    @property
+    def of_scores(self) -> bool:
+        """Whether it trains a reward model, which has no head for the vocabulary."""
+        return self.method == "bradley_terry"
+
 
 # fmt: off
 CASES = (

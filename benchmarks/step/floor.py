@@ -62,7 +62,7 @@ def work_of(case: Case, units: list[Encoded]) -> Work:
     seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
     return Work(
         layers=(sum(map(len, prompts)) + trained, measured),
-        head=(0, 0) if case.method == "bradley_terry" else (trained, measured),
+        head=(0, 0) if case.of_scores else (trained, measured),
         seen=(seen, sum(_pairs(p, n) for p, n in extra)), mean=sum(p + n for p, n in answers) // len(answers),
     )  # fmt: skip
 

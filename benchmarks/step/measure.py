@@ -98,8 +98,8 @@ class Side:
 
 @dataclass
 class Result:
-    """A case's figures. ``differ``: why no time is to be believed; empty when both sides did the same. left_out: ways of TRL
-    that are not shown, since others that do the same are left, each with its reason."""
+    """A case's figures. ``differ``: why no time is to be believed; empty when both sides did the same. left_out: TRL's ways
+    that round themselves away from the others, which are shown in their place; each with what it said."""
 
     case: Case
     way: Way
@@ -175,10 +175,10 @@ def load(
     peer: Peer, name: str, case: Case, models: Models, way: Way, *, best: bool = True, checkpointing: bool = False
 ) -> Theirs:
     """A session of TRL in one configuration."""
-    folder = models.scorer if case.method == "bradley_terry" else models.policy
     peer.ask(
         "load", name=name, method=case.method, best=best, checkpointing=checkpointing, max_length=MAX_LENGTH, **way._asdict(),
-        policy=str(folder), reference=str(models.reference), adapter=str(models.adapter) if models.adapter else None,
+        policy=str(models.trained(case)), reference=str(models.reference),
+        adapter=str(models.adapter) if models.adapter else None,
     )  # fmt: skip
     return Theirs(peer, name)
 

@@ -49,9 +49,8 @@ class Ours:
     ) -> None:
         self.case, self.sets = case, sets
         adapter = str(models.adapter) if models.adapter else None
-        scores = METHODS[case.method].of_scores
-        folder, attributes = (models.scorer, ["reward"]) if scores else (models.policy, None)
-        base = load_model(str(folder), dtype=torch.float32, attributes=attributes)
+        attributes = ["reward"] if case.of_scores else None
+        base = load_model(str(models.trained(case)), dtype=torch.float32, attributes=attributes)
         self.policy = build_policy(base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off")
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)

@@ -33,6 +33,10 @@ class Models:
     scorer: Path
     adapter: Path | None = None
 
+    def trained(self, case: Case) -> Path:
+        """The folder of what the case trains."""
+        return self.scorer if case.of_scores else self.policy
+
 
 def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.1) -> Models:
     """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:

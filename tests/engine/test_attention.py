@@ -155,9 +155,9 @@ def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) 
     forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     given = heads(40, dtype=dtype, d=16, d_v=16)
     torch.library.opcheck(attend, (*given, forest, SCALE, 0, 0.0))
-    out, spread = (x.detach() for x in attend(*given, forest, SCALE, 0, 0.0))
+    out, lse = (x.detach() for x in attend(*given, forest, SCALE, 0, 0.0))
     plain = [x.detach() for x in given]
-    torch.library.opcheck(attention.attend_backward, (torch.randn_like(out), out, spread, *plain, forest, SCALE, 0, 0.0))
+    torch.library.opcheck(attention.attend_backward, (torch.randn_like(out), out, lse, *plain, forest, SCALE, 0, 0.0))
 
 
 def test_a_layer_that_hands_no_forest_over_says_so() -> None:

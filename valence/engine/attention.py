@@ -169,8 +169,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window
     k, v = _with_memory(k, v)
     segments = segments_of(forest)
     if native.serves(q, v, softcap):
-        found, spread = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
-        return found.transpose(0, 1)[None], spread
+        found, lse = native.forward(q[0], k[0], v[0], _native_runs(segments), scale, window)
+        return found.transpose(0, 1)[None], lse
     out = q.new_zeros(q.shape[2], q.shape[1], v.shape[3]).transpose(0, 1)
     for block in blocks(segments, q.device):
         ours, theirs, values = _queries(q, block, k.shape[1]), _keys(k, block), _keys(v, block)
@@ -190,15 +190,15 @@ def _(q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int
 
 @torch.library.custom_op("valence::forest_attention_backward", mutates_args=())
 def attend_backward(
-    grad: Tensor, out: Tensor, spread: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v. out and spread as of ``attend``, grad[1, T, H, D_v]. Those of keys and values are summed in
+    """Gradients of q, k and v. out and lse as of ``attend``, grad[1, T, H, D_v]. Those of keys and values are summed in
     float32 over all who see them."""
     segments = segments_of(forest)
     if native.serves(q, v, softcap):
         given, found = grad[0].transpose(0, 1), out[0].transpose(0, 1)
-        d_q, d_k, d_v = native.backward(q[0], k[0], v[0], found, spread, given, _native_runs(segments), scale, window)
+        d_q, d_k, d_v = native.backward(q[0], k[0], v[0], found, lse, given, _native_runs(segments), scale, window)
         return d_q[None], d_k[None], d_v[None]
     wide = torch.promote_types(torch.float32, q.dtype)
     d_q = q.new_zeros(q.shape[2], q.shape[1], q.shape[3]).transpose(0, 1)
@@ -228,7 +228,7 @@ def attend_backward(
 
 @attend_backward.register_fake
 def _(
-    grad: Tensor, out: Tensor, spread: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
+    grad: Tensor, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, forest: Tensor, scale: float, window: int,
     softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     d_q = q.new_empty(1, q.shape[2], q.shape[1], q.shape[3]).transpose(1, 2)

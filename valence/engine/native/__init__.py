@@ -106,25 +106,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: i
     assert found is not None
     q, k, v = map(_dense, (q, k, v))
     out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])  # whoever projects it wants all heads of a token together
-    spread = q.new_empty(q.shape[:2], dtype=torch.float32)
+    lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     sizes, (a, b, c) = _sizes(q, k, v, scale, window), map(_strided, (q, k, v))
-    found.forward(*map(ctypes.byref, (sizes, runs.handle, a, b, c)), _pointer(out), _pointer(spread))
-    return out.transpose(0, 1), spread
+    found.forward(*map(ctypes.byref, (sizes, runs.handle, a, b, c)), _pointer(out), _pointer(lse))
+    return out.transpose(0, 1), lse
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, spread: Tensor, grad: Tensor, runs: Runs, scale: float, window: int
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, runs: Runs, scale: float, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; out and spread as of ``forward``, grad[H, T, D_v]. Those of keys and values are summed in
+    """Gradients of q, k and v; out and lse as of ``forward``, grad[H, T, D_v]. Those of keys and values are summed in
     float32."""
     found = library()
     assert found is not None
-    q, k, v, out, grad, spread = *map(_dense, (q, k, v, out, grad)), spread.contiguous()
+    q, k, v, out, grad, lse = *map(_dense, (q, k, v, out, grad)), lse.contiguous()
     d_q = q.new_empty(q.shape[1], q.shape[0], q.shape[2])
     tasks = len(q) // _together(q, k)
     d_k, d_v = (torch.zeros(tasks, *x.shape[1:]) for x in (k, v))
     parts = [_sizes(q, k, v, scale, window), runs.handle, *map(_strided, (q, k, v, out, grad))]
-    found.backward(*map(ctypes.byref, parts), *map(_pointer, (spread, d_q, d_k, d_v)), ctypes.c_int64(k.shape[1]))
+    found.backward(*map(ctypes.byref, parts), *map(_pointer, (lse, d_q, d_k, d_v)), ctypes.c_int64(k.shape[1]))
     if tasks > len(k):
         d_k, d_v = (x.unflatten(0, (len(k), -1)).sum(1) for x in (d_k, d_v))
     return d_q.transpose(0, 1), d_k.to(k.dtype), d_v.to(v.dtype)

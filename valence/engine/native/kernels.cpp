@@ -221,8 +221,8 @@ struct Tile {
 };
 
 // exp(scale * score - largest) of scores[n][ld] in bfloat16 (weights[n][ld / 2] pairs), 0 where a key is not seen; and of each row
-// 1 / (the sum of these), and ``spread``, the logarithm of the sum of exp(scale * score).
-void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pair* weights, float* inverse, float* spread) {
+// 1 / (the sum of these), and ``lse``, the logarithm of the sum of exp(scale * score).
+void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pair* weights, float* inverse, float* lse) {
   int64_t wide = tile.end - tile.begin;
   for (int64_t i = 0; i < tile.size(); i++) {
     const float* row = scores + i * ld;
@@ -238,15 +238,15 @@ void softmax(const float* scores, int64_t ld, const Tile& tile, float scale, Pai
       _mm256_storeu_si256((__m256i*)((Half*)(weights + i * ld / 2) + j), (__m256i)_mm512_cvtneps_pbh(e));
     }
     float total = _mm512_reduce_add_ps(sum);
-    inverse[i] = 1.0f / total, spread[i] = largest + std::log(total);
+    inverse[i] = 1.0f / total, lse[i] = largest + std::log(total);
   }
 }
 
-// Of the columns j to j + n of a tile: softmax weights w = exp(scale * score - spread) of scores[rows][ld], and from the slopes of w
+// Of the columns j to j + n of a tile: softmax weights w = exp(scale * score - lse) of scores[rows][ld], and from the slopes of w
 // in slopes[rows][ld] those of the scores, w (slope - inner) scale. In bfloat16, of neighbouring rows as pairs in panels (weights,
 // across: [depth, n]), and the latter also along the rows (along[rows][ld / 2]).
 void bend(const float* scores, const float* slopes, int64_t ld, const Tile& tile, int64_t j, int64_t n, float scale,
-          const float* spread, const float* inner, Pair* weights, Pair* along, Pair* across, int64_t depth) {
+          const float* lse, const float* inner, Pair* weights, Pair* along, Pair* across, int64_t depth) {
   int64_t rows = tile.size();
   __m512 factor = _mm512_set1_ps(scale);
   for (int64_t i = 0; i < rows; i += 2)
@@ -254,7 +254,7 @@ void bend(const float* scores, const float* slopes, int64_t ld, const Tile& tile
       __m512i pair[2] = {}, slope[2] = {};
       for (int64_t k = i; k < std::min(i + 2, rows); k++) {
         __mmask16 seen = tile.seen(k, j + c);
-        __m512 score = _mm512_fmsub_ps(_mm512_loadu_ps(scores + k * ld + c), factor, _mm512_set1_ps(spread[k]));
+        __m512 score = _mm512_fmsub_ps(_mm512_loadu_ps(scores + k * ld + c), factor, _mm512_set1_ps(lse[k]));
         __m512 weight = _mm512_maskz_mov_ps(seen, exponential(score, ROUGH));
         __m512 far = _mm512_fmsub_ps(_mm512_loadu_ps(slopes + k * ld + c), factor, _mm512_set1_ps(inner[k] * scale));
         pair[k - i] = narrow(weight), slope[k - i] = narrow(_mm512_maskz_mul_ps(seen, weight, far));
@@ -318,32 +318,32 @@ void dense(const Rows& rows, int64_t d, Pair* out) {
 
 }  // namespace
 
-// out[queries, heads, dv] in bfloat16, and spread[heads, queries]: the logarithm of the sum of exp(score) over what a query sees.
+// out[queries, heads, dv] in bfloat16, and lse[heads, queries]: the logarithm of the sum of exp(score) over what a query sees.
 extern "C" void forward(const Sizes* s, const Runs* runs, const Strided* q, const Strided* k, const Strided* v, Half* out,
-                        float* spread) {
+                        float* lse) {
   int64_t most = runs->longest();
   parallel(s->heads / s->together, s->threads, [&](int64_t task) {
     int64_t shared = task * s->together / s->groups;
     std::vector<Pair> keys(most * s->d / 2), values(most / 2 * up(s->dv, PANEL)), asked, weights;
-    std::vector<float> scores, sums, inverse, spreads;
+    std::vector<float> scores, sums, inverse, lses;
     for (int64_t r = 0; r < runs->count; r++) {
       int64_t count = runs->length(r), from = runs->common(r), ld = up(count);
       const int64_t* fresh = runs->path(r) + from;
       int64_t tall = std::max(s->together, count <= 1024 ? 64 : count <= 4096 ? 32 : WIDTH);
       asked.resize(tall * s->d / 2), weights.resize(tall * ld / 2), scores.resize(tall * ld);
-      sums.resize(tall * s->dv), inverse.resize(tall), spreads.resize(tall);
+      sums.resize(tall * s->dv), inverse.resize(tall), lses.resize(tall);
       transpose(gather(*k, shared, fresh, count - from), s->d, keys.data() + from * s->d / 2);
       interleave(gather(*v, shared, fresh, count - from), from / 2, s->dv, most / 2, values.data());
       tiles(task, *s, *runs, r, tall, [&](const Tile& t) {
         int64_t n = t.size(), wide = t.end - t.begin;
         dense(t.of(*q), s->d, asked.data());
         product(asked.data(), s->d / 2, keys.data() + t.begin * s->d / 2, s->d / 2, scores.data(), ld, n, wide, s->d / 2);
-        softmax(scores.data(), ld, t, s->scale, weights.data(), inverse.data(), spreads.data());
+        softmax(scores.data(), ld, t, s->scale, weights.data(), inverse.data(), lses.data());
         product(weights.data(), ld / 2, values.data() + t.begin / 2 * PANEL, most / 2, sums.data(), s->dv, n, s->dv, wide / 2);
         for (int64_t i = 0; i < n; i++) {
           const Query& query = t.queries[i];
           store(sums.data() + i * s->dv, s->dv, inverse[i], out + (query.row * s->heads + query.head) * s->dv);
-          spread[query.head * s->queries + query.row] = spreads[i];
+          lse[query.head * s->queries + query.row] = lses[i];
         }
       });
     }
@@ -352,7 +352,7 @@ extern "C" void forward(const Sizes* s, const Runs* runs, const Strided* q, cons
 
 // d_q[queries, heads, d] in bfloat16; d_k[tasks, keys, d] and d_v[tasks, keys, dv] in float32, added to.
 extern "C" void backward(const Sizes* s, const Runs* runs, const Strided* q, const Strided* k, const Strided* v, const Strided* out,
-                         const Strided* grad, const float* spread, Half* d_q, float* d_k, float* d_v, int64_t key_rows) {
+                         const Strided* grad, const float* lse, Half* d_q, float* d_k, float* d_v, int64_t key_rows) {
   constexpr int64_t BLOCK = 2 * PANEL;  // columns whose scores exist at once
   int64_t tall = std::max<int64_t>(s->together, 128), depth = (tall + 1) / 2;
   int64_t most = runs->longest(), ld = most + WIDTH;  // not the length of a page, or all rows would share lines of the cache
@@ -362,7 +362,7 @@ extern "C" void backward(const Sizes* s, const Runs* runs, const Strided* q, con
     std::vector<Pair> asked(tall * s->d / 2), sloped(tall * s->dv / 2), ours(depth * s->d), theirs(depth * s->dv);
     std::vector<Pair> along(tall * BLOCK / 2), across(depth * BLOCK), weights(depth * BLOCK);
     std::vector<float> scores(tall * BLOCK), slopes(tall * BLOCK), sums(tall * s->d), by_key(s->d * ld), by_value(s->dv * ld);
-    std::vector<float> spreads(tall), inner(tall);
+    std::vector<float> lses(tall), inner(tall);
     for (int64_t r = 0; r < runs->count; r++) {
       int64_t count = runs->length(r), from = runs->common(r);
       const int64_t* path = runs->path(r);
@@ -377,13 +377,13 @@ extern "C" void backward(const Sizes* s, const Runs* runs, const Strided* q, con
         both(query, s->d, half, ours.data()), both(slope, s->dv, half, theirs.data());
         for (int64_t i = 0; i < n; i++) {
           inner[i] = dot(slope[i], given[i], s->dv);
-          spreads[i] = spread[t.queries[i].head * s->queries + t.queries[i].row];
+          lses[i] = lse[t.queries[i].head * s->queries + t.queries[i].row];
         }
         for (int64_t j = t.begin; j < t.end; j += BLOCK) {
           int64_t wide = std::min(BLOCK, t.end - j);
           product(asked.data(), s->d / 2, keys.data() + j * s->d / 2, s->d / 2, scores.data(), BLOCK, n, wide, s->d / 2);
           product(sloped.data(), s->dv / 2, values.data() + j * s->dv / 2, s->dv / 2, slopes.data(), BLOCK, n, wide, s->dv / 2);
-          bend(scores.data(), slopes.data(), BLOCK, t, j, wide, s->scale, spreads.data(), inner.data(), weights.data(), along.data(),
+          bend(scores.data(), slopes.data(), BLOCK, t, j, wide, s->scale, lses.data(), inner.data(), weights.data(), along.data(),
                across.data(), depth);
           product(theirs.data(), half, weights.data(), depth, by_value.data() + j, ld, s->dv, wide, half, true);
           product(ours.data(), half, across.data(), depth, by_key.data() + j, ld, s->d, wide, half, true);
