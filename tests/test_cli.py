@@ -3,52 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-import shlex
-import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-import torch
-from typer.main import get_command
 
 from tests.command import command as valence
-from tests.models import tiny
+from tests.places import ROWS, place
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
-from valence import cli
-from valence.cli import complete
-from valence.cli.guide import COMMANDS, HELP
-from valence.cli.stream import Stream
-from valence.training.methods import METHODS, ONLINE
+from valence.training.methods import ONLINE
 
-ROWS = [
-    {"prompt": [{"role": "user", "content": f"question {i}"}], "completion": f"answer {i * 7}", "label": i % 3 == 0}
-    for i in range(10)
-]
-
-
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, rows and a recipe, which is the current one."""
-    tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "recipe.yaml").write_text(
-        "method: kto\n"
-        "model: {name: ./model, lora: {rank: 2}}\n"
-        "data: {train: [{path: rows.jsonl}], eval: [{path: rows.jsonl, limit: 4}], max_length: 128}\n"
-        "train: {batch_size: 5, learning_rate: 1e-3}\n"
-        "run: {dir: runs/first}\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli.console, "width", 160)
-    return tmp_path
+__all__ = ["place"]
 
 
 def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -274,84 +240,6 @@ def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     assert (place / "runs/first/report.html").is_file()
 
 
-def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert valence("train", "recipe.yaml", "--json") == 0
-    shown = capsys.readouterr()
-    first, *records, last = [json.loads(line, parse_constant=_refuse) for line in shown.out.splitlines()]
-    assert first == {"event": "started", "run": "runs/first", "resumed": False}
-    assert records == [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
-    assert last == {
-        "event": "done", "run": "runs/first", "model": "runs/first/model", "report": "runs/first/report.html",
-        "status": "done", "exit_status": 0,
-    }  # fmt: skip
-    assert "training 2/2" in shown.err
-    assert valence("resume", "runs/first", "--json", "--quiet") == 0
-    shown = capsys.readouterr()
-    assert shown.err == ""
-    (done,) = map(json.loads, shown.out.splitlines())
-    assert (done["event"], done["run"], done["status"]) == ("done", str(place / "runs/first"), "done")
-
-
-def _refuse(word: str) -> None:
-    raise AssertionError(f"{word} is not strict JSON")
-
-
-def test_json_ends_with_a_mistake_or_a_stop(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    assert valence("train", "recipe.yaml", "train.sed=1", "--json") == 2
-    shown = capsys.readouterr()
-    (line,) = map(json.loads, shown.out.splitlines())
-    assert (line["event"], line["status"], line["exit_status"], line["run"]) == ("done", "failed", 2, None)
-    assert "train.sed" in line["error"]
-    assert "train.sed" in shown.err
-    log = Stream.log
-
-    def stopped(stream: Stream, record: dict[str, float]) -> None:
-        log(stream, record)
-        if record["step"] == 3:
-            signal.raise_signal(signal.SIGINT)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(Stream, "log", stopped)
-        assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
-    *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (last["status"], last["exit_status"], last["run"], last["model"]) == ("interrupted", 130, "runs/first", None)
-    assert records[-1]["step"] == 3
-    assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 0
-    first, *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (first["resumed"], last["status"]) == (True, "done")
-    assert [record["step"] for record in records] == [4, 5, 6]
-
-    def broken(*_: object, **__: object) -> None:
-        raise ValueError("a defect")
-
-    monkeypatch.setattr("valence.api.train_in_folder", broken)
-    with pytest.raises(ValueError, match="a defect"):
-        valence("train", "recipe.yaml", "--json")
-    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (line["status"], line["exit_status"]) == ("failed", 1)
-
-
-def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        f"set -o pipefail; '{sys.executable}' -m valence {words} {behind}",
-        cwd=place, shell=True, executable=shutil.which("bash"), capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
-    )  # fmt: skip
-
-
-def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(place: Path) -> None:
-    (place / "runs/none").mkdir(parents=True)
-    (place / "runs/none/run.json").write_text("{}")
-    unread = in_a_shell(place, "runs --json", "| true")
-    assert (unread.returncode, unread.stderr) == (0, "")
-    closed = in_a_shell(place, "train recipe.yaml --json", ">&-")
-    assert closed.returncode == 2
-    assert "--json: the standard output is closed" in closed.stderr
-    assert not (place / "runs/first").exists()
-
-
 def test_an_interrupt_before_anything_is_begun_is_told(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -362,94 +250,3 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     assert valence("train", "recipe.yaml") == 130
     assert "stopped before anything was begun" in capsys.readouterr().out
     assert not (place / "runs").exists()
-
-
-def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
-    done = in_a_shell(place, "train recipe.yaml --json --quiet", "| head -1")
-    assert (done.returncode, done.stderr) == (0, "")
-    assert json.loads(done.stdout)["event"] == "started"
-    assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"
-
-
-def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys, valence.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
-
-
-def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    commands = {command.name: command for command in get_command(cli.app).commands.values()}  # type: ignore[attr-defined]
-    assert list(commands) == list(COMMANDS)
-    assert valence("--help") == 0
-    shown = capsys.readouterr().out
-    for name, command in commands.items():
-        panel, example = COMMANDS[str(name)]
-        assert f"{panel} " in shown
-        assert command.help.split("\n")[0][0].isupper()
-        words = shlex.split(example)
-        assert words[:2] == ["valence", name]
-        command.make_context(str(name), words[2:])  # the command takes these words
-        assert example in command.epilog
-    assert all(f"`{name}`" in HELP for name in ("kto", "dpo", "sft", "grpo"))
-
-
-SHELLS = ("bash", "zsh", "fish")
-
-
-def completed(shell: str, line: str, place: Path) -> list[str]:
-    """What a shell is told when the last word of a line is to be completed, by a process that may load no torch."""
-    code = (
-        "import sys, valence.cli\nsys.argv = ['valence']\ntry:\n    valence.cli.main()\n"
-        "finally:\n    assert 'torch' not in sys.modules"
-    )
-    asked = {
-        "_VALENCE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line.replace("=", " = "), "_TYPER_COMPLETE_ARGS": line,
-        "COMP_CWORD": str(len(line.replace("=", " = ").split(" ")) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=place, env={**os.environ, **asked}, capture_output=True, text=True, check=True
-    )
-    if shell == "zsh":
-        return re.findall(r'^(?:_arguments .\*: :\(\()?"([^"]*)"', done.stdout, re.MULTILINE)
-    return [line.split("\t")[0] for line in done.stdout.splitlines() if line]
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """Two recipes, and a run's folder with the settings it keeps."""
-    for name in ("one.yaml", "more/two.yml", "more/rows.jsonl", "runs/first/run.json", "runs/first/config.yaml", ".hid/x.yaml"):
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text("{}")
-    return tmp_path
-
-
-@pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, files: Path) -> None:
-    assert completed(shell, "valence tr", files) == ["train"]
-    assert {"--fresh", "--json"} <= set(completed(shell, "valence train --", files))
-    assert completed(shell, "valence train one.yaml train.see", files) == ["train.seed="]
-
-
-@pytest.mark.parametrize(("line", "found"), [
-    ("valence check ", ["one.yaml", "more/two.yml"]),
-    ("valence check ./mo", ["./more/two.yml"]),
-    ("valence resume ", ["runs/first"]),
-    ("valence resume runs/first/", ["runs/first/"]),
-    ("valence evaluate r", ["runs/first"]),
-    ("valence losses online_k", ["online_kto"]),
-    ("valence rewards ex", ["exact_match"]),
-    ("valence train one.yaml train.schedule=co", ["cosine", "constant"]),
-    ("valence train one.yaml train.compile=o", ["on", "off"]),
-    ("valence train nowhere/x", []),
-])  # fmt: skip
-def test_a_shell_completes_files_and_names(line: str, found: list[str], files: Path) -> None:
-    assert completed("bash", line, files) == found
-
-
-def test_methods_are_those_that_there_are() -> None:
-    assert complete.methods("") == list(dict.fromkeys((*METHODS, *(name for name in sorted(ONLINE, key=_apart)))))
-
-
-def _apart(name: str) -> int:
-    """rejection, then the others as the table of losses has them."""
-    return -1 if name == "rejection" else [*METHODS].index(name.removeprefix("online_"))

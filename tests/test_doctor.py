@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.test_cli import valence
+from tests.command import command as valence
 from valence.engine import speed
 from valence.training import doctor, doctor_recipe
 from valence.training.doctor import EXTRAS, Finding, examine, writable

@@ -36,8 +36,14 @@ class Work:
     mean: int
 
 
-def floor(case: Case, units: list[Encoded]) -> float:
-    """Seconds that these units of one step cannot do without."""
+def floor(case: Case, sets: list[list[Encoded]]) -> float:
+    """Seconds that a step of these units cannot do without, on average over the sets, at the rates of now."""
+    linear_seconds.cache_clear()
+    attention_seconds.cache_clear()
+    return sum(_of_step(case, units) for units in sets) / len(sets)
+
+
+def _of_step(case: Case, units: list[Encoded]) -> float:
     shape, work = case.shape, work_of(case, units)
     trained, measured = work.layers
     total = 0.0

@@ -39,7 +39,7 @@ def table(result: Result) -> str:
         return f"{title}\n  no time is shown, the sides do not compute the same: {result.differ}"
     lines = [f"{title}; losses and gradient norms agree to {result.agreement:.0e}", HEAD, _line(result.ours, None, result.floor)]
     lines += [_line(side, result.ratio(name), result.floor) for name, side in result.others.items()]
-    lines += [f"  left out, rounding leads it elsewhere: TRL best ({why})" for why in result.left_out]
+    lines += [f"  left out, rounding leads it elsewhere: {why}" for why in result.left_out]
     return "\n".join(lines)
 
 

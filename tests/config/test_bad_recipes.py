@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.config.facts import method_of
+from valence.config.describe import settings_table
 from valence.config.load import load_recipe
+from valence.config.messages import ALSO_CALLED
 from valence.errors import UserError
 
 GOOD = """\
@@ -108,6 +110,8 @@ def test_a_folder_is_no_recipe(folder: Path):
 SHAPES: dict[str, tuple[str, str, str, str]] = {
     "unknown setting": ("train:\n  sed: 1\n", ":8 (train.sed)", "no such setting", "did you mean train.seed?"),
     "unknown section": ("trian: {seed: 1}\n", ":7 (trian)", "no such setting", "did you mean train?"),
+    "a name of other programs": ("lr: 3.0\n", ":7 (lr)", "no such setting", "did you mean train.learning_rate?"),
+    "the same, inside a section": ("run: {dir: x, folder: y}\n", ":7 (run.folder)", "no such", "mean run.dir or rollout.folder?"),
     "setting outside its section": ("batch_size: 3\n", ":7 (batch_size)", "no such", "did you mean train.batch_size?"),
     "unknown, like nothing": ("train: {zzz: 1}\n", ":7 (train.zzz)", "no such", "train has batch_size, micro_batch"),
     "unknown in the loss": ("loss: {bata: 1}\n", ":7 (loss.bata)", "no such setting", "did you mean loss.beta?"),
@@ -152,6 +156,15 @@ SHAPES: dict[str, tuple[str, str, str, str]] = {
     "no evaluation": ("eval: {every: 0}\n", ":7 (eval.every)", "0 is not a number above 0", ""),
     "huge seed": ("train: {seed: 99999999999999999999}\n", ":7 (train.seed)", "is not a whole number", ""),
 }
+
+
+def test_names_of_other_programs_stand_for_settings_that_there_are():
+    own = {row.name for row in settings_table()}
+    assert set(ALSO_CALLED) <= own
+    others = [name for names in ALSO_CALLED.values() for name in names.split()]
+    assert len(others) == len(set(others))
+    clash = set(others) & {name.rpartition(".")[2] for name in own if ".N." not in name}
+    assert clash == {"folder"}  # of rollout, which is named too
 
 
 @pytest.mark.parametrize("name", SHAPES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -13,10 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.forests import Segments, dense_attention, forests, path, seen
-from valence.engine import attention, layout, native
+from valence.engine import attention, flex, layout, native
 from valence.engine.attention import Memory, attend, remembering
-from valence.engine.flex import Visible
+from valence.engine.flex import BLOCK, Visible
 from valence.engine.layout import split, table
+from valence.engine.logprobs import filled
+from valence.training.plan import MOST
 
 
 def attended(*given: Any) -> Tensor:
@@ -137,6 +140,49 @@ def test_the_masks_for_cuda_say_what_is_seen(segments: Segments, number: int) ->
         for window, mask in visible.masks.items():
             assert mask.shape == (1, 1, len(queries), len(keys))
             assert torch.equal(mask.mask_mod(zero, zero, rows, columns), seen(segments, window)[queries][:, keys])
+
+
+def blocks_of(counts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """Which blocks a mask lists [Q, K]."""
+    found = torch.zeros(places.shape[2:], dtype=torch.bool)
+    for row, (count, listed) in enumerate(zip(counts[0, 0].tolist(), places[0, 0], strict=True)):
+        found[row, listed[:count].long()] = True
+    return found
+
+
+@pytest.mark.parametrize("window", [0, 300])
+@pytest.mark.parametrize("walked", [True, False])
+@pytest.mark.parametrize("seed", range(5))
+def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool, window: int) -> None:
+    """And none is taken for one in which all is seen. Few are looked into in vain where rows come as in a walk depth first."""
+    draw = random.Random(seed)
+    segments, end, above = list[tuple[int, int, int]](), 0, [-1]
+    for k in range(12):
+        length, place = draw.choice([3, 40, 128, 200, 400]), draw.randrange(len(above))
+        segments.append((end, end + length, above[place]))
+        above, end = [*(above[: place + 1] if walked else above), k], end + length
+    mask = Visible(table(segments), (window,), torch.device("cpu")).masks[window]
+    sees = seen(segments, window)
+    size = -(-end // BLOCK) * BLOCK
+    real = torch.zeros(size, size, dtype=torch.bool)
+    real[:end, :end] = sees
+    by_block = real.view(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
+    some, every = by_block.any(3).any(1), by_block.all(3).all(1)
+    asked, whole = blocks_of(mask.kv_num_blocks, mask.kv_indices), blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)
+    assert not (asked & whole).any()
+    assert not (whole & ~every).any()
+    assert not (some & ~(asked | whole)).any()
+    assert not walked or (asked | whole).sum() <= 1.25 * some.sum()
+    assert every.sum() == whole.sum()
+    transposed = blocks_of(mask.q_num_blocks, mask.q_indices) | blocks_of(mask.full_q_num_blocks, mask.full_q_indices)
+    assert torch.equal(transposed.T, asked | whole)  # which the backward pass goes by
+
+
+def test_the_compiler_of_attention_has_room_for_every_size() -> None:
+    """Beyond its limit it goes on with all scores in memory at once. With and without a gradient, and with a window and none."""
+    sizes = {filled(tokens, "cuda") for tokens in range(1, MOST["cuda"] + 1)}
+    flex._compiled()
+    assert 2 * 2 * len(sizes) < torch._dynamo.config.recompile_limit
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")

@@ -11,7 +11,7 @@ import torch
 
 from tests.models import tiny
 from valence.engine import memory
-from valence.engine.memory import Memory, Split, free_memory, predict
+from valence.engine.memory import Memory, Split, free_memory, predict, sampled, with_values
 from valence.engine.shape import decoder_layers, shape_of, skeleton_of
 
 SHAPE = shape_of(skeleton_of(tiny()))
@@ -27,7 +27,9 @@ def test_masters_and_their_copy_are_float32_whatever_the_computation() -> None:
     found = predicted(width=2, frozen_copy=True)
     assert found.weights == 6 * SHAPE.parameters  # and copies in the type of the products
     assert found.reference == predicted().weights == 4 * SHAPE.parameters
-    assert found.gradient == 4 * (SHAPE.parameters + head)
+    assert found.gradient == 4 * SHAPE.parameters
+    elsewhere = predicted(width=2, device=torch.device("mps"))  # where that of a matrix of the vocabulary is not written in place
+    assert elsewhere.gradient == 4 * (SHAPE.parameters + head)
     assert predicted(width=8).weights == 8 * SHAPE.parameters
 
 
@@ -85,11 +87,37 @@ def test_settings_of_a_split_cost_what_they_cost() -> None:
 
 
 def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
-    whole, half, quarter = (predicted(split=split) for split in (Split(), Split(1, 2), Split(2, 2)))
+    whole, half, quarter = (predicted(split=split, device=torch.device("mps")) for split in (Split(), Split(1, 2), Split(2, 2)))
     assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (whole.weights, whole.gradient, whole.optimizer)
     assert half.per_token < whole.per_token
     assert half.gathered == 0 < quarter.gathered
     assert quarter.weights == half.weights // 2
+
+
+def test_a_value_model_is_a_policy_without_a_head() -> None:
+    whole = predicted(width=2)
+    found = with_values(whole, whole, SHAPE, 2)
+    decoder = SHAPE.parameters - SHAPE.vocabulary * SHAPE.hidden
+    assert found.value == pytest.approx((6 + 4 + 8) * decoder, abs=1)
+    assert found.per_token == 2 * whole.per_token
+    tied = replace(SHAPE, outside=SHAPE.vocabulary * SHAPE.hidden)
+    assert with_values(whole, whole, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
+
+
+def test_a_value_model_under_an_adapter_is_another_adapter() -> None:
+    found = predicted(ADAPTED, width=2)
+    assert with_values(found, found, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
+
+
+def test_sampling_and_training_take_turns() -> None:
+    """Two layers with 2 heads of 8 for keys and values."""
+    taken = sampled(SHAPE, rows=3, tokens=50, width=2)
+    assert taken == 3 * (2 * 2 * 16 * 50 * 2 + 4 * 4 * SHAPE.vocabulary)
+    found = predicted()
+    training = found.head + 100 * found.per_token
+    assert replace(found, sampling=training - 1).total(100) == found.total(100)
+    assert replace(found, sampling=training + 7).total(100) == found.total(100) + 7
+    assert replace(found, judges=5, value=6).total(100) == found.total(100) + 11
 
 
 def test_layers_and_what_is_outside_them_are_all_weights() -> None:

@@ -114,6 +114,23 @@ def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     assert not isinstance(build_reference(again, fresh_adapter=False), AdapterOff)
 
 
+def test_the_adapter_is_off_for_the_reference_alone() -> None:
+    policy = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(targets=["v_proj", "up_proj"]))
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    trains = {name for name, p in policy.named_parameters() if p.requires_grad}
+    batch = plain_batch(sequences())
+    before = policy(batch).logp.detach()
+    assert torch.equal(AdapterOff(policy)(batch), build_policy(tiny(dtype=F32), dtype=F32)(batch).logp)
+    assert torch.equal(policy(batch).logp, before)
+    with pytest.raises(AttributeError):
+        AdapterOff(policy)(None)  # type: ignore[arg-type]
+    assert torch.equal(policy(batch).logp, before)
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trains != set()
+
+
 def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> None:
     tiny(dtype=F32).save_pretrained(tmp_path)  # type: ignore[operator]
     (path,) = tmp_path.glob("*.safetensors")

@@ -9,89 +9,19 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.docs.blocks import blocks
-from tests.models import tiny
-from tests.tiny import tiny_tokenizer
-from valence.config.load import load_recipe
-from valence.errors import UserError
+from tests.report.tracked import ROOT, Killed, home, killed_twice
 from valence.report import backends
-from valence.report import sinks as sinks_module
-from valence.report import trackers as trackers_module
 from valence.report.metrics import repeatable
-from valence.report.sinks import SAMPLES, FanOut, JsonlSink
-from valence.report.trackers import Tracker, check
-from valence.training.methods import method_of
+from valence.report.sinks import SAMPLES
 
-ROOT = Path(__file__).parents[2]
-CONFIG = {"method": "kto", "train.learning_rate": 1e-5, "model.lora.rank": None, "train.betas": [0.9, 0.999]}
-ROWS = [
-    {"id": str(i), "origin": f"eval.jsonl:{i}", "prompt": "why | so?\nx", "completion": "because", "label": i % 2 == 0,
-     "reward": 0.5 - i, "logp": -3.0, "tokens": 4}
-    for i in range(30)
-]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is read from or written to the folders of who runs the tests."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here so that it is taken back
-    for name, value in trackers_module.PRIVATE.items():
-        monkeypatch.setenv(name, value)
-
-
-def record(step: int) -> dict[str, Any]:
-    odd = {"grad_norm": float("nan"), "kl": float("inf")} if step == 1 else {"grad_norm": 0.5, "kl": 0.25}
-    evaluation = {"eval/loss": 1 / (step + 1), "eval/kl": 0.0, "eval/kl/raw": -0.1} if step % 3 == 0 else {}
-    return {"step": step, "loss": 1 / (step + 1), "tokens/s": 100, **odd, **evaluation}
-
-
-class Killed:
-    """A run without a model: a log, evaluations and one tracker, killed and taken up as real ones are."""
-
-    def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.settings, self.said = folder, {"kind": "tensorboard", **settings}, list[str]()
-
-    def go(self, first: int, last: int, *, keep: int | None = None, closes: bool = True, test: bool = False) -> Tracker:
-        """Logs steps first..last. keep: the log is cut to as many records before, as a checkpoint would have it."""
-        log = JsonlSink(self.folder / "metrics.jsonl")
-        if keep is not None:
-            lines = (self.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
-            log.load_state_dict({"bytes": len(b"".join(lines[:keep]))})
-        tracker = Tracker(self.settings, self.said.append)
-        fan = FanOut([log], [tracker], self.said.append)
-        fan.start(CONFIG, self.folder, keep is not None)
-        (self.folder / "eval").mkdir(exist_ok=True)
-        for step in range(first, last + 1):
-            if step % 3 == 0:
-                (self.folder / "eval" / f"step-{step}.json").write_text(json.dumps({"step": step, "rows": ROWS}))
-                fan.table(SAMPLES, step, ROWS)
-            fan.log(record(step))
-        if test:
-            fan.log({"step": last, "test/loss": 0.125})
-        if closes:
-            fan.close("done")
-        else:
-            until = time.monotonic() + 20
-            while not tracker._jobs.empty() and time.monotonic() < until:
-                time.sleep(0.01)
-            tracker._put(lambda: None)
-            while not tracker._jobs.empty() and time.monotonic() < until:
-                time.sleep(0.01)
-            log.close()
-        return tracker
+__all__ = ["home"]
 
 
 def steps_of(points: Counter[tuple[str, int]], name: str) -> list[int]:
@@ -105,17 +35,6 @@ def assert_whole(points: Counter[tuple[str, int]], named: Callable[[str], str] =
     for name in ("eval/loss", "eval/kl", "eval/kl/raw", SAMPLES):
         assert steps_of(points, named(name)) == [0, 3, 6], name
     assert steps_of(points, named("test/loss")) == [8]
-
-
-def killed_twice(run: Killed) -> None:
-    """Killed when it was ahead of its checkpoint, then when it was behind, then to the end, and taken up once more after it."""
-    run.go(0, 5, closes=False)  # the checkpoint is that of step 4
-    run.go(5, 6, keep=5)
-    log = run.folder / "metrics.jsonl"
-    log.write_text(log.read_text() + json.dumps(record(7)) + "\n")  # the tracker was behind: it never saw this
-    run.go(8, 8, keep=8, test=True, closes=False)
-    run.go(9, 8, keep=9, test=True)
-    assert run.said == []
 
 
 # ------------------------------------------------------------------ each library
@@ -166,7 +85,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
 def test_trackio(tmp_path: Path) -> None:
     """In a process of its own, as it has one folder in each."""
     code = (
-        "import sys; from pathlib import Path; from tests.report.test_trackers import Killed, killed_twice\n"
+        "import sys; from pathlib import Path; from tests.report.tracked import Killed, killed_twice\n"
         "killed_twice(Killed(Path(sys.argv[1]), kind='trackio', project='mine', name='first'))\n"
         "from trackio.sqlite_storage import SQLiteStorage as S; import json\n"
         "(run,) = S.get_run_records('mine')\n"
@@ -184,6 +103,9 @@ def test_trackio(tmp_path: Path) -> None:
     assert len(first[SAMPLES]["_value"]) == 20
     assert first[SAMPLES]["_value"][0]["completion"] == "because"
     assert (tmp_path / "trackio/mine.db").is_file()
+
+
+# ------------------------------------------------------------------ all at once, on a real run
 
 
 def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], set[str]]:
@@ -204,162 +126,6 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
                 summary |= {i.key or i.nested_key[0]: json.loads(i.value_json) for i in each.summary.update}
     return points, summary, ids
 
-
-# ------------------------------------------------------------------ failures
-
-
-class Fake:
-    """A library that does as it is told."""
-
-    def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
-        self.at, self.does, self.got = at, does, list[Any]()
-
-    def __call__(self, opening: Any) -> Fake:
-        self._do("open", None)
-        opening.state["id"] = 1
-        opening.keep()
-        return self
-
-    def _do(self, what: str, value: Any) -> None:
-        if what == self.at:
-            self.does()
-        self.got.append((what, value))
-
-    def has(self, name: str, step: int) -> bool:
-        return False
-
-    def log(self, step: int, numbers: Any) -> None:
-        self._do("log", step)
-
-    def table(self, name: str, step: int, rows: Any) -> None:
-        self._do("table", step)
-
-    def close(self, status: str) -> None:
-        self._do("close", status)
-
-
-def fails() -> None:
-    raise ConnectionError("nobody there")
-
-
-@pytest.mark.parametrize("at", ["open", "log", "table", "close"])
-def test_a_library_that_fails_is_said_once(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
-    run = Killed(tmp_path)
-    run.go(0, 5)
-    (said,) = run.said
-    assert said.startswith("tensorboard failed")
-    assert "nobody there" in said
-    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
-
-
-def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    never = threading.Event()
-    monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
-    monkeypatch.setattr(trackers_module, "BEHIND", 50)
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait(30) and None))
-    run, began = Killed(tmp_path), time.monotonic()
-    run.go(0, 5)
-    assert [line.split(" within")[0] for line in run.said] == ["tensorboard has not closed"]
-    run.said.clear()
-    run.go(6, 200)
-    never.set()
-    assert ["50 records behind" in line for line in run.said] == [True]
-    assert time.monotonic() - began < 8
-
-
-def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
-    run = Killed(tmp_path)
-    run.go(0, 4)
-    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake())
-    run.go(4, 6, keep=4)
-    assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
-    assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
-    assert fake.got[-1] == ("close", "done")
-
-
-def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: time.sleep(0.02)))
-    tracker = Tracker({"kind": "tensorboard"}, print)
-    tracker.start(CONFIG, tmp_path, False)
-    began = time.monotonic()
-    for step in range(50):
-        tracker.log(record(step))
-    assert time.monotonic() - began < 0.5
-    tracker.close()
-
-
-# ------------------------------------------------------------------ before a run
-
-
-def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
-    for kind in trackers_module.LIBRARIES:
-        with pytest.raises(UserError) as error:
-            check({"kind": kind})
-        assert f'pip install "valence[{kind}]"' in str(error.value.fix)
-
-
-def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no key" in str(check({"kind": "wandb", "mode": "auto"}))
-    assert check({"kind": "wandb", "mode": "offline"}) is None
-    with pytest.raises(UserError, match="no key"):
-        check({"kind": "wandb", "mode": "online"})
-    netrc = tmp_path / "netrc"
-    netrc.write_text("machine api.wandb.ai login user password " + "a" * 40)
-    monkeypatch.setenv("NETRC", str(netrc))
-    assert check({"kind": "wandb", "mode": "online"}) is None
-    monkeypatch.delenv("NETRC")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    assert check({"kind": "wandb", "mode": "auto"}) is None
-
-
-def loaded(sinks: Any) -> Any:
-    recipe = {"method": "kto", "model": {"name": "m"}, "data": {"train": []}, "run": {"sinks": sinks}}
-    found = load_recipe(recipe, method_of=method_of, in_memory=["train"])
-    return [(sink.kind, sink.project, sink.tags) for sink in found.recipe.run.sinks]
-
-
-def test_sinks_are_names_or_sections() -> None:
-    assert loaded("wandb") == [("wandb", None, [])]
-    assert loaded(["tensorboard", {"kind": "wandb", "project": "mine", "tags": ["a"]}]) == [
-        ("tensorboard", None, []), ("wandb", "mine", ["a"]),
-    ]  # fmt: skip
-    assert loaded(None) == loaded([]) == []
-
-
-@pytest.mark.parametrize(("sinks", "said"), [
-    (["tensorbord"], "did you mean tensorboard?"),
-    ([{"kind": "wandb", "projekt": "mine"}], "did you mean run.sinks.0.project?"),
-    ([{"kind": "tensorboard", "project": "mine"}], "tensorboard does not read it"),
-    ([{"kind": "trackio", "mode": "offline"}], "trackio does not read it"),
-    (["wandb", {"kind": "wandb"}], "wandb is named twice"),
-    ([{"project": "mine"}], "is missing"),
-])  # fmt: skip
-def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(sinks: Any, said: str) -> None:
-    with pytest.raises(UserError) as error:
-        loaded(sinks)
-    assert "run.sinks.0" in str(error.value) or "run.sinks.1" in str(error.value)
-    assert said in str(error.value)
-
-
-def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
-    monkeypatch.chdir(tmp_path)
-    tokenizer = tiny_tokenizer()
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
-    model.save_pretrained("model")
-    tokenizer.save_pretrained("model")
-    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(8)]
-    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, train: {batch_size: 4}}"
-    Path("recipe.yaml").write_text(recipe)
-    exec(block.text, {})
-    assert "best loss on held-out rows: 0." in capsys.readouterr().out
-
-
-# ------------------------------------------------------------------ all at once, on a real run
 
 TRAINS = """
 import json, os, sys, time

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
+from tests.rollout.client import Words
 from tests.rollout.fake import END, Fake, serving
-from tests.rollout.test_vllm import Words
 from valence.errors import UserError
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling

@@ -14,13 +14,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.rollout.client import UPDATE, WEIGHTS, generator
 from tests.rollout.environment import HERE, needs_vllm
 from tests.rollout.fake import Fake
-from tests.rollout.test_vllm import UPDATE, WEIGHTS, fake, generator
 from valence.errors import UserError
 from valence.rollout.transports import Nccl
 
-__all__ = ["fake"]
 DEADLINE = 5.0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.test_resume import killed, records, settings, train, weights  # noqa: F401  (a fixture)
+from tests.training.resuming import killed, records, settings, train, weights  # noqa: F401  (a fixture)
 from tests.training.test_run import folder  # noqa: F401  (a fixture)
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop

@@ -5,11 +5,13 @@ from __future__ import annotations
 import io
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
@@ -81,11 +83,71 @@ def test_the_number_is_written_down_and_kept(recipe: dict[str, Any], tmp_path: P
     assert taken_up.budget.at(1, "training") == most
 
 
-def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
-    own = recipe | {"method": "grpo", "reward": "exact_match", "rollout": {"num_rollouts": 3, "max_new_tokens": 8}}
+OWN = {"method": "grpo", "reward": "exact_match", "rollout": {"num_rollouts": 3, "max_new_tokens": 8}}
+
+
+def own(recipe: dict[str, Any], *overrides: str) -> Plan:
+    """Of a run that learns from its own answers."""
     given = {"train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)], "eval": None}
-    prepared = prepare(load_recipe(own, (), method_of=method_of, in_memory=["train"]), given=given)
-    assert "steps: 3 (3 per epoch of 12 prompts)" in describe(make_plan(prepared))
+    return make_plan(prepare(load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]), given=given))
+
+
+def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
+    assert "steps: 3 (3 per epoch of 12 prompts)" in describe(own(recipe))
+
+
+def test_sampling_is_predicted_where_this_process_samples(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speed, "per_weight", lambda *_: 1e-6)
+    found = own(recipe)
+    assert found.round_seconds is not None
+    assert found.prepared.rollouts is not None
+    rows, prompt, new = found.prepared.rollouts
+    assert (rows, new) == (4 * 3, 8)
+    longest = len(found.prepared.tokenizer("question 11").input_ids)
+    assert prompt in (longest, longest + 1)
+    assert "sampling: up to about" in "\n".join(describe(found))
+    assert "in all, if all answers have 8 tokens" in "\n".join(describe(found))
+    assert own(recipe, "rollout.max_new_tokens=16").round_seconds > 2 * found.round_seconds  # type: ignore[operator]
+    two_turns = own(recipe, "rollout.at_once=6").round_seconds
+    assert two_turns is not None
+    assert two_turns > found.round_seconds  # two prompts' answers at once, of four
+    served = own(recipe, "rollout.engine=vllm", "rollout.url=http://127.0.0.1:1")
+    assert served.round_seconds is None
+    assert served.memory.sampling == 0 < found.memory.sampling
+
+
+def test_own_answers_are_measured_once_in_a_round(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the policy where it moves within the round, and by the reference if there is one; a value model trains beside them."""
+    monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
+
+    def passes(found: Plan) -> float:
+        """How many forward passes over its answers a step takes."""
+        each = [part for step in found.work for part in step]
+        assert all(measured.tokens == 0 for _, _, measured in each)
+        forward = fmean(speed.forward(found.shape, trained) for _, trained, _ in each)
+        return found.seconds() * 1e9 * speed.EFFICIENCY[torch.float32] / forward
+
+    assert passes(own(recipe, "rollout.measure_kl=false")) == pytest.approx(3)
+    assert passes(own(recipe)) == pytest.approx(4)
+    assert own(recipe).seconds() == own(recipe).seconds(again=True)
+    assert passes(own(recipe, "rollout.measure_kl=false", "rollout.epochs=2")) == pytest.approx(3.5)
+    shared, apart = (own(recipe, "method=ppo", f"value.trunk={trunk}") for trunk in ("shared", "separate"))
+    assert shared.memory.value == 0 < apart.memory.value
+    assert shared.seconds() < apart.seconds()
+
+
+def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> None:
+    """Their weights, in the type that they are loaded in."""
+    config = AutoConfig.from_pretrained(recipe["model"]["name"], num_labels=1)
+    judge: Any = AutoModelForSequenceClassification.from_config(config)
+    judge.save_pretrained(tmp_path / "judge")
+    found = own(recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}")
+    assert found.memory.judges == 4 * sum(p.numel() for p in judge.parameters())
+    assert "reward models 0.00 GB" in "\n".join(describe(found))
+    assert own(recipe).memory.judges == 0
+    (tmp_path / "judge/config.json").unlink()
+    with pytest.raises(UserError, match=r"cannot load the model .*judge"):
+        own(recipe, f"reward.0.reward={tmp_path / 'judge'}")
 
 
 def test_what_a_run_takes_is_said_before_it(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,12 +58,45 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
     return UserError(f"{as_yaml(value)} is not {takes(node)}", where=where, fix=_remedy(value, node))
 
 
+ALSO_CALLED = {
+    "data.eval": "eval_dataset eval_data eval_file validation",
+    "data.max_length": "max_seq_length max_seq_len max_len cutoff_len",
+    "data.train": "dataset train_dataset train_data train_file data_path dataset_name",
+    "model.dtype": "bf16 fp16 torch_dtype precision",
+    "model.lora.alpha": "lora_alpha",
+    "model.lora.dropout": "lora_dropout",
+    "model.lora.rank": "r lora_r lora_rank",
+    "model.lora.targets": "target_modules lora_target_modules",
+    "model.name": "model_name_or_path model_name model_path pretrain",
+    "model.quantize": "load_in_4bit",
+    "reference.model": "ref_model ref_model_name_or_path ref_pretrain",
+    "rollout.max_new_tokens": "max_completion_length generate_max_len response_length",
+    "rollout.num_rollouts": "num_generations n_samples_per_prompt",
+    "run.dir": "output_dir output save_path ckpt_path folder out",
+    "run.log_every": "logging_steps log_interval",
+    "run.save_every": "save_steps save_interval checkpoint_every",
+    "run.sinks": "report_to wandb tensorboard",
+    "eval.every": "eval_steps eval_interval eval_every",
+    "train.batch_size": "per_device_train_batch_size train_batch_size global_batch_size",
+    "train.checkpointing": "gradient_checkpointing activation_checkpointing",
+    "train.clip_norm": "max_grad_norm max_norm grad_clip gradient_clipping",
+    "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
+    "train.learning_rate": "lr actor_learning_rate",
+    "train.max_steps": "num_steps",
+    "train.micro_batch_tokens": "micro_batch_size micro_train_batch_size gradient_accumulation_steps",
+    "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
+    "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio",
+}
+"""What other programs call a setting."""
+
+
 def _nearest(path: Key, names: Sequence[str]) -> str:
     """Which setting was meant, and which ones the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
     elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
     elsewhere = [found for found in elsewhere if ".N." not in found] or elsewhere  # rather than one inside a list
-    near = elsewhere or [dotted((*path[:-1], n)) for n in get_close_matches(name, names, n=1)]
+    known = [setting for setting, others in ALSO_CALLED.items() if name.replace("-", "_") in others.split()]
+    near = [*known, *elsewhere] or [dotted((*path[:-1], n)) for n in get_close_matches(name, names, n=1)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"
 

@@ -60,9 +60,7 @@ def forest_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     how = (query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0)
     if visible is not None:
-        if not torch.compiler.is_compiling():
-            key, value = _with_memory(key, value)
-        return visible(query, key, value, *how).transpose(1, 2), None
+        return _by_flex(query, key, value, visible, *how), None
     if query.device.type == "cpu":
         return attend(query, key, value, forest, *how)[0], None
     return _by_sdpa(query, key, value, forest, *how), None
@@ -128,7 +126,15 @@ def _with_memory(key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
     return (key, value) if memory is None else memory(key, value)
 
 
-# ---------------------------------------------------------------- block by block
+# ---------------------------------------------------------------- by a kernel made for it, or block by block
+
+
+@torch.compiler.disable()
+def _by_flex(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale: float, window: int, softcap: float) -> Tensor:
+    """As ``attend``, on CUDA. A compiled layer ends before it and begins again behind it: its own programs are for any number of
+    tokens, and those of attention for one each."""
+    key, value = _with_memory(key, value)
+    return visible(query, key, value, scale, window, softcap).transpose(1, 2)
 
 
 def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> Tensor:

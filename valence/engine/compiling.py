@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import sys
 import warnings
+from functools import cache, partial
 from typing import Any
 
 import torch
+import torch._dynamo.config
 import torch._functorch.config
 from torch import Tensor, nn
 from torch._dynamo.exc import TorchDynamoException
@@ -16,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from valence.engine.check import FAILURES, TOLERANCE, plain_batch, said
 from valence.engine.logprobs import Engine
 
+PROGRAMS = 32  # most of one model
 KEPT = 0.9
 """Share of what a plain compiled layer would keep for its backward pass: the cheapest tenth is computed again, in no more
 time."""
@@ -39,11 +41,9 @@ def compile_layers(engine: Engine) -> bool:
     why = why or _failure(engine, layers)
     if why:
         for layer in layers:
-            layer._compiled_call_impl = None
+            _leave(layer)
         warnings.warn(f"the layers of {type(engine.causal).__name__} are not compiled: {why}", stacklevel=2)
     engine.compiled = why is None
-    if engine.compiled and engine.device.type == "cuda":
-        engine.along = sys.maxsize  # the compiler does not look into what a second pass reads
     return engine.compiled
 
 
@@ -51,16 +51,19 @@ def _failure(engine: Engine, layers: list[Any]) -> str | None:
     """Compiles, and says what is wrong with the result, if anything."""
     size = int(engine.causal.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, size, (40,), generator=torch.Generator().manual_seed(0)).to(engine.device)
-    batch = plain_batch([tokens[8:20], tokens[20:]], tokens[:8])
+    # Not as many sequences as a forest has columns: the compiler would take these for one number.
+    batch = plain_batch([tokens[8:20], tokens[20:30], tokens[30:]], tokens[:8])
     trained = [p for p in engine.parameters() if p.requires_grad]
     plain = said(engine, batch)
     wanted = _gradients(plain, trained)
     try:
-        # Process-wide switches, and the only ones there are for compiled autograd.
+        # Process-wide switches, and the only ones there are for compiled autograd and for the number of programs: layers may be
+        # of several kinds, each with and without a gradient, training and not.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
         torch._functorch.config.activation_memory_budget = KEPT
         torch._functorch.config.is_non_builtin_to_include = True  # attention is not a cheap operation
         for layer in layers:
-            nn.Module.compile(layer, dynamic=True)
+            _compile(layer)
         values = said(engine, batch)
         found = _gradients(values, trained)
     except (*FAILURES, AssertionError, TorchDynamoException) as error:
@@ -71,6 +74,41 @@ def _failure(engine: Engine, layers: list[Any]) -> str | None:
         return f"what it says differs by {apart:.2g}"
     far = float((wanted - found).abs() / wanted) if trained else 0.0
     return None if far <= 10 * TOLERANCE[dtype] else f"the norm of gradients differs by {far:.1%}"
+
+
+def _compile(layer: Any) -> None:
+    nn.Module.compile(layer, dynamic=True)
+    if layer.gradient_checkpointing and "__call__" not in vars(
+        GradientCheckpointingLayer
+    ):  # else its calls run again as compiled
+        layer._compiled_call_impl = None
+        layer.forward = partial(_forward, layer)
+
+
+def _leave(layer: Any) -> None:
+    """As it was before ``_compile``."""
+    layer._compiled_call_impl = None
+    vars(layer).pop("forward", None)
+
+
+def _forward(layer: Any, *inputs: Any, **more: Any) -> Any:
+    """A layer whose activations are not kept: compiled inside what runs again, not around it. Of what surrounds a second run (an
+    adapter has something there) the compiler knows nothing."""
+    whole, checkpoint = type(layer).forward, layer._gradient_checkpointing_func
+    if not layer.training:
+        return _program(whole)(layer, *inputs, **more)
+    layer._gradient_checkpointing_func = lambda run, *inputs: checkpoint(
+        partial(_program(run.func), *run.args, **run.keywords), *inputs
+    )
+    try:
+        return whole(layer, *inputs, **more)
+    finally:
+        layer._gradient_checkpointing_func = checkpoint
+
+
+@cache
+def _program(forward: Any) -> Any:
+    return torch.compile(forward, dynamic=True)
 
 
 def _gradients(values: Tensor, trained: list[nn.Parameter]) -> Tensor:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """Rows, and what was found there: log-probability, entropy, sum of squared probabilities, value."""
-ROUND = 16  # tokens; passes are filled up to multiples of it, on CUDA to one of few sizes, an eighth apart
+ROUND = 16  # tokens
 
 
 class Engine(nn.Module):
@@ -78,10 +78,12 @@ class Engine(nn.Module):
 
     @contextmanager
     def stock(self) -> Iterator[None]:
-        """The model with its own attention inside the block: for sampling, and all else that is not a packed micro-batch."""
+        """The model with its own attention inside the block, and without compiled programs: for sampling, and all else but
+        packed micro-batches. There every layer would become a program of its own, and soon be one too many."""
         self.causal.set_attn_implementation(self.stock_attention)
         try:
-            yield
+            with torch.compiler.set_stance("force_eager"):
+                yield
         finally:
             if self.packs:
                 self.causal.set_attn_implementation(NAME)
@@ -166,7 +168,7 @@ class Engine(nn.Module):
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
         # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is a sequence of its own.
-        missing = -count % (max(64, 2 ** (count.bit_length() - 4)) if self.device.type == "cuda" else ROUND)
+        missing = filled(count, self.device.type) - count
         if missing:
             end = int(forest[:, 1].max())
             forest = torch.cat([forest, forest.new_tensor([[end, end + missing, -1, 1]])])
@@ -251,6 +253,11 @@ def said_by(module: nn.Module) -> Iterator[list[Any]]:
         yield found
     finally:
         handle.remove()
+
+
+def filled(tokens: int, device: str) -> int:
+    """How many tokens a pass is filled up to: a multiple of a few, on CUDA one of few sizes, an eighth apart."""
+    return tokens + -tokens % (max(64, 2 ** (tokens.bit_length() - 4)) if device == "cuda" else ROUND)
 
 
 def nothing(values: Iterable[Tensor]) -> Tensor | int:

@@ -47,7 +47,8 @@ class Split:
 @dataclass(frozen=True, slots=True)
 class Memory:
     """Predicted bytes of each part, in each process. ``per_token``: activations for each token that runs at once; ``gathered``:
-    weights of other processes."""
+    weights of other processes; ``value``: a value model's weights, gradients and moments; ``judges``: reward models;
+    ``sampling``: what answers take while they are sampled, when nothing of a training step is there."""
 
     weights: int
     reference: int
@@ -57,11 +58,14 @@ class Memory:
     per_token: int
     program: int = PROGRAM
     gathered: int = 0
+    value: int = 0
+    judges: int = 0
+    sampling: int = 0
 
     def total(self, tokens: int) -> int:
         """With this many tokens in the largest micro-batch."""
-        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.head + self.gathered
-        return fixed + tokens * self.per_token
+        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.gathered
+        return fixed + self.value + self.judges + max(self.head + tokens * self.per_token, self.sampling)
 
 
 def out_of_memory(error: BaseException) -> bool:
@@ -85,8 +89,8 @@ def predict(
     its own?
 
     Weights that train are float32 masters (float64 in float64), with a gradient and two moments each, and copies for products in
-    bfloat16. The gradient of the head is there twice for a moment, and so are, as numbers, weights of 4 bits of the layer that
-    runs.
+    bfloat16. The gradient of a matrix of the vocabulary is there twice for a moment, unless it is written in place (as on a CPU,
+    see ``gradients``), and so are, as numbers, weights of 4 bits of the layer that runs.
     """
     masters = max(width, 4)
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
@@ -102,15 +106,32 @@ def predict(
     unpacked = shape.hidden * max(shape.inner, shape.heads) * width if shape.quantized else 0
     again = RECOMPUTED[checkpointing]
     inputs = 0 if checkpointing == "offloaded" else shape.layers * shape.hidden * stream
+    twice = shape.full and not (device.type == "cpu" and split.single)
     whole = Memory(
         weights=held + parameters * copies + unpacked + (0 if shape.full else trained * masters),
         reference=held if frozen_copy else 0,
-        gradient=trained * masters + (shape.vocabulary * shape.hidden * masters // split.tensor if shape.full else 0),
+        gradient=trained * masters + (shape.vocabulary * shape.hidden * masters // split.tensor if twice else 0),
         optimizer=int(trained * (MOMENTS[optimizer] if width < 8 else 16)),
         head=_head(device),
         per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
     )
     return whole if split.ways == 1 else _sharded(whole, shape, split, width)
+
+
+def with_values(memory: Memory, alone: Memory, shape: Shape, width: int) -> Memory:
+    """With a value model beside the policy: a copy of its decoder, of which it shares what does not train. alone: what the policy
+    takes where its layers are not compiled, as the copy's are not."""
+    untied = shape.outside >= 2 * shape.vocabulary * shape.hidden
+    share = 1 - shape.vocabulary * shape.hidden / shape.parameters if shape.full and untied else 1.0
+    weights = alone.weights if shape.full else shape.trained * max(width, 4)
+    own = int(share * (weights + alone.gradient + alone.optimizer))
+    return replace(memory, value=own, per_token=memory.per_token + alone.per_token)
+
+
+def sampled(shape: Shape, rows: int, tokens: int, width: int) -> int:
+    """Bytes of so many answers that are sampled at once: keys and values of each with its prompt, of so many tokens, and a few
+    copies of their logits in float32."""
+    return rows * (2 * shape.layers * shape.keys * tokens * width + 4 * 4 * shape.vocabulary)
 
 
 def _sharded(whole: Memory, shape: Shape, split: Split, width: int) -> Memory:

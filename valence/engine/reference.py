@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
@@ -42,8 +43,25 @@ class AdapterOff:
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
-        with self.policy.model.disable_adapter():  # type: ignore[operator]
+        with _without_adapter(self.policy.model):
             return self.policy(batch).logp
+
+
+@contextmanager
+def _without_adapter(model: nn.Module) -> Iterator[None]:
+    """As peft's ``disable_adapter``, which first walks through all layers several times for a report on them: on an accelerator
+    that takes longer than a forward pass."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
 
 
 class Frozen:

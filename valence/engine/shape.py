@@ -22,7 +22,8 @@ class Shape:
     """A causal model and what of it trains.
 
     ``linear``: weights that each token is multiplied with in the decoder's layers (of experts, those that it is sent to).
-    ``inner``, ``heads``: numbers of a token inside a feed-forward layer, and in all heads of an attention layer.
+    ``inner``, ``heads``, ``keys``: numbers of a token inside a feed-forward layer, and in all heads of an attention layer, of its
+    queries and of its keys.
     ``vocabulary``: numbers that the model's head gives (a reward model's: scores).
     ``adapted``: inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the largest of the
     decoder's layers; ``outside``: those of no layer (embedding, head). ``quantized``: weights that are kept in 4 bits.
@@ -40,6 +41,7 @@ class Shape:
     largest: int = 0
     outside: int = 0
     quantized: int = 0
+    keys: int = 0
 
     @property
     def full(self) -> bool:
@@ -100,6 +102,7 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None, 
         largest=max(each, default=0),
         outside=parameters - sum(each),
         quantized=quantized,
+        keys=head * (_of(config, "num_key_value_heads") or config.num_attention_heads),
     )
 
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
+from torch.nn.functional import linear
 
 from valence.engine.memory import RECOMPUTED
 
@@ -18,7 +21,11 @@ if TYPE_CHECKING:
 EFFICIENCY = {torch.bfloat16: 0.55, torch.float32: 0.75, torch.float64: 0.75}
 """Share of that rate which a step reaches, by the type of its products. Seen on a CPU: 0.50 to 0.59 in bfloat16 (0.58 to 0.70
 with compiled layers), 0.65 to 0.85 in float32. Not measured on other devices."""
-MEASURED = 0.3  # seconds that finding out the rate may take
+MEASURED = 0.1  # seconds that finding out a rate may take
+LAYER = 3e-4
+"""Seconds that this process takes to run a layer of a stock model that has next to nothing to compute."""
+COLD, MANY = 2**27, 128
+"""Bytes of weights that are no longer in a CPU's cache when their turn comes again; most matrices, as small ones stay there."""
 
 
 def slow(device: torch.device, dtype: torch.dtype) -> str:
@@ -57,6 +64,16 @@ def step(shape: Shape, trained: Work, *measured: Work, checkpointing: Checkpoint
     return (1 + back) * forward(shape, trained) + again + sum(forward(shape, work) for work in measured)
 
 
+def sampling(shape: Shape, rows: int, prompt: int, new: int, device: torch.device, dtype: torch.dtype) -> float:
+    """About how many seconds it takes to sample so many answers at once, of ``new`` tokens each behind prompts of ``prompt``:
+    every token runs through all weights, and through the keys and values of those before it."""
+    weights = shape.linear + shape.hidden * shape.vocabulary
+    seen = rows * (prompt + new / 2) * 2 * shape.keys * shape.layers
+    sizes = shape.hidden, shape.inner
+    products = weights * per_weight(device, dtype, rows, *sizes) + seen * per_weight(device, dtype, 1, *sizes)
+    return new * (products + LAYER * shape.layers)
+
+
 def _decoder(shape: Shape, work: Work) -> float:
     return 2 * shape.linear * work.tokens + 4 * shape.layers * shape.heads * work.pairs
 
@@ -66,9 +83,25 @@ def matmul_rate(device: torch.device, dtype: torch.dtype, hidden: int, inner: in
     """Floating-point operations per second of products as large as a feed-forward layer's, measured now."""
     rows = 1024 if device.type == "cpu" else 8192
     a, b = torch.randn(rows, hidden, device=device, dtype=dtype), torch.randn(hidden, inner, device=device, dtype=dtype)
-    best, end = float("inf"), time.perf_counter() + MEASURED
-    while time.perf_counter() < end:
+    return 2 * rows * hidden * inner / _seconds(lambda: a @ b)
+
+
+@lru_cache
+def per_weight(device: torch.device, dtype: torch.dtype, rows: int, hidden: int, inner: int) -> float:
+    """Seconds for each weight of a product of so many rows with a feed-forward layer's matrix that is in no cache,
+    measured now."""
+    count = min(MANY, -(-COLD // (inner * hidden * dtype.itemsize)))
+    matrices = [torch.ones(inner, hidden, device=device, dtype=dtype) for _ in range(count)]
+    a = torch.ones(rows, hidden, device=device, dtype=dtype)
+    return _seconds(lambda: [linear(a, matrix) for matrix in matrices][-1]) / (count * inner * hidden)
+
+
+def _seconds(run: Callable[[], Tensor]) -> float:
+    """The least that it takes. Its first call, which loads libraries, does not count."""
+    float(run()[0, 0])  # waits for the device
+    taken, end = list[float](), time.perf_counter() + MEASURED
+    while not taken or time.perf_counter() < end:
         began = time.perf_counter()
-        float((a @ b)[0, 0])  # waits for the device
-        best = min(best, time.perf_counter() - began)
-    return 2 * rows * hidden * inner / best
+        float(run()[0, 0])
+        taken.append(time.perf_counter() - began)
+    return min(taken)

@@ -33,7 +33,7 @@ from valence.engine.values import add_values
 from valence.errors import UserError
 from valence.training.compare import rows_of
 from valence.training.setup import Prepared
-from valence.training.sharding import check_folders, choose, fits_whole, least_free, share, trains_whole
+from valence.training.sharding import at_rest, check_folders, choose, fits_whole, least_free, share, trains_whole
 
 WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
 """Operations of a run, about five minutes of them, from which on compiled layers save more time than they take to compile."""
@@ -170,10 +170,8 @@ class _Loads:
 
     def _model(self, name: str | None) -> tuple[nn.Module, Stream | None]:
         recipe, spec = self.prepared.recipe, self.prepared.recipe.model
-        dtype = DTYPES[spec.dtype]
         more: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
-        # Weights that all train are float32 masters: loaded narrower, they would have lost their last bits.
-        more["dtype"] = torch.float32 if trains_whole(recipe) and dtype == torch.bfloat16 else dtype
+        more["dtype"] = at_rest(recipe)
         file = spec.gguf_file if name is None else None
         if name is None and self.prepared.method.of_scores:
             more["attributes"] = spec.attributes or ONE

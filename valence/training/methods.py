@@ -151,6 +151,19 @@ def reads_reference(recipe: Recipe) -> bool:
     return recipe.rollout.measure_kl or reads
 
 
+def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
+    """What is measured of the tokens of own answers, as little as the method can do with: `old` and `ref`, log-probabilities of
+    the policy and of the reference (if there is one), and `value`."""
+    method, rollout = method_in(recipe), recipe.rollout
+    assert method.makes is not None
+    reads = method.makes.reads
+    several = method.follows_policy and rollout.epochs * rollout.steps > 1  # the policy moves within the round
+    old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
+    old = old or rollout.top_p < 1  # what a sampler says is then of a part of the tokens, and not to be compared with all
+    wanted = {"old": old, "ref": reference, "value": "value_t" in reads}
+    return tuple(name for name, it in wanted.items() if it)
+
+
 def method_in(recipe: Recipe) -> Method:
     """The row that a recipe names."""
     return method_of(recipe.method, bool(recipe.reward))

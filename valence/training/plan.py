@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -24,9 +24,9 @@ from valence.engine.shape import Shape, shape_of
 from valence.engine.speed import Work
 from valence.report.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
-from valence.training.methods import Method
+from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
-from valence.training.sharding import LEAST, MARGIN, choose, fits_whole, least_free, memory_of
+from valence.training.sharding import LEAST, MARGIN, at_rest, choose, fits_whole, least_free, memory_of
 from valence.types import Encoded, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
@@ -90,21 +90,40 @@ class Plan:
         """About how long a step takes, by its operations and the rate at which this machine multiplies matrices. again: in an
         epoch after the first, where the cache knows what the reference said of the answers."""
         recipe = self.prepared.recipe
-        known = again and recipe.reference.cache != "off" and recipe.reference.sync_every is None
+        known = again and recipe.reference.cache != "off" and recipe.reference.sync_every is None and not recipe.reward
         operations = [
             speed.step(
                 self.shape,
                 trained,
                 measured,
-                *((measured,) if known else (trained, measured) if method.needs_reference else ()),
+                *((measured,) if known else (trained, measured) if method.asks_reference else ()),
                 checkpointing=recipe.train.checkpointing,
             )
+            + (self._operations_of_answers(trained) if method.online else 0)
             for step in self.work
             for method, trained, measured in step
         ]
         dtype = DTYPES[recipe.model.dtype]
         rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(self.device, dtype, self.shape.hidden, self.shape.inner)
         return sum(operations) / len(self.work) / rate / self.processes
+
+    def _operations_of_answers(self, trained: Work) -> float:
+        """What own answers add to a step: each is measured once in its round, and a value model trains beside the policy."""
+        prepared, recipe = self.prepared, self.prepared.recipe
+        measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(self.shape, trained)
+        headless = replace(self.shape, vocabulary=0)
+        values = speed.step(headless, trained, checkpointing=recipe.train.checkpointing) if prepared.values_apart else 0
+        return measured / recipe.rollout.epochs + values
+
+    @property
+    def round_seconds(self) -> float | None:
+        """About how long it takes to sample the answers of a round, were all as long as they may be; None where a server does."""
+        if self.prepared.rollouts is None:
+            return None
+        rows, prompt, new = self.prepared.rollouts
+        recipe = self.prepared.recipe
+        turns = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
+        return turns * speed.sampling(self.shape, rows, prompt, new, self.device, at_rest(recipe))
 
     @property
     def total_seconds(self) -> float:
@@ -134,7 +153,8 @@ def make_plan(
         free = least_free(free_memory(device), device, group)
         split = choose(recipe, group.size, device, before=sharded, fits=lambda: fits_whole(prepared, shape, device, free))
         compiled = pays_to_compile(prepared, shape.parameters, device, group.size) if split.single else False
-    return Plan(prepared, shape, memory_of(prepared, shape, device, split, compiled=compiled), device, free, group.size, split)
+        memory = memory_of(prepared, shape, device, split, compiled=compiled)
+    return Plan(prepared, shape, memory, device, free, group.size, split)
 
 
 def describe(plan: Plan) -> list[str]:
@@ -146,7 +166,6 @@ def describe(plan: Plan) -> list[str]:
     mismatched = " and as many mismatched ones, measured only," if method.mismatches else ""
     trained = "all of which train" if shape.full else f"of which {shape.trained:,} train"
     narrow = f", and {shape.quantized:,} are kept in 4 bits" if shape.quantized else ""
-    without = "sampling, judging and evaluation" if method.online else "evaluation"
     total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
     parts = {
         "program": memory.program,
@@ -154,7 +173,10 @@ def describe(plan: Plan) -> list[str]:
         "reference": memory.reference,
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
-    } | ({"gathered weights": memory.gathered} if memory.gathered else {})
+    }
+    more = {"gathered weights": memory.gathered, "value model": memory.value, "reward models": memory.judges,
+            "or, while sampling, answers": memory.sampling}  # fmt: skip
+    parts |= {name: size for name, size in more.items() if size}
     rows = len(prepared.corpora["train"].units)
     lines = [
         f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} {plural(method.kind)})",
@@ -163,7 +185,7 @@ def describe(plan: Plan) -> list[str]:
         f"weights: {shape.parameters:,}, {trained}{narrow}",
         *_shared(plan),
         f"memory: about {_gigabytes(total)}{each} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
-        f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without {without}",
+        *_times(plan),
     ]
     if prepared.source.settings.get("loss.desirable_weight", prepared.source.settings["method"]).origin.endswith("auto"):
         up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))
@@ -180,6 +202,20 @@ def describe(plan: Plan) -> list[str]:
     if said := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
         lines.append(said)
     return lines
+
+
+def _times(plan: Plan) -> list[str]:
+    """What to say of the time that a run takes."""
+    prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
+    without = "sampling, judging and evaluation" if prepared.method.online else "evaluation"
+    said = [f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without {without}"]
+    if (each := plan.round_seconds) is not None:
+        rounds = -(-prepared.total_steps // (rollout.epochs * rollout.steps))
+        said.append(
+            f"sampling: up to about {duration(each)} a round, {duration(rounds * each)} in all, "
+            f"if all answers have {rollout.max_new_tokens:,} tokens"
+        )
+    return said
 
 
 def _shared(plan: Plan) -> list[str]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from valence.config.load import LISTS, load_recipe
+from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.schema import Dtype, Recipe
 from valence.data.encode import Encoder, Unusable
 from valence.data.pack import collate, pack
+from valence.engine.models import DTYPES
+from valence.engine.shape import skeleton
 from valence.errors import UserError
 from valence.reward.build import KINDS
 from valence.reward.calls import Backend
@@ -20,7 +24,9 @@ from valence.reward.rules import said
 from valence.reward.threads import Raised, in_thread
 from valence.training.judges import Numbers, Rewards, load_judge
 from valence.training.methods import method_of
+from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
+from valence.training.sharding import at_rest
 from valence.training.target import is_run, recipe_of
 from valence.types import Chat, Completion, Content, Demonstration, Encoded, Origin, Score
 
@@ -42,7 +48,7 @@ class Settings(BaseModel):
     """Whether a prompt that is text is a user's turn."""
     tokens: int = Field(8192, gt=0)
     """That run at once."""
-    dtype: Literal["bfloat16", "float16", "float32"] | None = None
+    dtype: Dtype | None = None
     """Of its weights. Default: as for a model of a recipe."""
     trust_remote_code: bool = False
     """Run the code that the model comes with."""
@@ -115,30 +121,60 @@ def as_example(completion: Completion) -> Demonstration:
 def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backend:
     """A reward model's folder or hub id, or the folder of a run that trained one. Raises UserError when it is none, or a setting
     does not fit it."""
-    try:
-        given = Settings(**settings)
-    except ValidationError as error:
-        first = error.errors()[0]
-        place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
-        raise UserError(f"{said(first)} (reward model {target})", where=place, fix=f"its settings are {names}") from error
-    model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
-    ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
-    ours += [f"data.max_length={given.max_length}", f"data.as_chat={str(given.as_chat).lower()}", "reference.cache=off"]
-    ours += [f"data.{name}=[]" for name in LISTS]
-    try:
-        source = load_recipe(recipe_of(target), ours, method_of=method_of, training=False)
+    given = _settings(target, settings, where)
+    with _placed(target, where):
+        source, ours = _recipe(target, given)
         encoder = prepare(source).encoder
         run = Path(target) if is_run(target) else None
         judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
-    except UserError as error:
-        fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
-        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
     if not isinstance(judge, Rewards):
         what = "this model answers; it gives no scores"
         fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
         raise UserError(what, where=f"{where}.reward: {target}", fix=fix)
     _check(judge, given, f"{where}.settings")
     return ModelScores(target, judge, encoder, given)
+
+
+def bytes_of_rewards(recipe: Recipe) -> int:
+    """Of the weights of all reward models that a recipe names, before any is loaded. Raises UserError when there is no such."""
+    return sum(_bytes(target, _settings(target, settings, where), where) for target, settings, where in models_that_judge(recipe))
+
+
+def _bytes(target: str, given: Settings, where: str) -> int:
+    with _placed(target, where):
+        source, _ = _recipe(target, given)
+        spec = source.recipe.model
+        dtype = at_rest(source.recipe) if is_run(target) else DTYPES[spec.dtype]
+        layers = skeleton(spec.name, trust_remote_code=spec.trust_remote_code, scores=1)
+        return sum(p.numel() for p in layers.parameters()) * dtype.itemsize
+
+
+def _settings(target: str, settings: Mapping[str, Any], where: str) -> Settings:
+    try:
+        return Settings(**settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
+        raise UserError(f"{said(first)} (reward model {target})", where=place, fix=f"its settings are {names}") from error
+
+
+@contextmanager
+def _placed(target: str, where: str) -> Iterator[None]:
+    """What is wrong with a reward model, said of the entry that names it."""
+    try:
+        yield
+    except UserError as error:
+        fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
+        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
+
+
+def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
+    """The recipe that a reward model is loaded by, and what is changed in that which it has or stands for."""
+    model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
+    ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
+    ours += [f"data.max_length={given.max_length}", f"data.as_chat={str(given.as_chat).lower()}", "reference.cache=off"]
+    ours += [f"data.{name}=[]" for name in LISTS]
+    return load_recipe(recipe_of(target), ours, method_of=method_of, training=False), ours
 
 
 def _check(judge: Rewards, settings: Settings, where: str) -> None:

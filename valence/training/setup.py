@@ -104,6 +104,21 @@ class Prepared:
         return Sampler(units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed)
 
     @property
+    def values_apart(self) -> bool:
+        """Whether a model of its own says what answers are worth."""
+        return self.method.online and bool(self.recipe.loss.get("value")) and self.recipe.value.trunk == "separate"
+
+    @cached_property
+    def rollouts(self) -> tuple[int, int, int] | None:
+        """Where this process samples: how many answers at once, and the most tokens of a prompt and of an answer."""
+        rollout = self.recipe.rollout
+        if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
+            return None
+        prompts = min(self.recipe.train.batch_size, max(1, rollout.at_once // rollout.num_rollouts))
+        longest = max(len(unit.prompt_ids) for unit in self.corpora["train"].units)
+        return prompts * rollout.num_rollouts, longest, rollout.max_new_tokens
+
+    @property
     def needs_reference(self) -> bool:
         return reads_reference(self.recipe) or any(method_of(part.method).needs_reference for part in self.recipe.mix)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import socket
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from valence.dist.tensor import tensor_parallel
 from valence.dist.together import same
 from valence.engine.loading import fingerprint
 from valence.engine.logprobs import Engine
-from valence.engine.memory import Memory, Split, predict
+from valence.engine.memory import Memory, Split, predict, sampled, with_values
 from valence.engine.models import DTYPES
 from valence.engine.shape import Shape, decoder_layers
 from valence.engine.stream import Stream
@@ -68,21 +70,40 @@ def trains_whole(recipe: Recipe) -> bool:
     return recipe.model.lora is None and recipe.model.adapter is None
 
 
+def at_rest(recipe: Recipe) -> torch.dtype:
+    """Of the weights as they are kept, and sampled with. All that train are masters: narrower, they would have lost their last
+    bits."""
+    dtype = DTYPES[recipe.model.dtype]
+    return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
+
+
 def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False) -> Memory:
     """What each process of a run will need."""
     recipe = prepared.recipe
     apart = recipe.model.lora is None or recipe.reference.model is not None
     moves = recipe.reference.sync_every is not None  # where nothing is split, its copy shares the policy's frozen weights
-    return predict(
+    width = DTYPES[recipe.model.dtype].itemsize
+    predicted = partial(
+        predict,
         shape,
-        width=DTYPES[recipe.model.dtype].itemsize,
+        width=width,
         frozen_copy=prepared.needs_reference and (apart or (moves and not split.single)),
         checkpointing=recipe.train.checkpointing,
-        compiled=compiled,
         optimizer=recipe.train.optimizer,
         device=device,
         split=split,
     )
+    found = predicted(compiled=compiled)
+    if prepared.values_apart:
+        found = with_values(found, predicted(), shape, width)
+    if prepared.rollouts:
+        rows, prompt, new = prepared.rollouts
+        found = replace(found, sampling=sampled(shape, rows, prompt + new, at_rest(recipe).itemsize) // split.tensor)
+    if recipe.reward:
+        from valence.training.reward_models import bytes_of_rewards
+
+        found = replace(found, judges=bytes_of_rewards(recipe))
+    return found
 
 
 def fits_whole(prepared: Prepared, shape: Shape, device: torch.device, free: int | None) -> bool:

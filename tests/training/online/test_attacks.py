@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests.programs import Program
 from tests.training.online import rewards
 from tests.training.online.rig import PROMPTS, logged, make, recipe
-from tests.training.test_resume import killed, train, weights
+from tests.training.resuming import killed, train, weights
 from valence.errors import UserError
 from valence.training.online.collect import Collector
 from valence.training.step import Objective

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.training.online.rig import PROMPTS, VOWELS, logged, make, recipe
-from tests.training.test_resume import train
+from tests.training.resuming import train
 from valence.training.online.rounds import seed_of
 from valence.training.reward_rows import score_by_reward
 from valence.training.sample_rows import Draws, sample_rows

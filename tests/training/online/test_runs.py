@@ -10,7 +10,7 @@ import torch
 
 import valence
 from tests.training.online.rig import PROMPTS, logged, make, recipe
-from tests.training.test_resume import killed, train, weights
+from tests.training.resuming import killed, train, weights
 from valence.errors import UserError
 from valence.training.methods import ONLINE, method_of
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.rollout.environment import HERE, needs_vllm
 from tests.training.online.rig import logged, make, recipe
-from tests.training.test_resume import train
+from tests.training.resuming import train
 
 pytestmark = pytest.mark.vllm
 

@@ -24,6 +24,7 @@ from valence.reward.run import Stopped, close, score_all
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import Evaluation, as_text
 from valence.training.memory import with_memory
+from valence.training.methods import read_of_tokens
 from valence.training.online.makers import Answered, Maker
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
 from valence.training.signals import Interrupted
@@ -110,13 +111,8 @@ class Collector:
 
     @property
     def reads(self) -> tuple[str, ...]:
-        """What is measured of the tokens of an answer: as little as the method can do with."""
-        reads, rollout = self._makes.reads, self.rollout
-        several = self.method.follows_policy and rollout.epochs * rollout.steps > 1  # the policy moves within the round
-        old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
-        old = old or rollout.top_p < 1  # what a sampler says is then of a part of the tokens, and not to be compared with all
-        wanted = {"old": old, "ref": self.run.reference is not None, "value": "value_t" in reads}
-        return tuple(name for name, it in wanted.items() if it)
+        """What is measured of the tokens of an answer."""
+        return read_of_tokens(self.run.recipe, reference=self.run.reference is not None)
 
     def close(self) -> None:
         """Gives back connections, and stops what was started."""

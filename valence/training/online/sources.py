@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
@@ -234,6 +234,18 @@ def check_rewards(recipe: Recipe) -> None:
     """Raises UserError for rewards that cannot be found, or called. Models are not loaded for it."""
     if recipe.reward:
         reward_of(recipe.reward, model=lambda name, settings, where: Unloaded())
+
+
+def models_that_judge(recipe: Recipe) -> list[tuple[str, Mapping[str, Any], str]]:
+    """The reward models among a recipe's rewards: the folder or hub id of each, its settings, and where these are."""
+    found: list[tuple[str, Mapping[str, Any], str]] = []
+
+    def note(*entry: Any) -> Unloaded:
+        found.append(entry)
+        return Unloaded()
+
+    reward_of(recipe.reward, model=note)
+    return found
 
 
 class Unloaded:

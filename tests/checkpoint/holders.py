@@ -1,0 +1,95 @@
+"""Processes that take the lock of a folder, and what one that died a while ago has left."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.arch.source import ROOT
+from valence.checkpoint import lock
+from valence.checkpoint.lock import NAME
+
+QUICK = {"beat": 0.05, "watch": 0.4, "patience": 0.2}
+TAKE = """
+import sys
+from pathlib import Path
+from valence.checkpoint.lock import Lock
+from valence.errors import UserError
+lock = Lock(Path(sys.argv[1]), beat=0.05, watch=0.4, patience=0.2)
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    print("taken:", lock.take(), flush=True)
+except UserError as error:
+    print("refused:", error.what, flush=True)
+sys.stdin.readline()
+"""
+
+
+class Process:
+    """A process that takes the lock of a folder when told to, and ends, releasing it, when told to or killed."""
+
+    def __init__(self, folder: Path, code: str = TAKE) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+        )
+        self.pid = self.process.pid
+        assert self.line() == "ready"
+
+    def line(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def go(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+
+    def take(self) -> str:
+        self.go()
+        return self.line()
+
+    def end(self) -> None:
+        self.go()
+        assert self.process.wait(10) == 0
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+
+@pytest.fixture
+def started() -> Iterator[Any]:
+    made: list[Process] = []
+
+    def start(folder: Path, code: str = TAKE) -> Process:
+        made.append(Process(folder, code))
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+        for pipe in (one.process.stdin, one.process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    yield
+    lock._at_exit()
+
+
+def named(folder: Path, **other: Any) -> None:
+    """A lock file as a process that was started a while ago has left it."""
+    content = {"host": socket.gethostname(), "pid": 2**22 + 1, "pid_started": 1, "started": "2025-01-01T00:00:00+00:00"}
+    (folder / NAME).write_text(json.dumps({**content, **other}) + "\n")
+    os.utime(folder / NAME, (0, 0))

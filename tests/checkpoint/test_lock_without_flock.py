@@ -1,0 +1,163 @@
+"""Where flock does not tell who holds a folder: on other hosts, and on file systems without it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoint.holders import QUICK, TAKE, named, nothing_is_left, started
+from valence.checkpoint import lock
+from valence.checkpoint.lock import NAME, Lock, holder
+from valence.errors import UserError
+
+__all__ = ["nothing_is_left", "started"]
+
+
+def without_flock(monkeypatch: pytest.MonkeyPatch, number: int = errno.ENOLCK) -> None:
+    def refuses(*_: Any) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuses)
+
+
+# Other hosts: flock is given, although somebody holds the folder
+
+
+def test_a_holder_on_another_host_that_touches_its_file_is_refused(tmp_path: Path) -> None:
+    named(tmp_path, host="elsewhere", pid=7)
+    ended, said = threading.Event(), []
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            os.utime(tmp_path / NAME, (time.time() - 86400,) * 2)  # its clock is a day behind
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        with pytest.raises(UserError, match="pid 7 on elsewhere"):
+            Lock(tmp_path, **QUICK).take(said.append)
+    finally:
+        ended.set()
+        thread.join()
+    assert len(said) == 1
+    assert "pid 7 on elsewhere" in said[0]
+    assert "watching for up to 0.4 s" in said[0]
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == 7
+
+
+def test_a_holder_on_another_host_that_is_silent_is_dead(tmp_path: Path) -> None:
+    named(tmp_path, host="elsewhere", pid=os.getpid())
+    os.utime(tmp_path / NAME, (time.time() + 86400,) * 2)  # its clock was a day ahead
+    began = time.monotonic()
+    said = Lock(tmp_path, **QUICK).take()
+    assert said == f"an earlier run (pid {os.getpid()} on elsewhere, started 2025-01-01T00:00:00+00:00) did not end by itself"
+    assert time.monotonic() - began >= 0.4
+    assert json.loads((tmp_path / NAME).read_text())["host"] == socket.gethostname()
+
+
+def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
+    here = socket.gethostname().encode()
+    for content in (b"\0" * 100, b'{"host": "a"', b"[]", b'{"host": "%s", "pid": "x"}' % here, b"\xff\n"):
+        (tmp_path / NAME).write_bytes(content)
+        found = holder(tmp_path)
+        assert found is not None
+        assert found.host == "an unknown host"
+        with Lock(tmp_path, **(QUICK | {"watch": 0.1})) as ours:
+            assert ours.path.read_bytes().startswith(b'{"host"')
+
+
+def test_the_one_who_wrote_last_has_it_where_no_flock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    named(tmp_path, host="elsewhere")
+    fsync = os.fsync
+
+    def overtaken(fd: int) -> None:
+        fsync(fd)
+        named(tmp_path, host="a third one", pid=9)
+
+    monkeypatch.setattr(os, "fsync", overtaken)
+    before = dict(lock._held)  # runs that other tests left to the end of the program
+    with pytest.raises(UserError, match="pid 9 on a third one"):
+        Lock(tmp_path, **QUICK).take()
+    assert lock._held == before
+    assert json.loads((tmp_path / NAME).read_text())["pid"] == 9
+
+
+def test_what_another_host_has_taken_meanwhile_is_not_emptied(tmp_path: Path) -> None:
+    with Lock(tmp_path, **QUICK):
+        named(tmp_path, host="elsewhere")
+    assert json.loads((tmp_path / NAME).read_text())["host"] == "elsewhere"
+
+
+def test_looking_at_another_host_goes_by_its_touches(tmp_path: Path) -> None:
+    named(tmp_path, host="elsewhere")
+    found = holder(tmp_path)
+    assert found is not None
+    assert not found.alive
+    os.utime(tmp_path / NAME)
+    found = holder(tmp_path)
+    assert found is not None
+    assert found.alive
+
+
+# File systems without flock
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
+def test_without_flock_a_living_process_is_refused(
+    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    without_flock(monkeypatch, number)
+    other = started(tmp_path)
+    named(tmp_path, pid=other.pid, pid_started=lock._birth(other.pid))
+    with pytest.raises(UserError, match=f"pid {other.pid} on"):
+        Lock(tmp_path, **QUICK).take()
+    found = holder(tmp_path)
+    assert found is not None
+    assert found.alive
+    os.kill(other.pid, signal.SIGKILL)
+    time.sleep(0.2)  # dead, but its parent has not asked how it ended
+    assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
+
+
+def test_without_flock_two_of_the_same_moment_are_told_apart(tmp_path: Path, started: Any) -> None:
+    refusing = 'import errno, fcntl\ndef no(*_): raise OSError(errno.ENOLCK, "")\nfcntl.flock = no\n'
+    code = refusing + TAKE
+    several = [started(tmp_path, code.replace("patience=0.2", "patience=1")) for _ in range(3)]
+    for one in several:
+        one.go()
+    said = [one.line() for one in several]
+    assert said.count("taken: None") == 1, said
+    assert sum(s.startswith("refused") for s in said) == 2
+    several[said.index("taken: None")].end()
+    assert (tmp_path / NAME).read_bytes() == b""
+
+
+def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path, started: Any, monkeypatch: Any) -> None:
+    without_flock(monkeypatch)
+    other = started(tmp_path)
+    birth = lock._birth(other.pid)
+    if birth == 0:
+        pytest.skip("the system does not say when a process was started")
+    named(tmp_path, pid=other.pid, pid_started=birth - 1)
+    found = holder(tmp_path)
+    assert found is not None
+    assert not found.alive
+    assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
+
+
+def test_without_flock_the_own_number_is_one_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container every run may be process 1."""
+    without_flock(monkeypatch)
+    monkeypatch.setattr(lock, "_birth", lambda pid: 0)
+    named(tmp_path, pid=os.getpid())
+    assert Lock(tmp_path, **QUICK).take()

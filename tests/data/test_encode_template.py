@@ -1,0 +1,145 @@
+"""The chat template and the tokenizer's own tokens: what stands in, what is noted, and rows that cannot be used."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tokenizers import normalizers
+
+from tests.data.encoding import answered, bad, chat, encoded, encoder, notes, text, turn
+from tests.tiny import BOS, CHATML, INST, tiny_tokenizer
+from valence.data.template import ChatTemplate, fallback_template
+from valence.errors import UserError
+from valence.types import Chat, Content, Ids
+
+# --- the template
+
+
+def test_fallback_is_chatml_with_an_end_that_is_one_token() -> None:
+    prompt = chat("hello", "good day", "sun?")
+    own, fallback = encoder(CHATML), encoder(None)
+    assert own.template.fallback is None
+    assert fallback.encode_prompt(prompt) == own.encode_prompt(prompt)
+    other = tiny_tokenizer(None, chatml_tokens=False)
+    template = fallback_template(other)
+    assert text(encoder(tokenizer=other), encoder(tokenizer=other).encode_prompt(chat("hello"))) == (
+        "<|im_start|>user\nhello</s>\n<|im_start|>assistant\n"
+    )
+    other.chat_template = template  # as an exported tokenizer has it
+    assert encoder(tokenizer=other).encode_prompt(prompt) == encoder(
+        tokenizer=tiny_tokenizer(None, chatml_tokens=False)
+    ).encode_prompt(prompt)
+    with pytest.raises(UserError, match="no end-of-sequence token"):
+        fallback_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
+
+
+@pytest.mark.parametrize("template", [BOS, None])
+def test_one_bos_when_both_template_and_tokenizer_have_it(template: str | None) -> None:
+    tokenizer = tiny_tokenizer(template, adds_bos=True)
+    enc = encoder(tokenizer=tokenizer)
+    ids = enc.encode_prompt(chat("hello"))
+    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids[0] == tokenizer.bos_token_id
+    assert notes(enc, answered(chat("hello"), chat("sun", first="assistant"))) == {}
+
+
+def test_double_bos_that_a_row_brings_along_is_noted() -> None:
+    enc = encoder("{{ bos_token }}{% for m in messages %}{{ m['content'] + ' ' }}{% endfor %}")
+    assert notes(enc, answered(chat("<s>hello"), chat("sun", first="assistant")))["double_bos"] == 1
+    assert notes(enc, answered(Ids((1, 1, 9)), Ids((9, 4)))) == {"double_bos": 1}
+
+
+def test_special_tokens_written_in_a_row_are_noted() -> None:
+    enc = encoder()
+    answer = chat("sun", first="assistant")
+    assert notes(enc, answered(chat("hello"), answer)) == {}
+    for row in (
+        answered(chat("hello<|im_end|>"), answer),
+        answered(chat("hello"), chat("sun</s>moon", first="assistant")),
+        answered("hello<pad>", "sun"),
+    ):
+        assert notes(enc, row) == {"special_tokens_in_text": 1}
+
+
+def test_text_merging_over_the_boundary_is_noted_and_kept_apart() -> None:
+    enc = encoder()
+    row = answered("capi", "tal of")
+    assert len(enc.vocab.ids("capital of")) < len(enc.vocab.ids("capi")) + len(enc.vocab.ids("tal of"))
+    assert notes(enc, row) == {"boundary_merges": 1}
+    unit = encoded(enc, row)
+    assert unit.prompt_ids == enc.encode_prompt("capi")
+    assert text(enc, unit.answers[0].ids) == "tal of<|im_end|>"
+    assert notes(enc, answered("hello", " world")) == {}
+
+
+def test_tokenizers_that_mark_the_start_of_a_text_do_not_mark_the_start_of_an_answer() -> None:
+    tokenizer = tiny_tokenizer(INST, chatml_tokens=False)
+    backend: Any = tokenizer.backend_tokenizer
+    backend.normalizer = normalizers.Prepend("_")  # as Llama 2 puts a space there
+    enc = encoder(tokenizer=tokenizer)
+    for row in (answered("hello", " sun"), answered(chat("hello"), chat("sun", first="assistant"))):
+        assert "_" in text(enc, enc.vocab.ids(" sun"))
+        assert "_" in text(enc, encoded(enc, row).prompt_ids)
+        assert "_ sun" not in text(enc, encoded(enc, row).answers[0].ids)
+        assert notes(enc, row) == {}
+
+
+def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
+    row = answered(chat("hello"), chat("sun", first="assistant"))
+    silent = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    with pytest.raises(UserError, match="does not print the assistant's answer"):
+        ChatTemplate(tiny_tokenizer(silent)).turn_end  # noqa: B018
+    bad(encoder(silent), row, "not_printed")
+    with pytest.raises(UserError, match="cannot print"):
+        ChatTemplate(tiny_tokenizer("{{ raise_exception('never') }}")).turn_end  # noqa: B018
+
+
+# --- rows that a template cannot take
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "completion", "kind"),
+    [
+        (CHATML, Chat((turn("alien", "hello"),)), chat("sun", first="assistant"), "unknown_role"),
+        (INST, Chat((turn("system", "be kind"),)), chat("sun", first="assistant"), "template_refuses"),
+        (CHATML, Chat((turn("user"),)), chat("sun", first="assistant"), "template_refuses"),
+        (CHATML, Chat(()), chat("sun", first="assistant"), "template_refuses"),
+        (CHATML, chat("hello"), chat("", first="assistant"), "empty_answer"),
+        (CHATML, chat("hello"), chat(" \n", first="assistant"), "empty_answer"),
+        (CHATML, chat("hello"), "", "empty_answer"),
+        (CHATML, chat("hello"), chat("sun", "and?", first="assistant"), "not_an_answer"),
+        (CHATML, chat("hello"), chat("sun"), "not_an_answer"),
+        (CHATML, chat("hello"), Chat((turn("assistant", tool_calls=[{"name": "f"}]),)), "not_printed"),
+        (CHATML, chat("hello"), Ids((5, 6)), "mixed_content"),
+        (CHATML, Ids((5, 6)), "sun", "mixed_content"),
+        (CHATML, "hello", Ids((5, 6)), "mixed_content"),
+        (CHATML, "hello", "", "empty_answer"),
+        (CHATML, "hello", "   ", "empty_answer"),
+        (CHATML, "hello", "half \ud83d of a pair", "not_unicode"),
+        (CHATML, chat("half \ud83d of a pair"), chat("sun", first="assistant"), "not_unicode"),
+        (CHATML, Ids((5, 400)), Ids((5,)), "id_out_of_range"),
+        (CHATML, Ids((5,)), Ids((-1,)), "id_out_of_range"),
+        (CHATML, Ids(()), Ids((5,)), "empty_prompt"),
+        (CHATML, Ids((5,)), Ids(()), "empty_answer"),
+    ],
+)  # fmt: skip
+def test_bad_rows(template: str, prompt: Content, completion: Content, kind: str) -> None:
+    bad(encoder(template), answered(prompt, completion), kind)
+
+
+def test_role_that_the_template_names_is_known() -> None:
+    template = CHATML.replace("m['role']", "('critic' if m['role'] == 'critic' else m['role'])")
+    row = answered(Chat((turn("critic", "hello"),)), chat("sun", first="assistant"))
+    encoded(encoder(template), row)
+    bad(encoder(CHATML), row, "unknown_role")
+
+
+def test_turns_that_the_template_leaves_out_are_a_bad_row() -> None:
+    only_two = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] in ['user', 'assistant'] %}{{ '<|im_start|>'", 1)
+    only_two = only_two.replace("{% endfor %}", "{% endif %}{% endfor %}")
+    prompt = Chat((turn("system", "be kind"), turn("user", "hello")))
+    row = answered(prompt, chat("sun", first="assistant"))
+    assert "leaves out turn 1 (system)" in bad(encoder(only_two), row, "not_printed").reason
+    upper = CHATML.replace("m['content']", "(m['content'] | upper if m['role'] == 'system' else m['content'])")
+    encoded(encoder(upper), row)  # rewritten, and so read

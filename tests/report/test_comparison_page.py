@@ -1,0 +1,203 @@
+"""The page and the Markdown of several runs: what they say, that text stays text, and what they are written over."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+from markdown_it import MarkdownIt
+
+from tests.report.comparing import a_run, own, read, thumbs
+from valence.errors import UserError
+from valence.report import comparison
+from valence.report.compared import Compared
+from valence.report.comparison import comparison_page, write_out
+from valence.report.comparison_markdown import comparison_markdown, run_markdown
+from valence.report.comparison_tables import BEST
+from valence.report.rundata import read_run
+
+HOSTILE = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> | **b** \x1b[2J \ud800"
+
+
+class Page(HTMLParser):
+    def __init__(self, source: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.handlers: list[str] = []
+        self.text, self._inside = "", ""
+        self.feed(source)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag
+        self.tags.append(tag)
+        self.handlers += [name for name, _ in attrs if name.startswith("on")]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        if self._inside not in ("script", "style"):
+            self.text += data
+
+
+# The page and the Markdown
+
+
+def poisoned(folder: Path) -> list[Compared]:
+    for name in ("x", "y"):
+        found = thumbs(20, {"a": 1.0 if name == "x" else 0.0, "b": 0.5}, **{HOSTILE: 1.0})
+        for row in found["rows"]:
+            row |= {"origin": HOSTILE, "prompt": HOSTILE, "completion": HOSTILE + name}
+        run = a_run(
+            folder / HOSTILE.replace("/", "").replace("\ud800", "") / name,
+            thumbs(0, None, **{HOSTILE: 2.0}),
+            found,
+            versions={HOSTILE: HOSTILE + name},
+        )
+        (run / "config.yaml").write_text(json.dumps({"method": HOSTILE, HOSTILE: HOSTILE + name}))
+        with (run / "metrics.jsonl").open("a") as log:
+            log.writelines(json.dumps({"step": step, HOSTILE: step}) + "\n" for step in (10, 20))
+    return read(folder)
+
+
+def test_hostile_text_stays_text(tmp_path: Path) -> None:
+    runs = poisoned(tmp_path)
+    source = comparison_page(runs)
+    source.encode("utf-8")
+    page = Page(source)
+    assert page.tags.count("script") == 3
+    assert "img" not in page.tags
+    assert page.handlers == []
+    assert page.text.count("<img src=x onerror=") > 5
+    assert "\x1b" not in source
+    out = comparison_markdown(runs)
+    out.encode("utf-8")
+    shown = MarkdownIt("commonmark", {"html": True}).enable("table").render(out)
+    assert "<script" not in shown
+    assert "<img" not in shown
+    assert "\x1b" not in shown
+
+
+def test_the_page_asks_nothing_of_the_network_and_says_all(two: list[Compared]) -> None:
+    source = comparison_page(two)
+    page = Page(source)
+    assert not {"link", "iframe", "img", "object"} & set(page.tags)
+    for heading in (
+        "Summary",
+        "Settings that differ",
+        "Held-out numbers",
+        "Curves of held-out rows",
+        "Rows on which the runs disagree",
+    ):
+        assert f"{heading}" in page.text
+    assert "train.seed01" in page.text
+    assert "held_out.jsonl:1: first 0 %, second 100 %" in page.text
+
+
+def test_without_plotly_the_page_says_how_to_get_the_curves(two: list[Compared], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comparison, "plotly_js", lambda: "")
+    page = Page(comparison_page(two))
+    assert "pip install 'valence[report]'" in page.text
+    assert "train.seed" in page.text
+
+
+def test_the_markdown_has_the_same_tables(two: list[Compared]) -> None:
+    out = comparison_markdown(two)
+    for line in (
+        "| train.seed | 0 | 1 |",
+        f"| rewards/auc | 0.7 | {BEST} 0.8 |",
+        "| held\\_out.jsonl:1 | Ask a | 0 % | 100 % | completion: Yes. |".replace("\\_", "_"),
+    ):
+        assert line in out.splitlines()
+
+
+def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "first", thumbs(0), thumbs(20), command="valence train x.yaml", warnings=["loss <jumped>"])
+    out = run_markdown(read_run(run))
+    assert (
+        "**kto** trained a LoRA adapter of rank 16 of org/tiny-chat with the rows of rows.jsonl: 20 optimizer steps in 1m05s."
+        in out
+    )
+    assert "| held-out rows | before (step 0) | after (step 20) | change |" in out
+    assert "| rewards/auc | 0.5 | 0.7 | +0.2 |" in out
+    assert "- loss &lt;jumped&gt;" in out
+    assert "```sh\nvalence train x.yaml\n```" in out
+    assert out.splitlines()[-1] == "valence 0.1.0, torch 2.13"
+    assert "not done" not in out
+
+
+def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
+    (a_run(tmp_path / "one") / "audit.json").write_text('{"train": {"findings": ["none"]}}')
+    assert "train: its findings in audit.json could not be read" in MarkdownIt().render(run_markdown(read_run(tmp_path / "one")))
+
+
+def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "first", status="interrupted")
+    out = run_markdown(read_run(run))
+    assert "The run is not done: interrupted." in out
+    assert "It was not evaluated on held-out rows." in out
+    (tmp_path / "empty").mkdir()
+    assert "not known" in run_markdown(read_run(tmp_path / "empty"))
+
+
+def test_only_what_the_command_wrote_is_written_over(tmp_path: Path, two: list[Compared]) -> None:
+    page = tmp_path / "comparison.html"
+    write_out(page, comparison_page(two))
+    write_out(page, comparison_markdown(two))
+    write_out(page, "anything")
+    with pytest.raises(UserError, match="nothing that `valence report` wrote"):
+        write_out(page, comparison_page(two))
+    assert page.read_text() == "anything"
+    with pytest.raises(UserError, match="cannot be written"):
+        write_out(tmp_path / "nowhere/page.html", "")
+    with pytest.raises(UserError, match="nothing that"):
+        write_out(tmp_path, "")
+
+
+def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device has no end, and a pipe may have no beginning."""
+    monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
+    with pytest.raises(UserError, match="nothing that"):
+        write_out(Path("/dev/zero"), "")
+
+
+# In a browser
+
+
+@pytest.fixture
+def browser() -> Iterator[Any]:
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    pytest.importorskip("plotly", reason="plotly is not installed")
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("chromium is not installed")
+    with playwright.sync_playwright() as play:
+        found = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--no-first-run"])
+        yield found
+        found.close()
+
+
+def test_the_page_works_in_a_browser(tmp_path: Path, browser: Any) -> None:
+    own_answers = [a_run(tmp_path / f"own{i}", own(0, 0.1, 0.0), own(20, 0.4 + i, 1.0)) for i in range(2)]
+    path = tmp_path / "comparison.html"
+    path.write_text(comparison_page([*poisoned(tmp_path / "poisoned"), *read(*own_answers)]), encoding="utf-8")
+    for width in (390, 1200):
+        page = browser.new_page(viewport={"width": width, "height": 800})
+        failed: list[str] = []
+        page.on("console", lambda said: failed.append(said.text) if said.type in ("error", "warning") else None)  # noqa: B023
+        page.on("pageerror", lambda error: failed.append(str(error)))  # noqa: B023
+        page.goto(path.as_uri())
+        charts = page.locator(".chart")
+        for i in range(charts.count()):
+            charts.nth(i).scroll_into_view_if_needed()
+            charts.nth(i).locator(".main-svg").first.wait_for()
+        assert failed == []
+        assert charts.count() > 4
+        assert page.evaluate("window.ran") is None
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.close()

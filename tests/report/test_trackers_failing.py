@@ -1,0 +1,101 @@
+"""A tracker's library that fails or hangs: it is said once, and no step waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report.tracked import CONFIG, Killed, home, record
+from valence.report import backends
+from valence.report import sinks as sinks_module
+from valence.report import trackers as trackers_module
+from valence.report.trackers import Tracker
+
+__all__ = ["home"]
+
+
+class Fake:
+    """A library that does as it is told."""
+
+    def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
+        self.at, self.does, self.got = at, does, list[Any]()
+
+    def __call__(self, opening: Any) -> Fake:
+        self._do("open", None)
+        opening.state["id"] = 1
+        opening.keep()
+        return self
+
+    def _do(self, what: str, value: Any) -> None:
+        if what == self.at:
+            self.does()
+        self.got.append((what, value))
+
+    def has(self, name: str, step: int) -> bool:
+        return False
+
+    def log(self, step: int, numbers: Any) -> None:
+        self._do("log", step)
+
+    def table(self, name: str, step: int, rows: Any) -> None:
+        self._do("table", step)
+
+    def close(self, status: str) -> None:
+        self._do("close", status)
+
+
+def fails() -> None:
+    raise ConnectionError("nobody there")
+
+
+@pytest.mark.parametrize("at", ["open", "log", "table", "close"])
+def test_a_library_that_fails_is_said_once(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
+    run = Killed(tmp_path)
+    run.go(0, 5)
+    (said,) = run.said
+    assert said.startswith("tensorboard failed")
+    assert "nobody there" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
+    monkeypatch.setattr(trackers_module, "BEHIND", 50)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait(30) and None))
+    run, began = Killed(tmp_path), time.monotonic()
+    run.go(0, 5)
+    assert [line.split(" within")[0] for line in run.said] == ["tensorboard has not closed"]
+    run.said.clear()
+    run.go(6, 200)
+    never.set()
+    assert ["50 records behind" in line for line in run.said] == [True]
+    assert time.monotonic() - began < 8
+
+
+def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
+    run = Killed(tmp_path)
+    run.go(0, 4)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake())
+    run.go(4, 6, keep=4)
+    assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
+    assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
+    assert fake.got[-1] == ("close", "done")
+
+
+def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: time.sleep(0.02)))
+    tracker = Tracker({"kind": "tensorboard"}, print)
+    tracker.start(CONFIG, tmp_path, False)
+    began = time.monotonic()
+    for step in range(50):
+        tracker.log(record(step))
+    assert time.monotonic() - began < 0.5
+    tracker.close()

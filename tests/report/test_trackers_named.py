@@ -1,0 +1,88 @@
+"""Trackers that a recipe names: what is lacking or wrong is said before the run, and the guide's own example runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.docs.blocks import blocks
+from tests.models import tiny
+from tests.report.tracked import ROOT, home
+from tests.tiny import tiny_tokenizer
+from valence.config.load import load_recipe
+from valence.errors import UserError
+from valence.report import trackers as trackers_module
+from valence.report.trackers import check
+from valence.training.methods import method_of
+
+__all__ = ["home"]
+
+
+def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
+    for kind in trackers_module.LIBRARIES:
+        with pytest.raises(UserError) as error:
+            check({"kind": kind})
+        assert f'pip install "valence[{kind}]"' in str(error.value.fix)
+
+
+def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no key" in str(check({"kind": "wandb", "mode": "auto"}))
+    assert check({"kind": "wandb", "mode": "offline"}) is None
+    with pytest.raises(UserError, match="no key"):
+        check({"kind": "wandb", "mode": "online"})
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine api.wandb.ai login user password " + "a" * 40)
+    monkeypatch.setenv("NETRC", str(netrc))
+    assert check({"kind": "wandb", "mode": "online"}) is None
+    monkeypatch.delenv("NETRC")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    assert check({"kind": "wandb", "mode": "auto"}) is None
+
+
+def loaded(sinks: Any) -> Any:
+    recipe = {"method": "kto", "model": {"name": "m"}, "data": {"train": []}, "run": {"sinks": sinks}}
+    found = load_recipe(recipe, method_of=method_of, in_memory=["train"])
+    return [(sink.kind, sink.project, sink.tags) for sink in found.recipe.run.sinks]
+
+
+def test_sinks_are_names_or_sections() -> None:
+    assert loaded("wandb") == [("wandb", None, [])]
+    assert loaded(["tensorboard", {"kind": "wandb", "project": "mine", "tags": ["a"]}]) == [
+        ("tensorboard", None, []), ("wandb", "mine", ["a"]),
+    ]  # fmt: skip
+    assert loaded(None) == loaded([]) == []
+
+
+@pytest.mark.parametrize(("sinks", "said"), [
+    (["tensorbord"], "did you mean tensorboard?"),
+    ([{"kind": "wandb", "projekt": "mine"}], "did you mean run.sinks.0.project?"),
+    ([{"kind": "tensorboard", "project": "mine"}], "tensorboard does not read it"),
+    ([{"kind": "trackio", "mode": "offline"}], "trackio does not read it"),
+    (["wandb", {"kind": "wandb"}], "wandb is named twice"),
+    ([{"project": "mine"}], "is missing"),
+])  # fmt: skip
+def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(sinks: Any, said: str) -> None:
+    with pytest.raises(UserError) as error:
+        loaded(sinks)
+    assert "run.sinks.0" in str(error.value) or "run.sinks.1" in str(error.value)
+    assert said in str(error.value)
+
+
+def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model.save_pretrained("model")
+    tokenizer.save_pretrained("model")
+    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(8)]
+    Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    recipe = "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, train: {batch_size: 4}}"
+    Path("recipe.yaml").write_text(recipe)
+    exec(block.text, {})
+    assert "best loss on held-out rows: 0." in capsys.readouterr().out

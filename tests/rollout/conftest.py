@@ -1,0 +1,31 @@
+"""Fixtures that several files of this folder use: a stand-in for a vLLM server, and a client of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.rollout.client import generator
+from tests.rollout.fake import Fake, serving
+from valence.rollout.transports import Disk
+from valence.rollout.vllm import VLLMGenerator
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    with serving(Fake()) as server:
+        yield server
+
+
+@pytest.fixture
+def notes() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def sampler(fake: Fake, tmp_path: Path, notes: list[str]) -> Iterator[VLLMGenerator]:
+    made = generator(fake.url, Disk(tmp_path / "weights"), say=notes.append)
+    yield made
+    made.close()

@@ -1,0 +1,119 @@
+"""A vLLM server that restarts, dies, hangs or stays away, played by a stand-in: what the client does and says."""
+
+from __future__ import annotations
+
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rollout.client import FREE, PROMPTS, generator, weights
+from tests.rollout.fake import Drop, Fake, hang, serving
+from valence.errors import UserError
+from valence.rollout.protocol import Sampling
+from valence.rollout.transports import Disk
+from valence.rollout.vllm import VLLMGenerator
+
+
+def test_a_restarted_server_is_sent_the_weights_before_it_samples(fake: Fake, sampler: VLLMGenerator, notes: list[str]) -> None:
+    sampler.sync(1, weights)
+    fake.version = "default"
+    fake.asked.clear()
+    rows = sampler.generate(PROMPTS, 1, Sampling())
+    assert {row[0].version for row in rows} == {1}
+    paths = fake.paths()
+    assert paths.index("/finish_weight_update") < paths.index("/inference/v1/generate")
+    assert any("version 1 was sent again" in note for note in notes)
+
+
+def test_a_server_killed_while_it_answers(fake: Fake, sampler: VLLMGenerator, notes: list[str]) -> None:
+    sampler.sync(1, weights)
+    died: list[int] = []
+
+    def die(body: Any) -> None:
+        if body["token_ids"] == list(PROMPTS[1]) and not died:
+            died.append(1)
+            fake.version = "default"
+            raise Drop
+
+    fake.on["/inference/v1/generate"] = die
+    expected = generator_of_the_same(fake, sampler)
+    rows = sampler.generate(PROMPTS, 2, FREE)
+    assert died
+    assert [[answer.tokens for answer in row] for row in rows] == expected
+    assert {answer.version for row in rows for answer in row} == {1}
+    assert len([path for path in fake.paths() if path == "/finish_weight_update"]) == 2
+    assert any("waiting for the server" in note for note in notes)
+
+
+def generator_of_the_same(fake: Fake, sampler: VLLMGenerator) -> list[list[tuple[int, ...]]]:
+    """The answers of a server that is never killed."""
+    on, fake.on = fake.on, {}
+    rows = sampler.generate(PROMPTS, 2, FREE)
+    fake.on = on
+    return [[answer.tokens for answer in row] for row in rows]
+
+
+def test_a_server_that_goes_again_and_again_is_given_up(fake: Fake, sampler: VLLMGenerator) -> None:
+    fake.on["/inference/v1/generate"] = lambda body: (500, {"error": {"message": "EngineCore died"}})
+    with pytest.raises(UserError, match=r"3 times in a row .*EngineCore died"):
+        sampler.generate(PROMPTS, 1, Sampling())
+
+
+def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
+    with serving(Fake()) as alive:
+        url = alive.url
+    revived: list[Any] = []
+    fake = Fake()
+
+    def revive() -> None:
+        revived.append(again := serving_at(fake, url))
+        again.__enter__()
+
+    sampler = generator(url, Disk(tmp_path), revive=revive)
+    try:
+        assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
+        assert len(revived) == 1
+    finally:
+        for each in revived:
+            each.__exit__(None, None, None)
+        sampler.close()
+
+
+def serving_at(fake: Fake, url: str) -> Any:
+    return serving(fake, port=int(url.rpartition(":")[2]))
+
+
+def test_a_server_that_stays_away(tmp_path: Path) -> None:
+    with serving(Fake()) as gone:
+        url = gone.url
+    sampler = generator(url, Disk(tmp_path), timeout=0.3)
+    started = time.monotonic()
+    with pytest.raises(UserError, match=r"not back after 0\.3 s") as error:
+        sampler.generate(PROMPTS, 1, Sampling())
+    assert time.monotonic() - started < 3
+    assert url in str(error.value)
+    assert "rollout.timeout" in str(error.value)
+
+
+def test_a_server_that_takes_connections_and_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("valence.rollout.wire.PATIENCE", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sampler = generator(url, Disk(tmp_path), timeout=0.4)
+        for ask in (lambda: sampler.generate(PROMPTS, 1, Sampling()), lambda: sampler.sync(1, weights)):
+            started = time.monotonic()
+            with pytest.raises(UserError, match=r"no answer in 0\.4 s, and none to .*/health either: the server hangs") as error:
+                ask()
+            assert time.monotonic() - started < 4
+            assert url in str(error.value)
+            assert "look at the end of its log" in str(error.value)
+
+
+def test_a_server_that_is_only_slow(fake: Fake, tmp_path: Path) -> None:
+    sampler = generator(fake.url, Disk(tmp_path), timeout=0.4)
+    fake.on["/inference/v1/generate"] = hang(3)
+    with pytest.raises(UserError, match="though the server says that it is well"):
+        sampler.generate(PROMPTS, 1, Sampling())

@@ -1,0 +1,104 @@
+"""`--json`: a strict object a record, one for every end, and readers that go away."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.command import command as valence
+from tests.places import place
+from valence.cli.stream import Stream
+
+__all__ = ["place"]
+
+
+def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("train", "recipe.yaml", "--json") == 0
+    shown = capsys.readouterr()
+    first, *records, last = [json.loads(line, parse_constant=_refuse) for line in shown.out.splitlines()]
+    assert first == {"event": "started", "run": "runs/first", "resumed": False}
+    assert records == [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
+    assert last == {
+        "event": "done", "run": "runs/first", "model": "runs/first/model", "report": "runs/first/report.html",
+        "status": "done", "exit_status": 0,
+    }  # fmt: skip
+    assert "training 2/2" in shown.err
+    assert valence("resume", "runs/first", "--json", "--quiet") == 0
+    shown = capsys.readouterr()
+    assert shown.err == ""
+    (done,) = map(json.loads, shown.out.splitlines())
+    assert (done["event"], done["run"], done["status"]) == ("done", str(place / "runs/first"), "done")
+
+
+def _refuse(word: str) -> None:
+    raise AssertionError(f"{word} is not strict JSON")
+
+
+def test_json_ends_with_a_mistake_or_a_stop(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert valence("train", "recipe.yaml", "train.sed=1", "--json") == 2
+    shown = capsys.readouterr()
+    (line,) = map(json.loads, shown.out.splitlines())
+    assert (line["event"], line["status"], line["exit_status"], line["run"]) == ("done", "failed", 2, None)
+    assert "train.sed" in line["error"]
+    assert "train.sed" in shown.err
+    log = Stream.log
+
+    def stopped(stream: Stream, record: dict[str, float]) -> None:
+        log(stream, record)
+        if record["step"] == 3:
+            signal.raise_signal(signal.SIGINT)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Stream, "log", stopped)
+        assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
+    *records, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (last["status"], last["exit_status"], last["run"], last["model"]) == ("interrupted", 130, "runs/first", None)
+    assert records[-1]["step"] == 3
+    assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 0
+    first, *records, last = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (first["resumed"], last["status"]) == (True, "done")
+    assert [record["step"] for record in records] == [4, 5, 6]
+
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("a defect")
+
+    monkeypatch.setattr("valence.api.train_in_folder", broken)
+    with pytest.raises(ValueError, match="a defect"):
+        valence("train", "recipe.yaml", "--json")
+    (line,) = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (line["status"], line["exit_status"]) == ("failed", 1)
+
+
+def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        f"set -o pipefail; '{sys.executable}' -m valence {words} {behind}",
+        cwd=place, shell=True, executable=shutil.which("bash"), capture_output=True, text=True, check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+    )  # fmt: skip
+
+
+def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(place: Path) -> None:
+    (place / "runs/none").mkdir(parents=True)
+    (place / "runs/none/run.json").write_text("{}")
+    unread = in_a_shell(place, "runs --json", "| true")
+    assert (unread.returncode, unread.stderr) == (0, "")
+    closed = in_a_shell(place, "train recipe.yaml --json", ">&-")
+    assert closed.returncode == 2
+    assert "--json: the standard output is closed" in closed.stderr
+    assert not (place / "runs/first").exists()
+
+
+def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
+    done = in_a_shell(place, "train recipe.yaml --json --quiet", "| head -1")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["event"] == "started"
+    assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"

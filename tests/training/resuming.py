@@ -1,0 +1,62 @@
+"""A run that is killed after any step, and started again by the same command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import valence
+from tests.training.test_run import logged, recipe
+from valence.errors import UserError
+from valence.report.metrics import repeatable
+from valence.training.loop import Run
+
+
+class Killed(BaseException):
+    """Ends a run as kill -9 would: nothing is saved on the way out."""
+
+
+def until(step: int) -> Any:
+    """A callback that kills after the record of this step."""
+
+    def kill(run: Run, record: Any) -> None:
+        if record["step"] == step:
+            run.whole = False  # no state is saved any more
+            raise Killed
+
+    return kill
+
+
+def train(settings: dict[str, Any], **more: Any) -> tuple[Run, str]:
+    """Trains, and what was said."""
+    console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
+    try:
+        return valence.train(settings, console=console, **more), console.export_text()
+    except (Killed, KeyboardInterrupt, UserError) as error:
+        error.add_note(console.export_text())
+        raise
+
+
+def killed(settings: dict[str, Any], step: int, **more: Any) -> None:
+    with pytest.raises(Killed):
+        train(settings, callbacks=[until(step)], quiet=True, **more)
+
+
+def records(path: Path) -> list[dict[str, Any]]:
+    return [repeatable(row) for row in logged(path)]
+
+
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    """Twelve thumbs in steps of four, three times; a checkpoint after every second step."""
+    found = recipe(folder, tmp_path, model={"lora": {"rank": 2}}, train={"epochs": 3})
+    found["run"] |= {"save_every": 2, "log_every": 3}
+    return found
+
+
+def weights(run: Run) -> dict[str, torch.Tensor]:
+    return {name: p.detach() for name, p in run.trained.items()}

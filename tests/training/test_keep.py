@@ -1,0 +1,100 @@
+"""Which checkpoints a run keeps, and that it ends when it no longer gets better."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.training.resuming import killed, records, settings, train
+from tests.training.test_run import ROWS, folder, written
+from valence.errors import UserError
+from valence.training.restore import restore
+
+__all__ = ["folder", "settings"]
+
+
+def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["run"] |= {"save_every": 1, "keep": 1, "keep_best": {"metric": "eval/rewards/margins", "mode": "min"}}
+    train(settings)
+    margins = {
+        row["step"]: row["eval/rewards/margins"] for row in records(tmp_path / "run") if "eval/loss" in row and row["step"]
+    }
+    best = min(margins, key=lambda step: margins[step])
+    assert best != 9
+    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert kept == sorted([f"step-{best}", "step-9"])
+    run = restore(tmp_path / "run", at="best", quiet=True)
+    assert run.step == best
+    assert run.evaluate().metrics["rewards/margins"] == pytest.approx(margins[best], rel=1e-4)
+    with pytest.raises(UserError, match=rf"no checkpoint of step 5\n.*name one of {best}, 9"):
+        restore(tmp_path / "run", at=5, quiet=True)
+
+
+def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["run"]["keep_best"] = {"metric": "eval/loss", "mode": "max"}
+    killed(settings, 6)
+    written(tmp_path / "eval.jsonl", ROWS[5:9])
+    run, said = train(settings, allow=["data.eval"])
+    assert "the best so far is forgotten" in said
+    assert run.best.step is not None
+    assert run.best.step > 4
+
+
+def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(settings: dict[str, Any]) -> None:
+    settings["run"]["keep_best"] = {"metric": "eval/los"}
+    with pytest.raises(UserError, match=r"no eval/los.*\n.*eval/loss"):
+        train(settings)
+
+
+def test_a_run_that_no_longer_gets_better_ends_early_and_as_done(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    killed(settings, 4)
+    run, said = train(settings)
+    assert run.step == 6  # the best is the first, at 2; those at 4 and 6 are no better
+    assert "ended at step 6 of 9" in said
+    facts = json.loads((tmp_path / "run/run.json").read_text())
+    assert facts["status"] == "done"
+    assert "eval/loss was best at step 2" in facts["ended_early"]
+    assert (tmp_path / "run/model").is_dir()
+    _, said = train(settings)
+    assert "it ended early" in said
+
+
+def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(settings: dict[str, Any]) -> None:
+    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    assert train(settings)[0].step == 6
+    settings["train"]["epochs"] = 4
+    run, said = train(settings)
+    assert "12 steps instead of 9" in said
+    assert run.step == 10  # two more evaluations that were no better
+
+
+def test_models_alone_may_be_saved_and_are_not_gone_on_with(settings: dict[str, Any], tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    settings["run"] |= {"save_state": False, "save_hf": True}
+    killed(settings, 6)
+    (saved, *_) = sorted((tmp_path / "run/checkpoints").iterdir())
+    assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "model"]
+    assert AutoModelForCausalLM.from_pretrained(saved / "model")
+    with pytest.raises(UserError, match=r"no state to go on from.*\n.*--fresh"):
+        train(settings)
+    train(settings, fresh=True)
+    _, said = train(settings)
+    assert "is finished" in said
+    with pytest.raises(UserError, match="holds no state"):
+        restore(tmp_path / "run", quiet=True)
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    ({"max_time": "90"}, "01:30:00"), ({"max_time": "00:00:00"}, "01:30:00"), ({"max_time": "1:75:00"}, "01:30:00"),
+    ({"save_state": False}, "run.save_hf"), ({"keep_best": {"metric": "loss"}}, "eval/"), ({"keep": 0}, "keep"),
+])  # fmt: skip
+def test_settings_that_cannot_be_are_refused(given: dict[str, Any], why: str, settings: dict[str, Any]) -> None:
+    settings["run"] |= given
+    with pytest.raises(UserError, match=re.escape(why)):
+        train(settings)
