@@ -107,7 +107,8 @@ def chosen(model: str, method: str, processes: int, *, lora: bool = False, tenso
 def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> int:
     """Bytes on each device, of which the head takes a share of 80 GB."""
     copied = method != "sft" and not lora
-    found = predict(shape(model, lora), width=2, frozen_copy=copied, checkpointing=FULL, split=layout.split)
+    away = torch.device("meta")  # as on a GPU, which need not be here
+    found = predict(shape(model, lora), width=2, frozen_copy=copied, checkpointing=FULL, device=away, split=layout.split)
     return replace(found, head=int(KEEP_CUDA * HBM) + 4 * 4 * AREA["cuda"]).total(AT_ONCE)
 
 

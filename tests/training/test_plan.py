@@ -96,6 +96,15 @@ def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
     assert "steps: 3 (3 per epoch of 12 prompts)" in describe(own(recipe))
 
 
+def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
+    """Of four prompts three answers each, behind prompts too short to be shared."""
+    found, more = own(recipe), own(recipe, "rollout.num_rollouts=6")
+    assert found.largest > 4 * 3 * 8
+    assert more.largest == 2 * found.largest
+    assert own(recipe, "rollout.num_rollouts=6", "rollout.steps=2").largest == found.largest
+    assert own(recipe, "train.micro_batch_tokens=50").largest == 50
+
+
 def test_sampling_is_predicted_where_this_process_samples(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "per_weight", lambda *_: 1e-6)
     found = own(recipe)

@@ -22,8 +22,9 @@ EFFICIENCY = {torch.bfloat16: 0.55, torch.float32: 0.75, torch.float64: 0.75}
 """Share of that rate which a step reaches, by the type of its products. Seen on a CPU: 0.50 to 0.59 in bfloat16 (0.58 to 0.70
 with compiled layers), 0.65 to 0.85 in float32. Not measured on other devices."""
 MEASURED = 0.1  # seconds that finding out a rate may take
-LAYER = 3e-4
-"""Seconds that this process takes to run a layer of a stock model that has next to nothing to compute."""
+BESIDES = {"cpu": (2e-3, 8e-5), "cuda": (5e-4, 0.0), "mps": (5e-4, 0.0)}
+"""Seconds that a layer of a stock model takes besides its products when a token is sampled, and more for each row. Seen on a CPU of
+two cores; not measured on other devices."""
 COLD, MANY = 2**27, 128
 """Bytes of weights that are no longer in a CPU's cache when their turn comes again; most matrices, as small ones stay there."""
 
@@ -71,7 +72,8 @@ def sampling(shape: Shape, rows: int, prompt: int, new: int, device: torch.devic
     seen = rows * (prompt + new / 2) * 2 * shape.keys * shape.layers
     sizes = shape.hidden, shape.inner
     products = weights * per_weight(device, dtype, rows, *sizes) + seen * per_weight(device, dtype, 1, *sizes)
-    return new * (products + LAYER * shape.layers)
+    each, more = BESIDES[device.type]
+    return new * (products + shape.layers * (each + more * rows))
 
 
 def _decoder(shape: Shape, work: Work) -> float:

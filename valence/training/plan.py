@@ -65,11 +65,12 @@ class Plan:
     @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch that may come to a process."""
-        mixed = [corpus.units for name, corpus in self.prepared.corpora.items() if name.startswith("mix")]
-        trained_on = [self.prepared.planned.units, *mixed]
-        lengths = sorted(_rows(unit) for units in trained_on for unit in units)
-        step = sum(lengths[-self.prepared.recipe.train.batch_size :])
-        return max(lengths[-1], min(self.micro_batch_tokens, -(-step // self.dealt)))
+        return max(map(self._largest, (self.prepared.planned, *(part.sampler for part in self.prepared.mixed))))
+
+    def _largest(self, sampler: Sampler) -> int:
+        longest = sorted(sampler.units, key=_rows)[-sampler.batch_size :]
+        step = int(_work(longest).tokens)  # what they begin with in common, as answers to one prompt do, runs once
+        return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
 
     @cached_property
     def work(self) -> list[list[tuple[Method, Work, Work]]]:
