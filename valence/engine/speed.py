@@ -23,8 +23,8 @@ EFFICIENCY = {torch.bfloat16: 0.55, torch.float32: 0.75, torch.float64: 0.75}
 with compiled layers), 0.65 to 0.85 in float32. Not measured on other devices."""
 MEASURED = 0.1  # seconds that finding out a rate may take
 BESIDES = {"cpu": (2e-3, 8e-5), "cuda": (5e-4, 0.0), "mps": (5e-4, 0.0)}
-"""Seconds that a layer of a stock model takes besides its products when a token is sampled, and more for each row. Seen on a CPU of
-two cores; not measured on other devices."""
+"""Seconds that a layer of a stock model takes besides its products when a token is sampled, and more for each row. Seen on two
+cores of a CPU; not measured on other devices."""
 COLD, MANY = 2**27, 128
 """Bytes of weights that are no longer in a CPU's cache when their turn comes again; most matrices, as small ones stay there."""
 
