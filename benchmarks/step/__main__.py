@@ -33,12 +33,12 @@ def small(case: Case) -> Case:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three cases, against TRL at its best alone")
+    parser.add_argument("--quick", action="store_true", help="three cases (or those named), against TRL at its best alone")
     parser.add_argument("--only", metavar="NAME", action="append", help=f"a case, or several: {', '.join(c.name for c in CASES)}")
     arguments = parser.parse_args()
-    cases = tuple(case for case in CASES if case.quick or not arguments.quick)
-    if arguments.only:
-        cases = tuple(case for case in cases if case.name in arguments.only)
+    cases = tuple(
+        case for case in CASES if (case.name in arguments.only if arguments.only else case.quick or not arguments.quick)
+    )
     python = peer_python()
     if python is None:
         print(HOW_TO, file=sys.stderr)
