@@ -77,12 +77,11 @@ def _failure(engine: Engine, layers: list[Any]) -> str | None:
 
 
 def _compile(layer: Any) -> None:
-    nn.Module.compile(layer, dynamic=True)
-    if layer.gradient_checkpointing and "__call__" not in vars(
-        GradientCheckpointingLayer
-    ):  # else its calls run again as compiled
-        layer._compiled_call_impl = None
+    around_calls = "__call__" in vars(GradientCheckpointingLayer)  # in older versions of transformers what runs again is the call
+    if layer.gradient_checkpointing and not around_calls:
         layer.forward = partial(_forward, layer)
+    else:
+        nn.Module.compile(layer, dynamic=True)
 
 
 def _leave(layer: Any) -> None:
