@@ -19,7 +19,7 @@ from benchmarks.step.cases import Case, Shape
 from benchmarks.step.ours import mismatched
 from valence.types import Encoded
 
-REPEATS = 5
+REPEATS = 3
 GRAIN = 128  # tokens: rates are measured at multiples of it
 RANK = 16  # of an adapter
 

@@ -20,7 +20,7 @@ from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
 TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in another precision."""
 PROBES = 2  # steps by which the fastest way is found
-DEFAULTS_SETS = 2  # TRL at its defaults is measured once, on the first sets alone: a step of it takes as long as ten others
+DEFAULTS_SETS = 1  # TRL at its defaults is measured once, on the first set alone: a step of it takes as long as ten others
 
 
 class Way(NamedTuple):
@@ -65,22 +65,19 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. ways: those of which TRL at its best takes the fastest."""
+    """How much is measured. ways: those of which TRL at its best takes the fastest. all_sides: TRL with compiled layers and at
+    its defaults too, and every side with activation checkpointing."""
 
     sets: int
     rounds: int
-    defaults: bool
-    checkpointing: bool
+    memory: bool
+    all_sides: bool
     ways: tuple[Way, ...]
 
 
-WAYS = tuple(Way(precision, compiled) for compiled in (False, True) for precision in ("mixed", "bfloat16"))
-if not shutil.which("g++"):
-    WAYS = WAYS[:2]  # PyTorch's compiler needs it
 # In quick runs only the precision that full ones find the faster.
-QUICK_WAYS = tuple(way for way in WAYS if way.precision == "bfloat16" and not way.compiled)
-QUICK = Plan(sets=1, rounds=3, defaults=False, checkpointing=False, ways=QUICK_WAYS)
-FULL = Plan(sets=2, rounds=3, defaults=True, checkpointing=True, ways=WAYS)
+QUICK = Plan(sets=1, rounds=2, memory=True, all_sides=False, ways=(Way("bfloat16"),))
+FULL = Plan(sets=2, rounds=3, memory=True, all_sides=True, ways=(Way("mixed"), Way("bfloat16")))
 
 
 @dataclass
@@ -132,17 +129,17 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     sets = draw_sets(case, plan.sets)
     mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
     peer.ask("rows", sets=[mine.rows(number) for number in range(plan.sets)])
-    # Bars are held against TRL without a compiler, as they were set; with one it is shown beside.
     wanted = [mine.step(number) for number in range(plan.sets)]  # this also compiles
-    way, best, left_out = fastest(peer, case, models, tuple(way for way in plan.ways if not way.compiled), wanted)
+    way, best, left_out = fastest(peer, case, models, plan.ways, wanted)
     sides: dict[str, Steps] = {"ours": mine, "best": best}
     result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out)
-    if compiling := tuple(way for way in plan.ways if way.compiled):
-        other, sides["compiled"], left_out = fastest(peer, case, models, compiling, wanted)
-        result.others["compiled"] = Side(f"TRL best ({other})")
-        result.left_out += left_out
+    # Bars are held against TRL without a compiler, as they were set; with one, which PyTorch's needs, it is shown beside.
+    if plan.all_sides and shutil.which("g++"):
+        compiled = way._replace(compiled=True)
+        sides["compiled"] = load(peer, "compiled", case, models, compiled)
+        result.others["compiled"] = Side(f"TRL best ({compiled})")
     result.floor = floor(case, sets)
-    if plan.defaults:
+    if plan.all_sides:
         sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
         result.others["defaults"] = Side("TRL defaults")
     if case.apart:
@@ -151,19 +148,19 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
         for number in range(plan.sets):
             alone.rows(number)
         result.others["apart"] = Side("Valence, nothing shared")
-    agree(result, sides, plan)
+    agree(result, wanted, sides, plan)
     if result.differ:
         return result
     times(result, sides, plan)
     result.floor = min(result.floor, floor(case, sets))  # of a moment in which the machine was not slow
     largest = max(range(plan.sets), key=lambda number: padded_tokens(sets[number]))
-    for name, steps in sides.items():
+    for name, steps in sides.items() if plan.memory else ():
         peak = steps.step(largest, memory=True).peak
         if name == "defaults":  # which recompute activations
             result.others[name].checkpointed = peak
         else:
             (result.ours if name == "ours" else result.others[name]).peak = peak
-    if plan.checkpointing:
+    if plan.all_sides:
         torch.compiler.reset()
         saving = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
         result.ours.checkpointed = warm_peak(saving, largest)
@@ -219,11 +216,10 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-9)
 
 
-def agree(result: Result, sides: dict[str, Steps], plan: Plan) -> None:
-    """Notes how far losses and gradient norms are from Valence's, on every set. This also warms every side up. TRL with compiled
-    layers, on which no bar is set, is left out where its programs round it elsewhere than TRL without them."""
-    for number in range(plan.sets):
-        mine = sides["ours"].step(number)
+def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps], plan: Plan) -> None:
+    """Notes how far losses and gradient norms are from Valence's ``wanted``, on every set. This also warms every side up.
+    TRL with compiled layers, on which no bar is set, is left out where its programs round it elsewhere than TRL without them."""
+    for number, mine in enumerate(wanted):
         for name in ("best", "compiled", "defaults"):
             if name not in sides or (name == "defaults" and number >= DEFAULTS_SETS):
                 continue

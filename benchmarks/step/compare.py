@@ -1,0 +1,53 @@
+"""All cases, one after the other: do both sides compute the same, how long do they take, did every figure hold?"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+from transformers.utils.logging import disable_progress_bar
+
+from benchmarks.step import THREADS
+from benchmarks.step.cases import TINY, Case, Lengths, Shape
+from benchmarks.step.measure import FULL, QUICK, exact, measured
+from benchmarks.step.peer import Peer
+from benchmarks.step.report import table, verdict
+from benchmarks.step.stage import Models, save_models
+
+EXACT_BAR = 1e-4
+
+
+def small(case: Case) -> Case:
+    """The case on a model and rows on which float32 takes no time."""
+    return replace(case, shape=TINY, prompt=Lengths(12, 40), completion=Lengths(8, 30))
+
+
+def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) -> int:
+    """Every case's table as it is done, then the verdict. Returns the exit status."""
+    torch.set_num_threads(THREADS)
+    disable_progress_bar()
+
+    @cache
+    def models(shape: Shape, lora: bool) -> Models:
+        folder = scratch / f"{shape.name} {lora}"
+        far = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}  # in float32 every part of a loss should count
+        return save_models(shape, folder, lora=lora, **far)
+
+    versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
+    print(f"TRL's environment: {versions}; {THREADS} threads on both sides", flush=True)
+    far, where = exact(tuple(map(small, cases)), lambda case: models(TINY, case.lora), peer, scratch / "exact")
+    print(f"float32, small model: losses and gradient norms agree to {far:.0e} (bar {EXACT_BAR:.0e}; {where})", flush=True)
+    if not far <= EXACT_BAR:
+        print("no time is shown: the sides do not compute the same. short")
+        return 1
+    plan, results = QUICK if quick else FULL, []
+    for case in cases:
+        results.append(measured(case, models(case.shape, case.lora), peer, scratch / "values", plan))
+        print(table(results[-1]), flush=True)
+        if quick:  # one case's memory is enough
+            plan = replace(plan, memory=False)
+    line, held = verdict(results)
+    print(f"\n{line}")
+    return 0 if held else 1
