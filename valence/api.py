@@ -26,11 +26,12 @@ from valence.dist.single import Single
 from valence.dist.together import by_first, same
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
-from valence.engine.models import load_tokenizer, without_dropout
+from valence.engine.models import load_tokenizer
 from valence.errors import UserError
 from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.report.trackers import check
+from valence.rollout.hf import evaluating
 from valence.training.build import build_models
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -298,21 +299,19 @@ def logprobs(
     units = encoded.units
     config: Any = model.config
     before = config._attn_implementation
-    engine = Engine(without_dropout(model))
-    engine.check_layout()
     found: dict[tuple[int, int], LogProbs] = {}
-    with_mode = model.training
-    model.eval()
-    try:
-        for dealt in pack(units, micro_batch_tokens):
-            batch = collate([units[i] for i in dealt], dealt, device=engine.device)
-            logp = engine(batch).logp
-            for s, (unit, side) in enumerate(zip(batch.unit.tolist(), batch.side.tolist(), strict=True)):
-                ours = batch.mask & (batch.seq == s)
-                found[unit, side] = LogProbs(batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist()))
-    finally:
-        model.train(with_mode)
-        engine.causal.set_attn_implementation(before)  # type: ignore[operator]
+    with evaluating(model):
+        engine = Engine(model)
+        try:
+            engine.check_layout()
+            for dealt in pack(units, micro_batch_tokens):
+                batch = collate([units[i] for i in dealt], dealt, device=engine.device)
+                logp = engine(batch).logp
+                for s, (unit, side) in enumerate(zip(batch.unit.tolist(), batch.side.tolist(), strict=True)):
+                    ours = batch.mask & (batch.seq == s)
+                    found[unit, side] = LogProbs(batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist()))
+        finally:
+            engine.causal.set_attn_implementation(before)
     return [found[key] for key in sorted(found)]
 
 

@@ -113,5 +113,6 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     digests += [model_digest(policy, adapter=it) for it in (True, False)]
     return {
         "steps": said, "evaluated": float(evaluated.loss), "rows": len(evaluated.rows), "calls": len(told), "weights": weights,
-        "digests": digests, "ran": outcome.tokens_of, "followed": reference.digest() if isinstance(reference, Following) else "",
+        "digests": digests, "ran": outcome.tokens_of,
+        "followed": reference.digests().model if isinstance(reference, Following) else "",
     }  # fmt: skip

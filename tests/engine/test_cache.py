@@ -17,6 +17,7 @@ from tests.units import objective, policy_and_reference, units
 from valence.data.pack import collate
 from valence.engine import cache
 from valence.engine.cache import Cached
+from valence.engine.digest import Digests
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference, load_model
 from valence.engine.reference import Frozen, Later, Reference
@@ -31,8 +32,8 @@ class Counted:
         self.inner, self.plus, self.asked = inner, plus, 0
         self.name, self.precision = inner.name, inner.precision
 
-    def digest(self) -> str:
-        return self.inner.digest()
+    def digests(self) -> Digests:
+        return self.inner.digests()
 
     def __call__(self, batch: Batch) -> Tensor:
         self.asked += 1
@@ -62,20 +63,20 @@ def test_another_reference_or_another_precision_finds_nothing(tmp_path: Path) ->
     cached = Cached(reference, tmp_path)
     other = Frozen(Engine(tiny(seed=9)))
     coarse = Frozen(Engine(tiny(seed=5), compute=torch.bfloat16))
-    assert len({cached.digest(), other.digest(), coarse.digest()}) == 3
+    assert len({cached.digests().model, other.digests().model, coarse.digests().model}) == 3
 
 
 def test_an_adapter_switched_off_and_the_bare_model_are_the_same_reference() -> None:
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
     policy = build_policy(tiny(), dtype=torch.float64, lora=lora)
     off = build_reference(policy, fresh_adapter=True)
-    assert off.digest() == Frozen(Engine(tiny())).digest()
+    assert off.digests().model == Frozen(Engine(tiny())).digests().model
 
 
 def test_another_configuration_of_the_same_weights_is_another_reference() -> None:
-    plain, same = (Frozen(Engine(tiny("gemma2"))).digest() for _ in range(2))
-    bent = Frozen(Engine(tiny("gemma2", final_logit_softcapping=2.5))).digest()
-    turned = Frozen(Engine(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digest()
+    plain, same = (Frozen(Engine(tiny("gemma2"))).digests().model for _ in range(2))
+    bent = Frozen(Engine(tiny("gemma2", final_logit_softcapping=2.5))).digests().model
+    turned = Frozen(Engine(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digests().model
     assert plain == same
     assert len({plain, bent, turned}) == 3
 
@@ -84,14 +85,14 @@ def test_a_copy_of_a_model_is_the_same_reference(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     loaded = load_model(str(tmp_path), dtype=torch.float32)
-    assert Frozen(Engine(loaded)).digest() == Frozen(Engine(model)).digest()
+    assert Frozen(Engine(loaded)).digests().model == Frozen(Engine(model)).digests().model
 
 
 def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
     def digest(alpha: float | None) -> str:
         lora = type("Lora", (), {"rank": 3, "alpha": alpha, "dropout": 0.0, "targets": ["q_proj", "v_proj"]})
         torch.manual_seed(0)
-        return build_reference(build_policy(tiny(), dtype=torch.float64, lora=lora), fresh_adapter=False).digest()
+        return build_reference(build_policy(tiny(), dtype=torch.float64, lora=lora), fresh_adapter=False).digests().model
 
     assert digest(6) == digest(None)
     assert digest(6) != digest(12)
@@ -218,8 +219,8 @@ def test_values_of_another_reference_are_refused_wherever_they_turn_up(tmp_path:
     assert "only 3 sequences of another model" in cached.note
     cached(batch)
     assert (cached.hits, cached.note) == (0, "")
-    for path in (tmp_path / other.digest()).iterdir():
-        shutil.copy(path, tmp_path / reference.digest())
+    for path in (tmp_path / other.digests().model).iterdir():
+        shutil.copy(path, tmp_path / reference.digests().model)
     with pytest.raises(UserError, match="the reference of this file is"):
         Cached(reference, tmp_path)(batch)
 
@@ -283,7 +284,7 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
     for _ in range(2):
         torch.testing.assert_close(cached(batch_of(rows)), reference(batch_of(rows)))
     assert len(loaded) == 1
-    changed = Later(reference, reference.digest(), lambda: Frozen(Engine(tiny(seed=9))))
+    changed = Later(reference, reference.digests(), lambda: Frozen(Engine(tiny(seed=9))))
     with pytest.raises(UserError, match="has changed"):
         changed(batch_of(rows))
 

@@ -89,7 +89,7 @@ def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.Monk
         wanted = HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how)
     assert compile_layers(engine)
     graphs = counters["stats"]["unique_graphs"]
-    with engine.stock():
+    with engine.sampling():
         assert HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how) == wanted
     assert counters["stats"]["unique_graphs"] == graphs > 0
 

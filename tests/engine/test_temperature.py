@@ -73,14 +73,14 @@ def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> No
     batch = forest_of(conversations())
     for how in ("full", "lora"):
         engine = policy("llama", how)
-        cold = build_reference(engine, fresh_adapter=False).digest()
+        cold = build_reference(engine, fresh_adapter=False).digests().model
         engine.temperature = HEAT
         assert engine.how.endswith("temperature 0.6")
         logp = engine(batch).logp.detach()
         for follows in (False, True):
             copied = build_reference(engine, fresh_adapter=False, follows=follows)
             assert torch.equal(copied(batch), logp)
-            assert copied.digest() == model_digest(engine, adapter=True) != cold
+            assert copied.digests().model == model_digest(engine, adapter=True) != cold
     off = build_reference(engine, fresh_adapter=True)
     own = build_reference(engine, fresh_adapter=True, model=tiny())
     assert torch.equal(off(batch), own(batch))

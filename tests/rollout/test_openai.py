@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from typing import Any
 
@@ -67,6 +68,30 @@ def test_answers(server: Completions) -> None:
     assert [[a.tokens for a in row] for row in again] == [[a.tokens for a in row] for row in rows]
     if not server.speaks:
         assert asked[0]["stop"] == ["3"]
+
+
+class Begins(Words):
+    """A tokenizer that puts token 1 before every text."""
+
+    bos_token_id = 1
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + super().encode(text, add_special_tokens)
+
+
+def test_a_text_begins_once(server: Completions) -> None:
+    """The server, too, puts the first token before it."""
+    sampler = OpenAIGenerator(server.url + "/v1", Begins(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
+    sampler.generate([(1, 5, 6), (5, 6)], 1, Sampling())
+    asked = [str(body["prompt"]) for path, body in server.asked if path == "/v1/completions"][1:]
+    assert sorted(asked) == (["[1, 5, 6]", "[5, 6]"] if server.speaks else ["5 6", "5 6"])
+
+
+def test_answers_where_an_event_loop_runs(server: Completions) -> None:
+    async def program() -> object:
+        return generator(server).generate(PROMPTS, 2, Sampling(seed=1))
+
+    assert asyncio.run(program()) == generator(server).generate(PROMPTS, 2, Sampling(seed=1))
 
 
 def test_a_busy_server_is_asked_again(server: Completions, monkeypatch: pytest.MonkeyPatch) -> None:

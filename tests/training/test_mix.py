@@ -77,6 +77,20 @@ def test_a_run_trains_with_a_mix_and_logs_it(tmp_path: Path) -> None:
     assert run.counters.examples_seen == 12 + 5
 
 
+def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
+    """Whatever the policy is sampled at."""
+    policy, reference = policy_and_reference()
+    judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
+    share = Share("sft", objective("sft", policy, reference), 0.25, shown, ())
+    wanted = float(objective("sft", policy, reference).run(shown, backward=False).loss)
+    policy.temperature = 0.5
+    sgd = torch.optim.SGD(policy.parameters(), lr=0.0)
+    outcome, _, _ = optimizer_step(objective("kto", policy, reference), sgd, judged, (), None, [share])
+    (found,) = outcome.metrics["sft/loss"]
+    assert float(found.total) == pytest.approx(wanted, rel=1e-12)
+    assert policy.temperature == 0.5
+
+
 def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
     path = written(tmp_path / "shown.jsonl", SHOWN)
     for part, words in (

@@ -14,7 +14,9 @@ from tests.tiny import tiny_tokenizer
 from tests.training.resuming import killed, records, settings, train, weights
 from tests.training.test_run import ROWS, folder, written
 from valence.errors import UserError
+from valence.training import build
 from valence.training.loop import Run
+from valence.training.restore import restore
 
 __all__ = ["folder", "settings"]
 
@@ -187,6 +189,29 @@ def test_answers_to_prompts_that_are_gone_are_told_of(settings: dict[str, Any], 
 
 
 # Models and optimizers
+
+
+@pytest.mark.parametrize("lora", [{"rank": 2}, None])
+def test_compiled_layers_are_no_part_of_the_model(
+    lora: Any, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of compiled layers is opened without them, and goes on without them when that is allowed."""
+    monkeypatch.setattr(build, "why_not", lambda device: None)
+    monkeypatch.setattr(build, "compile_layers", lambda engine: setattr(engine, "compiled", True))  # noted, as they take time
+    settings["model"]["lora"] = lora
+    settings["train"]["compile"] = "on"
+    killed(settings, 4)
+    settings["train"]["compile"] = "off"
+    with pytest.raises(UserError, match=r"train\.compile"):
+        train(settings)
+    train(settings, allow=["train.compile"])
+    compiled = {**settings, "run": {**settings["run"], "dir": str(tmp_path / "compiled")}}
+    compiled["train"] = {**settings["train"], "compile": "on"}
+    run, _ = train(compiled)
+    assert run.policy.compiled
+    opened = restore(tmp_path / "compiled")
+    assert not opened.policy.compiled
+    assert all(torch.equal(p, weights(opened)[name]) for name, p in weights(run).items())
 
 
 def test_another_model_in_the_same_place_is_noticed(folder: Path, settings: dict[str, Any], tmp_path: Path) -> None:

@@ -90,10 +90,22 @@ def test_a_run_leaves_a_model_a_log_and_a_report(method: str, lora: Any, folder:
     loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     assert tokenizer.chat_template
+    assert set(loaded.generation_config.eos_token_id) == {*run.prepared.encoder.end_ids, loaded.config.eos_token_id}
     text = [{"prompt": "question 1", "completion": "good answer"}]
     ours = valence.logprobs(run.policy.model, text, tokenizer=tokenizer)
     theirs = valence.logprobs(loaded, text)  # with the tokenizer of the folder it was loaded from
     assert theirs[0].logps == pytest.approx(ours[0].logps, abs=1e-4)
+
+
+def test_measuring_leaves_a_model_as_it_was() -> None:
+    tokenizer = tiny_tokenizer()
+    model: Any = tiny("gpt2", vocab_size=len(tokenizer), dtype=torch.float32, resid_pdrop=0.3)
+    model.train()
+    model.lm_head.eval()
+    before = [(module.training, getattr(module, "p", None)) for module in model.modules()]
+    valence.logprobs(model, [{"prompt": "question", "completion": " answer"}], tokenizer=tokenizer)
+    assert [(module.training, getattr(module, "p", None)) for module in model.modules()] == before
+    assert (True, 0.3) in before
 
 
 def test_a_run_says_what_each_held_out_row_measured(folder: Path, tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.command import command
 from tests.docs.blocks import blocks
@@ -171,6 +175,57 @@ def test_other_rewards_and_other_rows_do_not_mix(place: Path) -> None:
     write("answers.jsonl", [rows[0], {**rows[1], "completion": "other"}, *rows[2:]])
     with pytest.raises(UserError, match="answers.jsonl:2: scored.jsonl:2 is not of this row as it is now"):
         judge()
+
+
+def test_another_reward_model_or_schema_in_the_same_place_is_noticed(place: Path) -> None:
+    Path("schema.json").write_text('{"type": "string"}')
+    rule = "{reward: json_schema, settings: {schema: schema.json}}"
+    judge(rule)
+    Path("schema.json").write_text('{"type": "number"}')
+    with pytest.raises(UserError, match="made with another judges"):
+        judge(rule)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained("model", num_labels=1)
+        AutoModelForSequenceClassification.from_config(config).save_pretrained("judge")
+        tiny_tokenizer().save_pretrained("judge")
+        if seed == 1:
+            judge("./judge", out="by_model.jsonl")
+    with pytest.raises(UserError, match="made with another judges"):
+        judge("./judge", out="by_model.jsonl")
+
+
+def test_a_function_may_be_mended_on_the_way(place: Path) -> None:
+    judge("rewards:short")
+    Path("rewards.py").write_text(REWARDS + "\n# mended\n")
+    assert judge("rewards:short").earlier == 21
+
+
+def test_rows_in_tokens_of_another_tokenizer_do_not_mix(place: Path) -> None:
+    write("text.jsonl", [{"prompt": "1 + 1 = ", "completion": "2", "answer": 2}])
+    judge("rewards:vowels", data=("text.jsonl",), target="model")
+    tiny_tokenizer(chatml_tokens=False).save_pretrained("model")
+    with pytest.raises(UserError, match="made with another tokenizer"):
+        judge("rewards:vowels", data=("text.jsonl",), target="model")
+
+
+def test_columns_that_json_has_no_form_for_are_written_as_text_and_gone_on_with(place: Path) -> None:
+    rows = [row | {"at": datetime(2026, 1, 2, 3, k)} for k, row in enumerate(read("answers.jsonl")[:6])]
+    for row in rows:
+        del row["sampled"]
+    Dataset.from_list(rows).to_parquet("answers.parquet")
+    judge("rewards:short", data=("answers.parquet",))
+    assert judge("rewards:short", data=("answers.parquet",)).earlier == 6
+    rows[3]["at"] = None
+    Dataset.from_list([row | {"extra": math.nan} for row in rows]).to_parquet("odd.parquet")
+    with pytest.raises(UserError, match=r"odd.parquet:1: the row cannot be written as JSON"):
+        judge("rewards:short", data=("odd.parquet",), out="odd.jsonl")
+
+
+def test_settings_that_no_reward_reads_are_refused(place: Path) -> None:
+    for extra in (("--dtype", "bfloat16"), ("--max-length", "8192"), ("nosuch.thing=1",)):
+        asked = ("score", *(e for e in extra if "=" in e), "--reward", "rewards:short", "--data", "answers.jsonl")
+        assert command(*asked, "--out", "scored.jsonl", *(e for e in extra if "=" not in e)) == 2
 
 
 def test_answers_that_were_added_are_judged(place: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +31,7 @@ def export(
     what: Literal["auto", "merged", "adapter"],
     card: str,
     chat_template: str | None = None,
+    ends: Collection[int] = (),
     config: Mapping[str, Any] | None = None,
     group: Group | None = None,
     largest: int = LARGEST,
@@ -39,7 +40,8 @@ def export(
     """Writes weights (safetensors), tokenizer with its template, generation settings and card (README.md).
 
     what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without an adapter: all weights.
-    chat_template: kept with the tokenizer when it has none of its own. config: entries of config.json besides the model's own.
+    chat_template: kept with the tokenizer when it has none of its own. ends: tokens at which an answer ends, besides those at
+    which the model stopped before. config: entries of config.json besides the model's own.
     group: the processes over which weights are sharded, all of which call this; rank 0 gets them one after another, and writes
     them. It holds ``largest`` bytes (of a file) of them at once; all, where transformers saves them in other pieces than it
     trains. merge: makes the merged model of the model and its adapter's weights, where its own weights are too coarse to merge
@@ -62,9 +64,25 @@ def export(
                     tokenizer = copy.deepcopy(tokenizer)
                     tokenizer.chat_template = chat_template
                 tokenizer.save_pretrained(folder)
+                _stop_at(ends, folder)
                 (folder / "README.md").write_text(card)
             opened.close()
     return target
+
+
+def _stop_at(ends: Collection[int], folder: Path) -> None:
+    """Names tokens among those at which ``generate`` and servers stop: a base model would go on behind the turns that it has
+    learned. Nothing to do for an adapter or a reward model."""
+    path = folder / "generation_config.json"
+    if not path.exists():
+        return
+    settings = json.loads(path.read_text(encoding="utf-8"))
+    known = settings.get("eos_token_id")
+    before = known if isinstance(known, list) else [] if known is None else [known]
+    if missing := sorted(set(ends) - set(before)):
+        named = [*before, *missing]
+        settings["eos_token_id"] = named if len(named) > 1 else named[0]
+        path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def _write_whole(model: nn.Module, folder: Path, adapter: bool, config: Mapping[str, Any]) -> None:

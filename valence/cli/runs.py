@@ -204,11 +204,14 @@ def score(
     """Score answers in a file, or fill a recipe's reference cache.
 
     With --data and --out: log-probabilities and implicit rewards of each answer, or a reward of it. Stopped, it goes on."""
+    if target and "=" in target and not Path(target).exists():  # a setting: the target may be left out before it
+        target, overrides = None, [target, *(overrides or [])]
     settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
     ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
     every = [*(overrides or []), *ours]
     how = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
     of_models = {"reference": reference, "beta": beta, "tokens": tokens, "column": None if column == "valence" else column}
+    of_models |= {"dtype": dtype} if reward else {}
     with processes(nproc) as group, stoppable():
         if data and out and not verify and _by_reward(target, reward, every, of_models):
             from valence.training.reward_rows import score_by_reward

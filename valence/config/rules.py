@@ -161,7 +161,12 @@ NO_EFFECT = (
         for name in ("url", "start", "python", "transport", "folder", "timeout", "ahead", "check_prompts", "max_mismatch")
     ),
     Rule("train.drop_last", lambda c: c.method.online, "a round that reaches the end of the prompts goes on", "remove it"),
-    Rule("rollout.at_once", lambda c: c.served, "a server decides what it samples at once", "set rollout.engine: hf"),
+    Rule(
+        "rollout.at_once",
+        lambda c: c.recipe.rollout.engine == "vllm",
+        "a server decides what it samples at once",
+        "set rollout.engine: hf",
+    ),
     *(
         Rule(f"rollout.{name}", lambda c: c.recipe.rollout.engine == "openai", "such a server keeps its weights", "choose vllm")
         for name in ("start", "python", "transport", "folder", "ahead", "check_prompts", "max_mismatch")
@@ -387,6 +392,18 @@ CONTRADICTIONS = (
         lambda c: c.quantizes and c.recipe.model.lora is None and c.recipe.model.adapter is None,
         "weights of 4 bits do not train: an adapter on them does",
         "set model.lora, or remove model.quantize",
+    ),
+    Rule(
+        "loss.class_weights",
+        lambda c: c.method.online and c.recipe.loss.get("class_weights") == "auto",
+        "how many own answers are good is not known before they are judged, and differs from round to round",
+        "give loss.desirable_weight and loss.undesirable_weight",
+    ),
+    Rule(
+        "rollout.start",
+        lambda c: c.recipe.rollout.start and c.recipe.model.gguf_file is not None,
+        "a server is started with a folder of safetensors, not with a GGUF file",
+        "start a server of the same weights yourself, and name it in rollout.url",
     ),
     Rule(
         "model.quantize",

@@ -288,13 +288,13 @@ def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
     tokens = sum(length.prompt * max(1, len(length.answers)) + sum(length.answers) for length in encoded.lengths)
     kept = sum(len(u.prompt_ids) * max(1, len(u.answers)) + sum(len(a.ids) for a in u.answers) for u in encoded.units)
     return Truncation(
-        max_length=encoder.max_length,
+        max_length=encoder.max_length + encoder.answers,
         long_rows=encoder.long_rows,
         rows=len(longest),
         too_long=sum(n > encoder.max_length for n in longest),
         tokens=tokens,
         tokens_lost=tokens - kept,
-        keeps_99=_rank(longest, 0.99),
+        keeps_99=_rank(longest, 0.99) + encoder.answers,
     )
 
 

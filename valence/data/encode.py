@@ -101,7 +101,8 @@ class _Row:
 class Encoder:
     """Turns examples into tokens with a tokenizer and its chat template.
 
-    max_length: longest prompt with its answer, in tokens. long_rows, train_on, as_chat: as in a recipe's data section.
+    max_length: longest prompt with its answer, in tokens; ``answers``: how many of these are for answers that are still to come.
+    long_rows, train_on, as_chat: as in a recipe's data section.
 
     Notes that it makes on rows:
     ``boundary_merges``       tokenising prompt and answer at once would have merged text across the boundary
@@ -122,12 +123,13 @@ class Encoder:
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_length: int,
+        answers: int = 0,
         long_rows: LongRows = "drop",
         train_on: Literal["completion", "assistant"] = "completion",
         as_chat: bool = False,
     ) -> None:
         self.tokenizer = tokenizer
-        self.max_length = max_length
+        self.max_length, self.answers = max_length - answers, answers
         self.long_rows: LongRows = long_rows
         self.train_on = train_on
         self.as_chat = as_chat
@@ -352,14 +354,10 @@ class Encoder:
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
             "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut as far as it may be",
         }[self.long_rows]
-        return Unusable(
-            origin=origin,
-            kind="too_long",
-            reason=f"{what}; data.max_length is {self.max_length}",
-            fix="raise data.max_length, or shorten the row",
-            dropped=True,
-            source=source,
-        )
+        kept = f", of which {self.answers} are for the answer (rollout.max_new_tokens)" if self.answers else ""
+        reason = f"{what}; data.max_length is {self.max_length + self.answers}{kept}"
+        fix = "raise data.max_length, or shorten the row"
+        return Unusable(origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source)
 
 
 def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:

@@ -35,9 +35,15 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
         with _without_its_warning():
-            return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+            found = PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
     except LOADING_ERRORS as error:
         raise cannot_load("adapter", adapter, error) from error
+    noisy = [module for module in found.modules() if isinstance(module, nn.modules.dropout._DropoutNd) and module.p]
+    for module in noisy:
+        module.p = 0.0
+    if noisy:
+        warnings.warn(f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=4)
+    return found
 
 
 def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
@@ -60,6 +66,12 @@ def merged(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.M
 def adapted(model: nn.Module) -> bool:
     """Whether there is an adapter on the model."""
     return hasattr(model, "peft_config")
+
+
+def largest_rank(model: nn.Module) -> int:
+    """The largest rank of an adapter's updates; 0 without one."""
+    configs: Any = getattr(model, "peft_config", {})
+    return max((rank for each in configs.values() for rank in (each.r, *each.rank_pattern.values())), default=0)
 
 
 def inputs_as_they_come(module: nn.Module) -> AbstractContextManager[None]:

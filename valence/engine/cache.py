@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from valence import __version__
+from valence.engine.digest import Digests
 from valence.engine.ledger import Array, Ledger, entries_of
 from valence.engine.reference import Later, Reference
 from valence.errors import UserError
@@ -55,15 +56,16 @@ class Cached:
     @cached_property
     def ledger(self) -> Ledger:
         """Raises UserError when the folder cannot be used, or has values of another reference in the place of this one's."""
-        identity = {"holds": "reference log-probabilities", "format": 1, "reference": self._digest}
-        return Ledger(self.folder / self._digest, identity, {"about": self.about[:200], "by": made_by()}, adds=self.fills)
+        named = self._digests.model
+        identity = {"holds": "reference log-probabilities", "format": 1, "reference": named}
+        return Ledger(self.folder / named, identity, {"about": self.about[:200], "by": made_by()}, adds=self.fills)
 
     @cached_property
-    def _digest(self) -> str:
-        return self.inner.digest()
+    def _digests(self) -> Digests:
+        return self.inner.digests()
 
-    def digest(self) -> str:
-        return self._digest
+    def digests(self) -> Digests:
+        return self._digests
 
     @property
     def note(self) -> str:
@@ -83,7 +85,7 @@ class Cached:
     def let_go(self) -> None:
         """Frees the memory of a reference that is not expected to be needed; it is loaded again if it is."""
         if self.again is not None:
-            self.inner = Later(self.inner, self._digest, self.again)
+            self.inner = Later(self.inner, self._digests, self.again)
 
     def knows(self, units: Iterable[Encoded]) -> bool:
         """Whether every sequence of these units is there."""
@@ -115,7 +117,7 @@ class Cached:
 
     def beside(self, batch: Batch) -> Tensor:
         """Takes part in what other processes compute, if they do. What it gives means nothing."""
-        self.digest()  # as those do that look something up: where weights are split, all put them together
+        self.digests()  # as those do that look something up: where weights are split, all put them together
         wide = torch.promote_types(torch.float32, self.precision)
         return self.inner(batch) if self.agree(False) else batch.tokens.new_zeros(len(batch.tokens), dtype=wide)
 

@@ -8,7 +8,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,9 +24,21 @@ OF_AN_ADAPTER_COPY = {"base_model_name_or_path", "revision", "peft_version", "in
 """Settings that differ between copies of one model, and change no value."""
 
 
+class Digests(NamedTuple):
+    """Of a model as it is computed with, and of its weights alone, wherever and however that is."""
+
+    model: str
+    weights: str
+
+
 def model_digest(engine: Engine, *, adapter: bool) -> str:
+    """See ``digests``."""
+    return digests(engine, adapter=adapter).model
+
+
+def digests(engine: Engine, *, adapter: bool) -> Digests:
     """32 hexadecimal digits for the model's configuration, all weights with their types (with or without those of an adapter,
-    and its configuration), and how and on what kind of device they are computed with.
+    and its configuration), and how and on what kind of device they are computed with; and as many for the weights alone.
 
     It is taken of the weights as they are, not of a file: what a loader, a cast or an adapter made of them is in it. An adapter's
     wrapper around a model does not change the names of the model's own weights here. Where weights are split over processes, all
@@ -38,7 +50,7 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
         _without(engine.causal.config.to_dict(), OF_A_COPY),
         {name: _without(config.to_dict(), OF_AN_ADAPTER_COPY) for name, config in adapters.items()},
     ]
-    digest = hashlib.sha256(f"{engine.how} {engine.device.type}".encode())
+    digest, alone = hashlib.sha256(f"{engine.how} {engine.device.type}".encode()), hashlib.sha256()
     digest.update(json.dumps(settings, sort_keys=True, default=_plain).encode())
     weights = {
         name.replace("base_model.model.", "").replace(".base_layer.", "."): weight
@@ -47,8 +59,9 @@ def model_digest(engine: Engine, *, adapter: bool) -> str:
     }
     names = sorted(weights)
     for name, content in zip(names, _contents(weights[name] for name in names), strict=True):
-        digest.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content)
-    return digest.hexdigest()[:32]
+        for each in (digest, alone):
+            each.update(f"{name} {weights[name].dtype} {tuple(weights[name].shape)}".encode() + content)
+    return Digests(digest.hexdigest()[:32], alone.hexdigest()[:32])
 
 
 def _contents(weights: Iterable[Any]) -> Iterator[bytes]:

@@ -135,6 +135,18 @@ class Head:
         return logp, -(logps.exp() * logps).sum(-1)
 
 
+@torch.no_grad()
+def wide_product(layer: nn.Linear, hidden: Tensor) -> Tensor:
+    """What the layer makes of hidden[..., h]: [..., V] in float32, accumulated from operands in bfloat16, as where it trains."""
+    with torch.autocast(hidden.device.type, enabled=False):
+        rows = hidden.flatten(0, -2)
+        tiles = _Tiles(Head(layer, half=True), rows, layer.weight, layer.bias)
+        found = rows.new_empty(len(rows), len(layer.weight), dtype=tiles.memory.dtype)
+        for start, stop in tiles.ranges:
+            found[:, start:stop] = tiles.logits(start, stop)
+    return found.unflatten(0, hidden.shape[:-1])
+
+
 class TargetLogProb(torch.autograd.Function):
     """log softmax(logits)[target]: logits[N, V], target[N] -> [N] (nats).
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +16,7 @@ from valence.engine.attention import NAME, Memory, remembering
 from valence.engine.check import check, rotary_by_length
 from valence.engine.flex import Visible
 from valence.engine.gradients import write_embedding_gradients
-from valence.engine.head import Head, TargetLogProb
+from valence.engine.head import Head, TargetLogProb, wide_product
 from valence.engine.layout import split, table
 from valence.types import Batch, TokenOut
 
@@ -78,8 +79,8 @@ class Engine(nn.Module):
 
     @contextmanager
     def stock(self) -> Iterator[None]:
-        """The model with its own attention inside the block, and without compiled programs: for sampling, and all else but
-        packed micro-batches. There every layer would become a program of its own, and soon be one too many."""
+        """The model with its own attention inside the block, and without compiled programs: for all but packed micro-batches.
+        When answers are sampled every layer would become a program of its own, and soon be one too many."""
         self.causal.set_attn_implementation(self.stock_attention)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -87,6 +88,30 @@ class Engine(nn.Module):
         finally:
             if self.packs:
                 self.causal.set_attn_implementation(NAME)
+
+    @contextmanager
+    def sampling(self) -> Iterator[None]:
+        """As ``stock``, with products as those of packed micro-batches. Weights that this makes narrower are so once a block."""
+        head: Any = self.causal.get_output_embeddings()
+        whole = type(head) is nn.Linear and not hasattr(head.weight, "placements")
+        widens = self.compute == torch.bfloat16 and whole
+        with self.stock(), self._autocast():
+            try:
+                if widens:
+                    vars(head)["forward"] = partial(wide_product, head)
+                yield
+            finally:
+                if widens:
+                    del vars(head)["forward"]
+
+    @contextmanager
+    def tempered(self, temperature: float) -> Iterator[None]:
+        """Inside the block, log-probabilities are those at this temperature."""
+        before, self.temperature = self.temperature, temperature
+        try:
+            yield
+        finally:
+            self.temperature = before
 
     @property
     def device(self) -> torch.device:

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from valence.engine.digest import model_digest
+from valence.engine.digest import Digests, digests
 from valence.engine.logprobs import Engine
 from valence.errors import UserError
 from valence.types import Batch
@@ -23,8 +23,8 @@ class Reference(Protocol):
     precision: torch.dtype
     """Of the products."""
 
-    def digest(self) -> str:
-        """Names the model that the values come from."""
+    def digests(self) -> Digests:
+        """Names the model that the values come from, and its weights alone."""
         ...
 
     def __call__(self, batch: Batch) -> Tensor: ...
@@ -38,8 +38,8 @@ class AdapterOff:
     def __init__(self, policy: Engine) -> None:
         self.policy, self.precision = policy, _precision(policy)
 
-    def digest(self) -> str:
-        return model_digest(self.policy, adapter=False)
+    def digests(self) -> Digests:
+        return digests(self.policy, adapter=False)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -71,8 +71,8 @@ class Frozen:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
         self.precision = _precision(engine)
 
-    def digest(self) -> str:
-        return model_digest(self.engine, adapter=True)
+    def digests(self) -> Digests:
+        return digests(self.engine, adapter=True)
 
     @torch.no_grad()
     def __call__(self, batch: Batch) -> Tensor:
@@ -103,19 +103,19 @@ class Following(Frozen):
 class Later:
     """A reference that was let go of, and is loaded again when it is first asked for."""
 
-    def __init__(self, reference: Reference, digest: str, load: Callable[[], Reference]) -> None:
+    def __init__(self, reference: Reference, found: Digests, load: Callable[[], Reference]) -> None:
         self.name, self.precision = reference.name, reference.precision
-        self._digest, self._load = digest, load
+        self._digests, self._load = found, load
         self._loaded: Reference | None = None
 
-    def digest(self) -> str:
-        return self._digest
+    def digests(self) -> Digests:
+        return self._digests
 
     def __call__(self, batch: Batch) -> Tensor:
         """Raises UserError when what is loaded is another model by now."""
         if self._loaded is None:
             found = self._load()
-            if found.digest() != self._digest:
+            if found.digests() != self._digests:
                 raise UserError("the reference has changed since the run began", where=self.name, fix="start the run anew")
             self._loaded = found
         return self._loaded(batch)

@@ -80,6 +80,14 @@ def reward_of(
     return Combined(tuple(parts))
 
 
+def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
+    """What the scores of each part depend on besides the answers, of rules and reward models. None for functions and servers,
+    which are mended while there are scores already."""
+    called = [part.reward.inner if isinstance(part.reward, Cached) else part.reward for part in reward.parts]
+    backends = [each.backend for each in called if isinstance(each, Calls)]
+    return [None if isinstance(each, Function | Servers) else each.identity for each in backends]
+
+
 def _names(specs: Sequence[Spec]) -> list[str]:
     """Of the numbers in the log. Raises UserError when two have one name."""
     names = [spec.name or _short(spec.reward) for spec in specs]

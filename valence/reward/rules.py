@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,6 +24,8 @@ from valence.types import Completion, Score
 
 Rule = Callable[[Completion], float]
 INSTALL = "install Valence with its extra for rewards: pip install 'valence[rewards]'"
+LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "jsonschema"}
+"""What rules judge by."""
 SECONDS_OF_A_PATTERN = 5.0
 
 Column = Annotated[str, Field(description="column of the row that holds what is right; a list there allows for several")]
@@ -233,8 +236,12 @@ class Rules:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        source = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
-        return {"rule": self.name, "settings": dict(self.settings), "source": source}
+        read = [Path(__file__), *Path(__file__).parent.glob("maths*.py")]
+        schema = self.settings.get("schema")
+        read += [Path(schema)] if isinstance(schema, str) else []
+        source = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
+        library = version(LIBRARIES[self.name]) if self.name in LIBRARIES else ""
+        return {"rule": self.name, "settings": dict(self.settings), "source": source, "library": library}
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         try:

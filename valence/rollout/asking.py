@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -86,10 +87,20 @@ class Asking:
         while left:
             before = len(left)
             try:
-                asyncio.run(self._round(bodies(left), taken, most))
+                self._run(bodies(left), taken, most)
             except Lost as error:
                 attempt = 1 if len(left) < before else attempt + 1
                 self.recover(error, attempt)
+
+    def _run(self, bodies: Mapping[int, object], take: Take, most: int) -> None:
+        """One round. Where an event loop runs already, as in a notebook, in a thread of its own."""
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(self._round(bodies, take, most))
+            return
+        with ThreadPoolExecutor(1, "valence-asking") as thread:
+            thread.submit(asyncio.run, self._round(bodies, take, most)).result()
 
     async def _round(self, bodies: Mapping[int, object], take: Take, most: int) -> None:
         """Hands over each answer as it comes. The first error ends all requests, and the server forgets them."""

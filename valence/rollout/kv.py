@@ -15,14 +15,17 @@ ROOM = 64
 
 class Roomy(DynamicLayer):
     """Keys and values [rows, heads, tokens, width] of one layer, the beginning of a larger memory: a token's are written behind
-    them, and a row that ends gives its place to another. transformers' own layer copies all of it for each token."""
+    them, and a row that ends gives its place to another. transformers' own layer copies all of it for each token. Under autocast
+    they are kept in its type, which attention would otherwise turn all of them into for each token."""
 
     def __init__(self, layer: Any, which: Tensor) -> None:
         """Those of the rows ``which`` of another layer; a row may be there several times."""
         super().__init__()
-        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.device, self.is_initialized = layer.keys.device, True
+        on = self.device.type
+        self.dtype = torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else layer.keys.dtype
         self.rows, self.tokens = len(which), layer.keys.shape[2]
-        self.memory = [_with_room(part[which], ROOM) for part in (layer.keys, layer.values)]
+        self.memory = [_with_room(part[which].to(self.dtype), ROOM) for part in (layer.keys, layer.values)]
         self.keys, self.values = self.parts
 
     @property

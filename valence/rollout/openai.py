@@ -124,7 +124,13 @@ class OpenAIGenerator:
         if tokens:
             return {**own, **PLAIN, "prompt": list(prompt), "stop_token_ids": self.end_ids, "logprobs": 1}
         stops = [str(self.tokenizer.decode([token])) for token in self.end_ids[:STOPS]]
-        return {**own, "prompt": str(self.tokenizer.decode(list(prompt))), "stop": stops}
+        return {**own, "prompt": str(self.tokenizer.decode(self._without_prefix(prompt))), "stop": stops}
+
+    def _without_prefix(self, prompt: Sequence[int]) -> list[int]:
+        """The prompt without the first token if that is one which the server, like the tokenizer, puts before every text."""
+        bos = getattr(self.tokenizer, "bos_token_id", None)
+        added = bos is not None and len(prompt) > 1 and prompt[0] == bos and self.tokenizer.encode("")[:1] == [bos]
+        return list(prompt[1:] if added else prompt)
 
     def _completion(self, prompt: Sequence[int], choice: Any, index: int) -> Completion:
         reason = choice["finish_reason"]

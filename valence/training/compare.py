@@ -29,7 +29,7 @@ FREE = (
 )
 """Settings on which neither the weights nor the log depend, but for their last digits."""
 MAY_GROW = ("train.epochs", "train.max_steps")
-OF_THE_ORDER = ("train.batch_size", "train.drop_last", "train.seed", "data.stratify")
+OF_THE_ORDER = ("train.batch_size", "train.drop_last", "train.seed", "data.stratify", "rollout.epochs", "rollout.steps")
 """Settings that say which rows make up which step."""
 PLACE = re.compile(r"((?:data|mix\.\d+)\.(?:train|eval|test))\.\d+\.path")
 ROWS = "rows.safetensors"

@@ -60,11 +60,11 @@ def run_to_end(run: Run) -> Run:
             run.fit()
             run.save()
             _tell_of_the_end(run, folder)
+            _refuse_broken(run)
             for phase in (_test, _measure_trained, partial(_samples_after, before=before)):
                 _stop_if_asked(run)
                 phase(run, folder)
             _report_cache(run)
-            _refuse_broken(run)
             _stop_if_asked(run)
             folder.state(finished=now(), seconds=seconds(), steps=run.step)
             if not run.quiet:
@@ -172,7 +172,7 @@ def _refuse_broken(run: Run) -> None:
         raise UserError(
             f"the run ended badly: weights are not finite ({names[0]}); no model was written",
             where=f"step {run.step}",
-            fix="lower train.learning_rate, or use model.dtype: float32",
+            fix=measure.BAD,
         )
 
 
@@ -260,7 +260,7 @@ def write_model(
     with run.policy.stock():
         export(
             run.policy.model, tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback,
-            config=config, group=run.world if run.divided else None,
+            ends=encoder.end_ids, config=config, group=run.world if run.divided else None,
             merge=partial(_merged, run) if recipe.model.quantize else None,
         )  # fmt: skip
 

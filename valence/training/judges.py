@@ -65,7 +65,7 @@ class LogProbs:
     @property
     def facts(self) -> Mapping[str, Any]:
         found: dict[str, Any] = {"model": model_digest(self.policy, adapter=True)}
-        found["reference"] = None if self.reference is None else self.reference.digest()
+        found["reference"] = None if self.reference is None else self.reference.digests().model
         if self.implicit is not None:
             found["reward"] = self.implicit.__name__
             found |= {name: self.settings[name] for name in SCALES if name in self.settings}

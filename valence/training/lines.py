@@ -202,6 +202,20 @@ class Lines:
                 raise _cannot(self.path, late) from late
 
 
+def as_line(value: Mapping[str, Any]) -> str:
+    """One line, without its end; what JSON does not know is written as text. Raises ValueError for a number that it does not
+    have."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
+
+
+def check_line(value: Mapping[str, Any], origin: object) -> None:
+    """Raises UserError for a row that cannot be written as a line."""
+    try:
+        as_line(value)
+    except ValueError as error:
+        raise UserError(f"the row cannot be written as JSON ({error})", where=str(origin), fix="mend the row") from None
+
+
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.about.json")
 

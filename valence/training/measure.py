@@ -27,6 +27,10 @@ SHOWN = (
 """Numbers of an evaluation that are printed as soon as they are known."""
 
 
+BAD = "lower train.learning_rate, or use model.dtype: float32"
+"""What would help a policy that is no longer made of numbers."""
+
+
 def evaluate(run: Run, rows: Any, name: str) -> Evaluation:
     """See ``Run.evaluate``."""
     if rows is not None:
@@ -70,14 +74,22 @@ def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, qui
     generator = HFGenerator(run.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
     asked = [encoder.encode_prompt(prompt) for prompt in prompts]
     answered = 0
-    with run.policy.stock(), Progress(run.console, "answering prompts", n * len(asked), quiet=quiet, brief=True) as bar:
+    with run.policy.sampling(), Progress(run.console, "answering prompts", n * len(asked), quiet=quiet, brief=True) as bar:
 
         def advance(ended: int) -> None:
             nonlocal answered
             answered += ended
             bar.update(answered)
 
-        return run.policy.within(lambda: generator.generate(asked, n, sampling, progress=advance))
+        try:
+            return run.policy.within(lambda: generator.generate(asked, n, sampling, progress=advance))
+        except FloatingPointError as error:
+            raise went_bad(error, run.step) from error
+
+
+def went_bad(error: FloatingPointError, step: int) -> UserError:
+    """Of a policy whose answers are no longer numbers."""
+    return UserError(f"the policy cannot be sampled: {error}", where=f"step {step}", fix=BAD)
 
 
 def due(run: Run) -> bool:

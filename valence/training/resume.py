@@ -61,10 +61,15 @@ class Earlier:
             return self.step
         if not any(name in self.changed for name in OF_THE_ORDER):
             return first
-        was = self.was["settings"]
-        full, rest = divmod(self.was["rows"]["data.train"]["rows"], was["train.batch_size"])
-        before = full + (rest > 0 and not was["train.drop_last"])
-        return self.step - round((self.step - first) / before * self.prepared.steps_per_epoch)
+        was, now = self.was["settings"], self.prepared.recipe
+        rows = self.was["rows"]["data.train"]["rows"]
+        if self.prepared.method.online:  # rounds do not end with an epoch
+            before = rows / was["train.batch_size"] * was["rollout.epochs"] * was["rollout.steps"]
+            after = rows / now.train.batch_size * now.rollout.epochs * now.rollout.steps
+        else:
+            full, rest = divmod(rows, was["train.batch_size"])
+            before, after = full + (rest > 0 and not was["train.drop_last"]), self.prepared.steps_per_epoch
+        return self.step - round((self.step - first) / before * after)
 
     @property
     def total(self) -> int:

@@ -26,14 +26,14 @@ from valence.dist.single import Single
 from valence.dist.together import gathered
 from valence.errors import UserError
 from valence.report.console import Progress
-from valence.reward.build import reward_of
+from valence.reward.build import identities, reward_of
 from valence.reward.run import close, score_all
 from valence.training.evaluate import as_text
-from valence.training.lines import ANEW, Lines
+from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.methods import method_of
 from valence.training.reward_models import reward_model
-from valence.training.score_rows import Tally, refuse_inputs, say
-from valence.training.setup import prepare
+from valence.training.score_rows import Tally, facts_of_tokens, refuse_inputs, say
+from valence.training.setup import Prepared, prepare
 from valence.training.signals import Stop
 from valence.training.target import recipe_of, with_files
 from valence.types import Chat, Completion, Demonstration, Ids, Judgement, Reward, Score, content_id
@@ -82,9 +82,16 @@ def score_by_reward(
         if lines:
             lines.agree(_facts(sources, specs))
         total, needs_tokens = _read_through(sources)
-        reader = _Reader(sources, _encoder(target, overrides, needs_tokens))
+        prepared = _prepared(target, overrides, needs_tokens)
+        if prepared is None and rewards and overrides:
+            what = "nothing reads it: the rows have their tokens, and a reward has settings of its own"
+            raise UserError(what, where=overrides[0], fix="leave it out, or give --reward '{reward: NAME, settings: {...}}'")
+        reader = _Reader(sources, prepared and prepared.encoder)
         reward = reward_of(specs, model=reward_model)
         try:
+            if lines:
+                lines.agree({"judges": identities(reward)})
+                lines.agree(facts_of_tokens(prepared.recipe, prepared.encoder) if prepared else {})
             with lines.open(total) if lines else nullcontext():
                 writer = _Writer(lines, reward, group)
                 rows = iter(reader)
@@ -142,6 +149,7 @@ def _read_through(sources: Sequence[Source]) -> tuple[int, str]:
         there = next((name for name in WRITTEN if row.value.get(name) is not None), None)
         if there is not None:
             raise UserError(f"the row has a column {there!r} already", where=str(row.origin), fix="judge rows without it")
+        check_line(row.value, row.origin)
         if not bare and not _is_sampled(row.value):
             bare = str(row.origin)
     return total, bare
@@ -152,7 +160,7 @@ def _is_sampled(value: Mapping[str, Any]) -> bool:
     return isinstance(value.get("completion"), str) and bool(value.get("completion_ids")) and bool(value.get("prompt_ids"))
 
 
-def _encoder(target: str | None, overrides: Sequence[str], where: str) -> Encoder | None:
+def _prepared(target: str | None, overrides: Sequence[str], where: str) -> Prepared | None:
     """What makes tokens of rows that have none, if there are any."""
     if not where:
         return None
@@ -160,7 +168,7 @@ def _encoder(target: str | None, overrides: Sequence[str], where: str) -> Encode
         what = "the row has no prompt_ids and completion_ids beside its text"
         raise UserError(what, where=where, fix="name a model, recipe or run before --data: its tokenizer makes them")
     empty = [f"data.{name}=[]" for name in LISTS]
-    return prepare(load_recipe(recipe_of(target), [*overrides, *empty], method_of=method_of, training=False)).encoder
+    return prepare(load_recipe(recipe_of(target), [*overrides, *empty], method_of=method_of, training=False))
 
 
 # Rows to lines
@@ -230,7 +238,7 @@ class _Writer:
         for number, (line, (row, _)) in enumerate(zip(self.lines.read(), rows, strict=False), 1):
             if not _is_scored(line):
                 raise self.lines.foreign(number)
-            if {name: each for name, each in line.items() if name not in WRITTEN} != _plain(row.value):
+            if {name: each for name, each in line.items() if name not in WRITTEN} != json.loads(as_line(_plain(row.value))):
                 what = f"{self.lines.path}:{number} is not of this row as it is now: the data has changed"
                 raise UserError(what, where=str(row.origin), fix=ANEW)
             _add(tally, row, line)
@@ -252,7 +260,7 @@ class _Writer:
                 _check_some(window, scores)
                 made = [_line(row, score) for (row, _), score in zip(window, scores, strict=True)]
                 if self.lines:
-                    self.lines.write([json.dumps(line, ensure_ascii=False, allow_nan=False, default=str) for line in made])
+                    self.lines.write([as_line(line) for line in made])
                 for (row, _), line in zip(window, made, strict=True):
                     _add(tally, row, line)
                 bar.update(tally.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -28,7 +27,7 @@ from valence.errors import UserError
 from valence.report.console import Progress, number
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
-from valence.training.lines import ANEW, Lines
+from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.loop import Run
 from valence.training.methods import method_of
 from valence.training.online.sources import InProcess
@@ -181,7 +180,10 @@ def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt
     ]
     named = [source.model_copy(update={"format": source.format or _format(source)}) for source in sources]
     found = load(named, "prompt").examples if named else ()
-    return asked + [example for example in found if isinstance(example, Prompt)]
+    prompts = asked + [example for example in found if isinstance(example, Prompt)]
+    for prompt in prompts:
+        check_line(prompt.info, prompt.origin)
+    return prompts
 
 
 def _format(source: Source) -> str:
@@ -337,7 +339,7 @@ class _Writer:
             **({"weight": prompt.weight} if prompt.weight != 1.0 else {}),
             "sampled": drawn,
         }
-        return json.dumps(line, ensure_ascii=False, allow_nan=False, default=str)
+        return as_line(line)
 
 
 def _shown(content: Content) -> Mapping[str, Any]:

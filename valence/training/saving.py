@@ -102,7 +102,7 @@ def _weights(run: Run) -> dict[str, Any]:
     """The trained weights, and a digest of the frozen ones under an adapter."""
     adapted = hasattr(run.policy.model, "peft_config")
     if adapted and run.base is None:
-        run.base = AdapterOff(run.policy).digest()
+        run.base = AdapterOff(run.policy).digests().weights
     return {"base": run.base, "values": dict(run.trained)}
 
 
@@ -122,7 +122,7 @@ def _reference(run: Run) -> dict[str, Any]:
     if isinstance(run.reference, Following):
         return {"digest": None, "weights": dict(run.reference.weights)}
     if run.reference is not None and run.compared is None:
-        run.compared = run.reference.digest()  # once: it never changes, and hashing it takes as long as a save
+        run.compared = run.reference.digests().weights  # once: it never changes, and hashing it takes as long as a save
     return {"digest": run.compared, "weights": {}}
 
 

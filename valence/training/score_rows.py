@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -17,7 +16,7 @@ from rich.console import Console
 
 from valence import __version__
 from valence.config.load import LISTS, LoadedRecipe
-from valence.config.schema import Source
+from valence.config.schema import Recipe, Source
 from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
 from valence.data.load import stream
@@ -29,7 +28,7 @@ from valence.dist.together import gathered, same
 from valence.errors import UserError
 from valence.report.console import Progress
 from valence.training.judges import Judge, Numbers, load_judge
-from valence.training.lines import ANEW, Lines
+from valence.training.lines import ANEW, Lines, as_line
 from valence.training.setup import prepare
 from valence.training.signals import Stop
 from valence.training.target import is_run, with_files
@@ -152,16 +151,19 @@ def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
 
 def _facts(sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str) -> dict[str, Any]:
     """What the numbers depend on besides the models."""
-    data, tokenizer = source.recipe.data, encoder.tokenizer
+    given = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
+    return {"data": given, "column": column, **facts_of_tokens(source.recipe, encoder), "window": WINDOW}
+
+
+def facts_of_tokens(recipe: Recipe, encoder: Encoder) -> dict[str, Any]:
+    """What it depends on which tokens a row becomes."""
+    data, tokenizer = recipe.data, encoder.tokenizer
     return {
-        "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],
-        "column": column,
         "max_length": data.max_length,
         "long_rows": data.long_rows,
         "train_on": data.train_on,
         "as_chat": data.as_chat,
         "tokenizer": content_id(sorted(tokenizer.get_vocab().items()), tokenizer.chat_template),
-        "window": WINDOW,
     }
 
 
@@ -273,12 +275,12 @@ class _Window:
         """A row with what is said of it, as JSON. A row that is no object has an error alone in its line."""
         row, said = self.rows[i], self._said(i)
         if isinstance(row, BadRow):
-            return _json(said), said
+            return as_line(said), said
         try:
-            return _json({**row.value, column: said}), said
+            return as_line({**row.value, column: said}), said
         except ValueError as error:
             said = self._error(i, f"the row cannot be written as JSON ({error})", "mend the row")
-            return _json(said), said
+            return as_line(said), said
 
     def _said(self, i: int) -> Said:
         example, encoded = self.examples[i], self.encoded[i]
@@ -304,11 +306,6 @@ def _said(line: Mapping[str, Any], column: str) -> Said | None:
         return None
     scored = said is not line and isinstance(said.get("answers"), list)
     return said if scored or said.keys() - {"id"} == {"origin", "error", "fix"} else None
-
-
-def _json(value: Mapping[str, Any]) -> str:
-    """One line. Raises ValueError for a number that JSON does not have."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, default=str)
 
 
 def _answers(example: Example, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:

@@ -180,9 +180,10 @@ def prepare(
                 gguf_file=None if model.tokenizer else model.gguf_file,
                 trust_remote_code=model.trust_remote_code,
             )
-        encoder = Encoder(
-            tokenizer, max_length=_room(recipe, method), long_rows=data.long_rows, train_on=data.train_on, as_chat=data.as_chat
-        )
+        how = {"long_rows": data.long_rows, "train_on": data.train_on, "as_chat": data.as_chat}
+        answers = recipe.rollout.max_new_tokens if method.online else 0
+        _check_room(data.max_length, answers)
+        encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
         corpora: dict[str, Corpus] = {}
         for name in ("train", "eval", "test"):
             rows = (given or {}).get(name)
@@ -192,7 +193,9 @@ def prepare(
                 corpora[name] = _compared(corpora[name], corpora["train"])
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
-            corpora[_mix(i)] = read_corpus(part.train, method_of(part.method), own, encoder)
+            corpora[_mix(i)] = read_corpus(
+                part.train, method_of(part.method), own, Encoder(tokenizer, max_length=data.max_length, **how)
+            )
         corpora = {name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()}
         source = _named(_balanced(source, corpora), corpora)
         if method.kind == "scored":
@@ -202,13 +205,11 @@ def prepare(
         return prepared
 
 
-def _room(recipe: Recipe, method: Method) -> int:
-    """Tokens that a row may have: a prompt leaves room for the answers to it. Raises UserError when it has none itself."""
-    room = recipe.data.max_length - (recipe.rollout.max_new_tokens if method.online else 0)
-    if room < 1:
-        what = f"answers of {recipe.rollout.max_new_tokens} tokens leave no room for a prompt in {recipe.data.max_length}"
+def _check_room(max_length: int, answers: int) -> None:
+    """Raises UserError when answers of so many tokens leave no room for their prompts."""
+    if max_length - answers < 1:
+        what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
         raise UserError(what, where="data.max_length", fix="raise it, or lower rollout.max_new_tokens")
-    return room
 
 
 def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:

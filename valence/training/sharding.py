@@ -71,7 +71,7 @@ def trains_whole(recipe: Recipe) -> bool:
 
 
 def at_rest(recipe: Recipe) -> torch.dtype:
-    """Of the weights as they are kept, and sampled with. All that train are masters: narrower, they would have lost their last
+    """Of the weights as they are kept. All that train are masters: narrower, they would have lost their last
     bits."""
     dtype = DTYPES[recipe.model.dtype]
     return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
@@ -98,7 +98,7 @@ def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Spl
         found = with_values(found, predicted(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
-        found = replace(found, sampling=sampled(shape, rows, prompt + new, at_rest(recipe).itemsize) // split.tensor)
+        found = replace(found, sampling=sampled(shape, rows, prompt + new, width) // split.tensor)
     if recipe.reward:
         from valence.training.reward_models import bytes_of_rewards
 

@@ -287,7 +287,8 @@ def optimizer_step(
     learnt = [(objective, outcome)]
     for share in shares:
         last = share is shares[-1]
-        own = share.objective.run(share.units, share.following, backward=True, weight=share.weight, ends=last)
+        with share.objective.policy.tempered(1.0):  # its rows are stored ones, at whatever temperature others are sampled
+            own = share.objective.run(share.units, share.following, backward=True, weight=share.weight, ends=last)
         learnt.append((share.objective, own))
         outcome = _with_share(outcome, share, own)
     with no_way_back(objective.group.size > 1):

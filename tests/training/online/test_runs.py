@@ -12,6 +12,7 @@ import valence
 from tests.training.online.rig import PROMPTS, logged, make, recipe
 from tests.training.resuming import killed, train, weights
 from valence.errors import UserError
+from valence.rollout import HFGenerator
 from valence.training.methods import ONLINE, method_of
 
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
@@ -54,6 +55,31 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Pa
     assert f"after step {step - 1} of 6" in said
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
     assert logged(place) == logged(place, "whole")
+
+
+@pytest.mark.parametrize(("change", "first", "total"), [
+    ({"train": {"batch_size": 1}}, 6 - 18, 44),  # nine of 28 answered prompts are behind it; 19 rounds of two steps follow
+    ({"rollout": {"epochs": 1}}, 6 - 3, 13),  # three of ten rounds, seven of one step each follow
+])  # fmt: skip
+def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int, total: int, place: Path) -> None:
+    how: dict[str, Any] = {"rollout": {"epochs": 2}, "train": {"max_steps": None, "epochs": 4.0}}
+    killed(recipe(place, **how), 7)
+    for section, values in change.items():
+        how[section] = how[section] | values
+    (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
+    run, _ = train(recipe(place, **how), allow=[name])
+    assert (run.counters.first, run.total_steps) == (first, total)
+
+
+def test_a_policy_that_has_gone_bad_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sampled(*_: Any, **__: Any) -> Any:
+        raise FloatingPointError("the model's logits are not finite")
+
+    monkeypatch.setattr(HFGenerator, "generate", sampled)
+    settings = recipe(place, data={"eval": []})
+    del settings["eval"]
+    with pytest.raises(UserError, match=r"step 0: .*logits are not finite\n.*train\.learning_rate"):
+        train(settings)
 
 
 def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
@@ -135,6 +161,8 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "said"), [
     ({"method": "dpo"}, "learns from the answers of its rows"),
+    ({"method": "online_kto", "loss": {"class_weights": "auto"}}, "is not known before they are judged"),
+    ({"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}}, "not with a GGUF file"),
     ({"method": "rejection", "reward": []}, "nothing judges them"),
     ({"rollout": {"num_rollouts": 1}}, "one has nothing to be compared with"),
     ({"rollout": {"top_n": 2}}, "only rejection reads it"),

@@ -23,6 +23,7 @@ from valence.report.console import Progress
 from valence.reward.run import Stopped, close, score_all
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import Evaluation, as_text
+from valence.training.measure import went_bad
 from valence.training.memory import with_memory
 from valence.training.methods import read_of_tokens
 from valence.training.online.makers import Answered, Maker
@@ -128,16 +129,10 @@ class Collector:
     @contextmanager
     def _tempered(self) -> Iterator[None]:
         """Inside the block, policy and reference are at the temperature of sampling."""
-        run = self.run
-        engines = [run.policy, *([run.reference.engine] if isinstance(run.reference, Frozen) else [])]
-        before = [engine.temperature for engine in engines]
-        for engine in engines:
-            engine.temperature = self.rollout.temperature
-        try:
+        run, heat = self.run, self.rollout.temperature
+        reference = run.reference.engine.tempered(heat) if isinstance(run.reference, Frozen) else nullcontext()
+        with run.policy.tempered(heat), reference:
             yield
-        finally:
-            for engine, own in zip(engines, before, strict=True):
-                engine.temperature = own
 
     # ------------------------------------------------------------------ the phases
 
@@ -208,9 +203,11 @@ class Collector:
 
     @contextmanager
     def _in_memory(self) -> Iterator[None]:
-        """Inside the block, memory that runs out is an error that says what would help."""
+        """Inside the block, memory that runs out is an error that says what would help, and so is a model that has gone bad."""
         try:
             yield
+        except FloatingPointError as error:
+            raise went_bad(error, self.run.step) from error
         except (RuntimeError, MemoryError) as error:
             if not out_of_memory(error):
                 raise

@@ -69,6 +69,8 @@ class Rounds:
         finally:
             self.consumed = begun
         self.done += 1
+        if self.run.prepared.method.fills:
+            self._ask_ahead(self.done)
         if self.kl_beta is not None and tally.apart:
             target, horizon = self.run.recipe.loss["kl_target"], self.run.recipe.loss["kl_horizon"]
             self.kl_beta = adapted(self.kl_beta, fmean(tally.apart), target, horizon, len(tally.apart))
@@ -109,11 +111,18 @@ class Rounds:
         collector = self.collector
         rollout = self.run.recipe.rollout
         answers = collector.answers(asked, rollout.num_rollouts, seed, tally)
-        if rollout.ahead:
-            begun = self.consumed
-            collector.begin(self._take(self.run.recipe.train.batch_size), rollout.num_rollouts, seed + 1)
-            self.consumed = begun
+        if not self.run.prepared.method.fills:  # else this round may need more prompts first
+            self._ask_ahead(seed)
         return collector.judged(asked, answers, collector.scores(answers, tally), tally)
+
+    def _ask_ahead(self, seed: int) -> None:
+        """Has the prompts of the round after this one answered while this one is trained on, if there will be one."""
+        run, rollout = self.run, self.run.recipe.rollout
+        if not rollout.ahead or run.step + rollout.epochs * rollout.steps >= run.total_steps:
+            return
+        begun = self.consumed
+        self.collector.begin(self._take(run.recipe.train.batch_size), rollout.num_rollouts, seed + 1)
+        self.consumed = begun
 
     def _measured(self, round: Sequence[Answered], tally: Tally) -> list[Answered]:
         """With what the method reads of the tokens, and what the log tells of them: of another model's answers nothing."""

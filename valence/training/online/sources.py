@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
+import zlib
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
+from threading import Event
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
 from valence.config.schema import Recipe
 from valence.data.pack import collate, pack
-from valence.engine.adapters import adapted
+from valence.engine.adapters import adapted, largest_rank
 from valence.errors import UserError
 from valence.reward.build import reward_of
 from valence.rollout import HFGenerator, Sampling
@@ -41,7 +44,7 @@ class Sampler(Protocol):
         ...
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
-        """The same, while something else is done."""
+        """The same, while something else is done. One such request at a time: an earlier one is given up."""
         ...
 
     def close(self) -> None: ...
@@ -63,7 +66,7 @@ class InProcess:
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
     ) -> Answers:
         self.generator.version = self.run.step
-        with self.policy.stock():
+        with self.policy.sampling():
             return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
@@ -88,6 +91,7 @@ class OnServer:
         self.synced = -1
         self.agreed = False
         self._thread = ThreadPoolExecutor(1, "valence-rollout")
+        self._unwanted = Event()
 
     def generate(
         self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
@@ -97,11 +101,19 @@ class OnServer:
         return self.generator.generate(prompts, n, sampling, progress=progress)
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+        self._unwanted.set()
         self._sync(sampling)
-        return self._thread.submit(self.generator.generate, prompts, n, sampling)
+        unwanted = self._unwanted = Event()
+
+        def look(_: int) -> None:
+            if unwanted.is_set():
+                raise CancelledError
+
+        return self._thread.submit(self.generator.generate, prompts, n, sampling, progress=look)
 
     def close(self) -> None:
-        """Gives back connections, and stops the server if it was started here."""
+        """Gives back connections, and stops the server if it was started here. What is still being answered is given up."""
+        self._unwanted.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.generator.close()
         if self.server is not None:
@@ -151,17 +163,16 @@ class OnServer:
         run, policy = self.run, self.run.policy
         units = [_unit(*pair) for pair in pairs]
         found: dict[int, list[float]] = {}
-        before, policy.temperature = policy.temperature, temperature
         policy.eval()
         try:
-            for dealt in pack(units, run.objective.budget):
-                batch = collate([units[i] for i in dealt], dealt, device=policy.device)
-                logp = policy(batch).logp[batch.scored].cpu()
-                for s, i in enumerate(batch.unit.tolist()):
-                    found[i] = logp[batch.read[1] == s].tolist()
+            with policy.tempered(temperature):
+                for dealt in pack(units, run.objective.budget):
+                    batch = collate([units[i] for i in dealt], dealt, device=policy.device)
+                    logp = policy(batch).logp[batch.scored].cpu()
+                    for s, i in enumerate(batch.unit.tolist()):
+                        found[i] = logp[batch.read[1] == s].tolist()
         finally:
             policy.train()
-            policy.temperature = before
         return [found[i] for i in range(len(units))]
 
     # ------------------------------------------------------------------ the server
@@ -193,7 +204,9 @@ class OnServer:
         from valence.rollout import transports
 
         if name in ("disk", "lora"):
-            folder = Path(self.rollout.folder) if self.rollout.folder else self._folder / "weights"
+            # Of its own in a folder that several runs may name: each removes what it left there when it was killed.
+            own = f"{self._folder.name}-{zlib.crc32(str(self._folder.absolute()).encode()):08x}"
+            folder = Path(self.rollout.folder) / own if self.rollout.folder else self._folder / "weights"
             return transports.Lora(folder) if name == "lora" else transports.Disk(folder)
         if name == "gloo":
             return transports.Gloo(self.rollout.timeout)
@@ -202,12 +215,14 @@ class OnServer:
     def _start(self, transport: str) -> Server:
         from valence.rollout.servers import Server
 
-        recipe = self.run.recipe
-        rank = recipe.model.lora.rank if recipe.model.lora else 16
+        recipe, policy = self.run.recipe, cast(Any, self.run.policy.model)
+        extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
+        if named := recipe.model.tokenizer:
+            extra += ["--tokenizer", os.path.abspath(named) if Path(named).exists() else named]
         dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
         server = Server(
-            recipe.model.name, folder=self._folder / "server", python=self.rollout.python, transport=transport, rank=rank,
-            dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout,
+            recipe.model.name, folder=self._folder / "server", python=self.rollout.python, transport=transport,
+            rank=largest_rank(policy), dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout, extra=extra,
         )  # fmt: skip
         self.run.say_once(f"starting a vLLM server ({server.log})")
         return server.start()

@@ -1,0 +1,56 @@
+"""What samples for a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from valence.rollout import Sampling
+from valence.training.online.sources import OnServer
+
+
+class Endless:
+    """A server's client that goes on answering until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.began = threading.Semaphore(0)
+
+    def generate(self, prompts: Any, n: int, sampling: Sampling, *, progress: Callable[[int], None]) -> Any:
+        self.began.release()
+        while True:
+            progress(0)
+
+    def close(self) -> None:
+        pass
+
+
+def test_answers_that_nobody_waits_for_are_given_up() -> None:
+    """When others are asked for, and at the end of the run, which they would hold up."""
+    made: Any = OnServer.__new__(OnServer)
+    made.generator, made.server, made._unwanted = Endless(), None, threading.Event()
+    made._thread = ThreadPoolExecutor(1)
+    made._sync = lambda sampling: None
+    first = made.begin([(1,)], 1, Sampling())
+    assert made.generator.began.acquire(timeout=10)
+    second = made.begin([(2,)], 1, Sampling())
+    assert isinstance(first.exception(timeout=10), CancelledError)
+    assert made.generator.began.acquire(timeout=10)
+    made.close()
+    assert isinstance(second.exception(timeout=10), CancelledError)
+    made._thread.shutdown(wait=True)
+
+
+@pytest.mark.parametrize(("lora", "rank"), [(None, 0), ({"r": 4}, 4), ({"r": 4, "rank_pattern": {"q_proj": 24}}, 24)])
+def test_a_server_has_room_for_the_largest_rank_of_an_adapter(lora: Any, rank: int) -> None:
+    from peft import LoraConfig, get_peft_model
+
+    from tests.models import tiny
+    from valence.engine.adapters import largest_rank
+
+    model: Any = tiny()
+    wrapped = model if lora is None else get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **lora))
+    assert largest_rank(wrapped) == rank
