@@ -204,14 +204,11 @@ def score(
     """Score answers in a file, or fill a recipe's reference cache.
 
     With --data and --out: log-probabilities and implicit rewards of each answer, or a reward of it. Stopped, it goes on."""
-    if target and "=" in target and not Path(target).exists():  # a setting: the target may be left out before it
-        target, overrides = None, [target, *(overrides or [])]
-    settings = {"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference}
-    ours = [f"{name}={json.dumps(value)}" for name, value in settings.items() if value is not None]
-    every = [*(overrides or []), *ours]
+    target, overrides = _target(target, overrides or [])
+    ours = _as_settings({"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference})
+    every = [*overrides, *ours]
     how = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}
-    of_models = {"reference": reference, "beta": beta, "tokens": tokens, "column": None if column == "valence" else column}
-    of_models |= {"dtype": dtype} if reward else {}
+    of_models = {"reference": reference, "beta": beta, "tokens": tokens, "column": column, "dtype": dtype if reward else None}
     with processes(nproc) as group, stoppable():
         if data and out and not verify and _by_reward(target, reward, every, of_models):
             from valence.training.reward_rows import score_by_reward
@@ -227,7 +224,17 @@ def score(
             )
             from valence.training.score import score as fill
 
-            fill(target, overrides or [], verify=verify, console=console, quiet=quiet, command=command_line(), group=group)
+            fill(target, overrides, verify=verify, console=console, quiet=quiet, command=command_line(), group=group)
+
+
+def _as_settings(options: dict[str, Any]) -> list[str]:
+    return [f"{name}={json.dumps(value)}" for name, value in options.items() if value is not None]
+
+
+def _target(target: str | None, overrides: list[str]) -> tuple[str | None, list[str]]:
+    """A setting in the place of the target is one: the target may be left out."""
+    is_setting = target is not None and "=" in target and not Path(target).exists()
+    return (None, [target, *overrides]) if is_setting and target else (target, overrides)
 
 
 def _by_reward(target: str | None, reward: list[str] | None, overrides: list[str], of_models: dict[str, Any]) -> bool:
@@ -239,7 +246,7 @@ def _by_reward(target: str | None, reward: list[str] | None, overrides: list[str
         is_recipe = target is not None and Path(target).suffix in (".yaml", ".yml")
         if not is_recipe or not load_recipe(Path(target or ""), overrides, method_of=method_of, training=False).recipe.reward:
             return False
-    odd = [name for name, value in of_models.items() if value is not None]
+    odd = [name for name, value in of_models.items() if value is not None and (name, value) != ("column", "valence")]
     if odd:
         raise UserError("a reward judges these rows, which does not read it", where=f"--{odd[0]}", fix="leave it out")
     return True

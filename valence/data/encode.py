@@ -101,7 +101,7 @@ class _Row:
 class Encoder:
     """Turns examples into tokens with a tokenizer and its chat template.
 
-    max_length: longest prompt with its answer, in tokens; ``answers``: how many of these are for answers that are still to come.
+    max_length: longest prompt with its answer, in tokens. answers: how many of these are for answers that are still to come.
     long_rows, train_on, as_chat: as in a recipe's data section.
 
     Notes that it makes on rows:

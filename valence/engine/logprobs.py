@@ -41,12 +41,12 @@ class Engine(nn.Module):
     lockstep = False  # whether the weights are split over processes, so that each run is one of all of them
     shared = False  # whether other processes take part in each run of this one's rows
     home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
-    temperature: float = 1.0  # divides the logits: all log-probabilities are those of answers that were sampled so
+    temperature: float  # divides the logits: all log-probabilities are those of answers that were sampled so
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
-        self.compute = compute
+        self.compute, self.temperature = compute, 1.0
         self.critic: Critic | None = None  # given by ``values.add_values``
         self.most: Callable[[int], int] = int  # of the numbers of all processes that run in lockstep
         # A model may have been given to an engine before: its own attention is then on record.

@@ -7,10 +7,11 @@ import inspect
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -240,7 +241,10 @@ class Rules:
         schema = self.settings.get("schema")
         read += [Path(schema)] if isinstance(schema, str) else []
         source = hashlib.sha256(b"".join(path.read_bytes() for path in read)).hexdigest()
-        library = version(LIBRARIES[self.name]) if self.name in LIBRARIES else ""
+        library = ""
+        if self.name in LIBRARIES:
+            with suppress(PackageNotFoundError):  # not every use of a rule needs it
+                library = version(LIBRARIES[self.name])
         return {"rule": self.name, "settings": dict(self.settings), "source": source, "library": library}
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
