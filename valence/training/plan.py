@@ -26,7 +26,7 @@ from valence.report.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
-from valence.training.sharding import LEAST, MARGIN, choose, fits_whole, least_free, memory_of
+from valence.training.sharding import LEAST, MARGIN, choose, fits_whole, least_free, memory_of, sampled_in
 from valence.types import Encoded, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
@@ -124,7 +124,7 @@ class Plan:
         rows, prompt, new = self.prepared.rollouts
         recipe = self.prepared.recipe
         turns = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
-        return turns * speed.sampling(self.shape, rows, prompt, new, self.device, DTYPES[recipe.model.dtype])
+        return turns * speed.sampling(self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device))
 
     @property
     def total_seconds(self) -> float:

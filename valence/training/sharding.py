@@ -71,10 +71,14 @@ def trains_whole(recipe: Recipe) -> bool:
 
 
 def at_rest(recipe: Recipe) -> torch.dtype:
-    """Of the weights as they are kept. All that train are masters: narrower, they would have lost their last
-    bits."""
+    """Of the weights as they are kept. All that train are masters: narrower, they would have lost their last bits."""
     dtype = DTYPES[recipe.model.dtype]
     return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
+
+
+def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
+    """Of products, keys and values while answers are sampled (see ``Engine.sampling``)."""
+    return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
 
 
 def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False) -> Memory:
@@ -98,7 +102,7 @@ def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Spl
         found = with_values(found, predicted(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
-        found = replace(found, sampling=sampled(shape, rows, prompt + new, width) // split.tensor)
+        found = replace(found, sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize) // split.tensor)
     if recipe.reward:
         from valence.training.reward_models import bytes_of_rewards
 
