@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -35,15 +35,18 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
     try:
         # Without is_trainable an adapter loads frozen, and a run would train nothing.
         with _without_its_warning():
-            found = PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
+            return PeftModel.from_pretrained(model, adapter, is_trainable=True)  # type: ignore[arg-type]
     except LOADING_ERRORS as error:
         raise cannot_load("adapter", adapter, error) from error
-    noisy = [module for module in found.modules() if isinstance(module, nn.modules.dropout._DropoutNd) and module.p]
-    for module in noisy:
-        module.p = 0.0
-    if noisy:
-        warnings.warn(f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=4)
-    return found
+
+
+def go_on_without_dropout(model: nn.Module, adapter: str) -> None:
+    """Switches off the dropout that an adapter was trained with, for which nobody has asked here. Warns if it had any."""
+    own = [module for name, module in model.named_modules() if "lora_dropout" in name and getattr(module, "p", 0)]
+    for module in own:
+        cast(Any, module).p = 0.0
+    if own:
+        warnings.warn(f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=3)
 
 
 def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:

@@ -20,7 +20,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
 
-from valence.engine.adapters import with_adapter
+from valence.engine.adapters import go_on_without_dropout, with_adapter
 from valence.engine.checkpointing import Checkpointing, recompute_layers
 from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.engine.logprobs import Engine
@@ -198,6 +198,8 @@ def build_policy(
         if scores:
             widen_head(model)
         model = with_adapter(model, lora, adapter)
+        if adapter is not None:
+            go_on_without_dropout(model, adapter)
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
     engine = Scorer(model, compute=compute, levels=levels) if scores else Engine(model, compute=compute)

@@ -70,7 +70,7 @@ class Rounds:
             self.consumed = begun
         self.done += 1
         if self.run.prepared.method.fills:
-            self._ask_ahead(self.done)
+            self._ask_ahead(seed_of(self.run.recipe.train.seed, "rollout", self.done, "ahead"))
         if self.kl_beta is not None and tally.apart:
             target, horizon = self.run.recipe.loss["kl_target"], self.run.recipe.loss["kl_horizon"]
             self.kl_beta = adapted(self.kl_beta, fmean(tally.apart), target, horizon, len(tally.apart))
