@@ -18,6 +18,7 @@ from tests.engine.test_oracle import PATTERNS, forest_of
 from tests.forests import conversations
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from valence.engine import compiling
 from valence.engine.check import plain_batch
 from valence.engine.compiling import _program, compile_layers
 from valence.engine.logprobs import Engine
@@ -111,3 +112,21 @@ def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
         found = [engine(batch).logp for batch in batches]
     for ours, theirs in zip(found, wanted, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One random token may be far off in bfloat16, but not all of them."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    monkeypatch.setattr(compiling, "_compile", lambda layer: None)
+    tell = compiling.said
+    one = torch.zeros(40)
+    one[7] = 0.9
+    for off, fine in ((one, True), (torch.full((40,), 0.4), False)):
+        engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
+        added = iter([torch.zeros(40), off])
+        monkeypatch.setattr(compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            assert compile_layers(engine) is fine
+        assert any("differs by 0.4" in str(each.message) for each in heard) is not fine
