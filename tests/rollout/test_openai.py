@@ -70,19 +70,9 @@ def test_answers(server: Completions) -> None:
         assert asked[0]["stop"] == ["3"]
 
 
-class Begins(Words):
-    """A tokenizer that puts token 1 before every text."""
-
-    bos_token_id = 1
-
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [1] * add_special_tokens + super().encode(text, add_special_tokens)
-
-
 def test_a_text_begins_once(server: Completions) -> None:
     """The server, too, puts the first token before it."""
-    sampler = OpenAIGenerator(server.url + "/v1", Begins(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
-    sampler.generate([(1, 5, 6), (5, 6)], 1, Sampling())
+    generator(server, prefix=(1,)).generate([(1, 5, 6), (5, 6)], 1, Sampling())
     asked = [str(body["prompt"]) for path, body in server.asked if path == "/v1/completions"][1:]
     assert sorted(asked) == (["[1, 5, 6]", "[5, 6]"] if server.speaks else ["5 6", "5 6"])
 

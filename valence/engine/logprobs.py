@@ -94,16 +94,16 @@ class Engine(nn.Module):
         """As ``stock``, with products as those of packed micro-batches. Weights that this makes narrower are so once a block.
         But on a CPU float32 weights are multiplied as they are: for few rows at a time that was measured to be faster."""
         head: Any = self.causal.get_output_embeddings()
-        wide = self.device.type == "cpu" and head.weight.dtype != self.compute
-        whole = type(head) is nn.Linear and not hasattr(head.weight, "placements")
-        widens = self.compute == torch.bfloat16 and whole and not wide
-        with self.stock(), nullcontext() if wide else self._autocast():
+        as_they_are = self.device.type == "cpu" and head.weight.dtype != self.compute
+        plain = type(head) is nn.Linear and not hasattr(head.weight, "placements")
+        keeps_logits_wide = self.compute == torch.bfloat16 and plain and not as_they_are
+        with self.stock(), nullcontext() if as_they_are else self._autocast():
             try:
-                if widens:
+                if keeps_logits_wide:
                     vars(head)["forward"] = partial(wide_product, head)
                 yield
             finally:
-                if widens:
+                if keeps_logits_wide:
                     del vars(head)["forward"]
 
     @contextmanager

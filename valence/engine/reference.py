@@ -103,9 +103,9 @@ class Following(Frozen):
 class Later:
     """A reference that was let go of, and is loaded again when it is first asked for."""
 
-    def __init__(self, reference: Reference, found: Digests, load: Callable[[], Reference]) -> None:
+    def __init__(self, reference: Reference, known: Digests, load: Callable[[], Reference]) -> None:
         self.name, self.precision = reference.name, reference.precision
-        self._digests, self._load = found, load
+        self._digests, self._load = known, load
         self._loaded: Reference | None = None
 
     def digests(self) -> Digests:

@@ -35,7 +35,8 @@ PLAIN: Mapping[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
 
 
 class OpenAIGenerator:
-    """A completions endpoint. ``model``: its name there; default: the only one there. See ``VLLMGenerator`` for the rest."""
+    """A completions endpoint. ``model``: its name there; default: the only one there. prefix: tokens that the server, like the
+    tokenizer, puts before every text by itself. See ``VLLMGenerator`` for the rest."""
 
     version, dtype = 0, ""
 
@@ -46,6 +47,7 @@ class OpenAIGenerator:
         *,
         end_ids: Collection[int],
         model: str | None = None,
+        prefix: Sequence[int] = (),
         timeout: float = 600.0,
         concurrency: int = 64,
         say: Callable[[str], None] = unsaid,
@@ -53,7 +55,7 @@ class OpenAIGenerator:
         self.wire = Wire(url, timeout, os.environ.get(KEY), health="/v1/models")
         self.asking = Asking(self.wire, ROUTE, tries=TRIES, say=say)
         self.tokenizer, self.end_ids, self.concurrency = tokenizer, sorted(end_ids), concurrency
-        self._named = model
+        self._named, self.prefix = model, tuple(prefix)
 
     @cached_property
     def model(self) -> str:
@@ -124,13 +126,8 @@ class OpenAIGenerator:
         if tokens:
             return {**own, **PLAIN, "prompt": list(prompt), "stop_token_ids": self.end_ids, "logprobs": 1}
         stops = [str(self.tokenizer.decode([token])) for token in self.end_ids[:STOPS]]
-        return {**own, "prompt": str(self.tokenizer.decode(self._without_prefix(prompt))), "stop": stops}
-
-    def _without_prefix(self, prompt: Sequence[int]) -> list[int]:
-        """The prompt without the first token if that is one which the server, like the tokenizer, puts before every text."""
-        bos = getattr(self.tokenizer, "bos_token_id", None)
-        added = bos is not None and len(prompt) > 1 and prompt[0] == bos and self.tokenizer.encode("")[:1] == [bos]
-        return list(prompt[1:] if added else prompt)
+        own_part = prompt[len(self.prefix) :] if tuple(prompt[: len(self.prefix)]) == self.prefix else prompt
+        return {**own, "prompt": str(self.tokenizer.decode(list(own_part or prompt))), "stop": stops}
 
     def _completion(self, prompt: Sequence[int], choice: Any, index: int) -> Completion:
         reason = choice["finish_reason"]

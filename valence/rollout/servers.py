@@ -100,12 +100,11 @@ class Server:
         # It runs in a folder of its own, so that nothing beside the recipe is taken for one of its libraries.
         self.python = os.path.abspath(python or os.environ.get(PYTHON) or sys.executable)
         self.folder, self.timeout = Path(folder).absolute(), timeout
-        named = os.path.abspath(model) if Path(model).exists() else str(model)
         self.port = free(LOOPBACK)
         self.url = f"http://{LOOPBACK}:{self.port}"
         self._wire = Wire(self.url, timeout)
         self.cpu = without_gpu(self.python)
-        self.arguments = arguments(named, transport, rank, dtype, length, cpu=self.cpu) + list(extra)
+        self.arguments = arguments(located(model), transport, rank, dtype, length, cpu=self.cpu) + list(extra)
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder / "vllm.log"
@@ -187,6 +186,11 @@ class Server:
             where=str(self.log),
             fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server {' '.join(self.arguments)}",
         )
+
+
+def located(name: str | Path) -> str:
+    """A folder as seen from anywhere; a hub id as it is."""
+    return os.path.abspath(name) if Path(name).exists() else str(name)
 
 
 def arguments(model: str, transport: str, rank: int, dtype: str, length: int | None, *, cpu: bool) -> list[str]:

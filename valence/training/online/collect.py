@@ -152,7 +152,7 @@ class Collector:
                 self._look_out()
 
             own: list[list[Any]] | None = None
-            with self._patient(), self._in_memory(), self._unless_stopped():
+            with self._patient(), self._with_advice(), self._unless_stopped():
                 found = self._begun(prompts, n) if ours and not held_out else None
                 if found is None:
                     found = generator.generate(prompts, n, self._how(seed), first=ours.start, progress=advance) if ours else []
@@ -202,7 +202,7 @@ class Collector:
             raise self.run.stop.ended()
 
     @contextmanager
-    def _in_memory(self) -> Iterator[None]:
+    def _with_advice(self) -> Iterator[None]:
         """Inside the block, memory that runs out is an error that says what would help, and so is a model that has gone bad."""
         try:
             yield

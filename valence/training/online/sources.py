@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -183,7 +182,7 @@ class OnServer:
         if rollout.engine == "openai":
             from valence.rollout.openai import OpenAIGenerator
 
-            return cast("Served", OpenAIGenerator(rollout.url or "", encoder.tokenizer, **how))
+            return cast("Served", OpenAIGenerator(rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **how))
         from valence.rollout.vllm import VLLMGenerator
 
         name = self._transport_name()
@@ -213,16 +212,17 @@ class OnServer:
         return transports.Nccl(self.rollout.timeout, self.run.policy.device)
 
     def _start(self, transport: str) -> Server:
-        from valence.rollout.servers import Server
+        from valence.rollout.servers import Server, located
 
-        recipe, policy = self.run.recipe, cast(Any, self.run.policy.model)
+        recipe = self.run.recipe
         extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []
         if named := recipe.model.tokenizer:
-            extra += ["--tokenizer", os.path.abspath(named) if Path(named).exists() else named]
+            extra += ["--tokenizer", located(named)]
         dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
         server = Server(
             recipe.model.name, folder=self._folder / "server", python=self.rollout.python, transport=transport,
-            rank=largest_rank(policy), dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout, extra=extra,
+            rank=largest_rank(self.run.policy.model), dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout,
+            extra=extra,
         )  # fmt: skip
         self.run.say_once(f"starting a vLLM server ({server.log})")
         return server.start()
