@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Message = Mapping[str, Any]
@@ -213,6 +214,13 @@ class Encoded:
         return sum(len(self.prompt_ids) + len(a.ids) for a in self.answers)
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """The same on the device, without waiting until that has done what it was given before."""
+    if device.type != "cuda" or values.is_cuda:
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is there once, plus what the
@@ -224,6 +232,7 @@ class Batch:
     seq[T]      which sequence reads the log-probability of a token (of one that none reads: a sequence that it is in)
     mask[T]     True where a loss reads the log-probability of this token
     scored[N]   the rows where mask is True, ascending
+    host[T]     token ids, on the CPU
     read[2, N]  the same and the sequence that reads each, on the CPU, where no device has to be waited for
     segments    (first row, last row + 1, parent segment or -1) of each piece of the forest, parents first (plain integers)
     leaf[S]     the segment that a sequence ends with: its tokens are those of the segments from the root to there
@@ -247,6 +256,7 @@ class Batch:
     seq: Tensor
     mask: Tensor
     scored: Tensor
+    host: Tensor
     read: Tensor
     segments: tuple[tuple[int, int, int], ...]
     leaf: tuple[int, ...]
@@ -285,17 +295,18 @@ class Batch:
         kept = [s for s, it in enumerate(self.trains) if it is trains]
         if len(kept) == self.sequences:
             return self
-        index = self.seq.new_tensor(kept)
+        device = self.seq.device
         number = self.read.new_full((self.sequences,), -1)
+        index = sent(number.new_tensor(kept), device)
         number[kept] = number.new_tensor(range(len(kept)))
         owner = number[self.read[1]]
         read = self.read[:, owner >= 0]
         read[1] = owner[owner >= 0]
-        seq = number.to(self.seq.device)[self.seq]
-        known = (owner >= 0).to(self.seq.device)
+        seq = sent(number, device)[self.seq]
+        known = sent((owner >= 0).nonzero().squeeze(1), device)
         columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "soft", "group")}
         return replace(
-            self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=read[0].to(self.seq.device), read=read,
+            self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=sent(read[0], device), read=read,
             leaf=tuple(self.leaf[s] for s in kept), trains=(trains,) * len(kept),
             label=None if self.label is None else self.label[index],
             target=None if self.target is None else self.target[index], ids=tuple(self.ids[s] for s in kept),
@@ -341,8 +352,9 @@ class Completion:
     """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's log-probability of
     each (nats, of the distribution sampled from), the text without special tokens, why it stopped, and the policy version.
 
-    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), ``rendered``: the text of the tokens that
-    were answered, template and all; ``info``: the other columns of its row. ``index``: which of the answers to its prompt.
+    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), and its ``tools``; ``rendered``: the text
+    of the tokens that were answered, template and all; ``info``: the other columns of its row. ``index``: which of the answers to
+    its prompt.
     """
 
     prompt_id: str
@@ -357,6 +369,7 @@ class Completion:
     prompt: str | tuple[Message, ...] = ""
     rendered: str = ""
     info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: tuple[Mapping[str, Any], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

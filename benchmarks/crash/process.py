@@ -18,7 +18,7 @@ from benchmarks.crash.forked import popen_forks
 PRELOADED = [
     "benchmarks.crash.forked", "valence.cli", "valence.api", "valence.report.page", "peft",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "torch.utils.flop_counter",
-    "torch._dynamo",
+    "torch._dynamo", "peft.tuners.lora.bnb", "plotly.offline",
 ]  # fmt: skip
 """What every process needs and nothing changes: loaded once, before it is forked."""
 LOADING, TRAINING, EVALUATION, FINISHING = range(4)

@@ -26,7 +26,7 @@ from benchmarks.step.stage import save_models
 from valence.data.pack import collate
 from valence.engine.compiling import compile_layers, why_not
 from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, load_model
+from valence.engine.models import best_device, build_policy, load_model
 from valence.types import Answer, Batch, Encoded, Origin
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
@@ -36,7 +36,7 @@ SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
 distinct token with many answers against that of one."""
 
 
-def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random) -> Batch:
+def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device) -> Batch:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, SMALL.vocabulary) for _ in range(count))
 
@@ -47,7 +47,7 @@ def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: rand
         )
         for i in range(prompts)
     ]  # fmt: skip
-    return collate(units, range(prompts))
+    return collate(units, range(prompts), device=device)
 
 
 def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:
@@ -56,10 +56,12 @@ def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:
     def step() -> float:
         began = time.perf_counter()
         engine(batch).logp.sum().backward()
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
         return time.perf_counter() - began
 
     step()  # what is compiled or faulted in at first
-    seconds, peak = peak_above_idle(step)
+    seconds, peak = peak_above_idle(step, engine.device)
     return median([seconds, *(step() for _ in range(repeats - 1))]), peak
 
 
@@ -68,7 +70,7 @@ def sizes(engine: Engine, largest: int, repeats: int) -> list[tuple[int, float, 
     print(f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'kB/token':>10}", flush=True)
     found: list[tuple[int, float, float]] = []
     for tokens in (size for size in SIZES if size <= largest):
-        batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens))
+        batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens), engine.device)
         seconds, peak = measured(engine, batch, repeats)
         found.append((tokens, tokens / seconds, peak * 1e6 / tokens))
         print(f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}{peak * 1e3 / tokens:10.1f}", flush=True)
@@ -80,7 +82,7 @@ def many_answers(engine: Engine, most: int, repeats: int) -> list[tuple[int, flo
     print(f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}", flush=True)
     found: list[tuple[int, float]] = []
     for answers in (count for count in ANSWERS if count <= most):
-        batch = micro_batch(512, 64, 1, answers, random.Random(answers))
+        batch = micro_batch(512, 64, 1, answers, random.Random(answers), engine.device)
         seconds, _ = measured(engine, batch, repeats)
         laid, apart = len(batch.tokens), answers * (512 + 64)
         found.append((answers, seconds / laid))
@@ -96,7 +98,7 @@ def main() -> int:
     disable_progress_bar()
     with TemporaryDirectory() as scratch:
         folder = save_models(SMALL, Path(scratch), lora=False).policy
-        engine = build_policy(load_model(str(folder), dtype=torch.float32), dtype=torch.bfloat16)
+        engine = build_policy(load_model(str(folder), dtype=torch.float32).to(best_device()), dtype=torch.bfloat16)
     if not why_not(engine.device):
         compile_layers(engine)
     by_size = sizes(engine, 8192 if quick else SIZES[-1], 3)

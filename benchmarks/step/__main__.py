@@ -6,6 +6,7 @@ Exit status: 0 all figures held, 1 some fell short, 2 there is no environment wi
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ def main() -> int:
     cases = tuple(
         case for case in CASES if (case.name in arguments.only if arguments.only else case.quick or not arguments.quick)
     )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides run on the CPU; for a GPU there is ``benchmarks.device``
     python = peer_python()
     if python is None:
         print(HOW_TO, file=sys.stderr)

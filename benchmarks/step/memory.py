@@ -8,13 +8,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
+import torch
+
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Result = TypeVar("Result")
 
 
-def peak_above_idle(call: Callable[[], Result]) -> tuple[Result, float]:
-    """The call's result, and its largest resident set less the one before it (MB = 1e6 bytes). Linux only."""
+def peak_above_idle(call: Callable[[], Result], device: torch.device = torch.device("cpu")) -> tuple[Result, float]:
+    """The call's result, and the most memory that it takes above what was in use before it (MB = 1e6 bytes): of a CUDA device
+    what is allocated there, else the resident set of the process, on Linux only."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        idle = torch.cuda.memory_allocated(device)
+        result = call()
+        return result, (torch.cuda.max_memory_allocated(device) - idle) / 1e6
     ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps from earlier steps would hide a peak
     RESET.write_text("5")
     idle = _status("VmRSS")

@@ -16,14 +16,15 @@ LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "rew
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
+    "network": (),
     "types": (),
     "config": (),
     "dist": (),
     "losses": ("types",),
     "engine": ("types",),
     "data": ("types",),
-    "rollout": ("types",),
-    "reward": ("types",),
+    "rollout": ("types", "network"),
+    "reward": ("types", "network"),
     "checkpoint": ("types", "dist.protocol", "dist.together"),
     "report": ("types", "dist.protocol"),
     "training": LAYERS,

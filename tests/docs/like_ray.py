@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
 import os
 import runpy
@@ -37,6 +38,7 @@ class Trainer:
 
     def fit(self) -> None:
         self.config.backend_cls().on_start(Group(), self.config)
+        importlib.import_module("valence.api")  # once, not in each worker
         context = multiprocessing.get_context("fork")
         workers = [context.Process(target=self._work, args=(rank,)) for rank in range(self.workers)]
         for worker in workers:

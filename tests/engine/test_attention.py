@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from tests.forests import Segments, dense_attention, forests, path, seen
 from valence.engine import attention, flex, layout, native
 from valence.engine.attention import Memory, attend, remembering
 from valence.engine.flex import BLOCK, Visible
-from valence.engine.layout import split, table
+from valence.engine.layout import segments_of, split, table
 from valence.engine.logprobs import filled
 from valence.training.plan import MOST
 
@@ -104,42 +106,59 @@ def test_what_is_not_a_number_stays_in_its_sequence(
         torch.testing.assert_close(ours[:, :, rows], before[:, :, rows])
 
 
+def up(rows: int) -> int:
+    return rows + -rows % 16
+
+
+@pytest.mark.parametrize("fill", [int, up])
 @pytest.mark.parametrize("way", WAYS)
 @few
 @given(forests(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
-def test_a_second_pass_over_what_the_first_one_kept(way: str, segments: Segments, window: int, number: int) -> None:
+def test_a_second_pass_over_what_the_first_one_kept(
+    way: str, fill: Callable[[int], int], segments: Segments, window: int, number: int
+) -> None:
+    """And over what filled the first one up, which none sees."""
     paths = [path(segments, k) for k in range(len(segments))]
-    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))])
+    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))], fill)
     if not len(parts.rest):
         return
     given = heads(segments[-1][1])
     whole = dense_attention(*given, seen(segments, window), SCALE)
-    memory = Memory(len(parts.rows))
+    count = len(parts.rows)
+    more = fill(count) - count
+    filled_up = torch.cat([parts.first, torch.tensor([[count, count + more, -1, 1]])]) if more else parts.first
+    memory = Memory(fill(count))
     found: list[Tensor] = []
-    for rows, forest, reading in ((parts.rows, parts.first, False), (parts.rest, parts.second, True)):
+    for rows, forest, reading in (
+        (torch.cat([parts.rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),
+        (parts.rest, parts.second, True),
+    ):
         with torch.no_grad(), remembering(memory, reading=reading):
             found += [WAYS[way](*(x[:, :, rows] for x in given), forest, SCALE, window, 0.0)]
-    torch.testing.assert_close(found[0], whole[:, parts.rows])
+    torch.testing.assert_close(found[0][:, :count], whole[:, parts.rows])
     torch.testing.assert_close(found[1], whole[:, parts.rest])
 
 
+@pytest.mark.parametrize("fill", [int, up])
 @few
 @given(forests(segments=7, longest=30), st.integers(0, 6))
-def test_the_masks_for_cuda_say_what_is_seen(segments: Segments, number: int) -> None:
+def test_the_masks_for_cuda_say_what_is_seen(fill: Callable[[int], int], segments: Segments, number: int) -> None:
     """Of a whole forest, and of a second pass behind a first one."""
     windows = (0, 1, 4, 20)
     paths = [path(segments, k) for k in range(len(segments))]
-    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))])
-    order = torch.cat([parts.rows, parts.rest])
+    parts = split(segments, paths, [k == number % len(paths) for k in range(len(paths))], fill)
+    nobody = torch.full((fill(len(parts.rows)) - len(parts.rows),), -1)
+    order = torch.cat([parts.rows, nobody, parts.rest])
     whole = torch.arange(segments[-1][1])
     for forest, keys, queries in ((table(segments), whole, whole), (parts.second, order, parts.rest)):
         if not len(queries):
             continue
-        visible = Visible(forest, windows, torch.device("cpu"))
+        visible = Visible(segments_of(forest), windows, torch.device("cpu"))
         zero, rows, columns = torch.tensor(0), torch.arange(len(queries))[:, None], torch.arange(len(keys))[None]
         for window, mask in visible.masks.items():
             assert mask.shape == (1, 1, len(queries), len(keys))
-            assert torch.equal(mask.mask_mod(zero, zero, rows, columns), seen(segments, window)[queries][:, keys])
+            wanted = seen(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
+            assert torch.equal(mask.mask_mod(zero, zero, rows, columns), wanted)
 
 
 def blocks_of(counts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -161,7 +180,7 @@ def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool
         length, place = draw.choice([3, 40, 128, 200, 400]), draw.randrange(len(above))
         segments.append((end, end + length, above[place]))
         above, end = [*(above[: place + 1] if walked else above), k], end + length
-    mask = Visible(table(segments), (window,), torch.device("cpu")).masks[window]
+    mask = Visible(segments_of(table(segments)), (window,), torch.device("cpu")).masks[window]
     sees = seen(segments, window)
     size = -(-end // BLOCK) * BLOCK
     real = torch.zeros(size, size, dtype=torch.bool)
@@ -179,10 +198,33 @@ def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool
 
 
 def test_the_compiler_of_attention_has_room_for_every_size() -> None:
-    """Beyond its limit it goes on with all scores in memory at once. With and without a gradient, and with a window and none."""
+    """Beyond its limit it goes on with all scores in memory at once. With and without a gradient, and second passes behind first
+    ones; with a window and none."""
     sizes = {filled(tokens, "cuda") for tokens in range(1, MOST["cuda"] + 1)}
-    flex._compiled()
-    assert 2 * 2 * len(sizes) < torch._dynamo.config.recompile_limit
+    pairs = [(first, second) for first in sizes for second in sizes if first + second <= MOST["cuda"]]
+    assert min(sizes) >= BLOCK
+    limits: list[int] = []
+
+    def a_thread() -> None:  # the compiler's settings are each thread's own
+        flex._make_room()
+        limits.extend([torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit])
+
+    thread = threading.Thread(target=a_thread)
+    thread.start()
+    thread.join()
+    assert len(limits) == 2
+    assert 2 * (2 * len(sizes) + len(pairs)) < min(limits)
+
+
+def test_a_second_pass_has_few_sizes_on_cuda() -> None:
+    """Each is a program of its own."""
+    sizes: set[tuple[int, int]] = set()
+    for rows in range(3000, 4000, 7):
+        parts = split([(0, rows, -1), (rows, rows + 500, -1)], [[0], [1]], [True, False], partial(filled, device="cuda"))
+        sizes.add((int(parts.second[-1, 0]), int(parts.first[-1, 1])))
+    assert {first for first, _ in sizes} <= {filled(rows, "cuda") for rows in range(3000, 4000)}
+    assert len({first for first, _ in sizes}) <= 5
+    assert len({rows for _, rows in sizes}) > 100
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
@@ -191,7 +233,7 @@ def test_the_compiler_of_attention_has_room_for_every_size() -> None:
 def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
-    visible = Visible(table(segments), (0, 5), torch.device("cpu"))
+    visible = Visible(segments_of(table(segments)), (0, 5), torch.device("cpu"))
     wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
     torch.testing.assert_close(visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +12,7 @@ from torch import Tensor
 
 from tests.engine.test_attention import heads, plain_products, with_slopes
 from tests.forests import Segments, dense_attention, forests, seen
+from tests.programs import Program
 from valence.engine import native
 from valence.engine.attention import attend
 from valence.engine.layout import table
@@ -169,13 +168,12 @@ def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> 
     torch.testing.assert_close(attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(), wanted, rtol=0.03, atol=0.03)
 
 
-def test_it_can_be_switched_off() -> None:
-    code = """
-import torch
-from valence.engine import attention, native
-q = torch.ones(1, 1, 3, 16).bfloat16()
-print(native.library(), native.why_not(), attention.attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item())
-"""
-    environment = os.environ | {"VALENCE_NATIVE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout == "None VALENCE_NATIVE=0 48.0\n"
+def switched_off() -> None:
+    q = torch.ones(1, 1, 3, 16).bfloat16()
+    print(native.library(), native.why_not(), attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item())
+
+
+def test_it_can_be_switched_off(tmp_path: Path) -> None:
+    said = tmp_path / "said"
+    assert Program(said=said, main=switched_off, VALENCE_NATIVE="0").wait() == 0
+    assert said.read_text() == "None VALENCE_NATIVE=0 48.0\n"

@@ -12,7 +12,7 @@ from tests.report.synthetic import write_run
 from valence.errors import UserError
 from valence.report import rundata
 from valence.report.curves import POINTS
-from valence.report.html import flatten
+from valence.report.html import flatten, plotly_js
 from valence.report.page import write_page
 from valence.report.rundata import read_run
 
@@ -186,8 +186,13 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch
             raise ImportError(name)
         return real(name, *args, **kwargs)
 
-    monkeypatch.setattr(builtins, "__import__", without)
-    path = write_page(run_dir)
+    plotly_js.cache_clear()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(builtins, "__import__", without)
+            path = write_page(run_dir)
+    finally:
+        plotly_js.cache_clear()
     assert "pip install 'valence[report]'" in Page(path).text
     assert "A short answer." in Page(path).text
     assert path.stat().st_size < 2e5

@@ -4,7 +4,6 @@ run that was killed goes on."""
 from __future__ import annotations
 
 import json
-import os
 import signal
 import sqlite3
 import subprocess
@@ -16,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.programs import Program
 from tests.report.tracked import ROOT, Killed, home, killed_twice
 from valence.report import backends
 from valence.report.metrics import repeatable
@@ -158,10 +158,15 @@ valence.train({
 """
 
 
-def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-c", TRAINS, str(place), run_dir, str(kill), json.dumps(sinks)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=600, env=env)
+def trains() -> None:
+    exec(TRAINS, {})
+
+
+def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> tuple[int, str]:
+    """Status, and what was said."""
+    words, said = (str(place), run_dir, str(kill), json.dumps(sinks)), place / "said"
+    status = Program(*words, main=trains, said=said, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1").wait(600)
+    return status, said.read_text()
 
 
 def logged(folder: Path) -> list[dict[str, Any]]:
@@ -180,12 +185,12 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
         patch.setattr(sys, "argv", ["-c", str(tmp_path), "plain", "-1", "[]"])
         exec(TRAINS, {})
     kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
-    assert trained(tmp_path, "run", 5, kinds).returncode == -signal.SIGKILL
-    done = trained(tmp_path, "run", -1, kinds)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "failed and gets" not in done.stdout
-    assert "wandb" not in done.stdout.lower()
-    assert "rackio" not in done.stdout
+    assert trained(tmp_path, "run", 5, kinds)[0] == -signal.SIGKILL
+    status, said = trained(tmp_path, "run", -1, kinds)
+    assert status == 0, said
+    assert "failed and gets" not in said
+    assert "wandb" not in said.lower()
+    assert "rackio" not in said
     run = tmp_path / "run"
     assert logged(run) == logged(tmp_path / "plain")
     wanted = Counter((name, row["step"]) for row in logged(run) for name in row if name != "step")

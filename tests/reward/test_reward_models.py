@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.reward.kit import Entry, answer, scores, values
 from tests.tiny import tiny_tokenizer
 from valence.errors import UserError
 from valence.reward import reward_of
+from valence.reward.cache import key_of
 from valence.reward.combine import Combined
 from valence.training.reward_models import reward_model
 
@@ -82,6 +84,19 @@ def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path
     other: Any = of(cache=tmp_path / "kept").parts[0].reward
     assert values(other, GIVEN) == pytest.approx(expected(model)[:, 0].tolist(), abs=1e-4)
     assert other.misses == 3  # other weights, other scores
+
+
+def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
+    """As in the rows that it was trained on, and where scores are kept."""
+    judge("reward")
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.save_pretrained("judge")
+    plain = answer("It is Paris.", TURNS)
+    armed = replace(plain, tools=({"name": "clock and map"},))
+    one, other = values(of(), [plain, armed])
+    assert one != pytest.approx(other, abs=1e-6)
+    assert key_of(plain) != key_of(armed)
 
 
 def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[..., Any]) -> None:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from tests.training.resuming import killed, records, settings, train
+from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
 from valence.errors import UserError
+from valence.training import finish
+from valence.training.loop import Run
 from valence.training.restore import restore
 
 __all__ = ["folder", "settings"]
@@ -71,6 +73,36 @@ def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(settings: dict[st
     run, said = train(settings)
     assert "12 steps instead of 9" in said
     assert run.step == 10  # two more evaluations that were no better
+
+
+def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
+    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What comes after the last step is left then, and nothing else."""
+    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+
+    def kill(run: Run, _: Any) -> None:
+        run.whole = False
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(finish, "_test", kill)
+        with pytest.raises(Killed):
+            train(settings, quiet=True)
+    run, said = train(settings)
+    assert run.step == 6
+    assert "ended at step 6 of 9" in said
+
+
+def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(settings: dict[str, Any]) -> None:
+    """Before a checkpoint could say so."""
+    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    assert train(settings)[0].step == 6
+    settings["train"]["epochs"] = 4
+    killed(settings, 8)
+    run, said = train(settings)
+    assert "after step 6 of 12" in said
+    assert run.step == 10
 
 
 def test_models_alone_may_be_saved_and_are_not_gone_on_with(settings: dict[str, Any], tmp_path: Path) -> None:

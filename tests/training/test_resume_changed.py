@@ -17,6 +17,7 @@ from valence.errors import UserError
 from valence.training import build
 from valence.training.loop import Run
 from valence.training.restore import restore
+from valence.training.setup import Part
 
 __all__ = ["folder", "settings"]
 
@@ -153,6 +154,37 @@ def test_none_of_the_new_rows_is_skipped(settings: dict[str, Any], tmp_path: Pat
     assert len(seen) == 36
     assert len(set(seen)) == 12
     assert all(seen.count(name) == 3 for name in seen)
+
+
+@pytest.mark.parametrize("changed", ["mix.0.train", "data.train"])
+def test_rows_of_a_mix_begin_where_they_changed(
+    changed: str, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each list of rows by itself: new ones from their beginning, the others where they were."""
+    shown = tmp_path / "shown.jsonl"
+    settings["mix"] = [{"method": "sft", "train": [{"path": str(shown)}], "batch_size": 2}]
+    written(shown, [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(7)])
+    seen: list[int] = []
+    share = Run._share
+
+    def spied(run: Run, part: Part, objective: Any) -> Any:
+        found = share(run, part, objective)
+        seen.extend(part.sampler.units.index(unit) for unit in found.units)
+        return found
+
+    monkeypatch.setattr(Run, "_share", spied)
+    killed(settings, 6)
+    before, name = seen[: 2 * 4 - 1], shown if changed.startswith("mix") else tmp_path / "train.jsonl"
+    assert sorted(before) == list(range(7))  # an epoch in four steps
+    new = [{"prompt": f"new {i} ", "completion": f"better {i}"} for i in range(7)]
+    written(name, new if changed.startswith("mix") else [{**row, "completion": f"new {i} {i}"} for i, row in enumerate(ROWS)])
+    seen.clear()
+    run, _ = train(settings, allow=[changed])
+    if changed.startswith("mix"):
+        assert (run.counters.first, run.counters.firsts, run.step) == (0, {"mix.0.train": 4}, 9)
+    else:
+        assert (run.counters.first, run.counters.firsts, run.step) == (4, {"mix.0.train": 0}, 13)
+    assert sorted(seen[:7]) == list(range(7))  # the next epoch of the old ones, or the first of the new
 
 
 def test_rows_that_are_no_longer_there_are_noticed(settings: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from valence.dist.protocol import Group
 from valence.dist.together import gathered
 from valence.errors import UserError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 NUMBER = re.compile(r"0|[1-9][0-9]*")
 WORTH_A_THREAD = 2**22

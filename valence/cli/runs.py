@@ -29,7 +29,7 @@ from valence.cli.common import (
     stoppable,
     table_of_settings,
 )
-from valence.cli.stream import streaming
+from valence.cli.stream import must_be_open, streaming
 from valence.errors import UserError
 
 RewardOption = Annotated[
@@ -56,6 +56,7 @@ def train(
 
     A run that was stopped or killed goes on where it was saved last, also on another number of processes.
     """
+    must_be_open(as_json)  # before anything large is loaded
     with processes(nproc) as group:
         _train(recipe, overrides or [], as_json, fresh=fresh, allow=allow or [], quiet=quiet, group=group)
 
@@ -98,6 +99,7 @@ def resume(
     nproc: Nproc = None,
 ) -> None:
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
+    must_be_open(as_json)
     from valence.training.restore import place_of_run
 
     if any(each.split("=")[0] == "run.dir" for each in overrides or []):

@@ -51,6 +51,12 @@ class Stream:
         emit(json.dumps(finite(line), allow_nan=False, ensure_ascii=False), self._file)
 
 
+def must_be_open(wanted: bool) -> None:
+    """Raises UserError where lines are wanted and there is nothing to write them to."""
+    if wanted and sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
+        raise UserError("the standard output is closed", where="--json", fix="leave --json out, or let it write somewhere")
+
+
 @contextmanager
 def streaming(wanted: bool) -> Iterator[Stream | None]:
     """The stream, if one is wanted. Inside the block what anything else prints goes to standard error. An error that ends the
@@ -58,8 +64,7 @@ def streaming(wanted: bool) -> Iterator[Stream | None]:
     if not wanted:
         yield None
         return
-    if sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
-        raise UserError("the standard output is closed", where="--json", fix="leave --json out, or let it write somewhere")
+    must_be_open(wanted)
     stream = Stream(sys.stdout)
     console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
     try:

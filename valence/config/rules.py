@@ -400,6 +400,12 @@ CONTRADICTIONS = (
         "give loss.desirable_weight and loss.undesirable_weight",
     ),
     Rule(
+        "loss.kl_target",
+        lambda c: c.recipe.loss.get("kl_target") is not None and c.recipe.loss.get("kl_beta") == 0,
+        "loss.kl_beta is steered by factors, and 0 stays 0",
+        "begin with a small loss.kl_beta, or remove loss.kl_target",
+    ),
+    Rule(
         "rollout.start",
         lambda c: c.recipe.rollout.start and c.recipe.model.gguf_file is not None,
         "a server is started with a folder of safetensors, not with a GGUF file",

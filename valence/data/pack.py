@@ -106,6 +106,7 @@ def collate(
         seq=laid(forest.seq),
         mask=laid(forest.mask),
         scored=laid(forest.read[0]),
+        host=torch.as_tensor(forest.tokens),
         read=torch.as_tensor(forest.read),
         segments=forest.segments,
         leaf=forest.leaf,

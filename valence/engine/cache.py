@@ -18,7 +18,7 @@ from valence.engine.digest import Digests
 from valence.engine.ledger import Array, Ledger, entries_of
 from valence.engine.reference import Later, Reference
 from valence.errors import UserError
-from valence.types import Batch, Encoded
+from valence.types import Batch, Encoded, sent
 
 DRIFT = {torch.float64: 1e-6, torch.float32: 1e-3, torch.bfloat16: 0.2}
 """Largest difference (root mean square over tokens, nats) that another packing or machine explains, by the type of the
@@ -113,7 +113,7 @@ class Cached:
             self.ledger.add({key: values for key, values in new.items() if np.isfinite(values).all()})
         for s, values in found.items():
             logp[rows[s]] = values
-        return torch.from_numpy(logp).to(batch.tokens.device)
+        return sent(torch.from_numpy(logp), batch.tokens.device)
 
     def beside(self, batch: Batch) -> Tensor:
         """Takes part in what other processes compute, if they do. What it gives means nothing."""
@@ -153,12 +153,14 @@ class Cached:
 
 def measured(batch: Batch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
     """Of each sequence: its key, and the rows whose log-probabilities are its own."""
-    tokens, mask, seq = (column.cpu().numpy() for column in (batch.tokens, batch.mask, batch.seq))
+    tokens, (read, owner) = batch.host.numpy(), batch.read.numpy()
+    seq = np.full(len(tokens), -1)
+    seq[read] = owner
     keys: list[bytes] = []
     rows: list[NDArray[np.int64]] = []
     for s, leaf in enumerate(batch.leaf):
         path = np.concatenate([np.arange(*batch.segments[k][:2]) for k in batch.path(leaf)])
-        own = mask[path] & (seq[path] == s)
+        own = seq[path] == s
         keys.append(key_of(tokens[path], own))
         rows.append(path[own])
     return keys, rows

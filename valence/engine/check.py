@@ -85,10 +85,7 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
         alone = said(engine, batch)
     engine.lay_out(packed=True)
     try:
-        with _embedding(engine.causal) as seen:
-            packed = said(engine, batch)
-        answers = packed.tensor_split([CUT if packed.ndim == 1 else 1])
-        slopes = [torch.autograd.grad(part.sum(), seen[0], retain_graph=True)[0] for part in answers]
+        packed, slopes = _influences(engine, batch)
         engine.along = 0  # the second answer is now read over the first pass's keys and values
         behind = said(engine, replace(batch, trains=(True, False))).detach()
     except torch.OutOfMemoryError:
@@ -104,6 +101,19 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
     difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype
     return None if difference <= TOLERANCE[dtype] else f"log-probabilities or scores differ by {difference:.2g}"
+
+
+def _influences(engine: Engine, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+    """What is said of both answers, and of each its slope in the embeddings [1, T, h]. Each in a pass of its own: a backward pass
+    of compiled attention overwrites what it has read."""
+    found: list[Tensor] = []
+    slopes: list[Tensor] = []
+    for answer in range(2):
+        with _embedding(engine.causal) as seen:
+            found.append(said(engine, batch))
+        part = found[-1].tensor_split([CUT if found[-1].ndim == 1 else 1])[answer]
+        slopes += torch.autograd.grad(part.sum(), seen[0])
+    return found[0].detach(), slopes
 
 
 def said(engine: Engine, batch: Batch) -> Tensor:
@@ -149,10 +159,10 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
     source[starts] = above - 1
     pos[above:] += above - starts[seq]
     trunk = [] if prompt is None else [prompt]
-    each = torch.zeros_like(lengths)
+    each, tokens = torch.zeros_like(lengths), torch.cat([*trunk, *sequences])
     mask = (rows >= above) & (source >= 0)
     return Batch(
-        tokens=torch.cat([*trunk, *sequences]), pos=pos, source=source, seq=torch.cat([seq.new_zeros(above), seq]), mask=mask,
+        tokens=tokens, host=tokens.cpu(), pos=pos, source=source, seq=torch.cat([seq.new_zeros(above), seq]), mask=mask,
         scored=rows[mask], read=torch.stack([rows[mask], torch.cat([seq.new_zeros(above), seq])[mask]]).cpu(),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
         leaf=tuple(range(len(trunk), len(trunk) + len(spans))), trains=(True,) * len(spans),

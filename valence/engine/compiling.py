@@ -57,8 +57,8 @@ def _failure(engine: Engine, layers: list[Any]) -> str | None:
     plain = said(engine, batch)
     wanted = _gradients(plain, trained)
     try:
-        # Process-wide switches, and the only ones there are for compiled autograd and for the number of programs: layers may be
-        # of several kinds, each with and without a gradient, training and not.
+        # Switches of this thread for all programs, and the only ones there are for compiled autograd and for the number of
+        # programs: layers may be of several kinds, each with and without a gradient, training and not.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, PROGRAMS)
         torch._functorch.config.activation_memory_budget = KEPT
         torch._functorch.config.is_non_builtin_to_include = True  # attention is not a cheap operation

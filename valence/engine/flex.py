@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 import torch._dynamo.config
+import torch._functorch.config
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from valence.engine.layout import segments_of
+from valence.engine.layout import Table, segments_of
+from valence.types import sent
 
 BLOCK, GRAIN = 128, 16  # rows and columns of a block, and of the parts of it that are looked at
-PROGRAMS = 1024  # most of them: one for each size, with and without a gradient
+PROGRAMS = 8192  # most of them: one for each size with and without a gradient, and for each pair of sizes of two passes
 
 
 class Visible:
     """Block masks of one pass, a mask for each window (0: none) that the model's layers have, which all layers share."""
 
-    def __init__(self, forest: Tensor, windows: tuple[int, ...], device: torch.device) -> None:
-        """forest: the table of ``layout.py``."""
-        order, leaves, depth, self.queries = (column.to(device) for column in _columns(forest))
-        self.masks = {window: _mask(order, leaves, depth, self.queries, window) for window in windows}
+    def __init__(self, segments: Table, windows: tuple[int, ...], device: torch.device) -> None:
+        enter, leave, depth = sent(_columns(segments), device)
+        own = sum(end - start for start, end, _, asks in segments if asks)
+        self.masks = {window: _mask(enter, leave, depth, own, window) for window in windows}
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
         """q[1, H, T, D], k[1, H_kv, T_k, D], v[1, H_kv, T_k, D_v] -> [1, H, T, D_v]."""
@@ -30,25 +32,51 @@ class Visible:
         def capped(score: Tensor, *_: Tensor) -> Tensor:
             return softcap * torch.tanh(score / softcap)
 
-        run: Any = _compiled() if q.is_cuda else flex_attention
-        mod = capped if softcap else None
-        return run(q, k, v, score_mod=mod, block_mask=self.masks[window], scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+        how: dict[str, Any] = {
+            "score_mod": capped if softcap else None,
+            "block_mask": self.masks[window],
+            "scale": scale,
+            "enable_gqa": q.shape[1] != k.shape[1],
+        }
+        if not q.is_cuda:
+            return flex_attention(q, k, v, **how)
+        _make_room()
+        # Compiled layers keep less for their backward pass (see ``compiling``). Attention keeps all, or it would run twice.
+        with torch._functorch.config.patch(activation_memory_budget=1.0):
+            return _compiled()(q, k, v, **how)
+
+
+@lru_cache(maxsize=2)
+def _visible(segments: Table, windows: tuple[int, ...], device: torch.device) -> Visible:
+    with torch.inference_mode(False):  # whoever asks first: a pass with a gradient may follow
+        return Visible(segments, windows, device)
+
+
+def visible(forest: Tensor, windows: tuple[int, ...], device: torch.device) -> Visible:
+    """What a pass sees; once for the policy and a reference that run one after the other. forest: the table of ``layout.py``."""
+    return _visible(segments_of(forest), windows, device)
 
 
 @cache
 def _compiled() -> Any:
     """One program for each size. Beyond its limit the compiler would leave attention as it is, with all scores in memory at once,
-    and go on: hence the limits, and an error where they are reached."""
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, PROGRAMS)
-    limits.accumulated_recompile_limit = max(limits.accumulated_recompile_limit, PROGRAMS)
+    and go on: hence an error where it is reached."""
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _columns(forest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """For every row: when a walk depth first enters it and when it has left all that is behind it, and its depth in tokens; and
-    the rows of queries."""
-    segments = segments_of(forest)
+def _make_room() -> None:
+    """For as many programs as there may be. The compiler's settings are each thread's own: layers that run again do so in the
+    thread of the backward pass, and reward models in theirs."""
+    limits = torch._dynamo.config
+    if limits.recompile_limit < PROGRAMS:
+        limits.recompile_limit = PROGRAMS
+    if limits.accumulated_recompile_limit < PROGRAMS:
+        limits.accumulated_recompile_limit = PROGRAMS
+
+
+def _columns(segments: Table) -> Tensor:
+    """For every row: when a walk depth first enters it and when it has left all that is behind it, and its depth in tokens:
+    [3, T]."""
     total = max(end for _, end, _, _ in segments)
     enter, leave, depth = (torch.zeros(total, dtype=torch.long) for _ in range(3))
     children: dict[int, list[int]] = {}
@@ -67,14 +95,13 @@ def _columns(forest: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         depth[start:end] = torch.arange(above, above + end - start)
         clock += end - start
         walk += [(k, True), *((child, False) for child in reversed(children.get(k, [])))]
-    queries = [row for start, end, _, asks in segments if asks for row in range(start, end)]
-    return enter, leave, depth, torch.tensor(queries)
+    return torch.stack([enter, leave, depth])
 
 
-def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: Tensor, window: int) -> BlockMask:
-    """What each query sees, and in which blocks it has to be asked: those in which some pair may see, by the least and largest
-    numbers of a few rows, and not every pair does."""
-    first = len(enter) - len(queries)
+def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: int, window: int) -> BlockMask:
+    """What each of the last rows, so many queries, sees, and in which blocks it has to be asked: those in which some pair may
+    see, by the least and largest numbers of a few rows, and not every pair does."""
+    first = len(enter) - queries
 
     def sees(_b: Tensor, _h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         at = query + first
@@ -88,8 +115,8 @@ def _mask(enter: Tensor, leave: Tensor, depth: Tensor, queries: Tensor, window: 
         some &= _least(deep, GRAIN)[:, None] - _most(depth, GRAIN) < window
         every &= _most(deep)[:, None] - _least(depth) < window
     some = some.view(every.shape[0], BLOCK // GRAIN, every.shape[1], BLOCK // GRAIN).any(3).any(1)
-    every[len(queries) // BLOCK :] = every[:, len(enter) // BLOCK :] = False  # a block that is cut off at the end
-    lengths = len(queries), len(enter)
+    every[queries // BLOCK :] = every[:, len(enter) // BLOCK :] = False  # a block that is cut off at the end
+    lengths = queries, len(enter)
     return BlockMask.from_kv_blocks(*_listed(some & ~every), *_listed(every), BLOCK, sees, lengths)
 
 

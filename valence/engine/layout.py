@@ -8,7 +8,7 @@ j <= above + i. Nothing else has to be masked, and no two blocks have to be merg
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -49,7 +49,7 @@ def table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
 class Split:
     """A forest in two passes: rows[T1] of what has a gradient, and rest[T2] that only reads its keys and values.
 
-    first, second: their tables. Rows of the second table count on behind those of the first.
+    first, second: their tables. Rows of the second table count on behind those of the first, with what fills these up.
     """
 
     rows: Tensor
@@ -58,19 +58,32 @@ class Split:
     second: Tensor
 
 
-def split(segments: Sequence[tuple[int, int, int]], paths: Sequence[Sequence[int]], trains: Sequence[bool]) -> Split:
-    """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient."""
+def split(
+    segments: Sequence[tuple[int, int, int]], paths: Sequence[Sequence[int]], trains: Sequence[bool],
+    fill: Callable[[int], int] = int,
+) -> Split:  # fmt: skip
+    """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient. fill: how many rows the first pass has
+    in place of so many."""
     kept = {k for path, it in zip(paths, trains, strict=True) if it for k in path}
-    order = sorted(range(len(segments)), key=lambda k: k not in kept)  # stable: parents stay before children
-    number = {k: i for i, k in enumerate(order)} | {-1: -1}
-    spans: list[tuple[int, int, int]] = []
-    row = 0
-    for k in order:
-        start, end, parent = segments[k]
-        spans.append((row, row := row + end - start, number[parent]))
-    rows = [[r for k in ours for r in range(*segments[k][:2])] for ours in (order[: len(kept)], order[len(kept) :])]
-    second = torch.tensor([(*span, i >= len(kept)) for i, span in enumerate(spans)])
-    return Split(torch.tensor(rows[0]), torch.tensor(rows[1]), table(spans[: len(kept)]), second)
+    ours, others = [k for k in range(len(segments)) if k in kept], [k for k in range(len(segments)) if k not in kept]
+    number, spans, row = {-1: -1}, list[tuple[int, int, int]](), 0
+
+    def add(which: Sequence[int]) -> None:
+        nonlocal row
+        for k in which:  # parents come before children
+            start, end, parent = segments[k]
+            number[k] = len(spans)
+            spans.append((row, row := row + end - start, number[parent]))
+
+    add(ours)
+    first = table(spans)
+    if fill(row) > row:
+        spans.append((row, row := fill(row), -1))
+    asked = len(spans)
+    add(others)
+    rows = [[r for k in which for r in range(*segments[k][:2])] for which in (ours, others)]
+    second = torch.tensor([(*span, i >= asked) for i, span in enumerate(spans)])
+    return Split(torch.tensor(rows[0]), torch.tensor(rows[1]), first, second)
 
 
 def segments_of(layout: Tensor) -> Table:

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 from valence.engine.adapters import adapted, inputs_as_they_come
 from valence.engine.attention import NAME, Memory, remembering
 from valence.engine.check import check, rotary_by_length
-from valence.engine.flex import Visible
+from valence.engine.flex import BLOCK, visible
 from valence.engine.gradients import write_embedding_gradients
 from valence.engine.head import Head, TargetLogProb, wide_product
 from valence.engine.layout import split, table
-from valence.types import Batch, TokenOut
+from valence.types import Batch, TokenOut, sent
 
 if TYPE_CHECKING:
     from valence.engine.values import Critic
@@ -179,11 +179,12 @@ class Engine(nn.Module):
         with torch.set_grad_enabled(grad):
             if not grad or all(batch.trains):
                 return self._decoded(batch.tokens, batch.pos, table(batch.segments))
-            parts = split(batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains)
+            fill = partial(filled, device=self.device.type)
+            parts = split(batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains, fill)
             if len(parts.rest) <= self.along:
                 return self._decoded(batch.tokens, batch.pos, table(batch.segments))
-            rows, rest = parts.rows.to(self.device), parts.rest.to(self.device)
-            memory = Memory(len(rows))
+            rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
+            memory = Memory(fill(len(rows)))
             with remembering(memory, reading=False):
                 first = self._decoded(batch.tokens[rows], batch.pos[rows], parts.first)
             with torch.no_grad(), remembering(memory, reading=True):
@@ -203,7 +204,7 @@ class Engine(nn.Module):
                 torch.cat([tokens, tokens.new_zeros(missing)]),
                 torch.cat([pos, pos.new_zeros(missing)]),
             )
-        more = {"visible": Visible(forest, self._windows, self.device)} if self.flexes else {}
+        more = {"visible": visible(forest, self._windows, self.device)} if self.flexes else {}
         # Without a mask, transformers would look into the positions for one, and wait for the device.
         mask = torch.ones_like(tokens[None])
         found = decoder(
@@ -283,8 +284,9 @@ def said_by(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def filled(tokens: int, device: str) -> int:
-    """How many tokens a pass is filled up to: a multiple of a few, on CUDA one of few sizes, an eighth apart."""
-    return tokens + -tokens % (max(64, 2 ** (tokens.bit_length() - 4)) if device == "cuda" else ROUND)
+    """How many tokens a pass is filled up to: a multiple of a few; on CUDA one of few sizes, an eighth apart, and whole blocks of
+    FlexAttention, which has another kernel for less than one of them that many shapes of heads have no program for."""
+    return tokens + -tokens % (max(BLOCK, 2 ** (tokens.bit_length() - 4)) if device == "cuda" else ROUND)
 
 
 def nothing(values: Iterable[Tensor]) -> Tensor | int:

@@ -166,8 +166,8 @@ def _head(device: torch.device) -> int:
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that a new program may use on the device now; None where nothing tells."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
+    if device.type == "cuda":  # with what this process keeps, and does not use
+        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
     return min((size for size in (_available(), _allowed()) if size is not None), default=None)

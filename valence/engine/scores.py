@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.engine.logprobs import Engine, nothing
 from valence.errors import UserError
-from valence.types import Batch, TokenOut
+from valence.types import Batch, TokenOut, sent
 
 
 def is_reward_model(model: nn.Module) -> bool:
@@ -48,13 +48,14 @@ class Scorer(Engine):
         """The scores of all sequences, of which those that train have a gradient. Log-probabilities are 0; nothing is told of
         what else may be wanted."""
         if self.packs:
-            ends = [batch.segments[leaf][1] - 1 for leaf in batch.leaf]
-            score = self._head(self.states(batch)[ends])
+            ends = torch.tensor([batch.segments[leaf][1] - 1 for leaf in batch.leaf])
+            score = self._head(self.states(batch)[sent(ends, self.device)])
         else:
             found = [self._outputs(batch.tokens[path], None)[-1:] for _, path in self._alone(batch)]
             score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
         if not all(batch.trains):
-            score = torch.where(torch.tensor(batch.trains, device=score.device)[:, None], score, score.detach())
+            trains = sent(torch.tensor(batch.trains), score.device)
+            score = torch.where(trains[:, None], score, score.detach())
         return TokenOut(score.new_zeros(len(batch.tokens)), score=score)
 
     def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:

@@ -31,8 +31,16 @@ def mismatched_kl(
         previous | reversed} to reproduce runs of other systems: one for each N examples in step order.
     """
     del z0_scope  # says how sequences were grouped and paired, which has happened by now
-    sums = torch.zeros(2, groups, dtype=logp.dtype, device=logp.device)
-    return sums.index_add(1, group, torch.stack([(logp - ref).detach(), torch.ones_like(logp)]))
+    return summed(torch.stack([(logp - ref).detach(), torch.ones_like(logp)]), group, groups)
+
+
+def summed(values: Tensor, place: Tensor, count: int) -> Tensor:
+    """Adds up values[..., N] by their place[N]: [..., count]. Always in the same order, for a run that is taken up is to end bit
+    for bit as it would have: on CUDA ``index_add`` adds in the order in which its threads come."""
+    blank = values.new_zeros(*values.shape[:-1], count)
+    if not values.is_cuda:
+        return blank.index_add(-1, place, values)
+    return blank.movedim(-1, 0).index_put((place,), values.movedim(-1, 0), accumulate=True).movedim(0, -1)
 
 
 def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:

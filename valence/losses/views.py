@@ -11,6 +11,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from valence.losses.stats import summed
 from valence.types import Batch, TokenOut
 
 View = Literal["token", "answer", "seq", "pair", "score", "score_pair"]
@@ -41,7 +42,7 @@ def token_columns(batch: Batch, out: TokenOut, ref: Tensor | None) -> Named:
 
 def seq_sum(values: Tensor, batch: Batch) -> Tensor:
     """Sums a token column [N] over each sequence: [S]."""
-    return values.new_zeros(batch.sequences).index_add(0, batch.seq[batch.scored], values)
+    return summed(values, batch.seq[batch.scored], batch.sequences)
 
 
 def lengths(batch: Batch, like: Tensor) -> Tensor:

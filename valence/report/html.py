@@ -11,6 +11,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import cache, lru_cache
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -54,6 +55,7 @@ def document(
     )
 
 
+@lru_cache(maxsize=2)
 def _digest(script: str) -> str:
     return base64.b64encode(hashlib.sha256(script.encode("utf-8")).digest()).decode("ascii")
 
@@ -82,6 +84,7 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, numeric
     return f'<div class="scroll"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
 
 
+@cache
 def plotly_js() -> str:
     """The plotting library's source, or nothing when it is not installed."""
     try:

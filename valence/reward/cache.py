@@ -147,7 +147,7 @@ def key_of(completion: Completion) -> str | None:
     """A hash of all that a reward may read of a completion, short of who sampled it and when; None when JSON does not hold it."""
     read = {
         "prompt": completion.prompt, "rendered": completion.rendered, "tokens": completion.tokens, "text": completion.text,
-        "stop": completion.stop, "info": completion.info,
+        "stop": completion.stop, "info": completion.info, **({"tools": completion.tools} if completion.tools else {}),
     }  # fmt: skip
     try:
         return digest(read)

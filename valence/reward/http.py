@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import urlsplit
 
 from valence.errors import UserError
+from valence.network import as_the_environment_says, routes
 from valence.reward.calls import Failed
 from valence.types import Completion, Score
 
@@ -192,7 +193,9 @@ class Servers:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = (loop, httpx.AsyncClient(timeout=self.seconds, limits=limits))
+            with as_the_environment_says(", ".join(self.urls)):
+                client = httpx.AsyncClient(timeout=self.seconds, limits=limits, **routes(*self.urls))
+            self._client = (loop, client)
         return self._client[1]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 
 from valence.errors import UserError
+from valence.network import routes
 from valence.rollout.wire import CONNECT, Lost, Wire
 
 TRIES = 3
@@ -111,7 +112,7 @@ class Asking:
             headers=self.wire.headers,
             timeout=httpx.Timeout(None, connect=CONNECT),
             limits=limits,
-            trust_env=False,
+            **routes(self.wire.url),
         ) as client:
 
             async def ask(i: int) -> tuple[int, Any]:

@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from valence.errors import UserError
+from valence.network import as_the_environment_says, routes
 
 CONNECT = 10.0
 """Seconds to wait for a connection."""
@@ -48,13 +49,14 @@ class Wire:
         self.url, self.timeout, self.health = address(url), timeout, health
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
         # No connection is kept: a server closes its side after an error, and the next request would seem to fail.
-        self._client = httpx.Client(
-            base_url=self.url,
-            headers=self.headers,
-            trust_env=False,
-            timeout=httpx.Timeout(timeout, connect=CONNECT),
-            limits=httpx.Limits(max_keepalive_connections=0),
-        )
+        with as_the_environment_says(self.url):
+            self._client = httpx.Client(
+                base_url=self.url,
+                headers=self.headers,
+                timeout=httpx.Timeout(timeout, connect=CONNECT),
+                limits=httpx.Limits(max_keepalive_connections=0),
+                **routes(self.url),
+            )
 
     def get(self, path: str, *, seconds: float | None = None) -> Any:
         """The answer to a GET, as JSON. Raises Lost, or UserError where waiting for the server would not help."""

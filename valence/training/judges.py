@@ -155,6 +155,7 @@ def load_judge(
         if run is not None:
             restored = restore(run, overrides=overrides, quiet=True)
             policy, reference = restored.policy, restored.reference
+            policy.temperature = 1.0  # that of its rollouts is no part of what is asked here
         else:
             policy = _policy(recipe.model, method_in(recipe).of_scores)
             check_vocabulary(policy.causal, tokenizer)

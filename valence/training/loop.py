@@ -86,8 +86,8 @@ class Run:
         self.mixed = [(part, self._objective(part.method, part.settings)) for part in mixed]
         self.sampler = prepared.sampler if "train" in prepared.corpora else None
         self.rounds = Rounds(self) if prepared.method.online else None
-        self.counters = Counters(first=first)
         self.total_steps = prepared.steps_from(first) if self.sampler else 0
+        self.counters = Counters(first=first, total=self.total_steps)
         self.own_optimizer = optimizer is None
         self.optimizer, self.scheduler = self._optimizer(optimizer, scheduler)
         self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder and folder.writes else None
@@ -261,14 +261,14 @@ class Run:
             chosen, later = [units[i] for i in ours], (units[i] for i in following)
         else:
             chosen, later = self.rounds.next()
-        shares = [self._share(part, objective, at) for part, objective in self.mixed]
+        shares = [self._share(part, objective) for part, objective in self.mixed]
         clip = self.recipe.train.clip_norm
         found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares)
         return *found, len(chosen) + sum(len(share.units) for share in shares)
 
-    def _share(self, part: Part, objective: Objective, at: int) -> Share:
+    def _share(self, part: Part, objective: Objective) -> Share:
         """What a method of `mix` trains on in this step."""
-        ours, following = part.sampler.step(at)
+        ours, following = part.sampler.step(self.step - self.counters.firsts.get(part.rows, 0))
         units = part.sampler.units
         return Share(part.name, objective, part.weight, [units[i] for i in ours], (units[i] for i in following))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import resource
 import sys
 from collections.abc import Callable
@@ -53,5 +54,6 @@ def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
             run.folder.state(micro_batch_tokens=run.budget.state_dict())
         clear((p for group in run.optimizer.param_groups for p in group["params"]), keep=False)
         if torch.cuda.is_available():
+            gc.collect()  # the error and the frames that it came through hold each other, and activations
             torch.cuda.empty_cache()
         random.load_state_dict(before)

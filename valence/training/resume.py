@@ -69,6 +69,29 @@ class Earlier:
         else:
             full, rest = divmod(rows, was["train.batch_size"])
             before, after = full + (rest > 0 and not was["train.drop_last"]), self.prepared.steps_per_epoch
+        return self._behind(first, before, after)
+
+    @cached_property
+    def firsts(self) -> dict[str, int]:
+        """Likewise of the rows of each part of `mix`, by their name."""
+        if self.state is None:
+            return {}
+        saved, was = self.state["counters"]["firsts"], self.was["settings"]
+        found: dict[str, int] = {}
+        for i, part in enumerate(self.prepared.mixed):
+            size = was.get(f"mix.{i}.batch_size") or was["train.batch_size"]
+            if part.rows in self.changed:
+                found[part.rows] = self.step
+            elif size == part.sampler.batch_size:
+                found[part.rows] = saved.get(part.rows, 0)
+            else:
+                before, after = -(-len(part.sampler.units) // size), part.sampler.steps_per_epoch
+                found[part.rows] = self._behind(saved.get(part.rows, 0), before, after)
+        return found
+
+    def _behind(self, first: int, before: float, after: float) -> int:
+        """The step at which rows begin that have been gone through as far as they were, with so many steps an epoch before and
+        after."""
         return self.step - round((self.step - first) / before * after)
 
     @property
@@ -203,10 +226,13 @@ def take_up(run: Run, earlier: Earlier) -> None:
         what = f"the saved state is that of another optimizer or schedule ({error})"
         fix = "give those that the run began with, or start anew (`valence train RECIPE --fresh`)"
         raise UserError(what, where="checkpoint", fix=fix) from error
-    run.counters.first = earlier.first
+    counters, total = run.counters, run.counters.total
+    counters.first, counters.firsts, counters.total = earlier.first, earlier.firsts, run.total_steps
     _budget(run, earlier)
     _hyper(run, earlier, fresh, bases)
-    _selections(run, earlier)
+    _selections(run, earlier, longer=run.total_steps > total)
+    if run.rounds is not None:
+        run.rounds.take_up(earlier.changed)
     assert run.saver is not None
     if run.world.rank == 0:
         run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
@@ -233,9 +259,12 @@ def _hyper(run: Run, earlier: Earlier, fresh: Sequence[Mapping[str, Any]], bases
         group["lr"] = base * factor(run.scheduler.last_epoch)
 
 
-def _selections(run: Run, earlier: Earlier) -> None:
-    """The best evaluation so far is none when others follow that do not compare; a run that ended early is given another try."""
-    if earlier.folder.facts.get("ended_early"):
+def _selections(run: Run, earlier: Earlier, longer: bool) -> None:
+    """The best evaluation so far is none when others follow that do not compare. A run that ended early is given another try
+    where it is to go on: it is ``longer`` now than when it was saved, or ends for another reason."""
+    patience = earlier.was["settings"].get("run.early_stop.patience")
+    ended = patience is not None and run.early.since >= patience
+    if ended and (longer or any(name == "data.train" or name.startswith("run.early_stop") for name in earlier.changed)):
         run.early.since = 0
     if any(name == "data.eval" or name.startswith(("loss.", "eval.max_examples")) for name in earlier.changed):
         run.say_once("evaluations no longer compare with those before: the best so far is forgotten")

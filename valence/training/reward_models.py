@@ -111,7 +111,7 @@ class ModelScores:
 
 def as_example(completion: Completion) -> Demonstration:
     """A completion in the form in which rows of a reward model are: chat turns for a chat, text for text."""
-    prompt: Content = completion.prompt if isinstance(completion.prompt, str) else Chat(completion.prompt)
+    prompt: Content = completion.prompt if isinstance(completion.prompt, str) else Chat(completion.prompt, completion.tools)
     answer: Content = completion.text
     if isinstance(prompt, Chat):
         answer = Chat(({"role": "assistant", "content": completion.text},))

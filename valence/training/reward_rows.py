@@ -190,7 +190,7 @@ class _Reader:
     def _completion(self, row: Row, example: Any) -> Completion | Score:
         value = row.value
         if self.encoder is None or _is_sampled(value):
-            prompt = value.get("prompt") or ""
+            prompt, tools = value.get("prompt") or "", value.get("tools")
             return Completion(
                 prompt_id=content_id("prompt", Ids(tuple(value["prompt_ids"]))),
                 tokens=tuple(value["completion_ids"]),
@@ -202,6 +202,7 @@ class _Reader:
                 prompt=prompt if isinstance(prompt, str) else tuple(prompt),
                 rendered=value.get("rendered") or "",
                 info=value.get("info") or {},
+                tools=tuple(tools) if isinstance(tools, list) else (),
             )
         unit, tokenizer = self.encoder.encode(example), self.encoder.tokenizer
         if not hasattr(unit, "answers"):
@@ -218,6 +219,7 @@ class _Reader:
             prompt=content.messages if isinstance(content, Chat) else as_text(content, tokenizer),
             rendered=str(tokenizer.decode(list(unit.prompt_ids))),  # type: ignore[union-attr]
             info={name: each for name, each in value.items() if name not in read},
+            tools=content.tools if isinstance(content, Chat) else (),
         )
 
 

@@ -102,10 +102,9 @@ def passes(run: Run) -> Iterator[list[Encoded]]:
 
 def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]]]:
     """Units of steps and of all that is measured with what they train, and those that follow in their epoch."""
-    samplers = [(run.objective, run.sampler)] if run.sampler else []
-    samplers += [(objective, part.sampler) for part, objective in run.mixed]
-    for objective, sampler in samplers:
-        first = run.counters.first
+    samplers = [(run.objective, run.sampler, run.counters.first)] if run.sampler else []
+    samplers += [(objective, part.sampler, run.counters.firsts.get(part.rows, 0)) for part, objective in run.mixed]
+    for objective, sampler, first in samplers:
         for step in range(run.step, run.total_steps) if objective.reference else ():
             ours, following = sampler.step(step - first)
             yield objective, [sampler.units[i] for i in ours], map(sampler.units.__getitem__, following)

@@ -48,9 +48,11 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Part:
-    """What `mix` adds to every step: a method, and examples of its own. ``name``: of its numbers in the log."""
+    """What `mix` adds to every step: a method, and examples of its own. ``name``: of its numbers in the log; ``rows``: of its
+    corpus."""
 
     name: str
+    rows: str
     method: Method
     settings: Mapping[str, Any]
     weight: float
@@ -83,6 +85,7 @@ class Prepared:
         return tuple(
             Part(
                 part.method if names.count(part.method) == 1 else f"{part.method}{i}",
+                _mix(i),
                 method_of(part.method),
                 part.loss,
                 part.weight,

@@ -17,11 +17,14 @@ from valence.report.metrics import Meter
 @dataclass
 class Counters:
     """Where a run stands. ``settled``: the step up to which evaluations are made and the log is written (-1: not even for the
-    start). ``first``: the step at which the present rows began; their order starts there."""
+    start). ``first``: the step at which the present rows began; their order starts there. ``firsts``: likewise of rows that `mix`
+    adds, by their name, where it is not 0. ``total``: steps in all, as far as the run was to go."""
 
     step: int = 0
     settled: int = -1
     first: int = 0
+    firsts: dict[str, int] = field(default_factory=dict[str, int])
+    total: int = 0
     tokens_seen: int = 0
     examples_seen: int = 0
     skipped_in_a_row: int = 0

@@ -35,6 +35,11 @@ def broken(completions: Sequence[Completion], **_: Any) -> list[float]:
     raise RuntimeError("no judge today")
 
 
+def of_tools(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """How many tools the prompt has."""
+    return [float(len(each.tools)) for each in completions]
+
+
 def of_info(completions: Sequence[Completion], **_: Any) -> list[float]:
     """1 where what comes with the prompt says so."""
     return [float(each.info["wanted"] == each.index) for each in completions]

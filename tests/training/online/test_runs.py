@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,14 @@ import pytest
 import torch
 
 import valence
+from tests.tiny import tiny_tokenizer
 from tests.training.online.rig import PROMPTS, logged, make, recipe
 from tests.training.resuming import killed, train, weights
+from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
 from valence.rollout import HFGenerator
 from valence.training.methods import ONLINE, method_of
+from valence.training.online.rounds import Rounds
 
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
 METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
@@ -69,6 +73,66 @@ def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int
     (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
     run, _ = train(recipe(place, **how), allow=[name])
     assert (run.counters.first, run.total_steps) == (first, total)
+
+
+def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the rest of a round of the old ones trained on."""
+    settings = recipe(place, rollout={"epochs": 2}, train={"max_steps": None, "epochs": 1.0}, data={"eval": []}, eval={})
+    killed(settings, 2)
+    rows = [{**row, "prompt": [{"role": "user", "content": f"now say {k}"}]} for k, row in enumerate(PROMPTS)]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    taken: list[str] = []
+    take = Rounds._take
+
+    def spied(rounds: Rounds, count: int) -> Any:
+        found = take(rounds, count)
+        taken.extend(each.unit.id for each in found)
+        return found
+
+    monkeypatch.setattr(Rounds, "_take", spied)
+    run, _ = train(settings, allow=["data.train"])
+    assert run.step == run.total_steps
+    assert run.counters.first == 1
+    assert len(set(taken[:7])) == 7
+
+
+def test_answers_are_trained_on_at_the_temperature_at_which_they_were_measured(place: Path) -> None:
+    """A round in flight is let go when that is changed."""
+    killed(recipe(place, rollout={"epochs": 2}), 2)
+    assert [row["rounds"] for row in logged(place)[1:]] == [1, 1]
+    train(recipe(place, rollout={"epochs": 2, "temperature": 0.7}), allow=["rollout.temperature"])
+    assert [row["rounds"] for row in logged(place)[1:]] == [1, 2, 2, 3, 3, 4]
+
+
+@pytest.mark.parametrize(("before", "after", "steered"), [
+    ({}, {"kl_target": 0.5}, True), ({"kl_target": 0.5}, {}, False),
+    ({"kl_target": 0.5}, {"kl_target": 0.5, "kl_beta": 0.2}, True),
+])  # fmt: skip
+def test_what_steers_the_price_of_divergence_may_change(
+    before: dict[str, float], after: dict[str, float], steered: bool, place: Path
+) -> None:
+    killed(recipe(place, "ppo", loss=before), 3)
+    run, _ = train(recipe(place, "ppo", loss=after), allow=["loss"])
+    rows = [row for row in logged(place) if row["step"] > 2]
+    assert ["kl_beta" in row for row in rows] == [steered] * len(rows)
+    assert run.rounds is not None
+    assert (run.rounds.kl_beta is not None) is steered
+    if "kl_beta" in after:
+        assert rows[0]["kl_beta"] == pytest.approx(0.2, rel=0.05)  # from where it is now said to begin
+
+
+def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its answers were sampled at: of its model and its reference alike."""
+    monkeypatch.chdir(place)
+    train(recipe(place, model={"lora": None}, rollout={"temperature": 0.5}, train={"max_steps": 1}))
+    write("rows.jsonl", FILES["preference"])
+    found: dict[str, list[dict[str, float]]] = {}
+    for name in ("run", "run/model", "model"):
+        score("rows.jsonl", target=name, out="out.jsonl")
+        found[name] = [answer for line in read("out.jsonl") for answer in line["valence"]["answers"]]
+        Path("out.jsonl").unlink()
+    assert [a["logp"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["run/model"]], abs=1e-3)
+    assert [a["ref"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["model"]], abs=1e-3)
 
 
 def test_a_policy_that_has_gone_bad_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,6 +214,18 @@ def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
     assert len(PROMPTS) == logged(place)[0]["prompts"]
 
 
+def test_the_tools_of_a_prompt_reach_the_reward(place: Path) -> None:
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.save_pretrained(place / "model")
+    rows = [{**row, "tools": [{"name": "clock"}] * (k % 2)} for k, row in enumerate(PROMPTS[:6])]
+    (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    reward = "tests.training.online.rewards:of_tools"
+    settings = recipe(place, reward=reward, rollout={"num_rollouts": 2}, train={"batch_size": 6, "max_steps": 1})
+    train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
+
+
 def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     run, _ = train(recipe(place, train={"max_steps": 1}))
     found = run.evaluate()
@@ -162,6 +238,7 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
 @pytest.mark.parametrize(("changes", "said"), [
     ({"method": "dpo"}, "learns from the answers of its rows"),
     ({"method": "online_kto", "loss": {"class_weights": "auto"}}, "is not known before they are judged"),
+    ({"method": "ppo", "loss": {"kl_target": 0.5, "kl_beta": 0.0}}, "0 stays 0"),
     ({"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}}, "not with a GGUF file"),
     ({"method": "rejection", "reward": []}, "nothing judges them"),
     ({"rollout": {"num_rollouts": 1}}, "one has nothing to be compared with"),

@@ -241,6 +241,7 @@ class Collector:
             versions=tuple(versions), index=index,
             prompt=content.messages if isinstance(content, Chat) else as_text(content, tokenizer),
             rendered=str(tokenizer.decode(list(asked.unit.prompt_ids))), info=asked.prompt.info,
+            tools=content.tools if isinstance(content, Chat) else (),
         )  # fmt: skip
 
     def scores(self, answers: Sequence[Sequence[Completion]], tally: Tally) -> list[list[Score]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -200,9 +200,21 @@ class Rounds:
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.done, self.consumed, self.kl_beta = state["done"], state["consumed"], state["kl_beta"]
+        self.done, self.consumed = state["done"], state["consumed"]
+        if self.kl_beta is not None and state["kl_beta"] is not None:  # else it is not adapted, or was not until now
+            self.kl_beta = state["kl_beta"]
         self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
         self._packed = state["units"]
+
+    def take_up(self, changed: Collection[str]) -> None:
+        """After settings or rows have changed, by name: what no longer holds of the saved state."""
+        if "data.train" in changed:
+            self.consumed = 0
+        if "data.train" in changed or "rollout.temperature" in changed:  # at which the round in flight was measured
+            self.steps = []
+            self._hold([])
+        if "loss.kl_beta" in changed and self.kl_beta is not None:
+            self.kl_beta = self.run.recipe.loss["kl_beta"]
 
 
 def asked_of(unit: Encoded, example: Any) -> Asked:

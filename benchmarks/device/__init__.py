@@ -1,0 +1,1 @@
+"""What a training step takes on the device that is here, beside what the device can do."""

@@ -1,0 +1,72 @@
+"""Servers near and far, where the environment names a proxy."""
+
+from __future__ import annotations
+
+import socketserver
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.reward.kit import answers, error, reward, values
+from tests.reward.kit import server as reward_server
+from tests.rollout.client import PROMPTS, Words
+from tests.rollout.fake import END, serving
+from tests.rollout.test_openai import Completions
+from valence.errors import UserError
+from valence.rollout.openai import OpenAIGenerator
+from valence.rollout.protocol import Sampling
+from valence.rollout.wire import Lost, Wire
+
+
+@pytest.fixture(params=["HTTP_PROXY", "ALL_PROXY"])
+def asked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """First lines of what a proxy was asked, which it never answers."""
+    lines: list[str] = []
+
+    class Proxy(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            lines.append(self.rfile.readline().decode().strip())
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy) as proxy:
+        threading.Thread(target=proxy.serve_forever, args=(0.01,), daemon=True).start()
+        for name in ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+            monkeypatch.delenv(name.lower(), raising=False)
+        for name in {request.param, "HTTPS_PROXY"}:
+            monkeypatch.setenv(name, f"http://127.0.0.1:{proxy.server_address[1]}")
+        monkeypatch.setenv("NO_PROXY", "near.invalid")
+        yield lines
+        proxy.shutdown()
+
+
+def test_what_is_near_is_asked_directly(asked: list[str]) -> None:
+    with serving(Completions(speaks=True)) as fake:
+        sampler = OpenAIGenerator(fake.url, Words(), end_ids=[END], timeout=5.0)  # type: ignore[arg-type]
+        assert len(sampler.generate(PROMPTS, 1, Sampling(seed=1))) == 2
+        assert Wire(fake.url, 5.0).healthy()
+    with reward_server() as told:
+        assert values(reward(told.url), answers(2)) == [0.0, 1.0]
+    assert asked == []
+
+
+@pytest.mark.parametrize(("name", "value"), [
+    ("ALL_PROXY", "socks5://127.0.0.1:9"), ("ALL_PROXY", "socks://127.0.0.1:9"), ("NO_PROXY", "localhost,[::1]"),
+    ("SSL_CERT_FILE", "nowhere.pem"),
+])  # fmt: skip
+def test_what_cannot_be_used_matters_to_what_is_far_alone(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with serving(Completions(speaks=True)) as fake, reward_server() as told:
+        assert Wire(fake.url, 5.0).healthy()
+        assert values(reward(told.url), answers(1)) == [0.0]
+    with pytest.raises(UserError, match=r"proxies or certificates(.|\n)*unset them"):
+        Wire("https://far.invalid", 5.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*it is asked again, or another one:UserWarning")
+def test_what_is_far_is_asked_through_the_proxy(asked: list[str]) -> None:
+    with pytest.raises(Lost):
+        Wire("https://far.invalid", 5.0).get("/v1/models")
+    assert asked == ["CONNECT far.invalid:443 HTTP/1.1"]
+    error(reward("https://far.invalid/get_reward", retries=0), answers(1))
+    assert asked[1:] == ["CONNECT far.invalid:443 HTTP/1.1"]
