@@ -77,7 +77,7 @@ def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int
 
 def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the rest of a round of the old ones trained on."""
-    settings = recipe(place, rollout={"epochs": 2}, train={"max_steps": None, "epochs": 1.0}, data={"eval": []}, eval={})
+    settings = recipe(place, rollout={"epochs": 2}, train={"max_steps": None, "epochs": 1.0})
     killed(settings, 2)
     rows = [{**row, "prompt": [{"role": "user", "content": f"now say {k}"}]} for k, row in enumerate(PROMPTS)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
