@@ -42,6 +42,20 @@ TOGETHER = ("dist", "real", "vllm", "site")
 """Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share something large."""
 
 
+LONG = ("docs/scale.md", "README.md", "docs/resume.md", "test_trackers.py", "test_crash.py", "test_faults.py")
+"""Of tests that take long. They begin before others, so that no worker has one of them left when the other is done."""
+
+
+class _Order:
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        items.sort(key=lambda item: not any(name in item.nodeid for name in LONG))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Order())
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:

@@ -33,8 +33,9 @@ from valence.engine.compiling import compile_layers, why_not
 from valence.engine.digest import Digests
 from valence.engine.gradients import clear
 from valence.engine.head import Head
-from valence.engine.models import best_device, build_policy
+from valence.engine.models import build_policy
 from valence.engine.shape import shape_of
+from valence.training.build import best_device
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Batch

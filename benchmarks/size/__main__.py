@@ -26,7 +26,8 @@ from benchmarks.step.stage import save_models
 from valence.data.pack import collate
 from valence.engine.compiling import compile_layers, why_not
 from valence.engine.logprobs import Engine
-from valence.engine.models import best_device, build_policy, load_model
+from valence.engine.models import build_policy, load_model
+from valence.training.build import best_device
 from valence.types import Answer, Batch, Encoded, Origin
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
