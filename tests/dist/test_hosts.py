@@ -55,7 +55,7 @@ class Place:
 
     def train(self, hosts: Hosts, run: Path) -> None:
         started = self.start(hosts, run)
-        for process, said in [(process, process.communicate(timeout=120)[0]) for process in started]:
+        for process, said in [(process, process.communicate(timeout=240)[0]) for process in started]:
             assert process.returncode == 0, said
 
 
