@@ -11,6 +11,7 @@ Exit status: 0 all figures held, 1 some fell short.
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -20,13 +21,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3ForCausalLM
 
 from benchmarks.step import THREADS
 from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
 from benchmarks.step.floor import work_of
 from benchmarks.step.memory import peak_above_idle
-from benchmarks.step.stage import MAX_LENGTH, draw_sets
+from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
 from valence.dist.single import Single
 from valence.engine import speed
 from valence.engine.compiling import compile_layers, why_not
@@ -55,17 +56,17 @@ CASES = (
 
 @dataclass
 class Known:
-    """A reference whose values are at hand, as those in a cache are: each token of the vocabulary is as likely."""
+    """A reference whose values (nats, [T]) are at hand, as those in a cache are: each token of the vocabulary is as likely."""
 
     vocabulary: int
     name: str = "known"
     precision: torch.dtype = torch.bfloat16
 
     def digests(self) -> Digests:
-        raise NotImplementedError
+        return Digests(self.name, self.name)
 
     def __call__(self, batch: Batch) -> Tensor:
-        return torch.where(batch.mask, -float(torch.tensor(float(self.vocabulary)).log()), 0.0)
+        return torch.where(batch.mask, -math.log(self.vocabulary), 0.0)
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
@@ -98,7 +99,7 @@ def ceilings(device: torch.device) -> float:
 
 
 def head(shape: Shape, tokens: int, device: torch.device) -> float:
-    """Seconds of the head, forward and backward, over those of its three bare products."""
+    """Seconds of the head over so many ``tokens``, forward and backward, divided by those of its three bare products."""
     layer = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)
     hidden = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
     target = torch.randint(0, shape.vocabulary, (tokens,), device=device)
@@ -160,13 +161,8 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
 def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
     """Random weights in float32, products in bfloat16, layers compiled where they can be."""
     torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
     with torch.device(device):
-        model = Qwen3ForCausalLM(config)
+        model = Qwen3ForCausalLM(config_of(shape))
     policy = build_policy(model, dtype=torch.bfloat16, checkpointing="full" if recomputed else "off")
     if not why_not(policy.device):
         compile_layers(policy)

@@ -38,17 +38,21 @@ class Models:
         return self.scorer if case.of_scores else self.policy
 
 
-def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.1) -> Models:
-    """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:
-    how far the reference is from the policy, as a share of each matrix's spread. A tenth leaves few tokens at the edge of
-    GRPO's clipping, where the rounding of bfloat16 logits would decide."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
+def config_of(shape: Shape) -> Qwen3Config:
+    return Qwen3Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
         max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
         num_labels=1,
     )  # fmt: skip
+
+
+def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.1) -> Models:
+    """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:
+    how far the reference is from the policy, as a share of each matrix's spread. A tenth leaves few tokens at the edge of
+    GRPO's clipping, where the rounding of bfloat16 logits would decide."""
+    torch.manual_seed(0)
+    config = config_of(shape)
     model = Qwen3ForCausalLM(config).bfloat16()
     matrices = [weights for weights in model.parameters() if weights.ndim > 1]
     models = Models(shape, *(folder / name for name in ("policy", "reference", "scorer")), folder / "adapter" if lora else None)

@@ -106,11 +106,10 @@ def test_what_is_not_a_number_stays_in_its_sequence(
         torch.testing.assert_close(ours[:, :, rows], before[:, :, rows])
 
 
-def up(rows: int) -> int:
-    return rows + -rows % 16
+FILLS = {"not filled": int, "filled up": partial(filled, device="cpu")}
 
 
-@pytest.mark.parametrize("fill", [int, up])
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @pytest.mark.parametrize("way", WAYS)
 @few
 @given(forests(segments=6, longest=20), st.sampled_from([0, 3]), st.integers(0, 5))
@@ -139,7 +138,7 @@ def test_a_second_pass_over_what_the_first_one_kept(
     torch.testing.assert_close(found[1], whole[:, parts.rest])
 
 
-@pytest.mark.parametrize("fill", [int, up])
+@pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @few
 @given(forests(segments=7, longest=30), st.integers(0, 6))
 def test_the_masks_for_cuda_say_what_is_seen(fill: Callable[[int], int], segments: Segments, number: int) -> None:
