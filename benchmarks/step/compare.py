@@ -11,7 +11,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from benchmarks.step import THREADS
 from benchmarks.step.cases import TINY, Case, Lengths, Shape
-from benchmarks.step.measure import FULL, QUICK, exact, measured
+from benchmarks.step.measure import FULL, QUICK, Result, exact, measured
 from benchmarks.step.peer import Peer
 from benchmarks.step.report import table, verdict
 from benchmarks.step.stage import Models, save_models
@@ -42,12 +42,10 @@ def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) 
     if not far <= EXACT_BAR:
         print("no time is shown: the sides do not compute the same. short")
         return 1
-    plan, results = QUICK if quick else FULL, []
+    plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:
         results.append(measured(case, models(case.shape, case.lora), peer, scratch / "values", plan))
         print(table(results[-1]), flush=True)
-        if quick:  # one case's memory is enough
-            plan = replace(plan, memory=False)
     line, held = verdict(results)
     print(f"\n{line}")
     return 0 if held else 1

@@ -19,7 +19,7 @@ from benchmarks.step.cases import Case, Shape
 from benchmarks.step.ours import mismatched
 from valence.types import Encoded
 
-REPEATS = 3
+REPEATS = 2
 GRAIN = 128  # tokens: rates are measured at multiples of it
 RANK = 16  # of an adapter
 
@@ -36,14 +36,10 @@ class Work:
     mean: int
 
 
-def floor(case: Case, sets: list[list[Encoded]]) -> float:
-    """Seconds that a step of these units cannot do without, on average over the sets, at the rates of now."""
+def floor(case: Case, units: list[Encoded]) -> float:
+    """Seconds that a step of these units cannot do without, at the rates of now."""
     linear_seconds.cache_clear()
     attention_seconds.cache_clear()
-    return sum(_of_step(case, units) for units in sets) / len(sets)
-
-
-def _of_step(case: Case, units: list[Encoded]) -> float:
     shape, work = case.shape, work_of(case, units)
     trained, measured = work.layers
     total = 0.0

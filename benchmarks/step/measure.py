@@ -16,11 +16,13 @@ from benchmarks.step.floor import floor
 from benchmarks.step.ours import Figures, Ours, apart
 from benchmarks.step.peer import Peer
 from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
+from valence.types import Encoded
 
 TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in another precision."""
 PROBES = 2  # steps by which the fastest way is found
-DEFAULTS_SETS = 1  # TRL at its defaults is measured once, on the first set alone: a step of it takes as long as ten others
+DEFAULTS_SETS = 1  # TRL at its defaults is timed once, on the largest set alone: a step of it takes as long as ten others
+FEWEST_PROMPTS = 2  # of all sets together, so that lengths are spread at all
 
 
 class Way(NamedTuple):
@@ -64,20 +66,34 @@ class Theirs:
 
 
 @dataclass(frozen=True)
+class Floor:
+    """The least that a step can take, measured in turn with the steps: the machine's rates change with the minutes."""
+
+    case: Case
+    sets: list[list[Encoded]]
+
+    def step(self, number: int, *, memory: bool = False) -> Figures:
+        return Figures(loss=0.0, grad_norm=0.0, seconds=floor(self.case, self.sets[number]))
+
+
+@dataclass(frozen=True)
 class Plan:
-    """How much is measured. ways: those of which TRL at its best takes the fastest. all_sides: TRL with compiled layers and at
-    its defaults too, and every side with activation checkpointing."""
+    """How much is measured. steps: timed ones of each side, at least. ways: those of which TRL at its best takes the fastest.
+    all_sides: TRL with compiled layers and at its defaults too, and memory, with and without activation checkpointing."""
 
     sets: int
-    rounds: int
-    memory: bool
+    steps: int
     all_sides: bool
     ways: tuple[Way, ...]
 
+    def drawn(self, case: Case) -> list[list[Encoded]]:
+        """The rows of the case's steps, those that take the most memory first."""
+        return sorted(draw_sets(case, max(self.sets, FEWEST_PROMPTS // case.prompts)), key=padded_tokens, reverse=True)
+
 
 # In quick runs only the precision that full ones find the faster.
-QUICK = Plan(sets=1, rounds=2, memory=True, all_sides=False, ways=(Way("bfloat16"),))
-FULL = Plan(sets=2, rounds=3, memory=True, all_sides=True, ways=(Way("mixed"), Way("bfloat16")))
+QUICK = Plan(sets=1, steps=2, all_sides=False, ways=(Way("bfloat16"),))
+FULL = Plan(sets=2, steps=8, all_sides=True, ways=(Way("mixed"), Way("bfloat16")))
 
 
 @dataclass
@@ -102,7 +118,7 @@ class Result:
     way: Way
     ours: Side
     others: dict[str, Side]
-    floor: float = 0.0
+    floor: Side = field(default_factory=lambda: Side("floor"))
     agreement: float = 0.0
     differ: str = ""
     left_out: list[str] = field(default_factory=list[str])
@@ -113,9 +129,10 @@ class Result:
         pairs = zip(self.ours.seconds, other.seconds, strict=False)
         return Spread.of([sum(theirs) / sum(mine[: len(theirs)]) for mine, theirs in pairs])
 
-    @property
-    def share(self) -> float:
-        return self.floor / self.ours.per_step().median
+    def share(self, side: Side) -> float:
+        """How much of what a side took was the floor of the same round."""
+        pairs = zip(self.floor.seconds, side.seconds, strict=True)
+        return median(sum(least) / sum(seconds) for least, seconds in pairs)
 
     def memory(self, which: str) -> float | None:
         """Valence's peak over that of TRL at its best. which: peak or checkpointed."""
@@ -126,46 +143,40 @@ class Result:
 def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> Result:
     """All figures of one case."""
     torch.compiler.reset()  # it counts the programs of all models of a process, and gives up at the eighth
-    sets = draw_sets(case, plan.sets)
+    sets = plan.drawn(case)
     mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
-    peer.ask("rows", sets=[mine.rows(number) for number in range(plan.sets)])
-    wanted = [mine.step(number) for number in range(plan.sets)]  # this also compiles
+    peer.ask("rows", sets=[mine.rows(number) for number in range(len(sets))])
+    wanted = [mine.step(number) for number in range(len(sets))]  # this also compiles
     way, best, left_out = fastest(peer, case, models, plan.ways, wanted)
-    sides: dict[str, Steps] = {"ours": mine, "best": best}
+    sides: dict[str, Steps] = {"ours": mine, "floor": Floor(case, sets), "best": best}
     result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out)
     # Bars are held against TRL without a compiler, as they were set; with one, which PyTorch's needs, it is shown beside.
     if plan.all_sides and shutil.which("g++"):
         compiled = way._replace(compiled=True)
         sides["compiled"] = load(peer, "compiled", case, models, compiled)
         result.others["compiled"] = Side(f"TRL best ({compiled})")
-    result.floor = floor(case, sets)
     if plan.all_sides:
         sides["defaults"] = load(peer, "defaults", case, models, Way("mixed"), best=False)
         result.others["defaults"] = Side("TRL defaults")
     if case.apart:
         split = [apart(units) for units in sets]
         sides["apart"] = alone = Ours(case, models, split, cache, dtype=torch.bfloat16, checkpointing=False)
-        for number in range(plan.sets):
+        for number in range(len(sets)):
             alone.rows(number)
         result.others["apart"] = Side("Valence, nothing shared")
-    agree(result, wanted, sides, plan)
+    agree(result, wanted, sides)
     if result.differ:
         return result
-    times(result, sides, plan)
-    result.floor = min(result.floor, floor(case, sets))  # of a moment in which the machine was not slow
-    largest = max(range(plan.sets), key=lambda number: padded_tokens(sets[number]))
-    for name, steps in sides.items() if plan.memory else ():
-        peak = steps.step(largest, memory=True).peak
-        if name == "defaults":  # which recompute activations
-            result.others[name].checkpointed = peak
-        else:
-            (result.ours if name == "ours" else result.others[name]).peak = peak
+    times(result, sides, plan.steps // len(sets), len(sets))
+    for name, steps in sides.items() if plan.all_sides else ():
+        if name not in ("floor", "defaults"):
+            (result.ours if name == "ours" else result.others[name]).peak = steps.step(0, memory=True).peak
     if plan.all_sides:
         torch.compiler.reset()
         saving = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
-        result.ours.checkpointed = warm_peak(saving, largest)
+        result.ours.checkpointed = warm_peak(saving)
         saving_too = load(peer, "checkpointed", case, models, Way(way.precision), checkpointing=True)
-        result.others["best"].checkpointed = warm_peak(saving_too, largest)
+        result.others["best"].checkpointed = warm_peak(saving_too)
     return result
 
 
@@ -216,14 +227,16 @@ def relative(one: float, other: float) -> float:
     return abs(one - other) / max(abs(one), abs(other), 1e-9)
 
 
-def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps], plan: Plan) -> None:
+def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> None:
     """Notes how far losses and gradient norms are from Valence's ``wanted``, on every set. This also warms every side up.
     TRL with compiled layers, on which no bar is set, is left out where its programs round it elsewhere than TRL without them."""
     for number, mine in enumerate(wanted):
         for name in ("best", "compiled", "defaults"):
             if name not in sides or (name == "defaults" and number >= DEFAULTS_SETS):
                 continue
-            other = sides[name].step(number)
+            other = sides[name].step(number, memory=name == "defaults")
+            if other.peak:  # TRL's defaults recompute activations
+                result.others[name].checkpointed = other.peak
             why = disagreement([mine], [other], number)
             if why and name == "compiled":
                 result.left_out.append(f"{result.others.pop(name).name}, {why}")
@@ -237,23 +250,24 @@ def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps], plan: 
             sides["apart"].step(number)
 
 
-def times(result: Result, sides: dict[str, Steps], plan: Plan) -> None:
+def times(result: Result, sides: dict[str, Steps], rounds: int, sets: int) -> None:
     """The rounds. In every other one the sides come in the opposite order."""
-    for turn in range(plan.rounds):
+    of = {"ours": result.ours, "floor": result.floor, **result.others}
+    for turn in range(rounds):
         taken: dict[str, list[float]] = {name: [] for name in sides}
-        for number in range(plan.sets):
+        for number in range(sets):
             for name in list(sides)[:: 1 if turn % 2 == 0 else -1]:
                 if name != "defaults" or (turn == 0 and number < DEFAULTS_SETS):
                     taken[name].append(sides[name].step(number).seconds)
         for name, seconds in taken.items():
             if seconds:
-                (result.ours if name == "ours" else result.others[name]).seconds.append(seconds)
+                of[name].seconds.append(seconds)
 
 
-def warm_peak(steps: Steps, number: int) -> float:
-    """Peak memory (MB above idle) of a step that another of its size went before."""
-    steps.step(number)
-    return steps.step(number, memory=True).peak
+def warm_peak(steps: Steps) -> float:
+    """Peak memory (MB above idle) of the largest step, behind another of its size."""
+    steps.step(0)
+    return steps.step(0, memory=True).peak
 
 
 def exact(cases: tuple[Case, ...], models_of: Callable[[Case], Models], peer: Peer, cache: Path) -> tuple[float, str]:

@@ -37,17 +37,17 @@ def table(result: Result) -> str:
     title = f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, {case.shape.name} model"
     if result.differ:
         return f"{title}\n  no time is shown, the sides do not compute the same: {result.differ}"
-    lines = [f"{title}; losses and gradient norms agree to {result.agreement:.0e}", HEAD, _line(result.ours, None, result.floor)]
-    lines += [_line(side, result.ratio(name), result.floor) for name, side in result.others.items()]
+    lines = [f"{title}; losses and gradient norms agree to {result.agreement:.0e}", HEAD, _line(result, result.ours, None)]
+    lines += [_line(result, side, result.ratio(name)) for name, side in result.others.items()]
     lines += [f"  left out, rounding leads it elsewhere: {why}" for why in result.left_out]
     return "\n".join(lines)
 
 
-def _line(side: Side, ratio: Spread | None, floor: float) -> str:
+def _line(result: Result, side: Side, ratio: Spread | None) -> str:
     step = side.per_step()
     faster = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
     # The floor is that of all sets, which a side that ran on some of them alone has no share of.
-    share = f"{floor / step.median:9.2f}" if len(side.seconds) > 1 else f"{'':9}"
+    share = f"{result.share(side):9.2f}" if len(side.seconds) == len(result.floor.seconds) else f"{'':9}"
     peaks = f"{_megabytes(side.peak):>9}{_megabytes(side.checkpointed):>11}"
     return f"  {side.name:30}{step.median:8.3f} {_range(step)}{faster}{share}{peaks}"
 
@@ -65,7 +65,7 @@ def figures(results: list[Result]) -> list[Figure]:
     found = [Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar) for r in results if r.case.bar]
     good = [r for r in results if r.case.bar and not r.differ]
     if good:
-        found.append(Figure("floor", min(r.share for r in good), FLOOR_BAR))
+        found.append(Figure("floor", min(r.share(r.ours) for r in good), FLOOR_BAR))
     for name, which, bar in (("memory", "peak", MEMORY_BAR), ("recomputed", "checkpointed", CHECKPOINTED_BAR)):
         shares = [share for r in good if (share := r.memory(which)) is not None]
         if shares:

@@ -47,10 +47,10 @@ def config_of(shape: Shape) -> Qwen3Config:
     )  # fmt: skip
 
 
-def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.1) -> Models:
+def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.05) -> Models:
     """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:
-    how far the reference is from the policy, as a share of each matrix's spread. A tenth leaves few tokens at the edge of
-    GRPO's clipping, where the rounding of bfloat16 logits would decide."""
+    how far the reference is from the policy, as a share of each matrix's spread. A twentieth leaves next to no token at the
+    edge of GRPO's clipping, where the rounding of bfloat16 logits would decide."""
     torch.manual_seed(0)
     config = config_of(shape)
     model = Qwen3ForCausalLM(config).bfloat16()
