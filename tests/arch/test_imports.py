@@ -133,6 +133,18 @@ def test_what_needs_no_tensors_waits_for_no_torch(code: str) -> None:
     assert not loaded & {"torch", "transformers", *HEAVY}
 
 
+@pytest.mark.parametrize("words", [
+    "train recipe.yaml", "resume .", "evaluate .", "score recipe.yaml", "sample . --prompt so", "export . model"
+])  # fmt: skip
+def test_who_only_starts_processes_waits_for_no_torch(words: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}")
+    place = f"import os, valence.cli; from valence.dist import launch; os.chdir({str(tmp_path)!r}); "
+    noted = "launch.launch = lambda *_: len(sys.modules.setdefault('launched', sys).argv) and 0; "
+    loaded = modules_after(f"{place}{noted}sys.argv = {['valence', *words.split(), '--nproc', '2']}; valence.cli.main()")
+    assert "launched" in loaded
+    assert not loaded & {"torch", "transformers", *HEAVY}
+
+
 def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
     loaded = modules_after("import valence.api")
     assert "torch" in loaded

@@ -116,11 +116,11 @@ def sample(
 ) -> None:
     """Answer prompts with a model: on the terminal, or into a file that `valence score` and `valence train` read. Stopped, it
     goes on where it was."""
-    from valence.training.sample_rows import Draws, answers, sample_rows
-
-    draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
     asked = {"data": data or [], "questions": prompt or [], "overrides": overrides or [], "at": _at(step)}
     with processes(nproc) as group, stoppable():
+        from valence.training.sample_rows import Draws, answers, sample_rows
+
+        draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
         if out:
             files = {"fresh": fresh, "append": append, "quiet": quiet, "command": command_line()}
             sample_rows(target, out, draws, **asked, **files, console=console, group=group)
@@ -139,10 +139,10 @@ def export(
     nproc: Nproc = None,
 ) -> None:
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
-    from valence.dist.together import by_first
-    from valence.training.finish import write_model
-
     with processes(nproc) as group:
+        from valence.dist.together import by_first
+        from valence.training.finish import write_model
+
         by_first(group, partial(_check_can_be_made, to))
         run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)

@@ -100,7 +100,7 @@ def resume(
 ) -> None:
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
     must_be_open(as_json)
-    from valence.training.restore import place_of_run
+    from valence.report.runs import place_of_run
 
     if any(each.split("=")[0] == "run.dir" for each in overrides or []):
         raise UserError("a run goes on where it is", where="run.dir", fix="move the folder, and name it")

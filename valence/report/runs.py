@@ -1,4 +1,4 @@
-"""The runs below a folder: where each stands, for `valence runs`."""
+"""The runs below a folder: where each stands, for `valence runs`; what says how one was started. Nothing here loads torch."""
 
 from __future__ import annotations
 
@@ -223,3 +223,25 @@ def _newest_checkpoint(folder: Path) -> int | None:
     except OSError:
         return None
     return max(steps, default=None)
+
+
+def config_of(run_dir: Path) -> Path:
+    """The recipe that a run keeps. Raises UserError when the folder holds no run."""
+    config = run_dir / "config.yaml"
+    if not config.is_file():
+        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
+    return config
+
+
+def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
+    """The recipe of a run, and the folder that it was started from, against which its paths are meant. Raises UserError when the
+    folder holds no run."""
+    if not run_dir.is_dir():
+        what = "this is a file" if run_dir.exists() else "there is no such folder"
+        raise UserError(what, where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`")
+    recipe = config_of(run_dir)
+    try:
+        place = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["cwd"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return recipe, None  # damaged: what a checkpoint says of the run is used
+    return recipe, Path(place) if isinstance(place, str) else None

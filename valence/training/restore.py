@@ -17,6 +17,7 @@ from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first
 from valence.errors import UserError
+from valence.report.runs import config_of
 from valence.training.build import build_models
 from valence.training.loop import Run
 from valence.training.methods import Method, method_in, method_of
@@ -63,10 +64,10 @@ def restore(
     UserError when the folder holds no run.
     """
     world = group or Single()
-    source = load_recipe(_config_of(run_dir), overrides, method_of=method_of, training=False)
+    source = load_recipe(config_of(run_dir), overrides, method_of=method_of, training=False)
     if world.size % source.recipe.parallel.tensor:  # it was trained by more processes than are there to look at it
         ours = [*overrides, "parallel.tensor=1"]
-        source = load_recipe(_config_of(run_dir), ours, method_of=method_of, training=False)
+        source = load_recipe(config_of(run_dir), ours, method_of=method_of, training=False)
     place = Path(by_first(world, lambda: str(_checkpoint(run_dir, at).path)))
     state = store.load(place, shards.read, HEAVY)
     policy, reference = build_models(prepared := prepare(source), group=world)
@@ -79,28 +80,7 @@ def restore(
 
 def method_of_run(run_dir: Path) -> Method:
     """What a run trains with. Raises UserError when the folder holds no run."""
-    return method_in(load_recipe(_config_of(run_dir), method_of=method_of, training=False).recipe)
-
-
-def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
-    """The recipe of a run, and the folder that it was started from, against which its paths are meant. Raises UserError when the
-    folder holds no run."""
-    if not run_dir.is_dir():
-        what = "this is a file" if run_dir.exists() else "there is no such folder"
-        raise UserError(what, where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`")
-    recipe = _config_of(run_dir)
-    try:
-        place = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["cwd"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return recipe, None  # damaged: what a checkpoint says of the run is used
-    return recipe, Path(place) if isinstance(place, str) else None
-
-
-def _config_of(run_dir: Path) -> Path:
-    config = run_dir / "config.yaml"
-    if not config.is_file():
-        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
-    return config
+    return method_in(load_recipe(config_of(run_dir), method_of=method_of, training=False).recipe)
 
 
 def _read(path: Path) -> dict[str, Any]:
