@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from valence.reward import reward_of
 from valence.reward.cache import key_of
 from valence.reward.combine import Combined
 from valence.training.reward_models import reward_model
+from valence.types import Completion
 
 
 @pytest.fixture
@@ -50,11 +51,11 @@ TURNS = ({"role": "user", "content": "What is the capital of France?"},)
 GIVEN = [answer(" Paris", "The capital is"), answer("It is Paris.", TURNS), answer(" Lyon or so", "The capital is")]
 
 
-def expected(model: Any) -> torch.Tensor:
+def expected(model: Any, given: Sequence[Completion] = GIVEN) -> torch.Tensor:
     """[answers, attributes], by the library alone."""
     tokenizer: Any = tiny_tokenizer()
     found: list[torch.Tensor] = []
-    for each in GIVEN:
+    for each in given:
         if isinstance(each.prompt, str):
             ids = [*tokenizer(each.prompt).input_ids, *tokenizer(each.text).input_ids, tokenizer.eos_token_id]
         else:
@@ -109,10 +110,17 @@ def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[...
 
 def test_what_it_cannot_read_is_an_error(judge: Callable[..., Any]) -> None:
     judge("reward")
-    found = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x"), answer("", TURNS)])
-    assert [score.value is None for score in found][3:] == [True, True]
+    found = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
     assert found[0].value is not None
-    assert all("the reward model cannot read it" in score.error for score in found[3:])
+    assert found[3].value is None
+    assert "the reward model cannot read it" in found[3].error
+
+
+def test_an_answer_that_ended_at_once_has_a_score(judge: Callable[..., Any]) -> None:
+    """That of its end: else nothing would teach a model not to end so."""
+    empty = [answer("", TURNS), answer("", "The capital is")]
+    model = judge("reward")
+    assert values(of(), empty) == pytest.approx(expected(model, empty)[:, 0].tolist(), abs=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore:.*packed sequences")

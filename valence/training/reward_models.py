@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,7 +28,7 @@ from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
 from valence.training.sharding import at_rest
 from valence.training.target import is_run, recipe_of
-from valence.types import Chat, Completion, Content, Demonstration, Encoded, Origin, Score
+from valence.types import Answer, Chat, Completion, Content, Demonstration, Encoded, Origin, Score
 
 HERE = Origin("an answer", 0)
 
@@ -77,7 +77,7 @@ class ModelScores:
         """It goes with the program."""
 
     def _scores(self, completions: Sequence[Completion]) -> list[Score]:
-        encoded = [self.encoder.encode(as_example(completion)) for completion in completions]
+        encoded = [self._encoded(completion) for completion in completions]
         places = [i for i, unit in enumerate(encoded) if isinstance(unit, Encoded)]
         numbers = dict(zip(places, self._numbers([cast(Encoded, encoded[i]) for i in places]), strict=True))
         return [
@@ -85,6 +85,15 @@ class ModelScores:
             else self._score(numbers[i])
             for i, unit in enumerate(encoded)
         ]  # fmt: skip
+
+    def _encoded(self, completion: Completion) -> Encoded | Unusable:
+        """A completion as the rows that it was trained on are; of one without text, which no row may be, the end alone."""
+        if completion.text.strip():
+            return self.encoder.encode(as_example(completion))
+        unit = self.encoder.encode(as_example(replace(completion, text=".")))
+        if isinstance(unit, Unusable):
+            return unit
+        return replace(unit, answers=(Answer(unit.answers[0].ids[-1:], (True,)),))
 
     def _numbers(self, units: Sequence[Encoded]) -> list[Numbers]:
         found: dict[int, Numbers] = {}
