@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from valence.errors import UserError
-from valence.reward.cache import MOST, Cached, Kept
+from valence.reward.cache import MOST, Cached, Kept, digest
 from valence.reward.calls import TIME_OUTS, Backend, Calls
 from valence.reward.combine import Combined, Part
 from valence.reward.functions import Function, load_function
@@ -83,9 +83,18 @@ def reward_of(
 def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
     """What the scores of each part depend on besides the answers, of rules and reward models. None for functions and servers,
     which are mended while there are scores already."""
+    return [None if isinstance(each.backend, Function | Servers) else each.backend.identity for each in _called(reward)]
+
+
+def digests(reward: Combined) -> dict[str, str]:
+    """By the name of each part a digest of what its scores depend on besides the answers, such as a function's source; without
+    those of which that is not known."""
+    return {each.name: digest(identity) for each in _called(reward) if (identity := each.backend.identity) is not None}
+
+
+def _called(reward: Combined) -> list[Calls]:
     called = [part.reward.inner if isinstance(part.reward, Cached) else part.reward for part in reward.parts]
-    backends = [each.backend for each in called if isinstance(each, Calls)]
-    return [None if isinstance(each, Function | Servers) else each.identity for each in backends]
+    return [each for each in called if isinstance(each, Calls)]
 
 
 def _names(specs: Sequence[Spec]) -> list[str]:

@@ -137,7 +137,7 @@ class OpenAIGenerator:
         if self.gives_tokens:
             tokens, logps = [int(token) for token in choice["token_ids"]], choice["logprobs"]["token_logprobs"]
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
-            ended = tokens[-1] in self.end_ids
+            ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
             text, logps = str(choice["text"]), ()
             tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *([self._end()] if ended else [])]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from valence.errors import UserError
 from valence.rollout import HFGenerator
 from valence.training.methods import ONLINE, method_of
 from valence.training.online.rounds import Rounds
+from valence.types import Completion
 
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
 METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
@@ -59,6 +62,21 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Pa
     assert f"after step {step - 1} of 6" in said
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
     assert logged(place) == logged(place, "whole")
+
+
+def test_a_reward_that_was_edited_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    source = "def {}(completions):\n    return [{} * len(each.text) for each in completions]\n"
+    for name in ("long", "short"):
+        (place / f"{name}_answers.py").write_text(source.format(name, 1))
+    settings = recipe(place, reward=["long_answers:long", "short_answers:short"])
+    killed(settings, 3)
+    (place / "short_answers.py").write_text(source.format("short", -1))
+    del sys.modules["short_answers"]
+    _, said = train(settings)
+    assert "reward short has changed: answers from round 3 on" in said
+    assert "reward long has changed" not in said
+    assert "has changed" not in train(settings | {"train": settings["train"] | {"max_steps": 9}})[1]
 
 
 @pytest.mark.parametrize(("change", "first", "total"), [
@@ -175,6 +193,21 @@ def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
     assert all(row["rollout/failed"] == 0.25 for row in rows)
     assert rows[0]["examples_seen"] == 9
     assert "3 answers have no score" in said
+    assert all(torch.isfinite(p).all() for p in weights(run).values())
+
+
+def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = HFGenerator.generate
+
+    def generate(self: HFGenerator, *given: Any, **how: Any) -> list[list[Completion]]:
+        answers = plain(self, *given, **how)
+        return [[replace(each[0], tokens=(), logps=(), text="", stop="length"), *each[1:]] for each in answers]
+
+    monkeypatch.setattr(HFGenerator, "generate", generate)
+    settings = recipe(place, rollout={"max_failed": 0.5})
+    run, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    assert all(row["rollout/failed"] == 0.25 and row["skipped"] == 0 for row in logged(place))
+    assert "the answer has no tokens" in said
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 

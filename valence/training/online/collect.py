@@ -20,6 +20,8 @@ from valence.engine.reference import Frozen
 from valence.errors import UserError
 from valence.losses.policy import k1, k3
 from valence.report.console import Progress
+from valence.reward.build import digests
+from valence.reward.combine import Combined
 from valence.reward.run import Stopped, close, score_all
 from valence.rollout.protocol import Sampling
 from valence.training.evaluate import Evaluation, as_text
@@ -29,11 +31,13 @@ from valence.training.methods import read_of_tokens
 from valence.training.online.makers import Answered, Maker
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
 from valence.training.signals import Interrupted
-from valence.types import Batch, Chat, Completion, Encoded, Mean, Prompt, Reward, Score
+from valence.types import Batch, Chat, Completion, Encoded, Mean, Prompt, Score
 
 if TYPE_CHECKING:
     from valence.training.loop import Run
     from valence.training.setup import Corpus
+
+NO_TOKENS = Score(None, error="the answer has no tokens")
 
 
 @dataclass
@@ -91,9 +95,14 @@ class Collector:
             run.policy.temperature = self.rollout.temperature
 
     @cached_property
-    def reward(self) -> Reward:
+    def reward(self) -> Combined:
         """What the recipe names."""
         return reward_in(self.run)
+
+    @cached_property
+    def judges(self) -> dict[str, str]:
+        """What each reward is, as it was loaded: a digest by its name."""
+        return digests(self.reward)
 
     @cached_property
     def generator(self) -> Sampler:
@@ -253,6 +262,8 @@ class Collector:
             own = self._judge(flat[ours.start : ours.stop], bar)
         told = self._of_all(None if own is None else [[each.value, dict(each.parts), each.error] for each in own])
         every = [Score(value, parts, error) for part in told for value, parts, error in part]
+        # As a server may answer that gives text alone. There is nothing in it to be more or less likely.
+        every = [score if each.tokens else NO_TOKENS for each, score in zip(flat, every, strict=True)]
         self._budget(every, tally)
         found = iter(every)
         return [[next(found) for _ in each] for each in answers]

@@ -42,6 +42,8 @@ class Rounds:
         self.steps: list[list[int]] = []
         self.kl_beta: float | None = run.recipe.loss["kl_beta"] if run.recipe.loss.get("kl_target") else None
         """Where it is adapted."""
+        self.judges: dict[str, str] = {}
+        """Of each reward that has judged, what it was."""
 
     # ------------------------------------------------------------------ what a step trains on
 
@@ -69,6 +71,7 @@ class Rounds:
         finally:
             self.consumed = begun
         self.done += 1
+        self._compare_judges()
         if self.run.prepared.method.fills:
             self._ask_ahead(seed_of(self.run.recipe.train.seed, "rollout", self.done, "ahead"))
         if self.kl_beta is not None and tally.apart:
@@ -76,6 +79,13 @@ class Rounds:
             self.kl_beta = adapted(self.kl_beta, fmean(tally.apart), target, horizon, len(tally.apart))
         self.steps = self._split(self.units)
         self._tell(tally)
+
+    def _compare_judges(self) -> None:
+        """Tells of rewards that are others than those that judged before the run was taken up, which no setting says."""
+        before, self.judges = self.judges, self.collector.judges
+        for name in before.keys() & self.judges.keys():
+            if before[name] != self.judges[name]:
+                self.run.warn(f"reward {name} has changed: answers from round {self.done} on are judged by what it is now")
 
     def _hold(self, units: list[Encoded]) -> None:
         """Takes units as those of the present round. They are packed once, as every step asks for the state."""
@@ -196,13 +206,14 @@ class Rounds:
     def state_dict(self) -> dict[str, Any]:
         return {
             "done": self.done, "consumed": self.consumed, "kl_beta": self.kl_beta,
-            "units": self._packed, "steps": [list(step) for step in self.steps],
+            "units": self._packed, "steps": [list(step) for step in self.steps], "judges": self.judges,
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.done, self.consumed = state["done"], state["consumed"]
         if self.kl_beta is not None and state["kl_beta"] is not None:  # else it is not adapted, or was not until now
             self.kl_beta = state["kl_beta"]
+        self.judges = state.get("judges", {})
         self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
         self._packed = state["units"]
 

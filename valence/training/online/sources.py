@@ -18,9 +18,10 @@ from valence.data.pack import collate, pack
 from valence.engine.adapters import adapted, largest_rank
 from valence.errors import UserError
 from valence.reward.build import reward_of
+from valence.reward.combine import Combined
 from valence.rollout import HFGenerator, Sampling
 from valence.rollout.protocol import Named, Pair, Served
-from valence.types import Answer, Completion, Encoded, Origin, Reward, Score
+from valence.types import Answer, Completion, Encoded, Origin, Score
 
 if TYPE_CHECKING:
     from valence.rollout.servers import Server
@@ -277,7 +278,7 @@ class Unloaded:
         pass
 
 
-def reward_in(run: Run) -> Reward:
+def reward_in(run: Run) -> Combined:
     """The recipe's rewards, added up. Scores that cannot change are kept in the run's folder."""
     from valence.training.reward_models import reward_model
 
