@@ -35,8 +35,8 @@ def popen_forks(program: Callable[[], None]):
             def child() -> None:  # the last that Popen calls before it would start another program
                 subprocess.Popen = plain  # type: ignore[misc]  # what the program itself starts is no copy of it
                 preexec_fn()
-                _as_if_new(env, pass_fds)
-                os._exit(_status(program))
+                as_if_new(env, pass_fds)
+                os._exit(status_of(program))
 
             super().__init__(command, env=env, preexec_fn=child, pass_fds=pass_fds, **how)
 
@@ -44,7 +44,7 @@ def popen_forks(program: Callable[[], None]):
         yield
 
 
-def _as_if_new(env: Mapping[str, str], kept: Sequence[int]) -> None:
+def as_if_new(env: Mapping[str, str], kept: Sequence[int]) -> None:
     """No more files are open, signals do what they do by default, and objects are collected."""
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - {0, 1, 2, *kept}:
         try:
@@ -59,7 +59,7 @@ def _as_if_new(env: Mapping[str, str], kept: Sequence[int]) -> None:
     gc.enable()
 
 
-def _status(program: Callable[[], None]) -> int:
+def status_of(program: Callable[[], None]) -> int:
     """Of a program, to its end."""
     try:
         program()

@@ -5,6 +5,7 @@ Only loopback addresses are used, which nothing outside a namespace answers to o
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import signal
@@ -12,7 +13,11 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
+
+from tests.programs import Program
+from valence import cli
 
 ADDRESSES = ("127.77.0.1", "127.77.0.2")
 CABLE = "cable"
@@ -21,12 +26,33 @@ SETTINGS = [f"net.ipv4.conf.{device}.{name}" for device in ("all", "default") fo
 """Without them Linux drops what comes over a cable from a loopback address."""
 
 
+CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True)
+class There:
+    """`valence` on the host of this name."""
+
+    name: str
+
+    def __call__(self) -> None:
+        with open(f"/run/netns/{self.name}", "rb") as namespace:
+            libc = ctypes.CDLL(None, use_errno=True)
+            if libc.setns(namespace.fileno(), CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), self.name)
+        cli.main()
+
+
 class Hosts:
     """Host 0 and host 1, which know each other as ADDRESSES."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = names
         self.started: list[subprocess.Popen[str]] = []
+
+    def program(self, host: int, *words: str, said: Path, **environment: str) -> Program:
+        """Starts `valence` with these words on a host. It is forked from what has torch loaded."""
+        return Program(*words, said=said, main=There(self.names[host]), **environment)
 
     def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
         """Starts a command on a host. Its output, errors among it, is a pipe."""

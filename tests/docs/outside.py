@@ -18,6 +18,7 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
+from tests.copies import Copies
 from tests.docs.blocks import ROOT
 
 PYTHON = shlex.quote(sys.executable)
@@ -27,23 +28,25 @@ SECONDS = 240
 SLURM = {
     "srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
     "scontrol": 'if [ "$1" = show ]; then echo 127.0.0.1; else exit 1; fi',
-    "valence": f'echo $$ > "step of the job"; exec {PYTHON} -m valence "$@"',
+    "valence": 'echo $$ > "step of the job"; exec "$COPY" -m valence "$@"',
 }
 JOB = {
     "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0",
     "SLURM_NTASKS_PER_NODE": "1",
 }  # fmt: skip
 COMMANDS = {
-    "torchrun": f'exec {PYTHON} -m torch.distributed.run "$@"',
-    "accelerate": f'exec {PYTHON} -m accelerate.commands.accelerate_cli "$@"',
+    "torchrun": 'exec "$COPY" -m torch.distributed.run "$@"',
+    "accelerate": 'exec "$COPY" -m accelerate.commands.accelerate_cli "$@"',
     "pip": f'PIP_NO_INDEX=1 exec {PYTHON} -m pip "$@"',  # what is installed is all that there is
-    "python": f'PYTHONPATH={shlex.quote(str(ROOT))} exec {PYTHON} -m tests.docs.like_ray "$@"',
+    "python": 'exec "$COPY" -m tests.docs.like_ray "$@"',
     "python3": f'exec {PYTHON} "$@"',
     "make": f"exec {shutil.which('make')} -f {shlex.quote(f'{ROOT}/Makefile')} -o .venv/.ready"
     f' BIN={shlex.quote(str(Path(sys.executable).parent))} "$@"',
 }
 OUTSIDE = (*(f"{name} " for name in COMMANDS), "source ", "sbatch ", "scancel ", "kubectl ")
 """How lines of such programs begin."""
+COPIED = ("torchrun", "accelerate", "python", "sbatch", "kubectl")
+"""Those that start training, here as copies. That it starts from nothing, too, is tested in tests/dist."""
 
 
 def stand_ins(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
@@ -65,14 +68,18 @@ class Outside:
         self.job: subprocess.Popen[bytes] | None = None
         self.sourced = ""
         self.environment = stand_ins(Path("commands"), COMMANDS)
+        self.copies: Copies | None = None
 
     def run(self, line: str, added: str = "") -> None:
         """Raises AssertionError where the program fails. added: words for Valence."""
         program, *words = shlex.split(line)
+        if program in COPIED and self.copies is None:
+            self.copies = Copies()
+            self.environment["COPY"] = str(self.copies.python)
         if program == "sbatch":
             self.finish()
             command = ["bash", words[0], *shlex.split(self.local(shlex.join(words[1:]))), *added.split()]
-            self.job = subprocess.Popen(command, env=stand_ins(Path("slurm"), SLURM) | JOB)
+            self.job = subprocess.Popen(command, env=stand_ins(Path("slurm"), SLURM) | JOB | {"COPY": self.environment["COPY"]})
         elif program == "scancel":
             self._cancel(words)
         elif line.startswith("kubectl apply -f "):
@@ -95,6 +102,8 @@ class Outside:
         for process in [*self.hosts, *(pod for pods in self.pods.values() for pod in pods), *([self.job] if self.job else [])]:
             process.kill()
             process.wait()
+        if self.copies is not None:
+            self.copies.end()
 
     def _shell(self, line: str, added: str) -> None:
         """Of several hosts each is started, and all are waited for at last."""
