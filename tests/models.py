@@ -64,7 +64,10 @@ def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int =
     """A random model of this architecture with two layers. Weights are large enough for a leak between sequences to show."""
     kind, settings = (ARCHITECTURES | OTHERS)[name]
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **(SMALL | settings | changes)))
+    config = AutoConfig.for_model(kind, **(SMALL | settings | changes))
+    if getattr(config, "attn_logit_softcapping", None):  # which SDPA, the default of transformers 5.17, leaves out
+        config._attn_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         for weights in model.parameters():
             if weights.ndim >= 2:

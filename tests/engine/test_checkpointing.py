@@ -89,7 +89,8 @@ def test_the_layers_that_are_said_run_again(how: str, offloading: list[Tensor]) 
     with torch.no_grad():
         engine(plain_batch(ROWS))
     assert runs == [1] * LAYERS
-    assert len(moved := offloading) == (LAYERS if how == "offloaded" else 0)
+    moved = [tensor for tensor in offloading if tensor.numel()]  # PyTorch 2.11 also keeps empty ones
+    assert len(moved) == (LAYERS if how == "offloaded" else 0)
     filled = -(-len(plain_batch(ROWS).tokens) // ROUND) * ROUND
     assert all(tensor.shape == (1, filled, 32) for tensor in moved)  # the input of a layer, and nothing else
 

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, partialmethod
+from typing import Any
 
 import pytest
 import torch
@@ -150,6 +151,20 @@ def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
     engine.lay_out(packed=False)
     for trains in PATTERNS:
         compare(engine, forest_of(conversations(), trains), rough=name in ROUGH)
+
+
+def test_soft_capping_is_not_left_out_one_by_one() -> None:
+    """As SDPA does, where a model asks for it all the same."""
+    model: Any = tiny("gemma2")
+    tokens = torch.arange(3, 43)[None]
+    with torch.no_grad():
+        wanted = model(tokens).logits  # by eager attention
+        model.config._attn_implementation = "sdpa"
+        engine = Engine(model)
+        engine.check_layout()
+        assert engine.packs
+        with engine.stock():
+            assert torch.equal(model(tokens).logits, wanted)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError)
+LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
 
 
 def must_exist(name: str, setting: str) -> None:

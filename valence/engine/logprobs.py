@@ -53,6 +53,8 @@ class Engine(nn.Module):
         found: str = self.causal.config._attn_implementation
         self.flexes = self.device.type == "cuda"
         self.stock_attention: str = found if found != NAME else self.causal.stock_attention
+        if self.stock_attention == "sdpa" and getattr(self.causal.config, "attn_logit_softcapping", None):
+            self.stock_attention = "eager"  # SDPA has no soft-capping, and transformers 5.17 leaves it out without a word
         self.causal.stock_attention = self.stock_attention
         write_embedding_gradients(self.causal)
         self.lay_out(packed=True)

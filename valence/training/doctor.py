@@ -88,7 +88,8 @@ def _machine() -> Iterator[Finding]:
 def _libraries() -> Iterator[Finding]:
     for name in ("valence", "torch", "transformers", "peft"):
         try:
-            yield Finding("libraries", name, "ok", version(name))
+            # PyTorch's own word for its version also says which CUDA it was built for.
+            yield Finding("libraries", name, "ok", torch.__version__ if name == "torch" else version(name))
         except PackageNotFoundError:
             yield Finding("libraries", name, "problem", "not installed", f"pip install {name}", needed=True)
     lacking = {extra: [each for each in modules if find_spec(each) is None] for extra, (modules, _) in EXTRAS.items()}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -54,6 +54,14 @@ class Settings(BaseModel):
     """Run the code that the model comes with."""
 
 
+def as_row(encoder: Encoder, completion: Completion) -> Encoded | Unusable:
+    """A completion as the rows that a model was trained on are; of one without text, which no row may be, the end alone."""
+    if completion.text.strip():
+        return encoder.encode(as_example(completion))
+    unit = encoder.encode(as_example(replace(completion, text=".")))
+    return replace(unit, answers=(Answer(unit.answers[0].ids[-1:], (True,)),)) if isinstance(unit, Encoded) else unit
+
+
 @dataclass
 class ModelScores:
     """Calls a reward model on batches of answers, in a thread. There is no time limit: it is the machine's own work."""
@@ -62,6 +70,7 @@ class ModelScores:
     judge: Rewards
     encoder: Encoder
     settings: Settings
+    read: Callable[[Encoder, Completion], Encoded | Unusable] = as_row
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -77,7 +86,7 @@ class ModelScores:
         """It goes with the program."""
 
     def _scores(self, completions: Sequence[Completion]) -> list[Score]:
-        encoded = [self._encoded(completion) for completion in completions]
+        encoded = [self.read(self.encoder, completion) for completion in completions]
         places = [i for i, unit in enumerate(encoded) if isinstance(unit, Encoded)]
         numbers = dict(zip(places, self._numbers([cast(Encoded, encoded[i]) for i in places]), strict=True))
         return [
@@ -85,15 +94,6 @@ class ModelScores:
             else self._score(numbers[i])
             for i, unit in enumerate(encoded)
         ]  # fmt: skip
-
-    def _encoded(self, completion: Completion) -> Encoded | Unusable:
-        """A completion as the rows that it was trained on are; of one without text, which no row may be, the end alone."""
-        if completion.text.strip():
-            return self.encoder.encode(as_example(completion))
-        unit = self.encoder.encode(as_example(replace(completion, text=".")))
-        if isinstance(unit, Unusable):
-            return unit
-        return replace(unit, answers=(Answer(unit.answers[0].ids[-1:], (True,)),))
 
     def _numbers(self, units: Sequence[Encoded]) -> list[Numbers]:
         found: dict[int, Numbers] = {}
