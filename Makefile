@@ -9,7 +9,7 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
-.PHONY: setup demo test lint docs peers vllm
+.PHONY: setup demo test lint docs peers vllm oldest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -32,6 +32,14 @@ lint: setup
 # The documentation as a site: open site/index.html, or `python3 -m http.server -d site` for its search.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The tests with the oldest libraries that are allowed, in an environment of their own. Their PyTorch is a build for CUDA (5 GB).
+oldest: .peers/oldest/.ready
+	.peers/oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "not vllm"
+.peers/oldest/.ready: pyproject.toml constraints-oldest.txt
+	test -x .peers/oldest/bin/python || $(PYTHON) -m venv .peers/oldest
+	.peers/oldest/bin/python -m pip install --disable-pip-version-check -q -c constraints-oldest.txt -e '.[dev]'
+	touch $@
 
 # Other libraries that the benchmarks compare with, each in an environment of its own.
 TRL := torch==2.13.0 transformers==5.23.0 trl==1.16.0 peft==0.21.2

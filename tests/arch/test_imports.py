@@ -107,6 +107,16 @@ def test_what_is_imported_is_declared() -> None:
     assert set(COME_WITH.values()) <= declared
 
 
+def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = ("gguf", "report", "eightbit", "serve")
+    allowed = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
+    tried = dict(line.split("==") for line in (ROOT / "constraints-oldest.txt").read_text().splitlines() if "==" in line)
+    for name, version in (each.split(">=") for each in allowed):
+        if name != "typing-extensions":  # of which others need a newer one
+            assert f"{tried[name]}.".startswith(f"{version}."), name
+
+
 def test_only_dist_speaks_to_other_processes() -> None:
     users = [path for path in FILES for _, name in imports(path) if is_in(name, "torch.distributed")]
     # A server that is sent weights is no process of the run.

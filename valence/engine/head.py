@@ -21,6 +21,8 @@ CHUNK = 8192
 """Columns of [N, V] logits that exist at once; fewer, down to a sixteenth, where there are many rows."""
 AREA = {"cpu": 2**21, "cuda": 2**26}
 """Logits that exist at once: on a CPU they should stay in its cache (8 MB), on a CUDA device be a large product (256 MB)."""
+LEAST = -3.4e38
+"""Stands for the largest of a range of logits that is all minus infinity."""
 GRAIN = 64
 """Columns that a range is a multiple of: rows of another length would be copied before each product."""
 ROWS = 512
@@ -372,7 +374,7 @@ def _measure(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep:
         return head_triton.measure(logits, column, found, keep)
     inside, place = _inside(column, logits.shape[1])
     found[3] = torch.where(inside, logits.gather(1, place), 0).squeeze(1)
-    top = logits.amax(-1, keepdim=True).clamp_min_(torch.finfo(logits.dtype).min)  # a range may be all minus infinity
+    top = logits.amax(-1, keepdim=True).clamp_min_(LEAST)
     found[0] = top.squeeze(1)
     logits.sub_(top)
     distance = logits.clone() if entropy else None

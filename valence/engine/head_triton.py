@@ -20,7 +20,7 @@ def _exponentials(
     at_column = places == tl.load(column + row)
     x = tl.load(logits + row * width + places, mask=here, other=float("-inf"))
     if measure:
-        # A range may be all minus infinity. A number beyond those of float32 would have all that follows computed in float64.
+        # As ``head.LEAST``. A number beyond those of float32 would have all that follows computed in float64.
         top = tl.maximum(tl.max(x, 0), -3.4e38)
     else:
         top = tl.load(reference + row)
