@@ -8,6 +8,7 @@ ends as the copy does. Copies know it as their interpreter.
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import runpy
@@ -24,6 +25,8 @@ from benchmarks.crash.forked import as_if_new, status_of
 from tests.programs import Program
 
 PASSED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGTERM", "SIGUSR1", "SIGUSR2")
+PRELOADED = ("accelerate.commands.accelerate_cli", "torch.distributed.launcher.api")
+"""What copies need besides that which every program of a test is forked with."""
 LOOKS_EVERY = 0.02
 """Seconds between two looks whether a copy has ended."""
 CLIENT = f"""
@@ -65,9 +68,8 @@ class Copies:
 
 
 def _serve(at: str) -> None:
-    import accelerate.commands.accelerate_cli  # noqa: F401  # what copies need, too
-    import torch.distributed.launcher.api  # noqa: F401
-
+    for name in PRELOADED:
+        importlib.import_module(name)
     gc.freeze()
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(f"{at}.new")

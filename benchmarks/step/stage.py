@@ -39,6 +39,7 @@ class Models:
 
 
 def config_of(shape: Shape) -> Qwen3Config:
+    """Of a Qwen3 model of this shape, which may be a reward model with one score."""
     return Qwen3Config(
         vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
         num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,

@@ -28,7 +28,7 @@ from valence.errors import UserError
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0
 """Seconds: of a collective, of the question who is missing, and for what an end takes besides."""
-SETTINGS = {"GLOO_SOCKET_IFNAME": CABLE, "VALENCE_DEADLINE": str(DEADLINE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {"GLOO_SOCKET_IFNAME": CABLE, "VALENCE_DEADLINE": str(DEADLINE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 class Place:
@@ -47,7 +47,7 @@ class Place:
         """torchrun on each host."""
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
         train = ["-m", "valence", "train", str(self.folder / "recipe.yaml"), f"run.dir={run}"]
-        environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | SETTINGS
+        environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | ENVIRONMENT
         return [
             hosts.start(i, [*torchrun, f"--master-addr={ADDRESSES[0]}", f"--node-rank={i}", *train], environment, ROOT)
             for i in range(2)
@@ -55,7 +55,7 @@ class Place:
 
     def train(self, hosts: Hosts, run: Path) -> None:
         """To its end, as a scheduler starts it that is not torchrun."""
-        words, of_all = ["train", str(self.folder / "recipe.yaml"), f"run.dir={run}"], {**SETTINGS, "WORLD_SIZE": "2"}
+        words, of_all = ["train", str(self.folder / "recipe.yaml"), f"run.dir={run}"], {**ENVIRONMENT, "WORLD_SIZE": "2"}
         of_all |= {"LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
         said = [self.folder / f"said by {host}" for host in range(2)]
         started = [hosts.program(host, *words, said=said[host], RANK=str(host), **of_all) for host in range(2)]
