@@ -11,8 +11,9 @@ import pytest
 
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
+from valence.checkpoint import store
 from valence.errors import UserError
-from valence.training import finish
+from valence.training import finish, measure
 from valence.training.loop import Run
 from valence.training.restore import restore
 
@@ -34,6 +35,29 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
     assert run.evaluate().metrics["rewards/margins"] == pytest.approx(margins[best], rel=1e-4)
     with pytest.raises(UserError, match=rf"no checkpoint of step 5\n.*name one of {best}, 9"):
         restore(tmp_path / "run", at=5, quiet=True)
+
+
+def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that was full for a moment, just when the best evaluation had been."""
+    settings["run"] |= {"save_every": 2, "keep": 1, "keep_best": {}}
+    losses = [9.0, 4.0, 3.0, 5.0, 1.0, 4.0, 3.5, 4.0, 4.0, 4.0]  # that of step 4 is the best, and of step 2 before
+    monkeypatch.setattr(measure, "due", lambda run: True)
+    monkeypatch.setattr(measure, "evaluate_and_keep", lambda run: {"eval/loss": losses[run.step]})
+    really = store.save_file
+
+    def none_left(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    def full(run: Run, record: dict[str, Any]) -> None:
+        monkeypatch.setattr(store, "save_file", none_left if record["step"] == 4 else really)
+
+    train(settings, callbacks=[full])
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-9"]
+    assert restore(tmp_path / "run", at="best", quiet=True).step == 2
+    warned = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
+    assert "step 4, the best by its evaluation, was not saved; that of step 2 is the best again" in warned
 
 
 def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path: Path) -> None:

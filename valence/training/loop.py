@@ -316,6 +316,8 @@ class Run:
             record = {"step": 0, **self._of_the_machine()} | found
         better = False
         if found:
+            if self.saver is not None:
+                self.saver.look_at_best()
             if self._before_skips is None:  # else the state that would be saved is not that of this evaluation
                 better = self.best.see(step, found)
             self.early.see(step, found)

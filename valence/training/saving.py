@@ -164,6 +164,7 @@ class Saver:
         """What all processes do before one of them saves: what each has written must be on the disk by then."""
         from valence.training.finish import about_model
 
+        self.look_at_best()
         self.about = about_model(self.run) if self.run.recipe.run.save_hf else None
         if not isinstance(self.run.reference, Cached) or self.run.world.size == 1:
             return
@@ -198,6 +199,22 @@ class Saver:
             wait=wait,
         )
         self.saved = stands
+
+    def look_at_best(self) -> None:
+        """When the save of the best checkpoint has failed, the one before it is the best again: else that one would be removed,
+        and none be found by the name. All processes call it."""
+        best = self.run.best
+        if (best.best, best.step) == best.kept or best.step == self.run.step:
+            return
+        self.checkpoints.wait()
+        lost = self.folder.writes and best.step not in self.checkpoints.steps()
+        if any(gathered(self.run.world, lost)):
+            step = best.step
+            best.withdraw()
+            again = "" if best.step is None else f"; that of step {best.step} is the best again"
+            self.run.warn(f"step {step}, the best by its evaluation, was not saved{again}")
+        else:
+            best.keep()
 
     def _write_model(self, folder: Path) -> None:
         from valence.training.finish import write_model

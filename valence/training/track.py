@@ -87,6 +87,8 @@ class Selection:
     best: float | None
     step: int | None
     since: int
+    kept: tuple[float | None, int | None]
+    """What was best when that was last known to have a checkpoint."""
 
     def __init__(self, wanted: Best | None) -> None:
         self.wanted = wanted
@@ -94,6 +96,15 @@ class Selection:
 
     def reset(self) -> None:
         self.best, self.step, self.since = None, None, 0
+        self.keep()
+
+    def keep(self) -> None:
+        """The best so far has a checkpoint."""
+        self.kept = self.best, self.step
+
+    def withdraw(self) -> None:
+        """It has none: the best is what it was before."""
+        self.best, self.step = self.kept
 
     def see(self, step: int, found: Mapping[str, float]) -> bool:
         """Takes in an evaluation (numbers by their name in the log); whether it is the best so far. That before the first step
@@ -133,6 +144,7 @@ class Selection:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.wanted is not None and state["of"] == [self.wanted.metric, self.wanted.mode]:
             self.best, self.step, self.since = state["best"], state["step"], state["since"]
+            self.keep()  # a state is saved with it, or after it was known to be
 
 
 SPIKE, SEEN, MEMORY = 6.0, 20, 0.95
