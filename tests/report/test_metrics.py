@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from scipy.stats import mannwhitneyu
 from torch import Tensor
 
-from tests.fetched import Fetched
+from tests.pretend import CUDA, pretended
 from valence.dist.single import Single
 from valence.report.metrics import Meter, auc
 from valence.types import Mean, Ranked
@@ -129,16 +129,17 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
     """However much was added."""
     for micro_batches in (1, 7):
         meter, group = Meter(), Several([])
-        with Fetched() as adding:
-            values = column(1.0, 0.0).to(torch.device("cpu"))
+        with pretended() as waits:
+            values = torch.zeros(2, device=CUDA)
             for _ in range(micro_batches):
                 meter.pool({"x": [Mean(values.sum(), (values > 0).sum())], "auc": [Ranked(values, values > 0)]})
                 meter.add({"y": mean(2.0)})
-        with Fetched() as reducing:
-            meter.reduce(group)
-        assert adding.calls == []
-        assert group.messages == 1
-        assert reducing.names == ["cpu"]  # all else is read after that, on the host
+            assert waits == []
+            with pytest.raises(ValueError, match="Expecting value"):  # the message, which no such device can tell
+                meter.reduce(group)
+            assert group.messages == 1
+            assert len(waits) == 1  # all else is read after that, on the host
+            assert ".cpu()" in waits[0]
 
 
 def test_nothing_added_is_nothing() -> None:

@@ -1,43 +1,126 @@
-"""A device is waited for once per optimizer step, not once per micro-batch."""
+"""On a CUDA device the host hands over a whole step, and waits for it once, at its end: seen on one that is pretended."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.fetched import Fetched
+from tests.engine.test_oracle import PATTERNS
+from tests.forests import conversations, sharing
+from tests.models import ARCHITECTURES, tiny
+from tests.pretend import CUDA, pretended
 from tests.units import models_for, objective, units_for
-from valence.data.pack import pack
+from valence.data.pack import collate
+from valence.engine.models import build_policy
+from valence.engine.values import add_values
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
+from valence.types import sent
 
-ROWS = 8
+pytestmark = pytest.mark.filterwarnings("ignore:CUDA is not available")
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_more_micro_batches_are_not_waited_for_more_often(method: str) -> None:
-    policy, reference = models_for(method)
-    rows = units_for(method, ROWS)
-    stands_still = torch.optim.SGD(policy.parameters(), lr=0.0)
-    found: list[Counter[str]] = []
-    cuts = {len(pack(rows, budget)): budget for budget in range(400, 10, -1)}
-    for micro_batches in (1, 7):
-        made = objective(method, policy, reference, budget=cuts[micro_batches])
-        with Fetched() as fetched:
-            outcome, _, applied = optimizer_step(made, stands_still, rows, reversed(rows), clip_norm=1.0)
+def moved(policy: Any, reference: Any) -> tuple[Any, Any]:
+    for each in [policy, *([reference.engine] if reference else [])]:
+        for engine in each.to(CUDA, non_blocking=True).modules():
+            engine.flexes = True  # as on a device from the start
+    return policy, reference
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_no_micro_batch_is_waited_for(name: str) -> None:
+    with pretended() as waits:
+        policy, reference = moved(*models_for(name))
+        for budget, least in ((10_000, 1), (30, 3)):
+            made = objective(name, policy, reference, budget=budget)
+            outcome = made.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
+            assert outcome.loss.device == CUDA
+            assert outcome.micro_batches >= least
+            assert all(p.grad is not None and p.grad.device == CUDA for p in policy.parameters() if p.requires_grad)
+        assert waits == []
+
+
+def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None:
+    with pretended() as waits:
+        policy, reference = moved(*models_for("kto"))
+        made = objective("kto", policy, reference, budget=30)
+        optimizer = torch.optim.AdamW(policy.parameters())
+        _, _, applied = optimizer_step(made, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0)
         assert applied
-        assert outcome.micro_batches == micro_batches
-        found.append(Counter(fetched.calls))
-    assert found[0] == found[1]
+        assert len(waits) == 1
+        assert "the one time that the device is waited for" in waits[0]
 
 
-def test_what_waits_is_seen() -> None:
-    host = torch.tensor([1.0, 2.0])
-    with Fetched() as fetched:
-        there = host.to(torch.device("cpu"))
-        _ = there.sum().item(), there[there > 1], float(there[0]), there.nonzero(), there.cpu(), bool((host * there)[0] > 0)
-        _ = there.sum() + there[0] * there[torch.tensor([1])], there.to(torch.float64), float(host[0]), float(there.cpu()[0])
-    assert fetched.names == ["item", "masked_select", "__float__", "nonzero", "cpu", "__bool__", "cpu"]
-    assert {call.split()[1].split(":")[0] for call in fetched.calls} == {"test_waiting.py"}
+ALONE = [name for name in ARCHITECTURES if "moe" not in name]  # experts ask which tokens are theirs
+HOW = [*((name, "off", trains) for name in ALONE for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
+
+
+@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
+def test_models_are_not_waited_for(name: str, checkpointing: Any, trains: tuple[bool, ...]) -> None:
+    with pretended() as waits:
+        made = build_policy(tiny(name, dtype=torch.bfloat16), dtype=torch.bfloat16, checkpointing=checkpointing)
+        policy, _ = moved(made, None)
+        policy.along = 0
+        units = conversations()
+        with sharing(4):
+            batch = replace(collate(units, range(len(units)), device=CUDA), trains=trains)
+        policy(batch).logp.sum().backward()
+        assert waits == []
+
+
+LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+
+
+@pytest.mark.parametrize("trunk", ["shared", "separate", None])
+def test_adapters_critics_and_what_else_is_told(trunk: Any) -> None:
+    with pretended() as waits:
+        policy = build_policy(tiny(dtype=torch.float32), dtype=torch.float32, lora=None if trunk else LORA)
+        if trunk:
+            add_values(policy, trunk=trunk)
+        policy, _ = moved(policy, None)
+        units = conversations()
+        batch = collate(units, range(len(units)), device=CUDA)
+        with policy.tempered(0.7):
+            out = policy(batch, ("entropy", "sum_sq", *(["value"] if trunk else [])))
+        (out.logp.sum() + out.entropy.sum() + (out.value.sum() if trunk else 0)).backward()
+        assert waits == []
+
+
+WAITS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "a number": lambda x: x.sum().item(),
+    "a branch": lambda x: bool(x.sum() > 0),
+    "a list": lambda x: x.tolist(),
+    "numbers on the host": lambda x: x.cpu(),
+    "numbers moved to the host": lambda x: x.to(torch.device("cpu")),
+    "a new tensor": lambda x: torch.tensor([1.0], device=CUDA),
+    "a new one like it": lambda x: x.new_tensor([1]),
+    "numbers of the host": lambda x: torch.ones(3).to(CUDA),
+    "numbers of the host put there": lambda x: x.copy_(torch.ones(3)),
+}
+REFUSED: dict[str, Callable[[torch.Tensor], Any]] = {
+    "places": lambda x: x.nonzero(),
+    "a choice of rows": lambda x: x[x > 0],
+    "two devices": lambda x: x + torch.ones(3),
+    "places on the host": lambda x: x[torch.tensor([0])],
+}
+
+
+@pytest.mark.parametrize("what", [*WAITS, *REFUSED])
+def test_what_a_pretended_device_tells(what: str) -> None:
+    with pretended() as waits:
+        x = sent(torch.ones(3), CUDA)
+        assert x.device == CUDA
+        assert x.is_cuda
+        assert (x.sum() * torch.tensor(2.0)).is_cuda
+        assert torch.ones(3)[torch.tensor([True, False, True])].tolist() == [1.0, 1.0]
+        assert waits == []
+        if what in WAITS:
+            WAITS[what](x)
+            assert len(waits) == 1
+        else:
+            with pytest.raises((NotImplementedError, AssertionError)):
+                REFUSED[what](x)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from valence.data.forest import Forest, Strand, plant, planted
-from valence.types import Batch, Encoded
+from valence.types import Batch, Encoded, sent
 
 
 def pack(units: Sequence[Encoded], budget: int) -> list[list[int]]:
@@ -91,13 +91,14 @@ def collate(
     forest = plant([strand for unit, _, _ in both for strand in strands(unit)])
     labels = [unit.label for unit, *_ in rows]
 
-    wide = torch.float32 if torch.device(device).type == "mps" else torch.float64
+    device = torch.device(device)
+    wide = torch.float32 if device.type == "mps" else torch.float64
 
     def column(values: Sequence[float | bool | None], dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor(values, dtype=dtype, device=device)
+        return sent(torch.tensor(values, dtype=dtype), device)
 
     def laid(values: object) -> torch.Tensor:
-        return torch.as_tensor(values, device=device)
+        return sent(torch.as_tensor(values), device)
 
     return Batch(
         tokens=laid(forest.tokens),
@@ -138,9 +139,9 @@ def _given(rows: Sequence[tuple[Encoded, int, int, bool]], forest: Forest) -> di
     return {name: [columns[s][name][at - starts[s]] for s, at in places] for name in names}
 
 
-def _targets(rows: Sequence[Sequence[float]], device: torch.device | str) -> torch.Tensor | None:
+def _targets(rows: Sequence[Sequence[float]], device: torch.device) -> torch.Tensor | None:
     """[S, A], or None when no row has any."""
     width = max(map(len, rows))
     if not width:
         return None
-    return torch.tensor([list(row) or [math.nan] * width for row in rows], dtype=torch.float32, device=device)
+    return sent(torch.tensor([list(row) or [math.nan] * width for row in rows], dtype=torch.float32), device)

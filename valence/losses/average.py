@@ -21,7 +21,7 @@ def _tokens(batch: Batch) -> Tensor:
 
 
 def _sequences(batch: Batch) -> Tensor:
-    return batch.side.new_tensor(batch.sequences)
+    return batch.side.new_full((), batch.sequences)
 
 
 def _pairs(batch: Batch) -> Tensor:

@@ -46,14 +46,17 @@ def aot_unpaired(
     label_smoothing: assumed share of verdicts that are wrong (e).
     """
     r = logp - ref
-    up, down = label.nonzero().squeeze(1), (~label).nonzero().squeeze(1)
-    k = min(len(up), len(down))
-    up, down = _quantiles(r, up, k), _quantiles(r, down, k)
-    half = logistic(beta * (r[up] - r[down]), label_smoothing) / 2
+    ascending = r.argsort(stable=True)
+    order = ascending[(~label[ascending]).int().argsort(stable=True)]  # thumbs up first, each class in ascending r
+    # How many there are of each only a device knows, which is not asked: there are as many ranks as rows, and k of them count.
+    rank, ups = torch.arange(len(r), device=r.device), label.sum()
+    downs = len(r) - ups
+    k = torch.minimum(ups, downs)
+    up, down = order[_quantile(rank, ups, k)], order[(ups + _quantile(rank, downs, k)).clamp(max=len(r) - 1)]
+    half = logistic(beta * (r[up] - r[down]), label_smoothing).masked_fill(rank >= k, 0) / 2
     return torch.zeros_like(r).index_add(0, torch.cat([up, down]), torch.cat([half, half]))
 
 
-def _quantiles(r: Tensor, rows: Tensor, k: int) -> Tensor:
-    """The k of these rows at the midpoints of k equal shares of their ascending r: position floor((i + 1/2)*m/k) of m."""
-    position = (2 * torch.arange(k, device=rows.device) + 1) * len(rows) // max(2 * k, 1)
-    return rows[r[rows].argsort(stable=True)[position]]
+def _quantile(rank: Tensor, rows: Tensor, k: Tensor) -> Tensor:
+    """Places among so many rows in ascending order at the midpoints of k equal shares: floor((i + 1/2)*rows/k), for i < k."""
+    return ((2 * rank + 1) * rows // (2 * k).clamp(min=1)).clamp(max=len(rank) - 1)

@@ -21,7 +21,7 @@ Reward = Callable[[Sums, Settings], Tensor]
 
 
 def mean(values: Tensor) -> Mean:
-    return Mean(values.sum(), values.new_tensor(values.numel()))
+    return Mean(values.sum(), values.new_full((), values.numel()))
 
 
 def mean_of(values: Tensor, rows: Tensor) -> Mean:

@@ -71,7 +71,7 @@ def class_weights(n_up: int, n_down: int, *, class_weights: Literal["given", "au
 
 def powers(scores: Tensor) -> Tensor:
     """Count, sum and sum of squares of scores[S]: [3], to be added up over processes."""
-    return torch.stack([scores.new_tensor(scores.numel()), scores.sum(), (scores * scores).sum()])
+    return torch.stack([scores.new_full((), scores.numel()), scores.sum(), (scores * scores).sum()])
 
 
 def moments(powers: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ def class_sums(view: Mapping[str, Tensor]) -> Tensor:
         ratios, up = (view["logp"] - view["ref"]).detach(), view["label"]
         return torch.stack([torch.stack([ratios.masked_fill(~rows, 0).sum(), rows.sum().to(ratios)]) for rows in (up, ~up)])
     ratios = [(view[f"logp_{side}"] - view[f"ref_{side}"]).detach() for side in "wl"]
-    return torch.stack([torch.stack([r.sum(), r.new_tensor(r.numel())]) for r in ratios])
+    return torch.stack([torch.stack([r.sum(), r.new_full((), r.numel())]) for r in ratios])
 
 
 @dataclass(frozen=True, slots=True)

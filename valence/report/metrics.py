@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from valence.dist.protocol import Group
-from valence.types import Mean, Ranked
+from valence.types import Mean, Ranked, sent
 
 OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
 """How the names of numbers begin that differ each time the same is computed."""
@@ -87,7 +87,7 @@ class Meter:
         wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
 
         def laid(values: Sequence[Tensor]) -> Tensor:
-            flat = [value.to(device, wide).flatten() for value in values]
+            flat = [sent(value, device).to(wide).flatten() for value in values]
             return torch.cat(flat) if flat else torch.zeros(0, device=device, dtype=wide)
 
         ranked = [[name, c[0].statistic, sum(len(part.values) for part in c)] for name, c in self.ranked.items()]
@@ -97,11 +97,11 @@ class Meter:
         return laid([torch.tensor([len(head), len(numbers)]), torch.frombuffer(bytearray(head), dtype=torch.uint8), numbers])
 
 
-def _messages(sent: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
+def _messages(told: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
     """The heads and numbers of the processes' messages, which lie end to end."""
-    while len(sent):
-        head, numbers = (int(size) for size in sent[:2])
-        _, text, found, sent = sent.split([2, head, numbers, len(sent) - 2 - head - numbers])
+    while len(told):
+        head, numbers = (int(size) for size in told[:2])
+        _, text, found, told = told.split([2, head, numbers, len(told) - 2 - head - numbers])
         yield json.loads(bytes(text.to(torch.uint8).tolist())), found
 
 

@@ -26,7 +26,7 @@ from valence.losses.metrics import mean
 from valence.training.methods import Method
 from valence.training.passes import Outcome, Pass, SequenceRow
 from valence.training.rounds import Found, Hand, in_rounds, in_turn, no_way_back
-from valence.types import Batch, Encoded, TokenOut
+from valence.types import Batch, Encoded, TokenOut, sent
 
 
 @dataclass
@@ -183,15 +183,16 @@ class Objective:
         ran = [[0] * self.group.size, [0] * self.group.size]
         ran[0][self.group.rank], ran[1][self.group.rank] = tokens, largest
         loss = _wide(torch.stack(list(parts)).sum() if parts else torch.zeros((), device=self.policy.device))
-        told = self.group.sum(torch.cat([loss[None], loss.new_tensor([micro_batches, *ran[0], *ran[1]])]))
+        own = torch.tensor([micro_batches, *ran[0], *ran[1]], dtype=loss.dtype)
+        told = self.group.sum(torch.cat([loss[None], sent(own, loss.device)]))
         outcome.loss = told[0]
         sizes = [micro_batches, tokens, largest] if self.group.size == 1 else [int(size) for size in told[1:].tolist()]
         outcome.micro_batches = sizes[0]
         outcome.tokens_of = sizes[1 : 1 + self.group.size]
         outcome.largest = max(sizes[1 + self.group.size :])
         if self.method.loss.shifts:
-            own = outcome.class_sums if outcome.class_sums is not None else torch.zeros(2, 2, device=self.policy.device)
-            outcome.class_sums = self.group.sum(_wide(own))
+            sums = outcome.class_sums if outcome.class_sums is not None else torch.zeros(2, 2, device=self.policy.device)
+            outcome.class_sums = self.group.sum(_wide(sums))
 
     def learn(self, outcome: Outcome) -> None:
         """Takes what a step measured into the running statistics, after it was applied."""
@@ -205,7 +206,7 @@ class Objective:
         count = divisors(names, self.group.sum(counts(names, batches)))
         shared: dict[str, Tensor] = {}
         if loss.shifts:
-            shared["delta"] = torch.tensor(self.shift.delta, device=self.policy.device)
+            shared["delta"] = torch.full((), self.shift.delta, device=self.policy.device)
         if loss.credit is not None:
             found = [batch.target[:, 0] for batch in batches if batch.target is not None]
             scores = _wide(torch.cat(found) if found else torch.zeros(0, device=self.policy.device))

@@ -372,9 +372,8 @@ class Collector:
         try:
             with Progress(run.console, "measuring", len(units), quiet=run.quiet, brief=True) as bar, self._tempered():
 
-                def measure(batch: Batch) -> list[tuple[int, list[float], list[list[float]]]]:
-                    found = self._of(batch, names)
-                    return _by_unit(batch, found)
+                def measure(batch: Batch) -> tuple[Batch, list[Tensor]]:
+                    return batch, [column[batch.scored] for column in self._of(batch, names)]
 
                 def advance(batch: Batch | None) -> None:
                     nonlocal done
@@ -384,7 +383,7 @@ class Collector:
                 parts = objective.rounds(objective.hand(units), measure, lambda ghost: self._of(ghost, names), advance)
         finally:
             policy.train()
-        own = [row for part in parts for row in part]
+        own = [row for batch, columns in parts for row in _by_unit(batch, columns)]  # now a device is waited for
         every = [row for rows in gathered(run.group, own) for row in rows]
         by_unit = {int(unit): values for unit, values in every}
         return [dict(zip(names, map(tuple, by_unit[i]), strict=True)) for i in range(len(units))]
@@ -427,8 +426,8 @@ class Collector:
 
 
 def _by_unit(batch: Batch, columns: Sequence[Tensor]) -> list[Any]:
-    """Each unit of a micro-batch of single answers, and its columns, token by token."""
-    host = [column[batch.scored].double().cpu() for column in columns]
+    """Each unit of a micro-batch of single answers, and its columns [N], token by token."""
+    host = [column.cpu().double() for column in columns]
     owner = batch.read[1]
     return [[unit, [column[owner == s].tolist() for column in host]] for s, unit in enumerate(batch.unit.tolist())]
 
