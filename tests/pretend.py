@@ -1,11 +1,11 @@
-"""A CUDA device that is not there: its tensors have a type and a shape but no numbers. What runs on it takes the ways that are
-for CUDA, and may not mix devices; what makes the host wait is noted."""
+"""A CUDA device that is not there: its tensors say that they are on it, and the host does what is asked of them. What runs takes
+the ways that are for CUDA and may not mix devices; where the host would have to wait for the device is noted."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,75 +16,158 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map
 
 from valence.engine import head
 from valence.engine.flex import Visible
+from valence.training import build, judges, plan
 
 CUDA, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")
-COPIES = (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default)
+aten = torch.ops.aten
+COPIES = (aten._to_copy.default, aten.copy_.default)
 FROM_HOST = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 """Make a tensor of numbers on the host, and copy it."""
-READS = (
-    Tensor.item, Tensor.tolist, Tensor.cpu, Tensor.numpy, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__,
-)  # fmt: skip
+ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount")
+"""Operators whose result, or its size, only the device knows."""
+STORED = (Tensor.data_ptr, Tensor.untyped_storage)
+WIDE = (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
+"""Products of bfloat16 with results in float32, which a CPU does not have."""
+PICKS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+GIGABYTE = 2**30
 Given = Mapping[str, Any]
 
 
+class There(Tensor):
+    """A tensor on the device. ``host``: what stands for it, with its numbers."""
+
+    host: Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, host: Tensor) -> There:
+        # On a device that all builds of PyTorch have; what that is called to others is told by Named.
+        made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, host.size(), host.stride(), host.storage_offset(), dtype=host.dtype, layout=host.layout, device=META
+        )
+        made.host = host
+        return made
+
+    def __init__(self, host: Tensor) -> None:
+        super().__init__()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+        return _run(func, args, kwargs or {})
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Given) -> Any:
+    """An operator on the device, by the host."""
+
+    def on_host(value: Any) -> Any:
+        if isinstance(value, There):
+            return value.host
+        return HOST if isinstance(value, torch.device) and value == META else value
+
+    if func in WIDE:
+        found = _wide_product(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+    else:
+        found = func(*tree_map(on_host, args), **tree_map(on_host, kwargs))
+    if func is aten._to_copy.default and kwargs.get("device") == HOST:
+        return found
+    made = tree_map(lambda each: There(each) if isinstance(each, Tensor) else each, found)
+    return return_and_correct_aliasing(func, args, kwargs, made)
+
+
+def _wide_product(*args: Any, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
+    *added, one, other, dtype = args
+    found = one.to(dtype) @ other.to(dtype)
+    if added:
+        found = beta * added[0] + alpha * found
+    return found if out is None else out.copy_(found)
+
+
 class Named(TorchFunctionMode):
-    """Tensors without numbers say that they are on the device, and that each number is 0. waits: the lines of Valence that made
-    the host wait for all that the device was given before: whoever asks for a number does, and a copy from the host."""
+    """What is on the device says so, and what is to be made there is. waits: the lines of Valence that made the host wait for all
+    that the device was given before: whoever asks for a number does, and a copy from the host."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[str] = []
+        self.without = False
+        """Whether the call under way is about tensors without numbers, which transformers makes on purpose."""
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
-            return CUDA if args[0].is_meta else func(*args)
+            return CUDA if isinstance(args[0], There) else func(*args)
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
-            return args[0].is_meta
-        if (
-            args
-            and isinstance(args[0], Tensor)
-            and args[0].is_meta
-            and (func in READS or (func is Tensor.to and HOST in args[1:]))
-        ):
+            return isinstance(args[0], There)
+        if func == Tensor.data.__set__ and isinstance(args[0], There):  # type: ignore[attr-defined]
+            args[0].host = args[1].host
+        if func in STORED and isinstance(args[0], There):
+            return func(args[0].host)
+        if func is Tensor.tolist and isinstance(args[0], There):
             self.waits.append(_line())
-            return func(torch.zeros(args[0].shape, dtype=args[0].dtype), *args[1:])
-        if func is torch.device or "autocast" in func.__name__:
+            return args[0].host.tolist()
+        if func in (torch.device, torch._C._nn._parse_to) or "autocast" in func.__name__:
             return func(*args, **(kwargs or {}))
-        found = func(*map(_meant, args), **{name: _meant(value) for name, value in (kwargs or {}).items()})
-        if func in FROM_HOST and found.is_meta:
-            self.waits.append(_line())
-        return found
+        kwargs = kwargs or {}
+        there = _is(CUDA, kwargs.get("device")) or (func is Tensor.new_tensor and isinstance(args[0], There))
+        before, self.without = self.without, any(_is(META, each) for each in (*args, *kwargs.values()))
+        args, kwargs = tuple(map(_meant, args)), {name: _meant(value) for name, value in kwargs.items()}
+        try:
+            return self._copied(func, args, kwargs) if func in FROM_HOST and there else func(*args, **kwargs)
+        finally:
+            self.without = before
+
+    def _copied(self, func: Any, args: Sequence[Any], kwargs: Given) -> Tensor:
+        if func is Tensor.new_tensor:
+            like, *args = args
+            kwargs = {"dtype": like.dtype, "device": META} | kwargs
+        if isinstance(args[0], There):
+            return args[0]
+        found = torch.as_tensor(*args, **kwargs | {"device": HOST})
+        if kwargs["device"] != META:
+            return found
+        self.waits.append(_line())
+        return There(found)
 
 
 class Kept(TorchDispatchMode):
-    """Looks at what runs: copies to the device that the host waits for, and devices that are mixed."""
+    """Runs what is on the device, and looks at what the host waits for."""
 
-    def __init__(self, waits: list[str]) -> None:
+    def __init__(self, device: Named) -> None:
         super().__init__()
-        self.waits = waits
+        self.device = device
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        here = [each for each in tensors if not each.is_meta and each.ndim]  # a single number goes along with a call
-        to_device = kwargs.get("device") == META or any(each.is_meta for each in tensors)
-        if here and to_device:
-            assert func in COPIES, f"{func} of tensors on the device and on the host"
-            if not (kwargs.get("non_blocking") or args[2:] == (True,)):
-                self.waits.append(_line())
-        return func(*args, **kwargs)
+        there = [isinstance(each, There) for each in tensors]
+        if self.device.without or (not any(there) and kwargs.get("device") != META):
+            return func(*args, **kwargs)
+        # A single number of the host goes along with a call, and what has no numbers is nowhere.
+        here = any(not it and each.ndim and each.device != META for each, it in zip(tensors, there, strict=True))
+        if func in COPIES:
+            to_host = not there[0] if func is aten.copy_.default else kwargs.get("device") == HOST
+            waits = to_host or (here and not (kwargs.get("non_blocking") or args[2:] == (True,)))
+        elif func in PICKS and there[0]:  # places on the host are copied, and of a mask is counted how many it picks
+            waits = here or any(each is not None and each.dtype == torch.bool for each in args[1])
+        else:
+            assert not here, f"{func} of tensors on the device and on the host"
+            waits = func._schema.name.removeprefix("aten::") in ASKS
+        if waits:
+            self.device.waits.append(_line())
+        return _run(func, args, kwargs)
 
 
 def _meant(value: Any) -> Any:
-    """The device where tensors have no numbers, in place of the one that is asked for."""
-    if isinstance(value, str | torch.device) and str(value).startswith("cuda"):
-        return META
-    return value
+    """What stands for the device, where that is asked for."""
+    return META if _is(CUDA, value) else value
+
+
+def _is(device: torch.device, value: Any) -> bool:
+    return isinstance(value, str | torch.device) and str(value).startswith(device.type)
 
 
 def _line() -> str:
@@ -95,9 +178,15 @@ def _line() -> str:
 
 
 def attention(self: Visible, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
-    """Stands for FlexAttention, which would compile a program."""
-    assert self.masks[window].kv_indices.device == q.device == CUDA
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
+    """Stands for FlexAttention: all scores at once, by what the mask says of each pair."""
+    sees = self.masks[window].mask_mod
+    query, key = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    unseen = ~sees(query, query, query[:, None], key)
+    return torch.softmax(scores.masked_fill(unseen, float("-inf")), -1) @ v
 
 
 @contextmanager
@@ -123,13 +212,23 @@ def _in_backward(device: Named) -> Iterator[None]:
 def pretended() -> Iterator[list[str]]:
     """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for it."""
     device = Named()
-    with (
-        _in_backward(device),
-        mock.patch.object(torch.Tensor, "pin_memory", lambda self: self),
-        mock.patch.object(torch.cuda, "get_device_properties", return_value=SimpleNamespace(total_memory=80 * 2**30)),
-        mock.patch.object(head, "_has_triton", return_value=False),
-        mock.patch.object(Visible, "__call__", attention),
-        device,
-        Kept(device.waits),
-    ):
+    facts = {
+        "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE), "mem_get_info": (70 * GIGABYTE, 80 * GIGABYTE),
+        "memory_reserved": 0, "memory_allocated": 0, "max_memory_allocated": 0, "reset_peak_memory_stats": None,
+        "synchronize": None,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        swaps = torch.__future__.get_swap_module_params_on_conversion()
+        stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
+        torch.__future__.set_swap_module_params_on_conversion(True)  # else weights that are moved would no longer be tied
+        for name, value in facts.items():
+            stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
+        for module in (build, judges, plan):
+            stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
+        stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
+        stack.enter_context(mock.patch.object(head, "_has_triton", return_value=False))
+        stack.enter_context(mock.patch.object(Visible, "__call__", attention))
+        stack.enter_context(_in_backward(device))
+        stack.enter_context(device)
+        stack.enter_context(Kept(device))
         yield device.waits

@@ -135,8 +135,7 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
                 meter.pool({"x": [Mean(values.sum(), (values > 0).sum())], "auc": [Ranked(values, values > 0)]})
                 meter.add({"y": mean(2.0)})
             assert waits == []
-            with pytest.raises(ValueError, match="Expecting value"):  # the message, which no such device can tell
-                meter.reduce(group)
+            meter.reduce(group)
             assert group.messages == 1
             assert len(waits) == 1  # all else is read after that, on the host
             assert ".cpu()" in waits[0]

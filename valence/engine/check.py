@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from valence.engine.attention import CannotPackError
 from valence.errors import UserError
-from valence.types import Batch
+from valence.types import Batch, sent
 
 if TYPE_CHECKING:
     from valence.engine.logprobs import Engine
@@ -150,22 +150,23 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
     """
     device = sequences[0].device
     above = 0 if prompt is None else len(prompt)
-    lengths = torch.tensor([len(s) for s in sequences], device=device)
+    lengths = torch.tensor([len(s) for s in sequences])
     spans = list(pairwise([above, *(above + lengths.cumsum(0)).tolist()]))
-    rows = torch.arange(spans[-1][1], device=device)
-    starts = torch.tensor([start for start, _ in spans], device=device)
-    seq = torch.repeat_interleave(torch.arange(len(spans), device=device), lengths)
-    source, pos = rows - 1, rows.clone()
+    rows = torch.arange(spans[-1][1])
+    starts = torch.tensor([start for start, _ in spans])
+    own = torch.repeat_interleave(torch.arange(len(spans)), lengths)
+    source, pos, seq = rows - 1, rows.clone(), torch.cat([own.new_zeros(above), own])
     source[starts] = above - 1
-    pos[above:] += above - starts[seq]
-    trunk = [] if prompt is None else [prompt]
-    each, tokens = torch.zeros_like(lengths), torch.cat([*trunk, *sequences])
+    pos[above:] += above - starts[own]
     mask = (rows >= above) & (source >= 0)
+    trunk = [] if prompt is None else [prompt]
+    tokens = torch.cat([*trunk, *sequences])
+    each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
     return Batch(
-        tokens=tokens, host=tokens.cpu(), pos=pos, source=source, seq=torch.cat([seq.new_zeros(above), seq]), mask=mask,
-        scored=rows[mask], read=torch.stack([rows[mask], torch.cat([seq.new_zeros(above), seq])[mask]]).cpu(),
+        tokens=tokens, host=tokens.cpu(), pos=sent(pos, device), source=sent(source, device), seq=sent(seq, device),
+        mask=sent(mask, device), scored=sent(rows[mask], device), read=torch.stack([rows[mask], seq[mask]]),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
         leaf=tuple(range(len(trunk), len(trunk) + len(spans))), trains=(True,) * len(spans),
-        unit=each, side=each, label=None, weight=torch.ones(len(spans)), margin=torch.zeros(len(spans)),
-        soft=torch.full((len(spans),), torch.nan), target=None, group=each, groups=1, ids=("",) * len(spans),
+        unit=each, side=each, label=None, weight=numbers + 1, margin=numbers, soft=numbers + torch.nan, target=None, group=each,
+        groups=1, ids=("",) * len(spans),
     )  # fmt: skip
