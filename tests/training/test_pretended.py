@@ -1,0 +1,42 @@
+"""A whole run on a CUDA device, here a pretended one, is that on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import valence
+from tests.pretend import CUDA, pretended
+from tests.training.online import rig
+from tests.training.test_run import folder, recipe
+from valence.training.restore import restore
+
+__all__ = ["folder"]
+LORA = {"lora": {"rank": 4}}
+RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
+    "kto, adapter": lambda model, place: recipe(model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}),
+    "dpo": lambda model, place: recipe(model, place, "dpo"),
+    "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}),
+    "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path: Path) -> None:
+    rig.make(tmp_path)
+    settings = RUNS[name](folder, tmp_path)
+    there = settings | {"run": settings["run"] | {"dir": str(tmp_path / "there")}}
+    valence.train(settings, quiet=True)
+    with pretended() as waits:
+        run = valence.train(there, quiet=True)
+        assert run.policy.device == CUDA
+        assert sum("the one time that the device is waited for" in line for line in waits) == run.step
+        assert restore(tmp_path / "there", quiet=True).policy.device == CUDA
+    found, wanted = (rig.logged(tmp_path, name) for name in ("there", "run"))
+    assert [row.keys() for row in found] == [row.keys() for row in wanted]
+    for row, other in zip(found, wanted, strict=True):
+        row.pop("rewards/auc", None)  # ranks what at first is rounding alone
+        assert row == {key: pytest.approx(other[key], rel=1e-3, abs=1e-4) for key in row}
