@@ -55,8 +55,7 @@ def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None
         assert "the one time that the device is waited for" in waits[0]
 
 
-ALONE = [name for name in ARCHITECTURES if "moe" not in name]  # experts ask which tokens are theirs
-HOW = [*((name, "off", trains) for name in ALONE for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
+HOW = [*((name, "off", trains) for name in ARCHITECTURES for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
 
 
 @pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
