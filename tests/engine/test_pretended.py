@@ -1,4 +1,4 @@
-"""On a CUDA device, here a pretended one, the engine packs, and says and learns what it does on the host."""
+"""On a CUDA device, here a pretended one, the engine packs, says and learns what it does on the host, and waits for nothing."""
 
 from __future__ import annotations
 
@@ -7,35 +7,46 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from tests.engine.test_oracle import PATTERNS
 from tests.forests import conversations, sharing
 from tests.models import ARCHITECTURES, tiny
 from tests.pretend import CUDA, HOST, pretended
 from valence.data.pack import collate
+from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
+from valence.types import Batch
+
+HOW = [*((name, "off", trains) for name in ARCHITECTURES for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
 
 
-def measured(name: str, device: torch.device, trains: tuple[bool, ...], **how: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
-    """Log-probabilities, the gradient of their sum, and the engine."""
-    engine = build_policy(tiny(name, dtype=torch.float32).to(device), dtype=torch.float32, **how)
+def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[Engine, Batch]:
+    model = tiny(name, dtype=torch.float32).to(device)
+    engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
     engine.along = 0
     units = conversations()
     with sharing(4):
-        batch = replace(collate(units, range(len(units)), device=device), trains=trains)
+        return engine, replace(collate(units, range(len(units)), device=device), trains=trains)
+
+
+def measured(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, and the gradient of their sum."""
     logp = engine(batch).logp
     logp.sum().backward()
-    grad = torch.cat([p.grad.flatten() for p in engine.parameters() if p.grad is not None])
-    return logp.detach().cpu(), grad.cpu(), engine
+    return logp.detach(), torch.cat([p.grad.flatten() for p in engine.parameters() if p.grad is not None])
 
 
-@pytest.mark.parametrize("trains", PATTERNS[:2])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_a_device_says_what_the_host_does(name: str, trains: tuple[bool, ...]) -> None:
-    wanted = measured(name, HOST, trains)
-    with pretended():
-        found = measured(name, CUDA, trains)
-        assert found[2].device == CUDA
-        assert found[2].packs is wanted[2].packs is True
+@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
+def test_a_device_says_what_the_host_does(name: str, checkpointing: Any, trains: tuple[bool, ...]) -> None:
+    wanted = measured(*built(name, checkpointing, trains, HOST))
+    with pretended() as waits:
+        engine, batch = built(name, checkpointing, trains, CUDA)
+        assert engine.device == CUDA
+        assert engine.packs
+        waits.clear()  # loading a model, and looking whether it packs
+        found = measured(engine, batch)
+        assert waits == []
+        found = [each.cpu() for each in found]
     torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-3)

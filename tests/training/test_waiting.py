@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.engine.test_oracle import PATTERNS
-from tests.forests import conversations, sharing
-from tests.models import ARCHITECTURES, tiny
+from tests.forests import conversations
+from tests.models import tiny
 from tests.pretend import CUDA, pretended
 from tests.units import models_for, objective, units_for
 from valence.data.pack import collate
@@ -53,22 +51,6 @@ def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None
         assert applied
         assert len(waits) == 1
         assert "the one time that the device is waited for" in waits[0]
-
-
-HOW = [*((name, "off", trains) for name in ARCHITECTURES for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
-
-
-@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
-def test_models_are_not_waited_for(name: str, checkpointing: Any, trains: tuple[bool, ...]) -> None:
-    with pretended() as waits:
-        made = build_policy(tiny(name, dtype=torch.bfloat16), dtype=torch.bfloat16, checkpointing=checkpointing)
-        policy, _ = moved(made, None)
-        policy.along = 0
-        units = conversations()
-        with sharing(4):
-            batch = replace(collate(units, range(len(units)), device=CUDA), trains=trains)
-        policy(batch).logp.sum().backward()
-        assert waits == []
 
 
 LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
