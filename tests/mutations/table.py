@@ -71,7 +71,7 @@ LOSSES = [
     one("bco: delta has the wrong sign", UNPAIRED, "x = beta * (logp - ref) - delta", "x = beta * (logp - ref) + delta", DELTA[0]),
     one("aot: the reference is not sorted", COUPLED, "(ref_w - ref_l).sort().values[rank]", "(ref_w - ref_l)[rank]", *whole("aot")),
     one("aot_unpaired: the larger class is cut, not thinned out", COUPLED,
-        "(2 * torch.arange(k, device=rows.device) + 1) * len(rows) // max(2 * k, 1)", "torch.arange(k)", *whole("aot_unpaired")),
+        "((2 * rank + 1) * rows // (2 * k).clamp(min=1))", "rank", *whole("aot_unpaired")),
     one("dft: the weight has a gradient", IMITATION, "-logp_t.detach().exp()", "-logp_t.exp()", *whole("dft")),
     one("ppo_clip: the clip is optimistic", POLICY, "torch.minimum(rho * adv_t", "torch.maximum(rho * adv_t", *whole("grpo")),
     one("ppo_clip: the dual clip is on gains too", POLICY, "torch.where(adv_t < 0, torch.maximum(gain", "torch.where(adv_t < 9, torch.maximum(gain",
