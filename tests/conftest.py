@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import signal
@@ -54,6 +55,12 @@ class _Order:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(_Order())
+    gc.disable()  # nothing of what is collected is garbage
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # and none of it is looked at again
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)

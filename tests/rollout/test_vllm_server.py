@@ -1,7 +1,8 @@
 """A real vLLM server: tokens in and out, and new weights of tiny models, which must be the trainer's to the last digits.
 
 Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The first and the last are started as
-docs/vllm.md shows.
+docs/vllm.md shows. Their processes are forked (see ``forked/``); one that starts them as it does by itself is in
+tests/training/online/test_vllm_run.py.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ pytestmark = [
 
 CLOSE = 1e-4
 """Nats."""
+FORKED = Path(__file__).parent / "forked"
 
 TOKENIZER = tiny_tokenizer()
 END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
@@ -158,7 +160,7 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
             server = Shown(shown[name], root / name, **given)
         else:
             server = Server(root / name, transport=name, rank=4, dtype="float32", **given)
-        server.arguments += ["--distributed-executor-backend", "uni"]  # one process less to start
+        server.environment["PYTHONPATH"] = f"{server.folder / 'plugin'}{os.pathsep}{FORKED}"
         return server.start()
 
     models = {"disk": tiny(tied=True), "gloo": tiny(tied=False), "lora": tiny(tied=True)}
