@@ -60,11 +60,13 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
 """Models that do not pack, are no causal models, or of which one test asks one thing."""
 
 
-def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, **changes: Any) -> nn.Module:
-    """A random model of this architecture with two layers. Weights are large enough for a leak between sequences to show."""
+def tiny(name: str = "llama", *, dtype: torch.dtype = torch.float64, seed: int = 0, layers: int = 2, **changes: Any) -> nn.Module:
+    """A random model of this architecture. Weights are large enough for a leak between sequences to show. layers: one where it is
+    not the model that is looked at, as that halves what a step takes."""
     kind, settings = (ARCHITECTURES | OTHERS)[name]
+    depth = dict.fromkeys({"num_hidden_layers", "n_layer"} & (SMALL | settings).keys(), layers)  # GPT-2 has two names for it
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(kind, **(SMALL | settings | changes))
+    config = AutoConfig.for_model(kind, **(SMALL | settings | depth | changes))
     if getattr(config, "attn_logit_softcapping", None):  # which SDPA, the default of transformers 5.17, leaves out
         config._attn_implementation = "eager"
     model = AutoModelForCausalLM.from_config(config)

@@ -88,8 +88,9 @@ def policy_with_values(**changes: Any) -> tuple[Engine, Reference]:
 
 def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[Engine, Reference]:
     """Two different random models in float64, so that policy and reference disagree."""
-    policy = build_policy(tiny(architecture, **changes), dtype=torch.float64)
-    reference = build_reference(policy, fresh_adapter=False, model=tiny(architecture, seed=5, **changes), name="another")
+    model, other = (tiny(architecture, seed=seed, layers=1, **changes) for seed in (0, 5))
+    policy = build_policy(model, dtype=torch.float64)
+    reference = build_reference(policy, fresh_adapter=False, model=other, name="another")
     return policy, reference
 
 

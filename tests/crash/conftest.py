@@ -22,7 +22,7 @@ collect_ignore_glob = [] if Path("/proc/self/fd").is_dir() else ["test_*.py"]  #
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     folder = tmp_path_factory.mktemp("crash")
     tokenizer = tiny_tokenizer(None)
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder)

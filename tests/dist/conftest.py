@@ -17,7 +17,7 @@ from tests.tiny import tiny_tokenizer
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     tokenizer = tiny_tokenizer(None)
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     write_rows(folder)

@@ -137,7 +137,7 @@ from tests.tiny import tiny_tokenizer
 place, run_dir, kill, sinks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 if not (place / "model").exists():
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(place / "model")
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(place / "model")
     tokenizer.save_pretrained(place / "model")
     rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(16)]
     for name, some in (("train", rows[:12]), ("eval", rows[8:]), ("test", rows[10:])):

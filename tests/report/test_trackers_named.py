@@ -77,7 +77,7 @@ def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Monke
     (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     model.save_pretrained("model")
     tokenizer.save_pretrained("model")
     rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(8)]

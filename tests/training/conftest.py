@@ -18,7 +18,7 @@ def two_models(folder: Path) -> None:
     """The folders of two tiny models that differ in their weights alone: `model` and `other`."""
     tokenizer = tiny_tokenizer()
     for name, seed in (("model", 0), ("other", 1)):
-        tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed).save_pretrained(folder / name)  # type: ignore[operator]
+        tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, seed=seed).save_pretrained(folder / name)  # type: ignore[operator]
         tokenizer.save_pretrained(folder / name)
 
 

@@ -105,7 +105,7 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(folder: 
 def test_an_adapter_is_not_put_on_other_weights(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     valence.train(recipe(folder, tmp_path, model={"lora": {"rank": 4}}), quiet=True)
     other = tmp_path / "other"
-    tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32, seed=8).save_pretrained(other)
+    tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=8).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     with pytest.raises(UserError, match="frozen weights under the adapter have changed"):
         restore(tmp_path / "run", overrides=[f"model.name={other}"], quiet=True)

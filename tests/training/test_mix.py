@@ -40,7 +40,7 @@ def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
 
 def run_of(tmp_path: Path, folder: str = "run", **sections: Any) -> Run:
     tokenizer = tiny_tokenizer()
-    model = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
+    model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     sections = {"run": {"dir": str(tmp_path / folder)}} | sections
     return build_run(recipe(tmp_path, **sections), tokenizer=tokenizer, model=model, quiet=True)
 

@@ -39,7 +39,7 @@ def train(tmp_path: Path, given: list[dict[str, Any]], **sections: Any) -> tuple
     recipe = {"method": "kto", "model": {"name": "tiny", **sections.pop("model", {})}, "run": {"dir": str(tmp_path / "run")}}
     run = valence.train(
         recipe | sections,
-        model=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32),
+        model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32),
         tokenizer=tiny_tokenizer(),
         train=given,
         eval=held_out,
@@ -198,7 +198,7 @@ def test_data_smaller_than_a_batch_is_trained_on(count: int, batch_size: int, ep
     assert [record["step"] for record in log] == list(range(1, steps + 1))
     assert log[-1]["examples_seen"] == count * epochs
     assert run.step == run.total_steps == steps
-    fresh = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    fresh = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
     moved = [not torch.equal(a, b) for a, b in zip(run.policy.parameters(), fresh.parameters(), strict=True)]
     assert any(moved)
 
@@ -244,7 +244,7 @@ def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
         )
         assert log[0]["eval/rewards/chosen"] == pytest.approx(0, abs=1e-6)
         after = run.evaluate().rows
-        untouched = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+        untouched = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
         start = valence.logprobs(untouched, held_out, tokenizer=tiny_tokenizer(), kind="judgement")
         assert [row["ref"] for row in after] == pytest.approx([found.total for found in start], rel=1e-4)
         assert any(abs(row["logp"] - row["ref"]) > 1e-2 for row in after)

@@ -35,7 +35,7 @@ GIVEN = {"train": ROWS, "eval": None}
 def recipe(tmp_path: Path) -> dict[str, Any]:
     """A recipe of a model folder."""
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[operator]
     tokenizer.save_pretrained(tmp_path / "model")
     return {
         "method": "kto",

@@ -251,11 +251,11 @@ def test_another_model_in_the_same_place_is_noticed(folder: Path, settings: dict
     for lora in ({"rank": 2}, None):
         place = tmp_path / f"model{bool(lora)}"
         tiny_tokenizer().save_pretrained(place)
-        tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32).save_pretrained(place)
+        tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32).save_pretrained(place)
         run = {**settings["run"], "dir": str(tmp_path / f"run{bool(lora)}")}
         mine = {**settings, "model": {"name": str(place), "lora": lora}, "run": run}
         killed(mine, 4)
-        tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32, seed=5).save_pretrained(place)
+        tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=5).save_pretrained(place)
         with pytest.raises(
             UserError, match="frozen weights under the adapter have changed|is another model than the run began with"
         ):
@@ -265,11 +265,11 @@ def test_another_model_in_the_same_place_is_noticed(folder: Path, settings: dict
 def test_a_model_object_that_was_trained_is_not_begun_with_again(settings: dict[str, Any]) -> None:
     settings["run"]["save_every"] = 100
     del settings["model"]["lora"]
-    model = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    model = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
     killed(settings, 4, model=model)
     with pytest.raises(UserError, match="not as it was when this run began"):
         train(settings, model=model)
-    again = tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32)
+    again = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
     assert train(settings, model=again)[0].step == 9
 
 

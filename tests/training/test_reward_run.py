@@ -43,7 +43,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(path)
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 

@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model folder with its tokenizer, as a user has one."""
     path = tmp_path_factory.mktemp("model")
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(path)
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -166,9 +166,9 @@ def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path)
     seen: list[int] = []
     run = valence.train(
         {"method": "kto", "model": {"name": "not-a-model"}, "run": {"dir": str(tmp_path / "run")}, "train": {"batch_size": 6}},
-        model=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32),
+        model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32),
         tokenizer=tiny_tokenizer(),
-        reference=tiny(vocab_size=len(tiny_tokenizer()), dtype=torch.float32, seed=1),
+        reference=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=1),
         train=ROWS,
         eval=ROWS[:4],
         optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1),

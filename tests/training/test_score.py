@@ -38,7 +38,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, rows and a recipe for each method, which is the current one."""
     tokenizer = tiny_tokenizer()
     for name, seed in (("model", 0), ("other", 1)):
-        tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
+        tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, seed=seed).save_pretrained(tmp_path / name)  # type: ignore[operator]
         tokenizer.save_pretrained(tmp_path / name)
     for method, rows in (("kto", ROWS), ("dpo", PAIRS)):
         (tmp_path / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

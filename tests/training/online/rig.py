@@ -22,7 +22,7 @@ PROMPTS = [
 def make(place: Path, **changes: Any) -> None:
     """A model's folder and two files of prompts, there. changes: of its configuration."""
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), dtype=torch.float32, **changes).save_pretrained(place / "model")  # type: ignore[operator]
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, **changes).save_pretrained(place / "model")  # type: ignore[operator]
     tokenizer.save_pretrained(place / "model")
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
     (place / "held.jsonl").write_text("".join(json.dumps({"prompt": f"tell of {n}"}) + "\n" for n in ("rain", "snow", "wind")))
