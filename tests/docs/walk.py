@@ -131,7 +131,7 @@ def files_of(text: str, block: Block) -> list[str]:
 def model_files() -> dict[str, bytes]:
     """A tiny model with its tokenizer, as files. Its answers end after some 6 tokens, however long they may be."""
     tokenizer: Any = tiny_tokenizer()
-    model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32, max_position_embeddings=1024)
+    model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, max_position_embeddings=1024)
     with torch.no_grad():  # one number that all states share, and which the end-of-turn token's logit follows
         model.get_input_embeddings().weight[:, 0] = 8
         model.get_output_embeddings().weight[tokenizer.eos_token_id, 0] = 0.8
