@@ -99,7 +99,7 @@ def twice(group: Group) -> list[float]:
 def one_stays_away(group: Group, away: int) -> None:
     group.barrier("audit")
     if group.rank == away:
-        time.sleep(2.5)
+        time.sleep(3.5)
         return
     group.sum(torch.ones(3))
 

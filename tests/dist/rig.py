@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from multiprocessing.synchronize import Barrier
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ def run(
         pairs = [server.Pipe(duplex=False) for _ in started]
         kept = [listening if rank == 0 else None for rank in started]
         places = zip(started, kept, pairs, strict=True)
-        given = [(job, rank, size, port, keeps, deadline, end, args) for rank, keeps, (_, end) in places]
+        ready = server.Barrier(len(started))
+        given = [(job, rank, size, port, keeps, deadline, ready, end, args) for rank, keeps, (_, end) in places]
         ranks = [server.Process(target=_rank, args=each) for each in given]
         for process in ranks:
             process.start()
@@ -62,14 +64,15 @@ def _received(pipe: Connection) -> tuple[Any, str, float]:
 
 
 def _rank(
-    job: Callable[..., Any], rank: int, size: int, port: int, listening: socket.socket | None, deadline: float, pipe: Connection,
-    args: tuple[Any, ...],
+    job: Callable[..., Any], rank: int, size: int, port: int, listening: socket.socket | None, deadline: float, ready: Barrier,
+    pipe: Connection, args: tuple[Any, ...],
 ) -> None:  # fmt: skip
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     if listening is not None:
         os.environ[LISTENS] = str(listening.detach())
     processes.HEAD_START = 0.3  # no launcher looks who failed first
+    ready.wait()  # short deadlines are for what is looked at, not for a process that a busy machine starts late
     began = time.monotonic()
     value, error = None, ""
     try:
