@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -31,10 +32,10 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script sta
 @pytest.fixture(autouse=True)
 def forgets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """No module that a test has imported from its folder is there for the next one, whose own may have the same name."""
-    before = set(sys.modules)
+    last = next(reversed(sys.modules))
     yield
     folder = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    for name in sys.modules.keys() - before:
+    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):  # in the order of import
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
             del sys.modules[name]
 

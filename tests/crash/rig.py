@@ -17,6 +17,8 @@ from valence.data.sampler import Sampler
 from valence.engine.logprobs import Engine
 
 CASE = {case.name: case for case in CASES}
+STEPS = 13
+"""Of a run, unless a test says otherwise: an epoch has 5, and none of it ends with a save, an evaluation or the log's window."""
 Act = Callable[[str, str], None]
 
 
@@ -64,6 +66,7 @@ class Place:
 
     def recipe(self, case: Case, **sections: dict[str, Any]) -> dict[str, Any]:
         made = recipe(case, self.folder)
+        made["train"] = {"max_steps": STEPS} | made["train"]
         return made | {name: made.get(name, {}) | section for name, section in sections.items()}
 
     def train(self, case: Case, run: Path, /, *more: str, **sections: dict[str, Any]) -> int:

@@ -111,7 +111,7 @@ def test_two_resumes_in_a_row(
     save_every: int, step: int, batch: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Killed at the same place of one epoch and of the next."""
-    case, cut = CASE["kto, lora"], {"train": {"micro_batch_tokens": 40}}
+    case, cut = CASE["kto, lora"], {"train": {"micro_batch_tokens": 40, "max_steps": 17}}
     more = cut | {"run": {"save_every": save_every, "keep_best": None}}
     run, left = tmp_path / "run", [tmp_path / "left 1", tmp_path / "left 2"]
     for at, to in zip((step, step + 5), left, strict=True):

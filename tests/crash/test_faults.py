@@ -17,7 +17,7 @@ import pytest
 from safetensors import SafetensorError
 
 from benchmarks.crash.trial import differences, newest
-from tests.crash.rig import CASE, Disk, Halt, Place, in_step
+from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, in_step
 from valence.checkpoint import keeper, lock, store
 from valence.checkpoint.keeper import check
 from valence.training import folder as folders
@@ -132,7 +132,7 @@ def test_weights_that_cannot_be_written_are_told_of(
     monkeypatch.setattr(store, "save_file", full)
     assert place.train(KTO, run) == 0
     assert "No space left" in capfd.readouterr().out
-    assert whole(run)[-1] == 17
+    assert whole(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -163,7 +163,7 @@ def test_saves_that_fail_in_a_row_end_the_run_and_leave_the_last_good_one(
     assert "step-9" in said.out
     assert whole(run) == [3]
     assert place.train(KTO, run, **more) == 0
-    assert whole(run)[-1] == 17
+    assert whole(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -211,7 +211,7 @@ def test_a_disk_that_is_full_for_a_while(
     in_step(monkeypatch, 11, (small_disk / "filler").unlink)
     assert place.train(KTO, run, run={"max_failed_saves": 100}) == 0
     assert "No space left" in capfd.readouterr().out
-    assert whole(run)[-1] == 17
+    assert whole(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 
@@ -238,7 +238,7 @@ def test_checkpoints_that_vanish_are_written_anew(place: Place, tmp_path: Path, 
     run = tmp_path / "run"
     in_step(monkeypatch, 8, lambda: shutil.rmtree(run / "checkpoints"))
     assert place.train(KTO, run) == 0
-    assert whole(run)[-1] == 17
+    assert whole(run)[-1] == STEPS
     assert differences(run, place.alone(KTO)) == []
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.crash.trial import differences, newest
 from tests.command import command
-from tests.crash.rig import CASE, Place, in_step
+from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
 from valence.checkpoint import keeper
 from valence.engine.cache import Cached
@@ -60,9 +60,9 @@ PHASES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Callable[[], None]], None]
     "training, amid a step": (lambda patch, act: in_step(patch, 5, act, batch=1), 5),
     "evaluation": (lambda patch, act: amid(patch, act, "eval"), 4),
     "save": (lambda patch, act: before(patch, keeper.Checkpoints, "_write", act, 3), None),
-    "test": (lambda patch, act: amid(patch, act, "test"), 17),
-    "second sampling": (lambda patch, act: before(patch, Run, "sample", act, 2), 17),
-    "export": (lambda patch, act: before(patch, finish, "export", act), 17),
+    "test": (lambda patch, act: amid(patch, act, "test"), STEPS),
+    "second sampling": (lambda patch, act: before(patch, Run, "sample", act, 2), STEPS),
+    "export": (lambda patch, act: before(patch, finish, "export", act), STEPS),
 }
 """Phase -> how to act in it, and the step of the checkpoint that is there afterwards."""
 
@@ -148,7 +148,7 @@ def test_a_second_signal_ends_at_once(
 
 def test_a_signal_in_every_step(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, more = tmp_path / "run", {"run": {"save_every": 1000, "keep_best": None}}
-    for step in range(1, 17):
+    for step in range(1, STEPS):
         with monkeypatch.context() as patch:
             in_step(patch, step, lambda: signal.raise_signal(signal.SIGUSR1))
             assert place.train(KTO, run, **more) == 138

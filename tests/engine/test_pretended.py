@@ -18,7 +18,7 @@ from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
 from valence.types import Batch
 
-HOW = [*((name, "off", trains) for name in ARCHITECTURES for trains in PATTERNS[:2]), ("llama", "full", PATTERNS[1])]
+HOW = [*((name, "off", PATTERNS[1]) for name in ARCHITECTURES), ("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
 
 
 def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[Engine, Batch]:

@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import fmean, pstdev, stdev
 from typing import Any
 
@@ -90,9 +91,15 @@ def dot(a: Sequence[float], b: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
+@cache
+def read(formula: Callable[..., Any]) -> frozenset[str]:
+    """The names of what a formula reads."""
+    return frozenset(inspect.signature(formula).parameters)
+
+
 def call(formula: Callable[..., Any], numbers: dict[str, Any], settings: dict[str, Any]) -> float:
     """With those of the numbers and settings that it reads."""
-    return formula(**{k: v for k, v in (numbers | settings).items() if k in inspect.signature(formula).parameters})
+    return formula(**{k: v for k, v in (numbers | settings).items() if k in read(formula)})
 
 
 def nll(step: Step) -> float:
@@ -104,7 +111,7 @@ def nll(step: Step) -> float:
 
 
 def mean_of_pairs(formula: Callable[..., float]) -> Callable[[Step], float]:
-    own_nll = "nll_weight" in inspect.signature(formula).parameters
+    own_nll = "nll_weight" in read(formula)
 
     def total(step: Step) -> float:
         every = range(len(step.rows))
@@ -137,7 +144,7 @@ def reference_points(step: Step) -> list[float]:
 
 def mean_of_answers(formula: Callable[..., float]) -> Callable[[Step], float]:
     def total(step: Step) -> float:
-        points = reference_points(step) if "z0" in inspect.signature(formula).parameters else [0.0] * len(step.rows)
+        points = reference_points(step) if "z0" in read(formula) else [0.0] * len(step.rows)
         found = 0.0
         for row, (said,), z0 in zip(step.rows, step.now, points, strict=True):
             logp, ref = step.sums(said)

@@ -60,8 +60,8 @@ def tokens(rows: Iterable[Encoded]) -> int:
 
 
 def budget_for(rows: list[Encoded], micro_batches: int) -> int:
-    """The largest token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
-    return next(budget for budget in range(tokens(rows), 0, -1) if len(pack(rows, budget)) >= micro_batches)
+    """A large token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
+    return next(budget for budget in range(tokens(rows), 0, -5) if len(pack(rows, budget)) >= micro_batches)
 
 
 def related(kind: Kind) -> list[Encoded]:
