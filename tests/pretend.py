@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -34,6 +34,10 @@ STORED = (Tensor.data_ptr, Tensor.untyped_storage)
 WIDE = (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
 """Products of bfloat16 with results in float32, which a CPU does not have."""
 PICKS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+NARROWED = ("linear", "matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention", "conv1d")
+WIDENED = ("pow", "rpow", "exp", "log", "log1p", "reciprocal", "rsqrt", "sum", "prod", "cumsum", "norm", "softmax", "log_softmax",
+           "softplus", "layer_norm", "cross_entropy", "nll_loss")  # fmt: skip
+"""What autocast runs in its type on CUDA, and what in float32. A CPU has other lists."""
 GIGABYTE = 2**30
 Given = Mapping[str, Any]
 
@@ -85,7 +89,7 @@ def _wide_product(*args: Any, out: Tensor | None = None, beta: float = 1, alpha:
     *added, one, other, dtype = args
     found = one.to(dtype) @ other.to(dtype)
     if added:
-        found = beta * added[0] + alpha * found
+        found = alpha * found if beta == 0 else beta * added[0] + alpha * found  # what is not read may be anything
     return found if out is None else out.copy_(found)
 
 
@@ -114,6 +118,8 @@ class Named(TorchFunctionMode):
         if func in (torch.device, torch._C._nn._parse_to) or "autocast" in func.__name__:
             return func(*args, **(kwargs or {}))
         kwargs = kwargs or {}
+        if torch.is_autocast_enabled(CUDA.type):
+            args, kwargs = _autocast(func.__name__.strip("_"), (args, kwargs))
         there = _is(CUDA, kwargs.get("device")) or (func is Tensor.new_tensor and isinstance(args[0], There))
         before, self.without = self.without, any(_is(META, each) for each in (*args, *kwargs.values()))
         args, kwargs = tuple(map(_meant, args)), {name: _meant(value) for name, value in kwargs.items()}
@@ -163,6 +169,19 @@ class Kept(TorchDispatchMode):
         return _run(func, args, kwargs)
 
 
+def _autocast(name: str, given: Any) -> Any:
+    """The arguments of a function of this name, as autocast gives them to it."""
+    if name not in NARROWED + WIDENED:
+        return given
+    dtype = torch.get_autocast_dtype(CUDA.type) if name in NARROWED else torch.float32
+
+    def cast(value: Any) -> Any:
+        narrow = isinstance(value, There) and value.is_floating_point() and value.dtype != torch.float64
+        return value.to(dtype) if narrow else value
+
+    return tree_map(cast, given)
+
+
 def _meant(value: Any) -> Any:
     """What stands for the device, where that is asked for."""
     return META if _is(CUDA, value) else value
@@ -198,7 +217,7 @@ def _in_backward(device: Named) -> Iterator[None]:
 
     def named(action: Any) -> Any:
         def run(*args: Any) -> Any:
-            with device:
+            with nullcontext() if device in _get_current_function_mode_stack() else device:
                 return action(*args)
 
         return run
@@ -222,6 +241,7 @@ def pretended() -> Iterator[list[str]]:
         "max_memory_allocated": 0,
         "reset_peak_memory_stats": None,
         "synchronize": None,
+        "is_bf16_supported": True,
     }
     with ExitStack() as stack:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
@@ -229,6 +249,7 @@ def pretended() -> Iterator[list[str]]:
         torch.__future__.set_swap_module_params_on_conversion(True)  # else weights that are moved would no longer be tied
         for name, value in facts.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
+        stack.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False))
         for module in (build, judges, plan):
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))

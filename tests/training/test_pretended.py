@@ -18,10 +18,13 @@ __all__ = ["folder"]
 LORA = {"lora": {"rank": 4}}
 RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kto, adapter": lambda model, place: recipe(model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}),
+    "kto, adapter in bfloat16": lambda model, place: recipe(model, place, model=LORA | {"dtype": "bfloat16"}),
     "dpo": lambda model, place: recipe(model, place, "dpo"),
     "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}),
     "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
 }
+OFFLOADED = "kto, adapter in bfloat16"
+"""Its layers run again there, with what they begin from in the host's memory."""
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -29,6 +32,8 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
     rig.make(tmp_path)
     settings = RUNS[name](folder, tmp_path)
     there = settings | {"run": settings["run"] | {"dir": str(tmp_path / "there")}}
+    if name == OFFLOADED:
+        there["train"] = settings["train"] | {"checkpointing": "offloaded"}
     valence.train(settings, quiet=True)
     with pretended() as waits:
         run = valence.train(there, quiet=True)
@@ -39,4 +44,5 @@ def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path
     assert [row.keys() for row in found] == [row.keys() for row in wanted]
     for row, other in zip(found, wanted, strict=True):
         row.pop("rewards/auc", None)  # ranks what at first is rounding alone
-        assert row == {key: pytest.approx(other[key], rel=1e-3, abs=1e-4) for key in row}
+        close = {"rel": 0.05, "abs": 0.05} if "bfloat16" in name else {"rel": 1e-3, "abs": 1e-4}
+        assert row == {key: pytest.approx(other[key], **close) for key in row}

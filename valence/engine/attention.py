@@ -315,7 +315,7 @@ def _product(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
     autocast would narrow the result."""
     wide = torch.promote_types(torch.float32, a.dtype)
     with bfloat16_operands(a.dtype == torch.bfloat16), torch.autocast("cpu", enabled=False):
-        out = torch.empty((), dtype=wide).expand(len(a), a.shape[1], b.shape[1])
+        out = torch.zeros((), dtype=wide).expand(len(a), a.shape[1], b.shape[1])
         return torch.baddbmm(out, a.to(wide), b.to(wide).transpose(1, 2), beta=0, alpha=alpha)
 
 
