@@ -3,6 +3,7 @@ the ways that are for CUDA and may not mix devices; where the host would have to
 
 from __future__ import annotations
 
+import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -97,9 +98,9 @@ class Named(TorchFunctionMode):
     """What is on the device says so, and what is to be made there is. waits: the lines of Valence that made the host wait for all
     that the device was given before: whoever asks for a number does, and a copy from the host."""
 
-    def __init__(self) -> None:
+    def __init__(self, waits: list[str]) -> None:
         super().__init__()
-        self.waits: list[str] = []
+        self.waits = waits
         self.without = False
         """Whether the call under way is about tensors without numbers, which transformers makes on purpose."""
 
@@ -230,9 +231,23 @@ def _in_backward(device: Named) -> Iterator[None]:
 
 
 @contextmanager
+def _in_threads(waits: list[str]) -> Iterator[None]:
+    """Threads that begin inside the block, which know of no mode of others."""
+    run = threading.Thread.run
+
+    def there(self: threading.Thread) -> None:
+        device = Named(waits)
+        with device, Kept(device):
+            run(self)
+
+    with mock.patch.object(threading.Thread, "run", there):
+        yield
+
+
+@contextmanager
 def pretended() -> Iterator[list[str]]:
     """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for it."""
-    device = Named()
+    device = Named([])
     facts = {
         "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE, major=9, minor=0),
         "mem_get_info": (70 * GIGABYTE, 80 * GIGABYTE),
@@ -256,6 +271,7 @@ def pretended() -> Iterator[list[str]]:
         stack.enter_context(mock.patch.object(head, "_has_triton", return_value=False))
         stack.enter_context(mock.patch.object(Visible, "__call__", attention))
         stack.enter_context(_in_backward(device))
+        stack.enter_context(_in_threads(device.waits))
         stack.enter_context(device)
         stack.enter_context(Kept(device))
         yield device.waits

@@ -7,20 +7,35 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import valence
 from tests.pretend import CUDA, pretended
+from tests.tiny import tiny_tokenizer
 from tests.training.online import rig
 from tests.training.test_run import folder, recipe
 from valence.training.restore import restore
 
 __all__ = ["folder"]
 LORA = {"lora": {"rank": 4}}
+
+
+def judge(place: Path) -> str:
+    """The folder of a reward model."""
+    torch.manual_seed(0)
+    model: Any = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(place / "model", num_labels=1))
+    torch.nn.init.normal_(model.score.weight)
+    model.save_pretrained(place / "judge")
+    tiny_tokenizer().save_pretrained(place / "judge")
+    return str(place / "judge")
+
+
 RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kto, adapter": lambda model, place: recipe(model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}),
     "kto, adapter in bfloat16": lambda model, place: recipe(model, place, model=LORA | {"dtype": "bfloat16"}),
     "dpo": lambda model, place: recipe(model, place, "dpo"),
-    "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}),
+    "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]),
     "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
 }
 OFFLOADED = "kto, adapter in bfloat16"
