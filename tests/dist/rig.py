@@ -72,7 +72,7 @@ def _rank(
     if listening is not None:
         os.environ[LISTENS] = str(listening.detach())
     processes.HEAD_START = 0.3  # no launcher looks who failed first
-    ready.wait()  # short deadlines are for what is looked at, not for a process that a busy machine starts late
+    ready.wait(60)  # short deadlines are for what is looked at, not for a process that a busy machine starts late
     began = time.monotonic()
     value, error = None, ""
     try:
