@@ -3,6 +3,7 @@ the ways that are for CUDA and may not mix devices; where the host would have to
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
+import valence
 from valence.engine import head
 from valence.engine.flex import Visible
 from valence.training import build, judges, plan
@@ -40,6 +42,8 @@ WIDENED = ("pow", "rpow", "exp", "log", "log1p", "reciprocal", "rsqrt", "sum", "
            "softplus", "layer_norm", "cross_entropy", "nll_loss")  # fmt: skip
 """What autocast runs in its type on CUDA, and what in float32. A CPU has other lists."""
 GIGABYTE = 2**30
+PACKAGE_FOLDER = f"{Path(valence.__file__).parent}{os.sep}"
+"""Where the code under test is, whatever the folder of the checkout is called."""
 Given = Mapping[str, Any]
 
 
@@ -195,7 +199,7 @@ def _is(device: torch.device, value: Any) -> bool:
 def _line() -> str:
     """The line of Valence that runs."""
     stack = traceback.extract_stack()
-    frame = next((each for each in reversed(stack) if "/valence/" in each.filename), stack[-3])
+    frame = next((frame for frame in reversed(stack) if frame.filename.startswith(PACKAGE_FOLDER)), stack[-3])
     return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
 
 
