@@ -8,7 +8,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -73,3 +73,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 if getattr(item.config.option, "loadgroup", False) and hasattr(item, "_id"):
                     # pytest-xdist 3.8 renames tests by their group in a way that pytest 9.2 no longer heeds.
                     item._id = type(item.id).parse(f"{item.nodeid}@{mark}")
+
+
+REQUIRE_ALL = os.environ.get("VALENCE_REQUIRE_ALL") == "1"
+"""Set where nothing may be missing: a skipped test is a failure there, unless it needs a GPU."""
+
+
+def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if REQUIRE_ALL and report.skipped:
+        report.outcome, report.longrepr = "failed", f"skipped although all are required: {report.longrepr}"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if not item.get_closest_marker("gpu"):
+        _fail_if_skipped(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    report = yield
+    _fail_if_skipped(report)
+    return report

@@ -342,6 +342,7 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
+@pytest.mark.gpu  # or Triton's interpreter
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 @pytest.mark.skipif(not torch.cuda.is_available() and not interpreted(), reason="no CUDA device, and TRITON_INTERPRET is not 1")
 def test_the_kernel_says_what_the_plain_operations_say() -> None:
