@@ -138,7 +138,7 @@ def credit(name: str, round: Round, policy: Policy, **settings: Any) -> dict[str
     value = policy.value.detach()[round.arms]
     known = {
         "reward": REWARD[n][round.arms], "group": torch.arange(len(round.groups)).repeat_interleave(len(round.groups[0])),
-        "owner": torch.arange(answers).repeat_interleave(n), "finished": torch.ones(answers, dtype=torch.bool),
+        "owner": torch.arange(answers).repeat_interleave(n),
         "old_t": old.flatten(), "ref_t": ref.flatten(), "value_t": value.flatten(),
     }  # fmt: skip
     found = CREDITS[name](*(known[read] for read in positional(CREDITS[name])), **settings)

@@ -20,11 +20,10 @@ from valence.losses.advantage import CREDITS, adapted, gae
 
 @dataclass(frozen=True)
 class Sampled:
-    """An answer: the prompt it is to, its reward, whether it ended by itself; of each token what was said of it."""
+    """A completion: its prompt, its reward, and log-probabilities and value of each token."""
 
     group: int
     reward: float
-    finished: bool
     old: tuple[float, ...]
     ref: tuple[float, ...]
     value: tuple[float, ...]
@@ -33,8 +32,8 @@ class Sampled:
 def drawn(lengths: Sequence[int], groups: Sequence[int], seed: int = 0) -> list[Sampled]:
     draw = random.Random(seed)
     return [
-        Sampled(group, draw.gauss(0, 1), i % 3 != 1, *(tuple(draw.gauss(-1, 0.5) for _ in range(n)) for _ in range(3)))
-        for i, (n, group) in enumerate(zip(lengths, groups, strict=True))
+        Sampled(group, draw.gauss(0, 1), *(tuple(draw.gauss(-1, 0.5) for _ in range(n)) for _ in range(3)))
+        for n, group in zip(lengths, groups, strict=True)
     ]
 
 
@@ -49,7 +48,6 @@ def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
     return given | {
         "reward": column(*(a.reward for a in answers)), "group": torch.tensor([a.group for a in answers], dtype=torch.long),
         "owner": torch.tensor(owner, dtype=torch.long),
-        "finished": torch.tensor([a.finished for a in answers], dtype=torch.bool),
     }  # fmt: skip
 
 
@@ -99,7 +97,7 @@ def test_reward_to_go(kl_beta: float) -> None:
 def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list[float]:
     """A_t by its definition, a sum over all later tokens."""
     last = len(answer.old) - 1
-    after = [*answer.value[1:], 0.0 if answer.finished else answer.value[last]]
+    after = [*answer.value[1:], 0.0]
     gained = [-kl_beta * (o - r) for o, r in zip(answer.old, answer.ref, strict=True)]
     gained[last] += answer.reward
     delta = [gained[t] + gamma * after[t] - answer.value[t] for t in range(last + 1)]
@@ -117,25 +115,42 @@ def test_generalised_advantages(gamma: float, lam: float, kl_beta: float) -> Non
     assert found["return"].tolist() == pytest.approx(returns, rel=1e-9)
 
 
-def test_an_answer_that_ended_has_nothing_behind_it_and_one_that_was_cut_has() -> None:
-    """With lambda 1 and no cost of divergence the return is what is still to come: the reward, and the value where it was cut."""
-    ended, cut = (Sampled(0, 2.0, finished, (-1.0,) * 3, (-1.0,) * 3, (0.1, 0.2, 0.4)) for finished in (True, False))
-    given = tensors([ended, cut])
-    found = gae(*(given[name] for name in positional(gae)), gae_lambda=1.0)
-    assert found["return"].tolist() == pytest.approx([2.0, 2.0, 2.0, 2.4, 2.4, 2.4])
+def test_advantages_by_hand() -> None:
+    """R = 2 at the last token, V = (0.5, 1, 3), gamma = lambda = 0.5, no cost of divergence.
+
+    d = (0.5*1 - 0.5, 0.5*3 - 1, 2 - 3) = (0, 0.5, -1); A_2 = -1, A_1 = 0.5 - 0.25 = 0.25,
+    A_0 = 0.25*0.25 = 0.0625; G = A + V = (0.5625, 1.25, 2).
+    """
+    given = tensors([Sampled(0, 2.0, (-1.0,) * 3, (-1.0,) * 3, (0.5, 1.0, 3.0))])
+    result = gae(*(given[name] for name in positional(gae)), gamma=0.5, gae_lambda=0.5)
+    assert result["return"].tolist() == pytest.approx([0.5625, 1.25, 2.0], rel=1e-12)
+    assert result["adv"].tolist() == pytest.approx(standardised([0.0625, 0.25, -1.0]), rel=1e-12)
+
+
+@pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
+def test_returns_have_the_reward_as_fixed_point(lam: float) -> None:
+    """Values that are set to their returns again and again converge to the outcome reward, whether a
+    completion was truncated or ended by itself: its value is that of its tokens, nothing follows."""
+    rewards = (1.0, -0.5)
+    answers = [Sampled(i, r, (-1.0,) * n, (-1.0,) * n, (0.0,) * n) for i, (r, n) in enumerate(zip(rewards, (6, 3), strict=True))]
+    given = tensors(answers)
+    for _ in range(200):
+        returns = gae(*(given[name] for name in positional(gae)), kl_beta=0.0, gae_lambda=lam)["return"]
+        given["value_t"] = returns
+    assert returns.tolist() == pytest.approx([1.0] * 6 + [-0.5] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", CREDITS)
 def test_equal_rewards_have_exactly_no_advantage(name: str) -> None:
     """Where policy and reference agree and values know nothing, also in groups of one; 0.1 is a number that sums round."""
-    same = [Sampled(g, 0.1, True, (-1.0,) * 3, (-1.0,) * 3, (0.0,) * 3) for g in (0, 0, 0, 1, 1, 1, 2)]
+    same = [Sampled(g, 0.1, (-1.0,) * 3, (-1.0,) * 3, (0.0,) * 3) for g in (0, 0, 0, 1, 1, 1, 2)]
     settings = {"gae_lambda": 1.0} if name == "ppo" else {}
     assert credit(name, same, **settings) == [0.0] * 21
 
 
 @pytest.mark.parametrize("name", CREDITS)
 def test_an_answer_alone_is_finite_and_none_is_nothing(name: str) -> None:
-    (alone,) = credit(name, [Sampled(0, 3.0, False, (-1.0,), (-2.0,), (0.5,))])
+    (alone,) = credit(name, [Sampled(0, 3.0, (-1.0,), (-2.0,), (0.5,))])
     assert alone == 0.0
     assert credit(name, []) == []
 

@@ -114,8 +114,9 @@ def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
     return whiten(score, *moments.to(score.dtype).unbind())
 
 
-# Of a whole round: reward[S], group[S] (prompt of each answer), owner[N] (answer of each token: ascending), finished[S] (ended by
-# itself), old_t[N], ref_t[N] (nats), value_t[N] (estimate before each token). All return adv_t[N].
+# Of a whole round: reward[S], group[S] (prompt of each completion), owner[N] (completion of each
+# token, ascending), old_t[N], ref_t[N] (nats), value_t[N] (estimate before each token). All return
+# adv_t[N].
 
 
 def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
@@ -161,42 +162,42 @@ def of_reward_to_go(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor,
 
 
 def gae(
-    reward: Tensor, owner: Tensor, finished: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, *,
+    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, *,
     kl_beta: KlBeta = 0.05, kl_target: Annotated[float, Gt(0)] | None = None, kl_horizon: Annotated[float, Gt(0)] = 10_000.0,
     gamma: Share = 1.0, gae_lambda: Share = 0.95,
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Generalised advantage estimation: how much better a token turned out than the value head expected before it.
+    """Generalised advantage estimation: how much better a token is than the value head expects.
 
-    d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t; r_t = -kl_beta*(old_t - ref_t), and R
-    more at the last token; then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015, arXiv 1506.02438,
-    Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Behind the last token V is 0 where the answer ended by itself; where
-    it was cut off, it is the last estimate there is, that before its last token.
+    d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t;
+    r_t = -kl_beta*(old_t - ref_t), plus R at the last token; V and A are 0 after the last token;
+    then (A_t - mean)/(std + 1e-4) over the tokens of the round. Schulman et al. 2015,
+    arXiv 1506.02438, Eq. 16; Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2. Truncated completions
+    are no exception: R is for the whole completion, and nothing more is earned after it.
 
     Returns ``adv`` [N] (whitened) and ``return`` [N] (G_t, units of reward).
 
-    kl_beta: what a nat of divergence from the reference costs, in units of reward; with kl_target where it begins.
-    kl_target: divergence from the reference (nats of an answer) that kl_beta is steered towards after every round; null leaves
-        kl_beta as it is.
-    kl_horizon: over how many answers kl_beta is steered.
-    gamma: what a reward one token later counts.
-    gae_lambda: how far estimates look ahead: 0 to the next value, 1 to the end of the answer.
+    kl_beta: cost of a nat of divergence from the reference, in units of reward; with kl_target, its
+        initial value.
+    kl_target: divergence from the reference (nats per completion) that kl_beta is steered towards
+        after every round; null leaves kl_beta as it is.
+    kl_horizon: number of completions over which kl_beta is steered.
+    gamma: discount of a reward one token later.
+    gae_lambda: how far estimates look ahead: 0 to the next value, 1 to the end of the completion.
     """
     del kl_target, kl_horizon  # see adapted
-    answers = len(reward)
-    value, place = _laid_out(value_t.to(reward), owner, answers)
-    gained, _ = _laid_out(-kl_beta * k1(old_t, ref_t).to(reward), owner, answers)
-    last = owner.bincount(minlength=answers) - 1
-    every = torch.arange(answers, device=owner.device)
-    gained[every, last] += reward
-    following = torch.cat([value[:, 1:], value[:, :1] * 0], 1)
-    following[every, last] = torch.where(finished, 0.0, value[every, last])
-    apart = gained + gamma * following - value
-    found = torch.zeros_like(apart)
-    ahead = torch.zeros_like(reward)
-    for t in range(apart.shape[1] - 1, -1, -1):
-        ahead = apart[:, t] + gamma * gae_lambda * ahead  # behind an answer's last token all of this is 0
-        found[:, t] = ahead
-    adv = found[owner, place]
+    count = len(reward)
+    value, place = _laid_out(value_t.to(reward), owner, count)
+    rewards, _ = _laid_out(-kl_beta * k1(old_t, ref_t).to(reward), owner, count)
+    last = owner.bincount(minlength=count) - 1
+    rewards[torch.arange(count, device=owner.device), last] += reward
+    next_value = torch.cat([value[:, 1:], torch.zeros_like(value[:, :1])], 1)  # 0 from the end on
+    delta = rewards + gamma * next_value - value
+    advantages = torch.zeros_like(delta)
+    next_advantage = torch.zeros_like(reward)
+    for t in range(delta.shape[1] - 1, -1, -1):
+        next_advantage = delta[:, t] + gamma * gae_lambda * next_advantage  # 0 after the last token
+        advantages[:, t] = next_advantage
+    adv = advantages[owner, place]
     return {"adv": whitened(adv), "return": adv + value_t.to(reward)}
 
 

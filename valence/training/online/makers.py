@@ -176,15 +176,14 @@ class Credited(Maker):
 
 
 def _tensors(round: Sequence[Answered]) -> dict[str, Tensor]:
-    """What a function of credit may read: S answers, N tokens in their order. reward[S], group[S], owner[N], finished[S], and
-    old_t[N], ref_t[N], value_t[N] where they were measured."""
+    """The inputs of an advantage function, for S completions with N tokens in their order: reward[S],
+    group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured."""
     lengths = torch.tensor([len(answer.tokens) for each in round for answer in each.answers])
     groups = torch.tensor([g for g, each in enumerate(round) for _ in each.answers])
     found = {
         "reward": torch.tensor([reward for each in round for reward in each.rewards], dtype=torch.float64),
         "group": groups,
         "owner": torch.arange(len(lengths)).repeat_interleave(lengths),
-        "finished": torch.tensor([answer.stop == "eos" for each in round for answer in each.answers]),
     }
     for name in ("old", "ref", "value"):
         values = [own.get(name) for each in round for own in each.columns]

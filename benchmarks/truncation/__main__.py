@@ -1,0 +1,139 @@
+"""python -m benchmarks.truncation [--seeds N] [--rounds N] [--gae-lambda L]: PPO on a constant reward.
+
+A constant reward holds no information: value estimates should settle at it, and the share of
+completions that are cut off at `rollout.max_new_tokens` should not move far. Two rules for the value
+after the last token of a truncated completion are compared, on a random model of 27 tokens whose
+completions are cut off about half of the time:
+
+- `zero`: none. The reward is for the whole completion and is added at its last token. This is what
+  Valence does.
+- `bootstrap`: the value estimate before the last token, as for an episode that goes on. The outcome
+  reward is then counted twice: the target of the value at the last token is R + V, which has no fixed
+  point.
+
+With a lambda below 1, errors of the value estimates count most at the last token, and whitening makes
+advantages of any size out of them: the share of truncated completions then moves although there is
+nothing to learn. With the default of this benchmark, 1, they count alike at all tokens.
+
+Exit status: 0 if with `zero` the value estimates end within 0.5 of the reward and truncation did not
+rise by more than 0.25, 1 if not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from functools import wraps
+from itertools import product
+from pathlib import Path
+from string import ascii_lowercase
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from transformers.utils.logging import disable_progress_bar
+
+import valence
+from valence.losses import LOSSES
+from valence.losses.advantage import gae
+from valence.training.methods import ONLINE, Method
+from valence.training.online.makers import Credited
+from valence.types import Completion
+
+REWARD, MAX_NEW_TOKENS = 1.0, 16
+LETTERS = ascii_lowercase[:23]
+MAX_ERROR, MAX_RISE = 0.5, 0.25
+
+
+def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """The same reward for every completion."""
+    return [REWARD] * len(completions)
+
+
+@wraps(gae)
+def bootstrap(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, **settings: Any) -> Any:
+    """``gae`` with the value before the last token behind completions that have MAX_NEW_TOKENS tokens."""
+    lengths = owner.bincount(minlength=len(reward))
+    following = settings["gamma"] * value_t[lengths.cumsum(0) - 1]
+    return gae(torch.where(lengths == MAX_NEW_TOKENS, reward + following, reward), owner, old_t, ref_t, value_t, **settings)
+
+
+RULES = {"bootstrap": bootstrap, "zero": gae}
+
+
+def make_model(folder: Path) -> None:
+    """A random model of two layers, and a tokenizer of one token per letter."""
+    from tokenizers import Tokenizer, models
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate(("<pad>", "<s>", "</s>", "<unk>", *LETTERS))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    ).save_pretrained(folder)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def recipe(folder: Path, rule: str, seed: int, rounds: int, gae_lambda: float) -> dict[str, Any]:
+    return {
+        "method": "ppo", "model": {"name": str(folder / "model")},
+        "data": {"train": str(folder / "prompts.jsonl")},
+        "reward": "benchmarks.truncation.__main__:constant",
+        "loss": {"kl_beta": 0.0, "gae_lambda": gae_lambda},
+        "rollout": {"num_rollouts": 8, "max_new_tokens": MAX_NEW_TOKENS, "epochs": 2},
+        "train": {
+            "batch_size": 8, "epochs": 1000.0, "max_steps": 2 * rounds, "schedule": "constant",
+            "warmup": 0.0, "learning_rate": 1e-3, "seed": seed,
+        },
+        "run": {"dir": str(folder / f"{rule}-{seed}"), "save_every": 10_000},
+    }  # fmt: skip
+
+
+def run(settings: dict[str, Any], rule: str) -> list[dict[str, float]]:
+    """The log of a run, one row for each round."""
+    method = Method("ppo", LOSSES["ppo"], Credited(RULES[rule]), {"value": True})
+    with patch.dict(ONLINE, {"ppo": method}):
+        valence.train(settings, quiet=True)
+    log = (Path(settings["run"]["dir"]) / "metrics.jsonl").read_text(encoding="utf-8")
+    rows = [json.loads(line) for line in log.splitlines()]
+    return [row for row in rows if "rollout/truncated" in row and "value/mean" in row]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.truncation", description=__doc__)
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=60)
+    parser.add_argument("--gae-lambda", type=float, default=1.0)
+    given = parser.parse_args(arguments)
+    disable_progress_bar()
+    holds = True
+    print(f"{'rule':<11}{'seed':>5}{'round':>7}{'value/mean':>12}{'truncated':>11}{'length':>8}")
+    with TemporaryDirectory() as place:
+        folder = Path(place)
+        make_model(folder / "model")
+        prompts = [json.dumps({"prompt": 3 * letter}) + "\n" for letter in LETTERS[:16]]
+        (folder / "prompts.jsonl").write_text("".join(prompts), encoding="utf-8")
+        for rule, seed in product(RULES, range(given.seeds)):
+            rows = run(recipe(folder, rule, seed, given.rounds, given.gae_lambda), rule)
+            for i in sorted({0, *range(9, len(rows), 10), len(rows) - 1}):
+                value, truncated, length = (rows[i][name] for name in ("value/mean", "rollout/truncated", "rollout/length"))
+                line = f"{rule:<11}{seed:>5}{i + 1:>7}{value:>12.2f}{truncated:>11.2f}{length:>8.1f}"
+                print(line, flush=True)
+            if rule == "zero":
+                rise = rows[-1]["rollout/truncated"] - rows[0]["rollout/truncated"]
+                holds &= abs(rows[-1]["value/mean"] - REWARD) <= MAX_ERROR and rise <= MAX_RISE
+    print("held" if holds else "short")
+    return 0 if holds else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
