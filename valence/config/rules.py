@@ -309,9 +309,10 @@ CONTRADICTIONS = (
     ),
     Rule(
         "rollout.top_p",
-        lambda c: c.method.follows_policy and c.recipe.rollout.top_p < 1 and c.recipe.loss.get("correction") is None,
-        "{method} compares with the policy's probabilities, and tokens that are drawn from a part of them have others",
-        "set it to 1, or set loss.correction",
+        lambda c: c.method.follows_policy and c.recipe.rollout.top_p < 1,
+        "the loss of {method} has a ratio of probabilities over the whole vocabulary, and rollout.top_p"
+        " below 1 samples from a part of it",
+        "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
     ),
     Rule(
         "reward",

@@ -216,7 +216,8 @@ class Rollout(Section):
     temperature: PositiveFloat = 1.0
     """Divides the logits. Methods that compare with the policy that answered train with the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Draw only from the smallest set of most likely tokens whose probability reaches this."""
+    """Draw only from the smallest set of most likely tokens whose probability reaches this. Must be
+    1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and the like)."""
     at_once: PositiveInt = 64
     """Answers that are sampled at once, with engine hf."""
     overlong_buffer: NonNegativeInt = 0

@@ -159,7 +159,8 @@ def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     reads = method.makes.reads
     several = method.follows_policy and rollout.epochs * rollout.steps > 1  # the policy moves within the round
     old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
-    old = old or rollout.top_p < 1  # what a sampler says is then of a part of the tokens, and not to be compared with all
+    # The sampler's log-probabilities are over its nucleus then, those of the reference over all tokens.
+    old = old or rollout.top_p < 1
     wanted = {"old": old, "ref": reference, "value": "value_t" in reads}
     return tuple(name for name, it in wanted.items() if it)
 
