@@ -220,7 +220,7 @@ def reward(name: str, said: Said, settings: dict[str, Any]) -> float:
     logp, r = sum(said.logp), sum(said.logp) - sum(said.ref)
     match name:
         case "ipo":
-            return settings["tau"] * r
+            return settings["tau"] * r / said.n
         case "dpo_norm":
             return settings["beta"] * r / said.n
         case "simpo" | "orpo":

@@ -11,11 +11,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
 from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
 from valence.losses.average import INSIDE, OF_TOKENS, Average, among, weighted_sum
-from valence.losses.metrics import Metrics, Settings
+from valence.losses.metrics import Metrics, Rewards, Settings
 from valence.losses.modifiers import MODIFIERS, Modifier, Needs
 from valence.losses.views import VIEWS, Named, View, token_columns
 from valence.types import Batch, Kind, TokenOut
@@ -154,9 +155,23 @@ class Loss:
             total = total + weighted_sum(average, values, plain, settings) / count[average]
         return total
 
-    def measure(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Named, settings: Settings) -> Metrics:
-        """The numbers that it reports of a micro-batch as it was measured."""
-        numbers = self.metrics(plain, self.reward, settings)
+    def rewards(self, view: Named, settings: Settings) -> Rewards | None:
+        """Implicit rewards of a view as the loss reads it, without gradient: of chosen and rejected
+        completions [P] each, or of all [S]. None where the row has no implicit reward."""
+        if self.reward is None:
+            return None
+        ends = ("_w", "_l") if "logp_w" in view else ("",)
+        rewards: list[Tensor] = []
+        for end in ends:
+            names = [name for name in ("logp", "ref", "n") if f"{name}{end}" in view]
+            sums = {name: view[f"{name}{end}"].detach() for name in names}
+            sums["chosen"] = torch.full_like(sums["logp"], end == "_w", dtype=torch.bool)
+            rewards.append(self.reward(sums, settings))
+        return tuple(rewards)
+
+    def measure(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Named, view: Named, settings: Settings) -> Metrics:
+        """Metrics of a micro-batch. plain, view: as ``read`` returns them."""
+        numbers = self.metrics(plain, self.rewards(view, settings), settings)
         for modifier in self.acting(None, settings):
             if modifier.metrics is not None:
                 numbers |= modifier.metrics(token_columns(batch, out, ref) | plain, settings)
@@ -219,7 +234,7 @@ LOSSES: dict[str, Loss] = {
     "nca":               _paired(preference.nca,        _LONG),
     "bco_pair":          _paired(preference.bco_pair,   _LONG, shifts=True),
     "sppo":              _paired(preference.sppo,       _LONG),
-    "dpop":              _paired(preference.dpop,       _LONG),
+    "dpop":              _paired(preference.dpop,       _LONG, metrics.log_ratio_penalized),
     "discopop":          _paired(preference.discopop,   _LONG + _F, direction={"chosen": -1, "rejected": 1}),
     "aot":               _paired(coupled.aot,           _LONG + _SOFT, couples=True),
     "bradley_terry":     Loss(reward.bradley_terry, "score_pair", "pair_mean", "preference", reward.paired_scores, _UP_DOWN),

@@ -1,6 +1,8 @@
-"""Numbers a loss reports about itself, as pure functions of its view: name -> value with its reduction.
+"""Metrics of a loss, as pure functions of its view: name -> value with its reduction.
 
-``reward`` is the implicit reward of the loss: a function of summed log-probabilities (beta * (logp - ref) for most).
+A row's implicit reward is a function of summed log-probabilities, beta * (logp - ref) for most. It is
+taken of the tensors that the loss reads, after its modifiers, so that ``rewards/*`` say what the loss
+optimizes; ``logps/*`` and ``logratio/*`` are the unmodified sums.
 """
 
 from __future__ import annotations
@@ -18,6 +20,8 @@ Metrics = dict[str, "Mean | Ranked"]
 Sums = Mapping[str, Tensor]
 Settings = Mapping[str, Any]
 Reward = Callable[[Sums, Settings], Tensor]
+Rewards = tuple[Tensor, ...]
+"""Implicit rewards: of the chosen and of the rejected completions [P] each, or of all [S]."""
 
 
 def mean(values: Tensor) -> Mean:
@@ -29,7 +33,7 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
     return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
 
 
-# Implicit rewards. sums: logp, ref (nats), n (tokens).
+# Implicit rewards. sums: logp, ref (nats), n (tokens), chosen (of pairs: whether it is that side).
 
 
 def log_ratio(sums: Sums, settings: Settings) -> Tensor:
@@ -38,8 +42,16 @@ def log_ratio(sums: Sums, settings: Settings) -> Tensor:
 
 
 def log_ratio_tau(sums: Sums, settings: Settings) -> Tensor:
-    """tau * (logp - ref)."""
-    return settings["tau"] * (sums["logp"] - sums["ref"])
+    """tau * (logp - ref) / n, or tau * (logp - ref) with normalize: false."""
+    ratio = settings["tau"] * (sums["logp"] - sums["ref"])
+    return ratio / sums["n"] if settings["normalize"] else ratio
+
+
+def log_ratio_penalized(sums: Sums, settings: Settings) -> Tensor:
+    """beta * (logp - ref), of the chosen side less beta * penalty * max(0, ref - logp)."""
+    ratio = sums["logp"] - sums["ref"]
+    penalty = settings["penalty"] * (-ratio).clamp(min=0)
+    return settings["beta"] * (ratio - penalty * sums["chosen"].to(ratio))
 
 
 def log_ratio_per_token(sums: Sums, settings: Settings) -> Tensor:
@@ -60,41 +72,40 @@ def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:
 # What is reported
 
 
-def unpaired(view: Sums, reward: Reward, settings: Settings) -> Metrics:
+def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
     """Means over each class. An absent class has a count of zero and is left out of the log, never shown as 0."""
-    up, sums = view["label"], _detached(view, "logp", "ref", "n")
-    rewards = reward(sums, settings)
+    up, sums = view["label"], _detached(view, "logp", "ref")
+    (reward,) = rewards
     numbers: Metrics = {}
     for name, rows in (("chosen", up), ("rejected", ~up)):
-        numbers[f"rewards/{name}"] = mean_of(rewards, rows)
+        numbers[f"rewards/{name}"] = mean_of(reward, rows)
         numbers[f"logps/{name}"] = mean_of(sums["logp"], rows)
         numbers[f"logratio/{name}"] = mean_of(sums["logp"] - sums["ref"], rows)
-    numbers["rewards/auc"] = Ranked(rewards, up)
+    numbers["rewards/auc"] = Ranked(reward, up)
     return numbers
 
 
-def paired(view: Sums, reward: Reward, settings: Settings) -> Metrics:
+def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
     """Means over chosen and rejected, and the share of pairs whose chosen side has the larger reward (a tie counts half)."""
     numbers: Metrics = {}
-    rewards: dict[str, Tensor] = {}
-    for name, side in (("chosen", "w"), ("rejected", "l")):
-        sums = {key: view[f"{key}_{side}"].detach() for key in ("logp", "ref", "n") if f"{key}_{side}" in view}
-        rewards[name] = reward(sums, settings)
-        numbers[f"rewards/{name}"] = mean(rewards[name])
-        numbers[f"logps/{name}"] = mean(sums["logp"])
-        if "ref" in sums:
-            numbers[f"logratio/{name}"] = mean(sums["logp"] - sums["ref"])
-    numbers["rewards/accuracies"] = mean(won(rewards["chosen"] - rewards["rejected"]))
+    chosen, rejected = rewards
+    for name, side, reward in (("chosen", "w", chosen), ("rejected", "l", rejected)):
+        logp = view[f"logp_{side}"].detach()
+        numbers[f"rewards/{name}"] = mean(reward)
+        numbers[f"logps/{name}"] = mean(logp)
+        if f"ref_{side}" in view:
+            numbers[f"logratio/{name}"] = mean(logp - view[f"ref_{side}"])
+    numbers["rewards/accuracies"] = mean(won(chosen - rejected))
     return numbers
 
 
-def imitation(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+def imitation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft raises."""
     logp = view["logp_t"].detach()
     return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
-def policy_gradient(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain and times the advantage (what
     a step raises), the divergence of that policy from this one, and of this one from the reference where that is a third (nats
     per token, k3), and the part of advantages above zero."""
@@ -112,22 +123,22 @@ def policy_gradient(view: Sums, reward: Reward | None, settings: Settings) -> Me
     return numbers
 
 
-def clipped_tokens(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+def clipped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of tokens whose ratio the clipping cut off, so that they are left alone."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
-    return policy_gradient(view, reward, settings) | {"clipped": mean(_cut(ratio, view["adv_t"], settings))}
+    return policy_gradient(view, rewards, settings) | {"clipped": mean(_cut(ratio, view["adv_t"], settings))}
 
 
-def clipped_answers(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+def clipped_answers(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of answers whose ratio, the mean one of their tokens, the clipping cut off."""
     ratio = ((view["logp"].detach() - view["old"]) / view["n"]).exp()
-    return policy_gradient(view, reward, settings) | {"clipped": mean(_cut(ratio, view["adv"], settings))}
+    return policy_gradient(view, rewards, settings) | {"clipped": mean(_cut(ratio, view["adv"], settings))}
 
 
-def capped_tokens(view: Sums, reward: Reward | None, settings: Settings) -> Metrics:
+def capped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of tokens whose ratio was capped, which count no more than it."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
-    return policy_gradient(view, reward, settings) | {"clipped": mean((ratio > settings["eps_high"]).to(ratio))}
+    return policy_gradient(view, rewards, settings) | {"clipped": mean((ratio > settings["eps_high"]).to(ratio))}
 
 
 def _cut(ratio: Tensor, adv: Tensor, settings: Settings) -> Tensor:

@@ -94,7 +94,7 @@ def _over_given(loss: Tensor, given: Tensor) -> Tensor:
 # What is reported
 
 
-def paired_scores(view: Mapping[str, Tensor], reward: None, settings: Mapping[str, Any]) -> Metrics:
+def paired_scores(view: Mapping[str, Tensor], rewards: None, settings: Mapping[str, Any]) -> Metrics:
     """Mean scores of both sides, the share of pairs whose chosen side has the larger one (a tie counts half), and how far that is
     from the probability that the scores give: in bins, and as a Brier score."""
     chosen, rejected = view["score_w"].detach(), view["score_l"].detach()
@@ -108,7 +108,7 @@ def paired_scores(view: Mapping[str, Tensor], reward: None, settings: Mapping[st
     }
 
 
-def single_scores(view: Mapping[str, Tensor], reward: None, settings: Mapping[str, Any]) -> Metrics:
+def single_scores(view: Mapping[str, Tensor], rewards: None, settings: Mapping[str, Any]) -> Metrics:
     """For each attribute (numbered when there are several): of thumbs the same as of pairs, and the area under the ROC curve; of
     other targets correlations and the mean absolute error; of levels also how often the median one is right."""
     found: Metrics = {}

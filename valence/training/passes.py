@@ -14,7 +14,7 @@ from valence.dist.protocol import Group
 from valence.engine.scores import Scorer
 from valence.losses import stats
 from valence.losses.average import Average
-from valence.losses.views import seq_view, token_columns
+from valence.losses.views import seq_view, sides, token_columns
 from valence.training.rounds import Hand
 from valence.types import Batch, Mean, Ranked, TokenOut
 
@@ -175,22 +175,33 @@ class Pass:
         if out.score is not None:
             finite &= torch.isfinite(out.score.detach()).all(1)
         outcome.checks.append((batch.ids, finite, torch.isfinite(part) & finite.all()))
-        for name, metric in loss.measure(batch, out, ref, plain, self.of.settings).items():
+        for name, metric in loss.measure(batch, out, ref, plain, view, self.of.settings).items():
             outcome.metrics.setdefault(name, []).append(metric)
         if loss.shifts:
             found = stats.class_sums(view)
             outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found
         if self.rows:
-            outcome.rows += self._rows(batch, sums) if out.score is None else _scored_rows(batch, out.score.detach(), sums["n"])
+            outcome.rows += (
+                self._rows(batch, sums, view) if out.score is None else _scored_rows(batch, out.score.detach(), sums["n"])
+            )
 
-    def _rows(self, batch: Batch, sums: dict[str, Tensor]) -> list[SequenceRow]:
-        reward = self.of.method.loss.reward
-        rewards = reward(sums, self.of.settings).tolist() if reward else [None] * batch.sequences
+    def _rows(self, batch: Batch, sums: dict[str, Tensor], view: dict[str, Tensor]) -> list[SequenceRow]:
+        rewards = self._rewards(batch, view)
         refs = sums["ref"].tolist() if "ref" in sums else [None] * batch.sequences
         columns = zip(
             batch.unit.tolist(), batch.side.tolist(), sums["logp"].tolist(), refs, rewards, sums["n"].tolist(), strict=True
         )
         return [SequenceRow(u, side, lp, rf, rw, int(n)) for u, side, lp, rf, rw, n in columns]
+
+    def _rewards(self, batch: Batch, view: dict[str, Tensor]) -> Sequence[float | None]:
+        """The implicit reward of each sequence, if the loss has one."""
+        rewards = self.of.method.loss.rewards(view, self.of.settings)
+        if rewards is None:
+            return [None] * batch.sequences
+        if len(rewards) == 1:
+            return rewards[0].tolist()
+        by_sequence = torch.empty_like(torch.cat(rewards))
+        return by_sequence.index_put((torch.cat(sides(batch)),), torch.cat(rewards)).tolist()
 
 
 def _scored_rows(batch: Batch, score: Tensor, n: Tensor) -> list[SequenceRow]:
