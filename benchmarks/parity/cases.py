@@ -124,7 +124,7 @@ def divergence(method: str, loss_type: str, ours: str, theirs: str, settings: Se
 
 
 def alpha(value: float) -> dict[str, Settings]:
-    return {"ours": {"f_alpha": value}, "theirs": {"f_alpha_divergence_coef": value}}
+    return {"ours": {"f_alpha": value}, "theirs": {"f_alpha_divergence_coef": 1 - value}}
 
 
 MODIFIED = (

@@ -131,6 +131,10 @@ INTENDED = (
         "the weights of arXiv 2406.11827 stand for sampling the pairs of its objective, which has no likelihood term",
     ),
     Intended(
+        "TRL", "f_alpha_divergence_coef runs from forward KL (0) to reverse KL (1). Valence's f_alpha from reverse KL (0)",
+        "arXiv 2309.16240, Tab. 1: f'(u) = (1 - u^-alpha)/alpha; the coefficient of TRL is 1 - alpha",
+    ),
+    Intended(
         "TRL", "Exponents of the divergences forward_kl (never) and alpha (at 80 nats) are cut. Valence cuts both at 40",
         "the square of e to more of them is infinite in float32, and so is the gradient",
     ),

@@ -77,14 +77,14 @@ class Step:
             case "js":
                 return math.log(2) + paired.log_sigmoid(r)
             case _:
-                return (math.exp((a - 1) * r) - 1) / (a - 1)
+                return (1 - math.exp(-r) ** a) / a
 
     def weight(self, i: int) -> float:
         """Of a row, times (with wpo) how likely the policy is to give both answers of a pair."""
         if not self.settings["wpo"]:
             return self.rows[i].weight
         likely = [fmean(p - s for p, s in zip(x.logp, x.log_sum_sq, strict=True)) for x in self.held[i]]
-        return self.rows[i].weight * math.exp(sum(likely))
+        return self.rows[i].weight * min(1.0, math.exp(sum(likely)))
 
 
 def dot(a: Sequence[float], b: Sequence[float]) -> float:

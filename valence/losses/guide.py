@@ -37,7 +37,8 @@ GUIDE: dict[str, Guide] = {
     ),
     "bco": Guide(
         "Thumbs up and down whose verdicts can be trusted: the logistic loss pulls hardest on answers that are furthest "
-        "on the wrong side, so wrong verdicts cost more than in kto.",
+        "on the wrong side, so wrong verdicts cost more than in kto. Thumbs up and down should be on the same kind of "
+        "prompts: the paper's density ratio, which corrects for a difference, is not implemented.",
         "The loss starts at log 2 = 0.693 and has no upper bound. The threshold delta follows the mean reward of both "
         "classes, so what counts is `rewards/margins`, not the sign of a reward.",
     ),

@@ -99,21 +99,21 @@ def f_divergence(
     f_divergence: Literal["reverse_kl", "forward_kl", "js", "alpha"] = "reverse_kl",
     f_alpha: Annotated[float, Gt(0), Lt(1)] = 0.5,
 ) -> Named:
-    """Keeps the policy near the reference by another divergence: a score of the log-ratio stands in its place.
+    """Keeps the policy near the reference by another divergence: replaces r by f'(u), u = exp(r).
 
-    forward_kl: 1 - exp(-r); js: log 2 + log s(r); alpha: (exp((a-1) r) - 1) / (a-1); reverse_kl: r.
-    Wang et al. 2023, arXiv 2309.16240. Exponents are cut at 40 nats.
+    forward_kl: 1 - exp(-r); js: log 2 + log s(r); alpha: (1 - exp(-a*r)) / a; reverse_kl: r.
+    Wang et al. 2023, arXiv 2309.16240, Tab. 1. Exponents are cut at 40 nats.
 
     view: logp_w, logp_l, ref_w, ref_l [P] (nats).
 
     f_divergence: the divergence from the reference that the loss implies.
-    f_alpha: the exponent of `f_divergence: alpha`, between forward (towards 0) and reverse KL (towards 1).
+    f_alpha: the a of `f_divergence: alpha`, between reverse KL (towards 0) and forward KL (towards 1).
     """
 
     def score(r: Tensor) -> Tensor:
         if f_divergence == "js":
             return math.log(2) + logsigmoid(r)
-        power = 1.0 if f_divergence == "forward_kl" else 1 - f_alpha
+        power = 1.0 if f_divergence == "forward_kl" else f_alpha
         return -torch.expm1((-power * r).clamp(max=MOST)) / power
 
     ratios = {side: view[f"logp_{side}"] - view[f"ref_{side}"] for side in "wl"}
@@ -122,16 +122,18 @@ def f_divergence(
 
 
 def wpo(view: Named, *, wpo: bool = False) -> Named:
-    """Weighs a pair by how likely the policy itself is to give such answers, as if they had been sampled from it.
+    """Weights a pair by how likely the policy is to sample both completions itself.
 
-    w = exp(c_w + c_l), c = mean_t(logp_t - log sum_v p_v^2), without a gradient. Zhou et al. 2024, arXiv 2406.11827, Eq. 5.
+    w = min(1, exp(c_w + c_l)), c = mean_t(logp_t - log sum_v p_v^2), without a gradient.
+    Zhou et al. 2024, arXiv 2406.11827, Eq. 5, with the upper bound of the authors' code.
 
     view: confidence_w[P], confidence_l[P] (the c of both sides, nats).
 
-    wpo: weigh pairs in this way.
+    wpo: weight pairs in this way.
     """
     del wpo
-    return {**view, "weight": view["weight"] * (view["confidence_w"] + view["confidence_l"]).exp()}
+    confidence = view["confidence_w"] + view["confidence_l"]
+    return {**view, "weight": view["weight"] * confidence.clamp(max=0).exp()}
 
 
 def nll(view: Named, *, nll_weight: Annotated[float, Ge(0)] = 0.0, nll_average: Literal["token", "sequence"] = "token") -> Tensor:

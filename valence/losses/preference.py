@@ -220,9 +220,10 @@ def nca(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: B
 
 
 def bco_pair(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Binary classifier optimisation on pairs: the implicit reward shall tell chosen from rejected at the threshold delta.
+    """Binary classifier optimisation on pairs: the implicit reward separates chosen from rejected at the threshold delta.
 
-    -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656.
+    -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656. The
+    density ratio of its prompts is 1 here, as both sides of a pair have the same prompt.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the implicit rewards of
     both kinds (units of beta*r), no gradient.

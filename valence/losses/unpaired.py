@@ -50,10 +50,12 @@ def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 
 
 
 def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Binary classifier optimisation: the implicit reward shall tell thumbs up from thumbs down at the threshold delta.
+    """Binary classifier optimisation: the implicit reward separates thumbs up from thumbs down at the threshold delta.
 
     desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref.
-    Jung et al. 2024, arXiv 2404.04656.
+    Jung et al. 2024, arXiv 2404.04656, without its density-ratio term: the paper also weights thumbs
+    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates. Without it,
+    prompts of thumbs up and of thumbs down should come from the same distribution.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     delta[]: running mean of the implicit rewards of both kinds (units of beta*r), no gradient.
