@@ -41,6 +41,7 @@ LEARNING = (
     Chart("Rank correlation", ("rewards/spearman", "rewards/pearson"), "of scores with the targets"),
     Chart("Log-probability of answers", ("logps/chosen", "logps/rejected"), "nats, summed over an answer"),
     Chart("Log-probability of a token", ("logps/token",), "nats"),
+    Chart("Entropy of the policy", ("entropy",), "nats a token"),
     Chart("Length of answers", ("rollout/length",), "tokens"),
     Chart("Answers cut off, failed, tied", ("rollout/truncated", "rollout/failed", "rollout/tied"),
           "shares; tied: prompts whose answers are all worth the same", axis=SHARE),

@@ -263,8 +263,13 @@ class Run:
             chosen, later = self.rounds.next()
         shares = [self._share(part, objective) for part, objective in self.mixed]
         clip = self.recipe.train.clip_norm
-        found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares)
+        entropy = self._is_logged(self.step + 1)
+        found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares, entropy)
         return *found, len(chosen) + sum(len(share.units) for share in shares)
+
+    def _is_logged(self, step: int) -> bool:
+        """Whether the log has a record of this step."""
+        return step % self.recipe.run.log_every == 0 or step == self.total_steps or measure.due(self, step)
 
     def _share(self, part: Part, objective: Objective) -> Share:
         """What a method of `mix` trains on in this step."""

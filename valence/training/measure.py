@@ -92,15 +92,16 @@ def went_bad(error: FloatingPointError, step: int) -> UserError:
     return UserError(f"the policy cannot be sampled: {error}", where=f"step {step}", fix=BAD)
 
 
-def due(run: Run) -> bool:
-    """Whether the step that the run stands at ends with an evaluation."""
+def due(run: Run, step: int | None = None) -> bool:
+    """Whether a step ends with an evaluation. step: by default the one that the run stands at."""
+    step = run.step if step is None else step
     if "eval" not in run.prepared.corpora:
         return False
-    if run.step == 0:
+    if step == 0:
         return run.recipe.eval.at_start
     every = run.recipe.eval.every
     steps = round(every) if every >= 1 else max(1, round(every * run.prepared.steps_per_epoch))
-    return run.step % steps == 0 or run.step == run.total_steps
+    return step % steps == 0 or step == run.total_steps
 
 
 def evaluate_and_keep(run: Run) -> dict[str, float]:

@@ -14,6 +14,7 @@ from valence.dist.protocol import Group
 from valence.engine.scores import Scorer
 from valence.losses import stats
 from valence.losses.average import Average
+from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
 from valence.training.rounds import Hand
 from valence.types import Batch, Mean, Ranked, TokenOut
@@ -80,10 +81,16 @@ class Pass:
     backward: bool
     rows: bool
     ends: bool
+    entropy: bool
     progress: Callable[[Batch | None], None]
 
     def __post_init__(self) -> None:
         self.left = self.hand.rounds
+
+    @property
+    def wants(self) -> tuple[str, ...]:
+        """Outputs of the policy model that are needed besides log-probabilities."""
+        return (*self.of.method.loss.wants(self.of.settings), *(["entropy"] if self.entropy else []))
 
     def alone(self) -> list[Tensor]:
         """The parts of the step's loss that this process's micro-batches have, each by itself."""
@@ -98,7 +105,7 @@ class Pass:
         loss, settings = self.of.method.loss, self.of.settings
         ref = self.of.compared(batch)
         with torch.set_grad_enabled(self.backward):
-            out = self.of.policy(batch, loss.wants(settings))
+            out = self.of.policy(batch, self.wants)
             if not all(batch.trains):
                 self.shared |= self.of._z0(self.of.mismatched_sums(batch.part(trains=False), out, ref), self.outcome)
                 batch = batch.part(trains=True)
@@ -119,7 +126,7 @@ class Pass:
         def read(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             ref = self.of.compared(batch, ghost=idle)
             with torch.no_grad():
-                out = self.of.policy(batch, loss.wants(settings))
+                out = self.of.policy(batch, self.wants)
             out = replace(out, logp=out.logp.detach().requires_grad_(self.backward))
             found = loss.read(batch, out, ref, settings, self._shared_of(batch))
             if not idle:
@@ -177,6 +184,8 @@ class Pass:
         outcome.checks.append((batch.ids, finite, torch.isfinite(part) & finite.all()))
         for name, metric in loss.measure(batch, out, ref, plain, view, self.of.settings).items():
             outcome.metrics.setdefault(name, []).append(metric)
+        if out.entropy is not None:
+            outcome.metrics.setdefault("entropy", []).append(mean(out.entropy.detach()[batch.scored]))
         if loss.shifts:
             found = stats.class_sums(view)
             outcome.class_sums = found if outcome.class_sums is None else outcome.class_sums + found

@@ -141,10 +141,12 @@ class Objective:
         rows: bool = False,
         weight: float = 1.0,
         ends: bool = True,
+        entropy: bool = False,
         progress: Callable[[Batch | None], None] = lambda _: None,
     ) -> Outcome:
         """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss. ends:
-        nothing more is added to them in this step. progress: called by all processes equally often."""
+        nothing more is added to them in this step. entropy: also measure that of the policy. progress: called by all
+        processes equally often."""
         extra: list[Encoded] = []
         groups: list[int] | None = None
         if self.method.mismatches:
@@ -168,7 +170,10 @@ class Objective:
             ran += [len(batch.tokens) for batch, _ in passes]
             own = [found for _, found in passes] or [torch.zeros(2, max(groups) + 1, device=self.policy.device, dtype=self._type)]
             shared |= self._z0(torch.stack(own).sum(0), outcome)
-        step = Pass(self, outcome, hand, count, shared, weight=weight, backward=backward, rows=rows, ends=ends, progress=progress)
+        step = Pass(
+            self, outcome, hand, count, shared, weight=weight, backward=backward, rows=rows, ends=ends,
+            entropy=entropy and not self.method.of_scores, progress=progress,
+        )  # fmt: skip
         parts = [step.coupled()] if self.method.loss.couples and (hand.rounds > 1 or self.group.size > 1) else step.alone()
         self._together(outcome, parts, len(batches), sum(ran), largest)
         return outcome
@@ -277,14 +282,16 @@ def optimizer_step(
     following: Iterable[Encoded],
     clip_norm: float | None,
     shares: Sequence[Share] = (),
+    entropy: bool = False,
 ) -> tuple[Outcome, float, bool]:
     """One update of the policy. Returns what was measured, the gradient's norm before clipping, and whether it was applied.
 
+    entropy: also measure that of the policy, over the tokens of ``units`` that train.
     A loss or gradient that is not finite leaves the weights and the optimizer as they were.
     """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clear(trained)
-    outcome = objective.run(units, following, backward=True, ends=not shares)
+    outcome = objective.run(units, following, backward=True, ends=not shares, entropy=entropy)
     learnt = [(objective, outcome)]
     for share in shares:
         last = share is shares[-1]
