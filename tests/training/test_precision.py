@@ -1,0 +1,26 @@
+"""How far a step depends on its micro-batches, its order and its layout, in each type of products."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from benchmarks.invariance.__main__ import BOUNDS, CASES, differences, exceeded
+
+
+@pytest.mark.parametrize(
+    ("dtype", "name", "packed"),
+    CASES,
+    ids=[f"{dtype} {name} {'packed' if packed else 'one by one'}" for dtype, name, packed in CASES],
+)
+def test_differences_are_within_what_is_stated(dtype: torch.dtype, name: str, packed: bool) -> None:
+    found, counts = differences(name, dtype, packed=packed)
+    assert {1, 14} <= counts
+    assert not exceeded(found, dtype, packed), found
+
+
+def test_bounds_tell_types_of_products_apart() -> None:
+    """In bfloat16 the gradient depends on the cut by more than is stated of float32."""
+    found, _ = differences("dpo", torch.bfloat16)
+    assert exceeded(found, torch.float32, packed=True)
+    assert BOUNDS[torch.float32].gradient < found.gradient
