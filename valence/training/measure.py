@@ -100,7 +100,7 @@ def due(run: Run) -> bool:
         return run.recipe.eval.at_start
     every = run.recipe.eval.every
     steps = round(every) if every >= 1 else max(1, round(every * run.prepared.steps_per_epoch))
-    return run.step % steps == 0 or run.step == run.total_steps
+    return run.step % steps == 0 or run.step == run.total_steps or bool(run.ended_early)
 
 
 def evaluate_and_keep(run: Run) -> dict[str, float]:

@@ -25,6 +25,16 @@ def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def by_index(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Larger for those that were sampled later."""
+    return [each.index / 3 for each in completions]
+
+
+def wrong(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Of a verifier: all are wrong in two of three groups, and one is right in the others."""
+    return [float(each.index == 1 and len(each.rendered) % 3 == 0) for each in completions]
+
+
 def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Fails on the first answer to each prompt."""
     return [math.nan if each.index == 0 else score for each, score in zip(completions, vowels(completions), strict=True)]
