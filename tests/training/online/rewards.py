@@ -30,9 +30,30 @@ def by_index(completions: Sequence[Completion], **_: Any) -> list[float]:
     return [each.index / 3 for each in completions]
 
 
-def wrong(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Of a verifier: all are wrong in two of three groups, and one is right in the others."""
-    return [float(each.index == 1 and len(each.rendered) % 3 == 0) for each in completions]
+solved: list[int] = []
+"""Calls of ``solved_after``."""
+
+
+def solved_after(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Rewards differ in the first two calls, and every completion is right from then on."""
+    solved.append(len(completions))
+    return different(completions) if len(solved) <= 2 else [1.0] * len(completions)
+
+
+def different(completions: Sequence[Completion]) -> list[float]:
+    """Rewards that are never equal in a group."""
+    return [each.index / 10 for each in completions]
+
+
+period = 3
+calls_of_now_and_then: list[int] = []
+
+
+def now_and_then(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Rewards differ in one of so many calls."""
+    calls_of_now_and_then.append(len(completions))
+    differs = len(calls_of_now_and_then) % period == 1
+    return different(completions) if differs else [0.0] * len(completions)
 
 
 def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:

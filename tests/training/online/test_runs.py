@@ -59,8 +59,6 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Pa
     """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
     more: dict[str, Any] = {"rollout": {"epochs": 2} | SHORT.get(method, {})}
     more |= {"loss": {"kl_target": 0.5}} if method == "ppo" else {}
-        {"loss": {"kl_target": 0.5}} if method == "ppo" else {}
-    )
     settings = recipe(place, method, **more)
     whole, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
     killed(settings, step)
