@@ -107,7 +107,7 @@ def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> No
     _, _, with_masked = gradient(made, rows)
     _, _, without = gradient(made, others)
     share = 1.0 if LOSSES[name].average == "token_mean" else len(others) / len(rows)
-    # The head takes slopes in float32, in which 1/9 and 2/3 of 1/6 are not the same.
+    # The model's norms run in float32, also backward, where 1/9 and 2/3 of 1/6 round differently.
     assert (with_masked - share * without).norm() <= 1e-6 * without.norm()
     outcome, _, nothing = gradient(made, [masked(row) for row in rows])
     assert float(outcome.loss) == float(nothing.norm()) == 0
