@@ -163,11 +163,11 @@ class Function:
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
-        try:
-            completions, settings = isolated(completions), copy.deepcopy(dict(self.settings))
-        except Exception as error:
-            what = _cut(f"{type(error).__name__}: {error}")
-            raise Failed(f"a column of the rows cannot be copied for it ({what})") from error
+        copies = attempt(partial(isolated, completions))
+        if isinstance(copies, Raised):
+            what = _cut(f"{type(copies.error).__name__}: {copies.error}")
+            raise Failed(f"a column of the rows cannot be copied for it ({what})") from copies.error
+        completions, settings = copies, copy.deepcopy(dict(self.settings))
         if not self._trl:
             return partial(self.fn, completions, **settings)
         columns = columns_of(completions)
