@@ -6,6 +6,7 @@ again, so both find the same.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -68,8 +69,8 @@ class OnlineWatch:
         """By sign: rounds in a row that show it."""
         self.shown: dict[str, float] = {}
         """By sign: the value at which it was shown last."""
-        self.highest = self.lowest = float("nan")
-        """Rewards so far."""
+        self.rewards: list[float] = []
+        """The lowest and the highest reward so far, once there is one."""
         self.last_gradient = 0
         """The last step that had a gradient."""
 
@@ -114,10 +115,9 @@ class OnlineWatch:
         top, bottom = record.get("reward/max"), record.get("reward/min")
         if not (finite(mean) and finite(tied) and finite(top) and finite(bottom)):
             return
-        self.highest = top if self.highest != self.highest else max(top, self.highest)
-        self.lowest = bottom if self.lowest != self.lowest else min(bottom, self.lowest)
-        slack = THRESHOLDS["saturated"] * (self.highest - self.lowest)
-        shows = tied >= THRESHOLDS["tied"] and mean >= self.highest - slack
+        lowest, highest = self.rewards = [min([bottom, *self.rewards]), max([top, *self.rewards])]
+        slack = THRESHOLDS["saturated"] * (highest - lowest)
+        shows = tied >= THRESHOLDS["tied"] and mean >= highest - slack
         if self._lasts("saturated reward", shows):
             self.shown["saturated reward"] = mean
             yield Sign(
@@ -166,12 +166,12 @@ class OnlineWatch:
             )
 
     def state_dict(self) -> dict[str, Any]:
-        return {**vars(self), "in_a_row": dict(self.in_a_row), "shown": dict(self.shown)}
+        return copy.deepcopy(vars(self))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.reset()
         for name, value in state.items():
-            setattr(self, name, dict(value) if isinstance(value, Mapping) else value)
+            setattr(self, name, copy.deepcopy(value))
 
 
 def name_of_kl(record: Mapping[str, Any]) -> str:
