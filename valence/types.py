@@ -90,7 +90,8 @@ def content_id(*parts: object) -> str:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
     """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of several ``attributes`` by
-    their names, or more than one of these. ``error``: why it has none, where what was to judge it has failed."""
+    their names, or more than one of these. ``error``: why it has none, where what was to judge it has failed.
+    ``is_truncated``: it is known that sampling ended at the length limit."""
 
     prompt: Content
     completion: Content
@@ -98,6 +99,7 @@ class Judgement:
     score: float | None = None
     attributes: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
+    is_truncated: bool = False
     weight: float = 1.0
     origin: Origin
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -34,6 +34,10 @@ class Facts:
     online: bool = False
     follows_policy: bool = False
     least_rollouts: int = 1
+    rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
+        return self.needs_reference and not self.online
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         return {}

@@ -197,19 +197,53 @@ def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:
 # The best of each prompt
 
 
-def chosen(tmp_path: Path, top_n: int, *rows: dict[str, Any]) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+def chosen(tmp_path: Path, top_n: int, *rows: dict[str, Any], **how: Any) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     source = Source(write(tmp_path / "rows.jsonl", *rows))
-    loaded = load([source], "demonstration", convert="best_to_demonstrations", top_n=top_n)
+    loaded = load([source], "demonstration", convert="best_to_demonstrations", top_n=top_n, **how)
     made = [e.completion.ids for e in loaded.examples if isinstance(e, Demonstration) and isinstance(e.completion, Ids)]
     return made, dict(loaded.files[0].unused)
 
 
 def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(tmp_path: Path) -> None:
-    rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))] + [answer(2, 9, score=-3.0)]
+    rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))]
     below, tied = "other answers to its prompt have larger scores", "an answer to its prompt with the same score comes before it"
-    assert chosen(tmp_path, 1, *rows) == ([(6,), (9,)], {below: 3})
-    assert chosen(tmp_path, 2, *rows) == ([(6,), (5,), (9,)], {tied: 1, below: 1})
-    assert chosen(tmp_path, 9, *rows) == ([(6,), (5,), (7,), (8,), (9,)], {})
+    assert chosen(tmp_path, 1, *rows) == ([(6,)], {below: 2, WORST: 1})
+    assert chosen(tmp_path, 2, *rows) == ([(6,), (5,)], {tied: 1, WORST: 1})
+    assert chosen(tmp_path, 9, *rows) == ([(6,), (5,), (7,)], {WORST: 1})
+
+
+WORST = "no other answer to its prompt has a smaller score"
+
+
+def test_prompts_without_a_difference_of_scores_give_no_demonstration(tmp_path: Path) -> None:
+    """With a 0/1 verifier all of their completions may be wrong."""
+    right = [answer(1, 5, score=0), answer(1, 6, score=1)]
+    rows = [*right, answer(2, 5, score=0), answer(2, 6, score=0), answer(3, 7, score=0)]
+    unused = {
+        WORST: 1, "all answers of its prompt have the same score": 2,
+        "its prompt has no other scored answer": 1,
+    }  # fmt: skip
+    assert chosen(tmp_path, 2, *rows) == ([(6,)], unused)
+    ranking = {"prompt": "p", "completions": ["a", "b"], "scores": [1, 1]}
+    other = {"prompt": "q", "completions": ["a", "b"], "scores": [1, 2]}
+    loaded = load_rows(tmp_path, "demonstration", ranking, other, convert="best_to_demonstrations")
+    assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == ["b"]
+    assert loaded.files[0].unused == {"all answers of its prompt have the same score": 1}
+
+
+def test_a_threshold_is_the_smallest_score_that_is_imitated(tmp_path: Path) -> None:
+    """Also of a prompt with a single completion, which has nothing to be compared with."""
+    rows = [answer(1, n, score=n / 10) for n in (5, 6, 7)]
+    rows += [answer(2, 8, score=0.9), answer(3, 9, score=0.1)]
+    made, unused = chosen(tmp_path, 3, *rows, threshold=0.6)
+    assert made == [(7,), (6,), (8,)]
+    assert unused == {"its score is below data.threshold": 2}
+
+
+def test_truncated_completions_are_imitated_only_when_asked_for(tmp_path: Path) -> None:
+    rows = [answer(1, 5, score=2) | {"stop": "length"}, answer(1, 6, score=1) | {"stop": "eos"}, answer(1, 7, score=0)]
+    assert chosen(tmp_path, 3, *rows) == ([(6,)], {"it was truncated": 1, WORST: 1})
+    assert chosen(tmp_path, 3, *rows, mask_truncated=False) == ([(5,), (6,)], {WORST: 1})
 
 
 def test_rankings_give_their_best_too(tmp_path: Path) -> None:
@@ -224,7 +258,7 @@ def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(scores: lis
     examples = [Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE) for n, score in enumerate(scores)]
     made, unused = best_to_demonstrations(examples, None, top_n)
     taken = [int(e.completion) for e in made if isinstance(e, Demonstration) and isinstance(e.completion, str)]
-    assert len(taken) == min(top_n, len(scores))
+    assert len(taken) == min(top_n, sum(score > min(scores) for score in scores))
     left = [n for n in range(len(scores)) if n not in taken]
     assert len(unused) == len(left)
     assert all((scores[t], -t) > (scores[n], -n) for t in taken for n in left)

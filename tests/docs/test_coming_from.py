@@ -17,7 +17,7 @@ from valence.config.describe import settings_table
 from valence.config.schema import Recipe, Source
 from valence.data.formats import FORMATS
 from valence.data.load import load
-from valence.report import signs
+from valence.report import online_signs, signs
 from valence.training.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
@@ -128,7 +128,7 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
 
 
 def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
-    source = Path(signs.__file__).read_text(encoding="utf-8")
+    source = "".join(Path(m.__file__).read_text(encoding="utf-8") for m in (signs, online_signs))
     looked_for = set(re.findall(r'Sign\(\s*"([^"]+)"', source)) | {"failed", "tied"}
     assert len(looked_for) > 8
     told = [cell.strip("`") for header, rows in tables(ROOT / "docs/curves.md") if "sign" in header for [cell, *_] in rows]

@@ -283,7 +283,25 @@ REWARDS = [
         "tests/training/test_mix.py::test_each_method_is_averaged_over_its_own_rows"),
 ]  # fmt: skip
 
-MUTATIONS = [*LOSSES, *CREDIT, *STATISTICS, *AVERAGES, *MODIFIED, *VIEWED, *STEPS, *REWARDS]
+MAKERS = "valence/training/online/makers.py"
+EXCLUDED = "tests/training/online/test_exclusions.py"
+ONLINE = [
+    one("rejection imitates tied groups", MAKERS, "        if is_tied:\n", "        if False:\n",
+        f"{EXCLUDED}::test_every_excluded_completion_has_one_reason"),
+    one("rejection imitates truncated completions", MAKERS,
+        'elif mask_truncated and completion.stop == "length":', "elif False:",
+        f"{EXCLUDED}::test_truncated_completions_are_not_imitated_and_still_compared_with"),
+    one("masked completions are trained on", MAKERS, "(not masked,) * len(a.tokens)",
+        "(True,) * len(a.tokens)",
+        "tests/training/online/test_defaults.py"
+        "::test_masked_completions_have_no_loss_mask_and_keep_their_place_in_the_statistics"),
+    one("masked completions divide by their length of 0", "valence/losses/views.py",
+        'lengths(batch, columns["logp_t"]).clamp(min=1)', 'lengths(batch, columns["logp_t"])',
+        "tests/contract/test_contract.py"
+        "::test_masked_answers_do_not_depend_on_micro_batches_or_order[gspo]"),
+]  # fmt: skip
+
+MUTATIONS = [*LOSSES, *CREDIT, *STATISTICS, *AVERAGES, *MODIFIED, *VIEWED, *STEPS, *REWARDS, *ONLINE]
 
 
 def misplaced(mutation: Mutation, root: Path = ROOT) -> list[str]:

@@ -140,7 +140,7 @@ def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None
 
 
 def test_a_divergence_that_has_not_settled(healthy: dict[str, RunData]) -> None:
-    assert only(logged(healthy["own"], lambda _, at: {"kl": 40 * at * at})).name == "divergence"
+    assert only(logged(healthy["own"], lambda _, at: {"kl": 25 * at * at})).name == "divergence"
     assert signs(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []  # far, and held there
 
 

@@ -79,6 +79,53 @@ def test_columns_do_not_hand_out_the_messages_themselves() -> None:
     assert chat == ({"role": "user", "content": "hi"},)
 
 
+CHANGES = """
+    def change(info, messages, settings):
+        info["answers"].append("changed")
+        info["new"] = 1
+        messages[0]["content"] = "changed"
+        settings.append(9)
+
+    def plain(completions, weights=None):
+        found = [float(len(each.info["answers"])) for each in completions]
+        for each in completions:
+            change(each.info, each.prompt, weights)
+            each.tools[0]["name"] = "changed"
+        return found
+
+    async def in_a_loop(completions, weights=None):
+        return plain(completions, weights)
+
+    def of_trl(prompts, completions, answers, weights=None):
+        found = [float(len(each)) for each in answers]
+        for prompt, own in zip(prompts, answers):
+            change({"answers": own}, prompt, weights)
+        return found
+"""
+
+
+@pytest.mark.parametrize("name", ["plain", "in_a_loop", "of_trl"])
+def test_what_a_function_changes_reaches_neither_the_rows_nor_other_completions(name: str, write: Any) -> None:
+    """Two completions of one row, which share its columns, scored twice."""
+    row: dict[str, Any] = {"answers": ["4"], "nested": {"deep": [1]}}
+    turns: Any = ({"role": "user", "content": "2 + 2?"},)
+    tools, weights = ({"name": "clock"},), [1]
+    both = [Completion("p", (1,), (0.0,), "4", "eos", index=i, prompt=turns, info=row, tools=tools) for i in range(2)]
+    function = reward(f"{write(CHANGES)}:{name}", settings={"weights": weights})
+    for _ in range(2):
+        assert values(function, both) == [1.0, 1.0]
+    assert row == {"answers": ["4"], "nested": {"deep": [1]}}
+    assert turns == ({"role": "user", "content": "2 + 2?"},)
+    assert tools == ({"name": "clock"},)
+    assert weights == [1]
+
+
+def test_columns_that_cannot_be_copied_are_named(write: Any) -> None:
+    lock = Completion("p", (1,), (0.0,), "4", "eos", info={"lock": threading.Lock()})
+    given = reward(f"{write('def give(completions): return [1.0] * len(completions)')}:give")
+    assert "cannot be copied" in error(given, [lock])
+
+
 def test_asynchronous_functions_run_together_in_a_loop_that_stays(write: Any) -> None:
     module = write("""
         import asyncio

@@ -27,7 +27,7 @@ from valence.training import reward_rows as module
 
 RECIPES = {
     "grpo": "data: {train: [{path: scored.jsonl}], convert: scores_to_rankings}",
-    "sft": "data: {train: [{path: scored.jsonl}], convert: best_to_demonstrations, top_n: 2}",
+    "sft": "data: {train: [{path: scored.jsonl}], convert: best_to_demonstrations, top_n: 2, mask_truncated: false}",
     "dpo": "data: {train: [{path: scored.jsonl}], convert: scores_to_pairs}",
     "kto": "data: {train: [{path: scored.jsonl}], convert: scores_to_judgements, threshold: 4.5}",
 }

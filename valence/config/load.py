@@ -100,7 +100,7 @@ def load_recipe(
         )
         for i, part in enumerate(recipe.mix)
     ]
-    recipe = recipe.model_copy(update={"mix": mix})
+    recipe = _with_method_defaults(recipe.model_copy(update={"mix": mix}), facts)
     settings = _settings(recipe, facts, given)
     rows = {*in_memory, *(name for name in LISTS if getattr(recipe.data, name))}
     case = Case(recipe, facts, rows, mixed)
@@ -241,6 +241,13 @@ def _path_of(error: ErrorDetails, values: Any) -> Key:
     return path
 
 
+def _with_method_defaults(recipe: Recipe, facts: MethodFacts) -> Recipe:
+    """The recipe with the method's defaults in place of null."""
+    filled = {name: value for name, value in facts.rollout_defaults.items() if getattr(recipe.rollout, name) is None}
+    rollout = recipe.rollout.model_copy(update=filled)
+    return recipe.model_copy(update={"rollout": rollout})
+
+
 def _files_found(
     sources: Sequence[Source], path: Key, given: Given, folder: Path | None, problems: list[UserError]
 ) -> list[Source]:
@@ -307,7 +314,13 @@ def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
 
 def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:
     """Every setting with its origin, in the order of the schema."""
-    settings = {path: _setting(path, value, default, given) for path, value, default in _leaves(recipe, ()) if path != ("loss",)}
+    of_method: dict[Key, object] = {("rollout", name): value for name, value in facts.rollout_defaults.items()}
+    settings: dict[Key, Setting] = {}
+    for path, value, default in _leaves(recipe, ()):
+        if path in of_method:
+            settings[path] = _setting_of_method(path, value, of_method[path], facts.name, given)
+        elif path != ("loss",):
+            settings[path] = _setting(path, value, default, given)
     for name, field in facts.settings.model_fields.items():
         default = field.get_default(call_default_factory=True, validated_data={})
         settings["loss", name] = _setting(("loss", name), recipe.loss[name], default, given)
@@ -317,6 +330,13 @@ def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Set
 def _setting(path: Key, value: object, default: object, given: Given) -> Setting:
     origin = given.place(path) if _is_given(given.values, path) else "default"
     return Setting(value, origin, value == default)
+
+
+def _setting_of_method(path: Key, value: object, default: object, method: str, given: Given) -> Setting:
+    """A setting whose default is that of the method."""
+    section: Any = given.values.get(str(path[0]))
+    chosen = isinstance(section, dict) and cast(dict[Any, Any], section).get(path[1]) is not None
+    return Setting(value, given.place(path) if chosen else f"default of {method}", value == default)
 
 
 def _is_given(values: Any, path: Key) -> bool:

@@ -43,7 +43,16 @@ class MethodFacts(Protocol):
         ...
 
     @property
+    def rollout_defaults(self) -> Mapping[str, Any]:
+        """Defaults of rollout settings, by name, that differ from method to method."""
+        ...
+
+    @property
     def settings(self) -> Any: ...
+    def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
+        """Whether it needs the reference for more than the log, with these settings of the loss."""
+        ...
+
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         """Settings of the loss that change nothing under the others, and what would turn each on."""
         ...
@@ -67,7 +76,7 @@ MAKES = {
 }
 """Kind of the examples that each ``data.convert`` makes."""
 
-THRESHOLD = ("scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
+THRESHOLD = ("best_to_demonstrations", "scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
 """Conversions that read ``data.threshold``."""
 
 
@@ -93,6 +102,13 @@ class Case:
     @property
     def needs_reference(self) -> bool:
         return any(method.needs_reference for method in (self.method, *self.mixed))
+
+    @property
+    def measures_nothing(self) -> bool:
+        """Is there no reference in a run of the policy's own completions?"""
+        if not self.method.online or any(method.needs_reference for method in self.mixed):
+            return False
+        return not (self.recipe.measures_kl or self.method.loss_reads_reference(self.recipe.loss))
 
     @property
     def served(self) -> bool:
@@ -150,6 +166,19 @@ NO_EFFECT = (
     Rule("rollout.*", lambda c: not c.method.online, STORED, "set reward"),
     Rule("value.*", lambda c: not (c.method.online and c.method.name == "ppo"), "{method} has no value head", "choose ppo"),
     Rule("rollout.top_n", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
+    Rule("rollout.min_reward", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
+    Rule(
+        "rollout.mask_truncated",
+        lambda c: c.method.online and c.method.name != "rejection" and not c.method.follows_policy,
+        "only rejection and policy gradient methods read it",
+        "choose one of them",
+    ),
+    Rule(
+        "train.max_zero_gradient_steps",
+        lambda c: not c.method.online,
+        "{method} learns from stored answers, of which each step has others",
+        "set reward",
+    ),
     Rule(
         "reference.cache",
         lambda c: c.method.online,
@@ -180,6 +209,12 @@ NO_EFFECT = (
     Rule("run.early_stop*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("reference.*", lambda c: not c.needs_reference, "{method} reads no reference", "choose a method that reads one"),
     Rule(
+        "reference.*",
+        lambda c: c.measures_nothing,
+        "the loss does not read the reference, and rollout.measure_kl does not load a second model",
+        "set rollout.measure_kl: true",
+    ),
+    Rule(
         "reference.sync_mix",
         lambda c: c.recipe.reference.sync_every is None,
         "the reference does not move",
@@ -194,6 +229,12 @@ NO_EFFECT = (
     ),
     Rule(
         "data.top_n",
+        lambda c: "best_to_demonstrations" not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix)),
+        "only data.convert: best_to_demonstrations reads it",
+        "set data.convert",
+    ),
+    Rule(
+        "data.mask_truncated",
         lambda c: "best_to_demonstrations" not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix)),
         "only data.convert: best_to_demonstrations reads it",
         "set data.convert",
@@ -243,7 +284,11 @@ NO_EFFECT = (
 CONTRADICTIONS = (
     Rule(
         "rollout.num_rollouts",
-        lambda c: c.method.online and c.recipe.rollout.num_rollouts < c.method.least_rollouts,
+        lambda c: (
+            c.method.online
+            and c.recipe.rollout.num_rollouts < c.method.least_rollouts
+            and (c.method.name != "rejection" or c.recipe.rollout.min_reward is None)
+        ),
         "{method} compares answers to the same prompt, and one has nothing to be compared with",
         "set it to 2 or more",
     ),

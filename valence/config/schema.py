@@ -160,9 +160,12 @@ class Data(Section):
     with its score; best_to_demonstrations: the best answers of each prompt, as many as `top_n` says."""
     threshold: float | None = None
     """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs and scores_to_all_pairs: smallest
-    difference that makes a pair."""
+    difference that makes a pair. For best_to_demonstrations: completions with a smaller score are never imitated."""
     top_n: PositiveInt = 1
-    """For best_to_demonstrations: how many answers of each prompt."""
+    """For best_to_demonstrations: how many completions of each prompt."""
+    mask_truncated: bool = True
+    """For best_to_demonstrations: leave out completions that were truncated when they were sampled (`"stop": "length"` in rows of
+    `valence sample`)."""
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
     stratify: bool = False
@@ -207,12 +210,21 @@ class Rollout(Section):
     """Answers to each prompt."""
     top_n: PositiveInt = 1
     """Of rejection: how many of them are trained on, the best ones."""
-    epochs: PositiveInt = 1
-    """Passes over the answers of a round."""
+    min_reward: float | None = None
+    """For `rejection`: completions with a smaller reward are never imitated. null: those that share
+    the lowest reward of their group are not."""
+    mask_truncated: bool | None = None
+    """Completions that were truncated at max_new_tokens get no gradient: `rejection` does not
+    imitate them, and policy gradient methods leave their tokens out of the loss (overlong filtering,
+    arXiv 2503.14476). Their rewards still count in the statistics of the group. null: the default
+    of the method, which is true for `rejection` and false for the others."""
+    epochs: PositiveInt | None = None
+    """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`
+    and 1 for the others."""
     steps: PositiveInt = 1
     """Optimizer steps of one pass, which divide its prompts among them."""
-    max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 128
-    """Longest answer, in tokens."""
+    max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
+    """Longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
     """Divides the logits. Methods that compare with the policy that answered train with the same temperature."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
@@ -227,9 +239,11 @@ class Rollout(Section):
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Stop when more than this share of a round's answers has no score."""
     max_resample: PositiveInt = 10
-    """How often a round is filled up, or begun anew, where the answers to a prompt have nothing to teach."""
-    measure_kl: bool = True
-    """Run the reference also where the loss needs none, to log the divergence from it."""
+    """How often prompts are replaced by others in a round whose completions have nothing to teach."""
+    measure_kl: bool | Literal["auto"] = "auto"
+    """Log the divergence from the reference (`kl`). auto: where the reference needs no second model
+    in memory (a new adapter is switched off for it), where the loss reads it anyway, or where
+    reference.model names one. true loads a copy of the model otherwise."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
     """What samples: this process; a vLLM server, whose weights are kept up to date; or any server with the completions wire of
     OpenAI, which has weights of its own."""
@@ -252,6 +266,16 @@ class Rollout(Section):
     """Prompts whose log-probabilities are compared with a server's after each new version of the weights."""
     max_mismatch: PositiveFloat | None = None
     """Stop when they differ by more on average (nats per token). null: 0.005 where both sides compute in float32, else 0.1."""
+
+    @property
+    def num_epochs(self) -> int:
+        """Passes over a round. A loaded recipe has the default of its method filled in."""
+        return self.epochs or 1
+
+    @property
+    def steps_per_round(self) -> int:
+        """Optimizer steps of a whole round."""
+        return self.num_epochs * self.steps
 
 
 class Value(Section):
@@ -318,6 +342,10 @@ class Train(Section):
     is a compiler (on a CPU `g++`)."""
     max_skipped: PositiveInt = 5
     """Stop after so many steps in a row whose loss or gradient was not finite."""
+    max_zero_gradient_steps: PositiveInt | None = 20
+    """With a reward: end the run after so many steps in a row without a gradient, as when the
+    completions of every group have the same reward. The run is saved and finished as after its last
+    step. null: go on."""
 
 
 class Parallel(Section):
@@ -449,3 +477,15 @@ class Recipe(Section):
     """How several processes share a model (`--nproc`, torchrun)."""
     run: RunSection = RunSection()
     """Output."""
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether the divergence from the reference is logged where the loss does not read it. With
+        rollout.measure_kl: auto, where that costs no second model, or where one is named."""
+        if self.rollout.measure_kl != "auto":
+            return self.rollout.measure_kl
+        if self.rollout.engine == "openai":  # another model samples, so there is nothing to measure
+            return False
+        is_new_adapter = self.model.lora is not None and self.model.adapter is None
+        is_switched_off = is_new_adapter and self.reference.sync_every is None
+        return is_switched_off or self.reference.model is not None

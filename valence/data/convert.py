@@ -97,18 +97,48 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
     return made, unused
 
 
-def best_to_demonstrations(examples: Sequence[Example], threshold: float | None, top_n: int = 1) -> Converted:
-    """Of each ranking, and of each prompt with scored answers, those with the ``top_n`` largest scores, to be imitated. Of equal
-    scores the first in the file is taken."""
-    made, unused = _nothing()
+def best_to_demonstrations(
+    examples: Sequence[Example], threshold: float | None, top_n: int = 1, mask_truncated: bool = True
+) -> Converted:
+    """Of each ranking, and of each prompt with scored completions, those with the ``top_n`` largest
+    scores, to be imitated. Of equal scores the first in the file is taken.
+
+    A prompt whose completions all have the same score is dropped. ``threshold``: the smallest score
+    that is imitated, also of a prompt with a single completion; without it the completions that
+    share the lowest score of a prompt are not imitated. ``mask_truncated``: leave out completions
+    that are known to be truncated.
+    """
+    demonstrations, unused = _nothing()
     groups = _by_prompt(e for e in examples if isinstance(e, Judgement))
     for group in (*groups, *([e] for e in examples if isinstance(e, Ranking))):
-        order = sorted((answer for e in group for answer in _scored(e)), key=lambda a: -a[1])
-        taken = order[:top_n]
-        made += [Demonstration(prompt=e.prompt, completion=a, weight=e.weight, origin=e.origin) for a, _, e in taken]
-        rest = ((e, TIED if score == taken[-1][1] else BELOW) for _, score, e in order[top_n:])
-        unused += [(e, why) for e, why in rest if isinstance(e, Judgement)]
-    return made, unused
+        scored = sorted((answer for e in group for answer in _scored(e)), key=lambda a: -a[1])
+        reasons = [_not_imitated(answer, scored, threshold, mask_truncated) for answer in scored]
+        allowed = [answer for answer, reason in zip(scored, reasons, strict=True) if not reason]
+        demonstrations += [
+            Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, origin=e.origin)
+            for completion, _, e in allowed[:top_n]
+        ]
+        excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
+        excluded += [(e, TIED if score == allowed[top_n - 1][1] else BELOW) for _, score, e in allowed[top_n:]]
+        unused += [(e, why) for e, why in excluded if isinstance(e, Judgement)]
+        if len(excluded) == len(scored) and isinstance(group[0], Ranking):
+            unused.append((group[0], excluded[0][1]))
+    return demonstrations, unused
+
+
+def _not_imitated(answer: Scored, group: Sequence[Scored], threshold: float | None, mask_truncated: bool) -> str:
+    """Why a completion must not be imitated, whatever ``top_n`` is; empty if it may be."""
+    _, score, example = answer
+    if threshold is None or len(group) > 1:
+        if len(group) < 2:
+            return "its prompt has no other scored answer"
+        if group[0][1] == group[-1][1]:
+            return "all answers of its prompt have the same score"
+    if mask_truncated and isinstance(example, Judgement) and example.is_truncated:
+        return "it was truncated"
+    if threshold is not None:
+        return "its score is below data.threshold" if score < threshold else ""
+    return "no other answer to its prompt has a smaller score" if score == group[-1][1] else ""
 
 
 BELOW = "other answers to its prompt have larger scores"
@@ -273,5 +303,5 @@ CONVERSIONS: dict[str, Conversion] = {
     "chosen_to_demonstrations": Conversion(
         chosen_to_demonstrations, lambda e: _is_pair(e) or _is_ranking(e) or _is_labelled(e), "demonstration"
     ),
-    "best_to_demonstrations": Conversion(best_to_demonstrations, _is_scored, "demonstration"),
+    "best_to_demonstrations": Conversion(best_to_demonstrations, _is_scored, "demonstration", "optional"),
 }

@@ -159,6 +159,7 @@ def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
         score=row.parse("score", values.number, None),
         attributes=row.parse("scores", values.attributes, {}),
         error=str(row.get("error")) if has_failed(row.value, row.columns) else "",
+        is_truncated=row.get("stop") == "length",
         **row.common,
     )
 

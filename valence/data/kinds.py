@@ -33,7 +33,13 @@ FAILED = "its reward failed"
 ALL_FAILED = "its reward failed, and no other answer to its prompt has a score"
 
 
-def conversion_to(kind: Kind, name: str | None, threshold: float | None, top_n: int = 1) -> Conversion | None:
+def conversion_to(
+    kind: Kind,
+    name: str | None,
+    threshold: float | None,
+    top_n: int = 1,
+    mask_truncated: bool = True,
+) -> Conversion | None:
     """The conversion of this name. Raises UserError when it does not make ``kind``, or does not go with the threshold."""
     conversion = CONVERSIONS.get(name) if name is not None else None
     if name is not None and conversion is None:
@@ -56,7 +62,7 @@ def conversion_to(kind: Kind, name: str | None, threshold: float | None, top_n: 
             fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
         )
     if conversion is not None and conversion.run is best_to_demonstrations:
-        return replace(conversion, run=partial(best_to_demonstrations, top_n=top_n))
+        return replace(conversion, run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated))
     return conversion
 
 

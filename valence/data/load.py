@@ -125,6 +125,7 @@ def load(
     convert: str | None = None,
     threshold: float | None = None,
     top_n: int = 1,
+    mask_truncated: bool = True,
     limit: int | None = None,
     on_bad_row: OnBadRow = "stop",
 ) -> Loaded:
@@ -132,10 +133,12 @@ def load(
     Of the kind ``scored`` are judgements that all have a label, or all a score, or all attributes.
 
     ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into ``kind``, and puts
-    them after those that are of that kind already; ``top_n`` is for best_to_demonstrations. Raises UserError at the first row
-    that cannot be used, unless ``on_bad_row`` is "skip"; when rows are of another kind than asked for; and when nothing remains.
+    them after those that are of that kind already; ``top_n`` and ``mask_truncated`` are for best_to_demonstrations.
+
+    Raises UserError at the first row that cannot be used, unless ``on_bad_row`` is "skip"; when rows are of another
+    kind than asked for; and when nothing remains.
     """
-    conversion = conversion_to(kind, convert, threshold, top_n)
+    conversion = conversion_to(kind, convert, threshold, top_n, mask_truncated)
     read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
         left = None if limit is None else limit - sum(file.rows for files, _, _ in read for file in files)

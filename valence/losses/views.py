@@ -62,10 +62,11 @@ def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
 
 def answer_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums over its tokens, nats), adv[S]
-    (their mean), n[S] (tokens), weight[S]."""
+    (their mean), n[S] (tokens, at least 1), weight[S]."""
     named = token_view(batch, columns)
     sums = {name: seq_sum(named[f"{name}_t"], batch) for name in ("logp", "ref", "old", "sampler", "adv") if f"{name}_t" in named}
-    named |= sums | {"n": lengths(batch, columns["logp_t"]), "weight": batch.weight.to(columns["logp_t"].dtype)}
+    n = lengths(batch, columns["logp_t"]).clamp(min=1)  # masked answers count, with sums of 0
+    named |= sums | {"n": n, "weight": batch.weight.to(columns["logp_t"].dtype)}
     if "adv" in named:
         named["adv"] = named["adv"] / named["n"]
     return named

@@ -15,10 +15,11 @@ from valence.report.console import as_tables, audit_in_words, compare, duration,
 from valence.report.curves import KTO, curves, mean_width, spent
 from valence.report.figures import calibration, lengths, spreads, still
 from valence.report.html import chart_grid, document, flatten, folded, plotly_js, table, tiles, write_aside
+from valence.report.online_signs import Sign
 from valence.report.rowlist import Room, own_samples, row_lists, samples
 from valence.report.rows import is_own, verdict
 from valence.report.rundata import Json, RunData, read_run
-from valence.report.signs import signs
+from valence.report.signs import other_warnings, signs
 from valence.report.stats import finite
 
 ROWS = 50
@@ -82,7 +83,7 @@ def render(run: RunData) -> str:
         ("Reproduce", _reproduce(run)),
     )
     method, model = _what(run)
-    intro = f"<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}{_headlines(run)}"
+    intro = f"{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}{_headlines(run)}"
     title = f"{method} on {Path(model).name or model}"
     return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
 
@@ -215,10 +216,19 @@ def _counts(rows: Sequence[Json]) -> str:
 
 
 def _warnings(run: RunData) -> str:
-    cards = "".join(
-        f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>' for sign in signs(run)
+    found = signs(run)
+    return _cards(sign for sign in found if not sign.is_urgent) + _lines(
+        [*run.problems, *other_warnings(run, found), *run.audited]
     )
-    return cards + _lines([*run.problems, *run.run.get("warnings", ()), *run.audited])
+
+
+def _urgent(run: RunData) -> str:
+    """What is shown above everything else."""
+    return _cards(sign for sign in signs(run) if sign.is_urgent)
+
+
+def _cards(found: Iterable[Sign]) -> str:
+    return "".join(f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>' for sign in found)
 
 
 def _lines(said: Sequence[object]) -> str:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from valence.report.console import number
+from valence.report.online_signs import Sign, is_online, name_of_kl, online_signs
 from valence.report.rows import Json, groups, is_own, is_pair, per_token, rewards_by_class, value, verdict
 from valence.report.rundata import RunData
 from valence.report.stats import finite, mean, spearman
@@ -62,22 +62,25 @@ RECORDS = 10
 """Records of the log below which a course over time is not told."""
 
 
-@dataclass(frozen=True)
-class Sign:
-    """name: for programs. said: what was seen, with its numbers. do: what to try, or to look at."""
-
-    name: str
-    said: str
-    do: str
-
-
 def signs(run: RunData) -> list[Sign]:
     """What is to be seen of a run, gravest first; nothing for a healthy one."""
     tests: tuple[Callable[[RunData], Iterable[Sign]], ...] = (
         _not_finite, _length_of_own, _length_of_rows, _rarer, _divergence, _kto_drift, _one_class, _stuck, _cut_off, _too_long,
         _overfits, _without_signal,
     )  # fmt: skip
-    return [sign for test in tests for sign in test(run)]
+    collapsed = online_signs(run.metrics)
+    known = {IMPLIED[sign.name] for sign in collapsed if sign.name in IMPLIED}
+    return [*collapsed, *(s for test in tests for s in test(run) if s.name not in known)]
+
+
+IMPLIED = {"high kl": "divergence", "saturated reward": "tied", "no gradient": "tied"}
+"""By sign of a collapsed run: the milder sign that it includes."""
+
+
+def other_warnings(run: RunData, found: Sequence[Sign]) -> list[str]:
+    """Warnings of the run that none of these signs repeats."""
+    warnings = map(str, run.run.get("warnings", ()))
+    return [line for line in warnings if not any(sign.said in line for sign in found)]
 
 
 # The log
@@ -111,7 +114,7 @@ def _not_finite(run: RunData) -> Iterable[Sign]:
 
 
 def _divergence(run: RunData) -> Iterable[Sign]:
-    name = "rollout/kl" if any("rollout/kl" in record for record in run.metrics) else "kl"
+    name = next((name_of_kl(each) for each in run.metrics if "rollout/length" in each), "kl")
     course = _course(run, name)
     if len(course) < RECORDS or not _answers_itself(run):
         return
@@ -126,7 +129,7 @@ def _divergence(run: RunData) -> Iterable[Sign]:
 
 
 def _answers_itself(run: RunData) -> bool:
-    return any("reward/mean" in record or "rollout/length" in record for record in run.metrics)
+    return any(map(is_online, run.metrics))
 
 
 def _kto_drift(run: RunData) -> Iterable[Sign]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib
 import inspect
@@ -162,8 +163,13 @@ class Function:
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
+        copies = attempt(partial(isolated, completions))
+        if isinstance(copies, Raised):
+            what = _cut(f"{type(copies.error).__name__}: {copies.error}")
+            raise Failed(f"a column of the rows cannot be copied for it ({what})") from copies.error
+        completions, settings = copies, copy.deepcopy(dict(self.settings))
         if not self._trl:
-            return partial(self.fn, list(completions), **self.settings)
+            return partial(self.fn, completions, **settings)
         columns = columns_of(completions)
         lacking = [name for name in self._required if name not in columns]
         if lacking:
@@ -171,7 +177,21 @@ class Function:
             raise Failed(f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have (others: {has})")
         names = [p.name for p in self._named]
         taken = {name: values for name, values in columns.items() if self._takes_any or name in names}
-        return partial(self.fn, **{**taken, **self.settings})
+        return partial(self.fn, **{**taken, **settings})
+
+
+def isolated(completions: Sequence[Completion]) -> list[Completion]:
+    """Copies that share nothing mutable with the rows, or with each other: several completions of
+    one prompt hold the same messages, tools and columns, and training goes on with these."""
+    return [
+        replace(
+            each,
+            prompt=copy.deepcopy(each.prompt),
+            info=copy.deepcopy(dict(each.info)),
+            tools=copy.deepcopy(each.tools),
+        )
+        for each in completions
+    ]
 
 
 def columns_of(completions: Sequence[Completion]) -> Columns:

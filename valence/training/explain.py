@@ -104,11 +104,14 @@ def own_facts(method: Method) -> dict[str, str]:
     needed = method.asks_reference or "ref_t" in reads
     found = {
         "rows": "prompts alone; other columns reach the reward",
-        "reference": "yes" if needed else "to log the divergence, unless `rollout.measure_kl` is off",
+        "reference": "yes" if needed else "to log the divergence, as `rollout.measure_kl` says",
         "answers": f"`rollout.num_rollouts` to each prompt, {method.least_rollouts} or more",
     }
     if "top_n" in reads:
-        found["answers"] += "; the `rollout.top_n` best are trained on"
+        found["answers"] += (
+            "; the `rollout.top_n` best are trained on, of groups whose rewards differ, without "
+            "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
+        )
     if method.fills:
         found["answers"] += "; prompts whose answers all have the same reward are replaced by others"
     return found

@@ -31,6 +31,7 @@ from valence.training import measure
 from valence.training.evaluate import as_text
 from valence.training.folder import RunFolder, as_json, now, versions
 from valence.training.loop import Interrupted, Run
+from valence.training.online.rounds import describe_exclusions
 from valence.training.saving import HEAVY
 from valence.training.score import passes
 
@@ -96,10 +97,14 @@ def _stop_if_asked(run: Run) -> None:
 
 
 def _tell_of_the_end(run: Run, folder: RunFolder) -> None:
-    """How the training ended, and where it was best."""
-    if run.early.exhausted:
-        run.say_once(f"training ended at step {run.step} of {run.total_steps}: {run.early.exhausted}")
-        folder.state(ended_early=run.early.exhausted)
+    """How the training ended, where it was best, and what was not trained on."""
+    if reason := run.ended_early:
+        message = f"training ended at step {run.step} of {run.total_steps}: {reason}"
+        (run.say_once if run.early.exhausted else run.warn)(message)
+        folder.state(ended_early=reason)
+    if run.rounds is not None and run.rounds.exclusions:
+        run.say_once(f"not imitated: {describe_exclusions(run.rounds.exclusions)}")
+        folder.state(exclusions=dict(run.rounds.exclusions))
     if run.best.step not in (None, run.step):
         best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
         run.say_once(

@@ -56,7 +56,8 @@ def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> 
     # A bad row elsewhere should not keep anybody from looking at this one.
     loaded = load(
         files, method_in(source.recipe).kind,
-        convert=data.convert, threshold=data.threshold, top_n=data.top_n, limit=data.limit, on_bad_row="skip",
+        convert=data.convert, threshold=data.threshold, top_n=data.top_n,
+        mask_truncated=data.mask_truncated, limit=data.limit, on_bad_row="skip",
     )  # fmt: skip
     for bad in loaded.bad:
         if bad.origin == origin:

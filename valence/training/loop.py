@@ -19,6 +19,7 @@ from valence.engine.models import DTYPES
 from valence.engine.reference import Following, Reference
 from valence.errors import UserError
 from valence.report.live import Dashboard
+from valence.report.online_signs import OnlineWatch
 from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.report.trackers import trackers
 from valence.rollout import Sampling
@@ -27,7 +28,7 @@ from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
 from valence.training.memory import peak, with_memory
 from valence.training.methods import Method, settings_of_step
-from valence.training.online.rounds import Rounds
+from valence.training.online.rounds import NothingToLearnError, Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
@@ -94,7 +95,7 @@ class Run:
         self.log = self._log(sinks)
         self.saver = Saver(self, folder, self._jsonl) if folder else None
         self.pages = Pages(folder.path, self.warn) if folder and folder.writes else None
-        self.window, self.watch = Window(), Watch()
+        self.window, self.watch, self.online_watch = Window(), Watch(), OnlineWatch()
         self.best, self.early = Selection(run.keep_best), Selection(run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
         # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
@@ -102,6 +103,8 @@ class Run:
         self.together = self.world.size == 1
         """Whether all processes have come to the same place, so that they may save what there is."""
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
+        self.nothing_to_learn = ""
+        """Why no further round could be sampled that has something to train on."""
         self.said: set[str] = set()
         self.stop, self.finished = stop or Stop(self.console), finished
         self.base: str | None = None
@@ -185,10 +188,12 @@ class Run:
                 if seen:
                     bar.update(self.step, tokens=seen)
                 stops = self.stops()
-                if stops or self.step >= self.total_steps or self.early.exhausted:
+                if stops or self.step >= self.total_steps or self.ended_early:
                     break
                 if self.rounds is not None:
-                    self.rounds.fill()
+                    if not self._sample_round(self.rounds):
+                        last = self._evaluate_at_end(bar) or last
+                        break
                     if self.rounds.collector.latest:
                         bar.answer(*self.rounds.collector.latest)
                 seen += self._one_step().tokens
@@ -198,6 +203,40 @@ class Run:
                 raise UserError("nothing was done within run.max_time", where="run.max_time", fix="make it longer")
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
+
+    def _sample_round(self, rounds: Rounds) -> bool:
+        """Whether there is a round to train on. Raises NothingToLearnError before the first step, or
+        when train.max_zero_gradient_steps is null."""
+        try:
+            rounds.fill()
+        except NothingToLearnError as error:
+            if self.step == 0 or self.recipe.train.max_zero_gradient_steps is None:
+                raise
+            self.nothing_to_learn = f"{error.what} ({error.fix})"
+            return False
+        return True
+
+    def _evaluate_at_end(self, bar: Dashboard) -> dict[str, Any]:
+        """Evaluate and log where a run ends before its next step was known to be the last."""
+        if not measure.due(self) or self.step in self.evaluations:
+            return {}
+        with bar.pause(), self.window.timing("evaluation"):
+            record = {"step": self.step, **measure.evaluate_and_keep(self)}
+        self.log.log(record)
+        bar.record(record)
+        return record
+
+    @property
+    def ended_early(self) -> str:
+        """Why training ends before its last step; empty if it does not."""
+        return self.early.exhausted or self.nothing_to_learn or self._without_gradient
+
+    @property
+    def _without_gradient(self) -> str:
+        limit, count = self.recipe.train.max_zero_gradient_steps, self.counters.zero_gradient_steps
+        if limit is None or count < limit:
+            return ""
+        return f"the last {count} steps had no gradient (train.max_zero_gradient_steps: {limit})"
 
     def stops(self) -> bool:
         """Whether any process was asked to stop: then all are. All come here."""
@@ -245,6 +284,8 @@ class Run:
         window.last = {"lr": learning_rate, "micro_batches": outcome.micro_batches}
         window.seconds += time.monotonic() - began
         self.whole = True
+        if self.rounds is not None and applied:
+            counters.zero_gradient_steps = counters.zero_gradient_steps + 1 if norm == 0 else 0
         self._guard(outcome, norm, applied, before)
         most = self.objective.budget
         if outcome.largest > most:
@@ -315,7 +356,8 @@ class Run:
             with bar.pause(), self.window.timing("evaluation"):
                 found = measure.evaluate_and_keep(self)
         record: dict[str, Any] = {}
-        if step and (found or step % self.recipe.run.log_every == 0 or step == self.total_steps):
+        is_last = step == self.total_steps or bool(self.ended_early)
+        if step and (found or step % self.recipe.run.log_every == 0 or is_last):
             record = self._window() | found
         elif found:
             record = {"step": 0, **self._of_the_machine()} | found
@@ -333,11 +375,14 @@ class Run:
         counters.settled = step
         for said in self.watch.see(record):
             self.warn(f"step {step}: {said}")
+        if record and self.rounds is not None:
+            for sign in self.online_watch.see(record):
+                self.warn(f"step {step}: {sign.said} {sign.do}")
         for callback in self.callbacks if record else ():
             callback(self, record)
         if self.pages is not None:
             self.pages.look()
-        if step and (better or step % self.recipe.run.save_every == 0 or step == self.total_steps):
+        if step and (better or step % self.recipe.run.save_every == 0 or is_last):
             with bar.during("saving"):
                 self.save(wait=False)
         elif self.saver is not None:

@@ -101,7 +101,7 @@ def due(run: Run, step: int | None = None) -> bool:
         return run.recipe.eval.at_start
     every = run.recipe.eval.every
     steps = round(every) if every >= 1 else max(1, round(every * run.prepared.steps_per_epoch))
-    return step % steps == 0 or step == run.total_steps
+    return step % steps == 0 or step == run.total_steps or bool(run.ended_early)
 
 
 def evaluate_and_keep(run: Run) -> dict[str, float]:

@@ -16,7 +16,7 @@ from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
 from valence.losses.advantage import CREDITS
-from valence.training.online.makers import Credited, Maker, best, pairs, thumbs
+from valence.training.online.makers import Credited, Maker, best_of_n, exclusion_reasons, pairs, thumbs
 from valence.types import Kind
 
 
@@ -30,6 +30,8 @@ class Method:
     makes: Maker | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of settings, where they differ from those of the loss."""
+    rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Defaults of ``rollout`` settings that are null in the schema, for methods that are online."""
     fills: bool = False
     """Whether prompts whose answers all have the same reward are left out, and others sampled in their place."""
 
@@ -45,8 +47,14 @@ class Method:
 
     @property
     def needs_reference(self) -> bool:
-        """Own answers are compared with it in any case, unless rollout.measure_kl is off."""
+        """Whether settings of the reference may have an effect. ``reads_reference`` says whether a
+        run loads one."""
         return self.online or self.loss.needs_reference
+
+    def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
+        """Whether the loss, or the advantages of an online method, need it. settings: of the loss."""
+        refers = self.asks_reference or self.loss.refers(settings)
+        return refers or (self.online and bool(settings.get("kl_beta")))
 
     @property
     def asks_reference(self) -> bool:
@@ -61,7 +69,7 @@ class Method:
     @property
     def least_rollouts(self) -> int:
         """Answers to a prompt below which there is nothing to learn."""
-        compares = self.makes is not None and (self.makes.fn in (pairs, thumbs) or "group" in self.makes.reads)
+        compares = self.makes is not None and (self.makes.fn in (best_of_n, pairs, thumbs) or "group" in self.makes.reads)
         return 2 if compares else 1
 
     @property
@@ -107,15 +115,46 @@ def setting_docs(doc: str) -> dict[str, str]:
 METHODS: dict[str, Method] = {name: Method(name, loss) for name, loss in LOSSES.items()}
 """Those that learn from rows as they are."""
 
+ROLLOUT_DEFAULTS: dict[str, Any] = {"epochs": 1, "mask_truncated": False}
+"""Of every online method, unless the table below names others."""
+
+PPO_EPOCHS = 4
+"""Passes over a round. In a single step of a single pass the probability ratio is 1 everywhere, so
+PPO's clip never acts. Ziegler et al. 2019 (arXiv 1909.08593) and Ouyang et al. 2022 (arXiv
+2203.02155), as their public implementations, make 4 passes."""
+
+
+def _online(name: str, loss: Loss, makes: Maker, **changes: Any) -> Method:
+    """An online method. changes: of its defaults and other fields."""
+    rollout = ROLLOUT_DEFAULTS | changes.pop("rollout", {})
+    return Method(name, loss, makes, rollout_defaults=rollout, **changes)
+
+
 ONLINE: dict[str, Method] = {
-    "rejection": Method("rejection", LOSSES["sft"], Maker(best)),
-    **{f"online_{name}": Method(f"online_{name}", row, Maker(pairs)) for name, row in LOSSES.items() if row.view == "pair"},
-    **{f"online_{name}": Method(f"online_{name}", row, Maker(thumbs)) for name, row in LOSSES.items() if row.data == "judgement"},
+    "rejection": _online(
+        "rejection", LOSSES["sft"], Maker(best_of_n, exclusion_reasons),
+        rollout={"mask_truncated": True},
+    ),
     **{
-        name: Method(name, LOSSES[name], Credited(credit), {"value": True} if name == "ppo" else {}, fills=name == "dapo")
-        for name, credit in CREDITS.items()
+        f"online_{name}": _online(f"online_{name}", row, Maker(pairs))
+        for name, row in LOSSES.items()
+        if row.view == "pair"
     },
-}
+    **{
+        f"online_{name}": _online(f"online_{name}", row, Maker(thumbs))
+        for name, row in LOSSES.items()
+        if row.data == "judgement"
+    },
+    **{
+        name: _online(name, LOSSES[name], Credited(credit), fills=name == "dapo")
+        for name, credit in CREDITS.items()
+        if name != "ppo"
+    },
+    "ppo": _online(
+        "ppo", LOSSES["ppo"], Credited(CREDITS["ppo"]),
+        defaults={"value": True}, rollout={"epochs": PPO_EPOCHS},
+    ),
+}  # fmt: skip
 """Those that learn from the policy's own answers, judged by a reward."""
 
 
@@ -147,8 +186,9 @@ def reads_reference(recipe: Recipe) -> bool:
     method = method_in(recipe)
     if not method.online:
         return method.needs_reference
-    reads = method.asks_reference or method.loss.refers(recipe.loss) or bool(recipe.loss.get("kl_beta"))
-    return recipe.rollout.measure_kl or reads
+    if method.loss_reads_reference(recipe.loss):
+        return True
+    return recipe.measures_kl
 
 
 def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
@@ -157,7 +197,7 @@ def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     method, rollout = method_in(recipe), recipe.rollout
     assert method.makes is not None
     reads = method.makes.reads
-    several = method.follows_policy and rollout.epochs * rollout.steps > 1  # the policy moves within the round
+    several = method.follows_policy and rollout.steps_per_round > 1  # the policy moves within the round
     old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
     # The sampler's log-probabilities are over its nucleus then, those of the reference over all tokens.
     old = old or rollout.top_p < 1

@@ -114,7 +114,7 @@ class Plan:
         measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(self.shape, trained)
         headless = replace(self.shape, vocabulary=0)
         values = speed.step(headless, trained, checkpointing=recipe.train.checkpointing) if prepared.values_apart else 0
-        return measured / recipe.rollout.epochs + values
+        return measured / recipe.rollout.num_epochs + values
 
     @property
     def round_seconds(self) -> float | None:
@@ -211,7 +211,7 @@ def _times(plan: Plan) -> list[str]:
     without = "sampling, judging and evaluation" if prepared.method.online else "evaluation"
     said = [f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without {without}"]
     if (each := plan.round_seconds) is not None:
-        rounds = -(-prepared.total_steps // (rollout.epochs * rollout.steps))
+        rounds = -(-prepared.total_steps // rollout.steps_per_round)
         said.append(
             f"sampling: up to about {duration(each)} a round, {duration(rounds * each)} in all, "
             f"if all answers have {rollout.max_new_tokens:,} tokens"

@@ -34,6 +34,10 @@ HYPER = {
 """What the optimizer calls them."""
 
 
+MAY_GO_ON = ("run.early_stop", "train.max_zero_gradient_steps", "rollout.", "reward", "loss.")
+"""Settings after whose change a run that ended early may go on."""
+
+
 @dataclass(frozen=True)
 class Earlier:
     """What a run that is taken up was. ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and
@@ -65,7 +69,7 @@ class Earlier:
         rows = self.was["rows"]["data.train"]["rows"]
         if self.prepared.method.online:  # rounds do not end with an epoch
             before = rows / was["train.batch_size"] * was["rollout.epochs"] * was["rollout.steps"]
-            after = rows / now.train.batch_size * now.rollout.epochs * now.rollout.steps
+            after = rows / now.train.batch_size * now.rollout.steps_per_round
         else:
             full, rest = divmod(rows, was["train.batch_size"])
             before, after = full + (rest > 0 and not was["train.drop_last"]), self.prepared.steps_per_epoch
@@ -102,7 +106,7 @@ class Earlier:
     def finished(self) -> bool:
         facts = self.folder.facts
         longer = self.total > facts.get("total_steps", 0) or any(
-            name == "data.train" or name.startswith("run.early_stop") for name in self.changed
+            name == "data.train" or name.startswith(MAY_GO_ON) for name in self.changed
         )
         enough = facts.get("steps", 0) >= self.total or (bool(facts.get("ended_early")) and not longer)
         return facts.get("status") == "done" and enough
@@ -233,6 +237,8 @@ def take_up(run: Run, earlier: Earlier) -> None:
     _selections(run, earlier, longer=run.total_steps > total)
     if run.rounds is not None:
         run.rounds.take_up(earlier.changed)
+        if earlier.changed or run.total_steps > total:  # else it would end at once, as it did before
+            counters.zero_gradient_steps = 0
     assert run.saver is not None
     if run.world.rank == 0:
         run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have

@@ -49,6 +49,7 @@ def registry_of(run: Run, log: JsonlSink | None) -> Registry:
     registry.add("best", run.best)
     registry.add("early_stop", run.early)
     registry.add("watch", run.watch)
+    registry.add("online_watch", run.online_watch)
     registry.add("budget", run.budget)
     registry.add("log", log or Through(lambda: {"bytes": 0}, lambda _: None))
     registry.add("processes", PerProcess(run))

@@ -140,7 +140,7 @@ class Prepared:
     def steps_per_epoch(self) -> int:
         """Optimizer steps of one pass over the training rows: of a round of own answers those of all its passes."""
         rollout = self.recipe.rollout
-        return self.sampler.steps_per_epoch * (rollout.epochs * rollout.steps if self.method.online else 1)
+        return self.sampler.steps_per_epoch * (rollout.steps_per_round if self.method.online else 1)
 
     @property
     def total_steps(self) -> int:
@@ -152,7 +152,7 @@ class Prepared:
         train, rollout = self.recipe.train, self.recipe.rollout
         if self.method.online:  # rounds do not end with an epoch
             rounds = up(train.epochs * len(self.corpora["train"].units) / train.batch_size)
-            steps = first + rounds * rollout.epochs * rollout.steps
+            steps = first + rounds * rollout.steps_per_round
         else:
             steps = first + up(train.epochs * self.steps_per_epoch)
         return steps if train.max_steps is None else min(steps, train.max_steps)
@@ -296,6 +296,7 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
     """Rows of files (``Source`` sections) or in memory, as examples of the method's kind, as tokens, audited."""
     how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
+    how |= {"mask_truncated": data.mask_truncated}
     how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
     from_files = isinstance(rows, Sequence) and all(isinstance(row, Source) for row in rows)
     loaded = load(rows if from_files else [InMemory(rows)], method.kind, **how)

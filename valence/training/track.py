@@ -28,6 +28,8 @@ class Counters:
     tokens_seen: int = 0
     examples_seen: int = 0
     skipped_in_a_row: int = 0
+    zero_gradient_steps: int = 0
+    """Steps in a row without a gradient, of an online run."""
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -25,6 +25,37 @@ def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
+def by_index(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Larger for those that were sampled later."""
+    return [each.index / 3 for each in completions]
+
+
+solved: list[int] = []
+"""Calls of ``solved_after``."""
+
+
+def solved_after(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Rewards differ in the first two calls, and every completion is right from then on."""
+    solved.append(len(completions))
+    return different(completions) if len(solved) <= 2 else [1.0] * len(completions)
+
+
+def different(completions: Sequence[Completion]) -> list[float]:
+    """Rewards that are never equal in a group."""
+    return [each.index / 10 for each in completions]
+
+
+period = 3
+calls_of_now_and_then: list[int] = []
+
+
+def now_and_then(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Rewards differ in one of so many calls."""
+    calls_of_now_and_then.append(len(completions))
+    differs = len(calls_of_now_and_then) % period == 1
+    return different(completions) if differs else [0.0] * len(completions)
+
+
 def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Fails on the first answer to each prompt."""
     return [math.nan if each.index == 0 else score for each, score in zip(completions, vowels(completions), strict=True)]

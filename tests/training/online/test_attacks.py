@@ -86,7 +86,8 @@ def test_fewer_prompts_than_a_round_are_asked_again(rows: list[dict[str, Any]], 
 def test_a_policy_that_has_not_moved_is_not_apart_from_its_reference(method: str, top_p: float, place: Path) -> None:
     """Also where completions are drawn from a part of the tokens, and the sampler's probabilities are
     not the policy's."""
-    train(recipe(place, method, rollout={"temperature": 0.7, "top_p": top_p}, train={"max_steps": 1}))
+    rollout = {"temperature": 0.7, "top_p": top_p, "mask_truncated": False}
+    train(recipe(place, method, rollout=rollout, train={"max_steps": 1}))
     before, step = logged(place)
     assert before["eval/kl"] == pytest.approx(0, abs=1e-9)
     assert step["kl"] == pytest.approx(0, abs=1e-9)

@@ -18,7 +18,11 @@ from valence.training.sample_rows import Draws, sample_rows
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {"convert": "scores_to_rankings"}, {}),
     "rloo": ("rloo", {"convert": "scores_to_rankings"}, {"loss": {"kl_beta": 0.0}}),
-    "rejection": ("sft", {"convert": "best_to_demonstrations", "top_n": 2}, {"rollout": {"top_n": 2}}),
+    "rejection": (
+        "sft",
+        {"convert": "best_to_demonstrations", "top_n": 2, "mask_truncated": False},
+        {"rollout": {"top_n": 2, "mask_truncated": False}},
+    ),
     "online_dpo": ("dpo", {"convert": "scores_to_pairs"}, {}),
 }
 """Online method: the one on stored answers, its data section, and what else the online recipe says."""

@@ -25,6 +25,9 @@ from valence.types import Completion
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
 METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
 
+SHORT = {"rejection": {"mask_truncated": False}}
+"""What trains on completions of 6 tokens, of which hardly any ends by itself."""
+
 
 @pytest.fixture
 def place(tmp_path: Path) -> Path:
@@ -34,7 +37,7 @@ def place(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_runs_and_says_what_it_did(method: str, place: Path) -> None:
-    settings = recipe(place, method, rollout={"epochs": 2})
+    settings = recipe(place, method, rollout={"epochs": 2} | SHORT.get(method, {}))
     run, said = train(settings)
     first, *rows = logged(place)
     assert first["step"] == 0
@@ -54,7 +57,8 @@ def test_every_method_runs_and_says_what_it_did(method: str, place: Path) -> Non
 @pytest.mark.parametrize(("method", "step"), [("grpo", 3), ("ppo", 4), ("rejection", 2), ("online_kto", 5), ("dapo", 3)])
 def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Path) -> None:
     """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
-    more: dict[str, Any] = {"rollout": {"epochs": 2}} | ({"loss": {"kl_target": 0.5}} if method == "ppo" else {})
+    more: dict[str, Any] = {"rollout": {"epochs": 2} | SHORT.get(method, {})}
+    more |= {"loss": {"kl_target": 0.5}} if method == "ppo" else {}
     settings = recipe(place, method, **more)
     whole, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
     killed(settings, step)
@@ -142,7 +146,8 @@ def test_what_steers_the_price_of_divergence_may_change(
 def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever its answers were sampled at: of its model and its reference alike."""
     monkeypatch.chdir(place)
-    train(recipe(place, model={"lora": None}, rollout={"temperature": 0.5}, train={"max_steps": 1}))
+    how = {"temperature": 0.5, "measure_kl": True}
+    train(recipe(place, model={"lora": None}, rollout=how, train={"max_steps": 1}))
     write("rows.jsonl", FILES["preference"])
     found: dict[str, list[dict[str, float]]] = {}
     for name in ("run", "run/model", "model"):

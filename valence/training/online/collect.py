@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -28,7 +29,7 @@ from valence.training.evaluate import Evaluation, as_text
 from valence.training.measure import went_bad
 from valence.training.memory import with_memory
 from valence.training.methods import read_of_tokens
-from valence.training.online.makers import Answered, Maker
+from valence.training.online.makers import EXCLUSIONS, Answered, Maker
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
 from valence.training.signals import Interrupted
 from valence.types import Batch, Chat, Completion, Encoded, Mean, Prompt, Score
@@ -51,6 +52,9 @@ class Tally:
     rewards: list[float] = field(default_factory=list[float])
     apart: list[float] = field(default_factory=list[float])
     """Of each answer the sum of k1, in nats."""
+    exclusions: Counter[str] = field(default_factory=Counter[str])
+    """Completions that must not be trained on, by reason; `completions`, `prompts` and
+    `prompts_without` (those that give no example): what they are counted among."""
 
     def add(self, name: str, values: Sequence[float]) -> None:
         total, count = self.numbers.get(name, (0.0, 0.0))
@@ -58,12 +62,26 @@ class Tally:
 
     @property
     def means(self) -> dict[str, Mean]:
-        """For a meter. reward/std: over all answers."""
+        """For a meter. reward/std, reward/max, reward/min: over all completions."""
         if len(self.rewards) > 1:
             self.numbers["reward/std"] = pstdev(self.rewards), 1.0
+        if self.rewards:
+            self.numbers["reward/max"] = max(self.rewards), 1.0
+            self.numbers["reward/min"] = min(self.rewards), 1.0
         seconds = {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.seconds.items()}
         numbers = self.numbers | seconds
         return {name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair)) for name, pair in numbers.items()}
+
+    def exclude(self, groups: Sequence[Answered], excluded: Mapping[str, int], num_unused: int) -> None:
+        """Count the completions of these groups that must not be trained on, by reason, and the
+        groups of which nothing is."""
+        num_completions = sum(len(group.answers) for group in groups)
+        for reason in EXCLUSIONS:
+            count = excluded.get(reason, 0)
+            self.add(f"excluded/{reason}", [1.0] * count + [0.0] * (num_completions - count))
+        self.add("excluded/prompts", [1.0] * num_unused + [0.0] * (len(groups) - num_unused))
+        self.exclusions.update(excluded)
+        self.exclusions.update(completions=num_completions, prompts=len(groups), prompts_without=num_unused)
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -320,6 +338,7 @@ class Collector:
                 rewards = tuple(value - self._overlong(len(own[i].tokens)) for i, value in given.items())
                 found.append(Answered(each.unit, tuple(own[i] for i in kept), rewards))
         tally.add("rollout/tied", [float(each.tied) for each in found])
+        tally.add("rollout/duplicates", duplicates([a.tokens for own in answers for a in own]))
         return found
 
     def _overlong(self, length: int) -> float:
@@ -337,6 +356,8 @@ class Collector:
             for name, value in score.parts.items():
                 tally.add(f"reward/{name}", [value])
         tally.add("rollout/length", [float(len(each.tokens)) for each in own])
+        shares = (distinct_ngrams(each.tokens) for each in own)
+        tally.add("rollout/distinct_4grams", [share for share in shares if share is not None])
         tally.add("rollout/truncated", [float(each.stop == "length") for each in own])
         tally.add("rollout/failed", [0.0] * len(judged) + [1.0] * (len(own) - len(judged)))
 
@@ -423,6 +444,21 @@ class Collector:
         row |= {"stop": answer.stop, **({"reward": score.value} if score.value is not None else {"error": score.error})}
         row |= {"parts": dict(score.parts)} if score.parts else {}
         return row | {"prompt": as_text(asked.prompt.prompt, self.run.prepared.tokenizer), "completion": answer.text}
+
+
+def distinct_ngrams(tokens: Sequence[int], n: int = 4, at_least: int = 8) -> float | None:
+    """The share of distinct n-grams among all of a completion; None where it has fewer than
+    ``at_least`` tokens."""
+    if len(tokens) < at_least:
+        return None
+    ngrams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return len(set(ngrams)) / len(ngrams)
+
+
+def duplicates(completions: Sequence[tuple[int, ...]]) -> list[float]:
+    """For each completion 1 where another one has the same tokens, else 0."""
+    counts = Counter(completions)
+    return [float(counts[tokens] > 1) for tokens in completions]
 
 
 def _by_unit(batch: Batch, columns: Sequence[Tensor]) -> list[Any]:

@@ -6,6 +6,7 @@ use it, in the recipe's ``loss`` section.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
@@ -40,9 +41,10 @@ class Answered:
 
     def unit(
         self, kind: Literal["demonstration", "judgement", "preference", "scored"], *which: int, columns: Columns | None = None,
-        **verdict: Any,
+        masked: bool = False, **verdict: Any,
     ) -> Encoded:  # fmt: skip
-        """These of its answers as something to train on. columns: of each of them."""
+        """These of its completions as an example to train on. columns: of each of them. masked:
+        whether no token is in the loss mask."""
         answers = [self.answers[i] for i in which]
         own = tuple(sorted((columns or {}).items()))
         return Encoded(
@@ -51,23 +53,65 @@ class Answered:
             kind=kind,
             prompt_ids=self.prompt.prompt_ids,
             prompt_mask=self.prompt.prompt_mask,
-            answers=tuple(Answer(a.tokens, (True,) * len(a.tokens), a.stop == "eos", own) for a in answers),
+            answers=tuple(Answer(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own) for a in answers),
             weight=self.prompt.weight,
             source=self.prompt.source,
             **verdict,
         )
 
 
-def best(round: Sequence[Answered], top_n: int) -> list[Encoded]:
-    """The answers with the largest rewards of each prompt, to be imitated; of equal ones those sampled first.
+Exclusion = Literal["tied", "truncated", "low_reward", "worst"]
+"""Why a completion is never imitated, in the order in which the reasons are tried."""
 
-    Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767 (RAFT).
+EXCLUSIONS: dict[Exclusion, str] = {
+    "tied": "in groups whose rewards are all equal",
+    "truncated": "truncated at rollout.max_new_tokens",
+    "low_reward": "below rollout.min_reward",
+    "worst": "no better than the worst of their group",
+}
+"""In words, for messages."""
+
+
+def exclusion_reasons(group: Answered, min_reward: float | None, mask_truncated: bool) -> list[Exclusion | None]:
+    """Why each completion of a group must not be imitated; None where it may be.
+
+    A group whose rewards are all equal says nothing about which completion is good: with a 0/1
+    verifier all of them may be wrong. Without ``min_reward`` the same holds for the completions
+    that share the lowest reward of a group. With it, that reward is the standard, also for a
+    prompt with a single completion. A truncated completion has no end-of-turn token, so imitating
+    it teaches the model not to stop.
     """
-    found: list[Encoded] = []
-    for each in round:
-        order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
-        found += [each.unit("demonstration", i) for i in order[:top_n]]
-    return found
+    is_tied = group.tied and (min_reward is None or len(group.rewards) > 1)
+    lowest = min(group.rewards, default=0.0)
+    reasons: list[Exclusion | None] = []
+    for completion, reward in zip(group.answers, group.rewards, strict=True):
+        if is_tied:
+            reasons.append("tied")
+        elif mask_truncated and completion.stop == "length":
+            reasons.append("truncated")
+        elif min_reward is not None and reward < min_reward:
+            reasons.append("low_reward")
+        elif min_reward is None and reward == lowest:
+            reasons.append("worst")
+        else:
+            reasons.append(None)
+    return reasons
+
+
+def best_of_n(round: Sequence[Answered], top_n: int, min_reward: float | None, mask_truncated: bool) -> list[Encoded]:
+    """The completions with the largest rewards of each prompt, to be imitated.
+
+    Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
+    (RAFT). Of equal rewards the completion that was sampled first is taken. Groups whose rewards
+    are all equal are dropped, and so are the completions that ``exclusion_reasons`` names.
+    """
+    examples: list[Encoded] = []
+    for group in round:
+        reasons = exclusion_reasons(group, min_reward, mask_truncated)
+        allowed = [i for i, reason in enumerate(reasons) if reason is None]
+        order = sorted(allowed, key=lambda i: -group.rewards[i])
+        examples += [group.unit("demonstration", i) for i in order[:top_n]]
+    return examples
 
 
 def pairs(
@@ -135,9 +179,21 @@ def _verdicts(own: Rewards, every: Sequence[float], bar: Threshold, share: float
 
 @dataclass(frozen=True)
 class Maker:
-    """A function of a round's answers. What it reads besides them is from the recipe's ``rollout`` section, by name."""
+    """A function of a round's completions. Its other positional parameters are settings of the
+    recipe's ``rollout`` section, by name. ``excludes``: says why completions of a group may not be
+    trained on, with the same settings as keyword arguments."""
 
     fn: Callable[..., Any]
+    excludes: Callable[..., list[Exclusion | None]] | None = None
+
+    def excluded(self, round: Sequence[Answered], rollout: Any) -> Counter[str]:
+        """How many completions of a round must not be trained on, by reason. rollout: that section."""
+        if self.excludes is None:
+            return Counter()
+        names = (p for p in signature(self.excludes).parameters if p in self.reads)
+        settings = {name: getattr(rollout, name) for name in names}
+        reasons = (reason for group in round for reason in self.excludes(group, **settings))
+        return Counter[str](reason for reason in reasons if reason is not None)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -156,10 +212,11 @@ class Maker:
 
 
 class Credited(Maker):
-    """Every answer by itself, with the advantage of each of its tokens by a function of ``losses.advantage``."""
+    """Every completion by itself, with the advantage of each token by a function of
+    ``losses.advantage``. With ``rollout.mask_truncated`` no token of a truncated completion is in
+    the loss mask; its reward still counts in the statistics of its group and round."""
 
     def __call__(self, round: Sequence[Answered], rollout: Any, settings: Mapping[str, Any]) -> list[Encoded]:
-        del rollout
         given = {name: value for name, value in _tensors(round).items() if name in self.reads}
         credit = self.fn(**given, **{name: settings[name] for name in self.settings})
         columns: dict[str, Tensor] = credit if isinstance(credit, dict) else {"adv": credit}
@@ -171,7 +228,9 @@ class Credited(Maker):
                 own = {name: tuple(next(part).tolist()) for name, part in parts.items()}
                 known = {"sampler": each.answers[i].logps} if each.answers[i].logps else {}
                 measured = dict(each.columns[i]) if each.columns else {}
-                found.append(each.unit("scored", i, scores=(reward,), columns=known | measured | own))
+                masked = rollout.mask_truncated and each.answers[i].stop == "length"
+                columns_of = known | measured | own
+                found.append(each.unit("scored", i, scores=(reward,), columns=columns_of, masked=masked))
         return found
 
 

@@ -15,7 +15,7 @@ PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weigh
 
 
 def packed(units: Sequence[Encoded]) -> dict[str, Any]:
-    """Units whose answers are trained on throughout, and whose prompts are not."""
+    """Units whose prompts are not trained on, and whose answers are: each with all of its tokens, or with none of them."""
     answers = [answer for unit in units for answer in unit.answers]
     columns: dict[str, list[float]] = {}
     for answer in answers:
@@ -25,6 +25,7 @@ def packed(units: Sequence[Encoded]) -> dict[str, Any]:
         "rows": [{name: getattr(unit, name) for name in PLAIN} | {"origin": asdict(unit.origin)} for unit in units],
         "lengths": [[len(unit.prompt_ids), *(len(answer.ids) for answer in unit.answers)] for unit in units],
         "complete": [answer.complete for answer in answers],
+        "masked": [not any(answer.mask) for answer in answers],
         "tokens": torch.tensor(
             [i for unit in units for i in (*unit.prompt_ids, *(t for a in unit.answers for t in a.ids))]
         ).long(),
@@ -36,6 +37,7 @@ def unpacked(state: Mapping[str, Any]) -> list[Encoded]:
     """The units that ``packed`` was given."""
     tokens = iter(state["tokens"].split([n for lengths in state["lengths"] for n in lengths]))
     complete = iter(state["complete"])
+    masked = iter(state["masked"])
     sizes = [n for _, *lengths in state["lengths"] for n in lengths]
     columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
     found: list[Encoded] = []
@@ -44,7 +46,7 @@ def unpacked(state: Mapping[str, Any]) -> list[Encoded]:
         answers = [
             Answer(
                 tuple(next(tokens).tolist()),
-                (True,) * n,
+                (not next(masked),) * n,
                 next(complete),
                 tuple((name, tuple(next(values).tolist())) for name, values in columns.items()),
             )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +13,7 @@ from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
 from valence.training.online.collect import Asked, Collector, Tally
-from valence.training.online.makers import Answered
+from valence.training.online.makers import EXCLUSIONS, Answered, Exclusion
 from valence.training.online.packed import packed, unpacked
 from valence.types import Encoded, Prompt
 
@@ -29,6 +30,18 @@ UNPAIRED = (
 )
 """Why a round cannot be trained on, and what would help."""
 
+FIXES: dict[Exclusion, str] = {
+    "tied": SAME[1],
+    "truncated": "raise rollout.max_new_tokens, or set rollout.mask_truncated: false",
+    "low_reward": "lower rollout.min_reward, or sample more (rollout.num_rollouts)",
+    "worst": SAME[1],
+}
+"""What would help where most completions are excluded for one reason."""
+
+
+class NothingToLearnError(UserError):
+    """Round after round had nothing to train on."""
+
 
 class Rounds:
     """The rounds of a run. ``done``: rounds that were sampled; ``consumed``: prompts that were answered, over all epochs;
@@ -44,6 +57,8 @@ class Rounds:
         """Where it is adapted."""
         self.judges: dict[str, str] = {}
         """Of each reward that has judged, what it was."""
+        self.exclusions: Counter[str] = Counter()
+        """Of all rounds; see ``Tally``."""
 
     # ------------------------------------------------------------------ what a step trains on
 
@@ -60,8 +75,9 @@ class Rounds:
             self._hold([])
 
     def fill(self) -> None:
-        """Samples the next round, when the present one has been trained on. Raises Interrupted when that is broken off, which
-        leaves all as it was; UserError when too many rounds in a row taught nothing, or rewards failed."""
+        """Sample the next round when the present one has been trained on. Raises Interrupted when
+        that is broken off, which leaves all as it was; NothingToLearnError when too many rounds in
+        a row had nothing to train on; UserError when rewards failed."""
         if self.steps:
             return
         tally, begun = Tally(), self.consumed
@@ -71,6 +87,7 @@ class Rounds:
         finally:
             self.consumed = begun
         self.done += 1
+        self.exclusions.update(tally.exclusions)
         self._compare_judges()
         if self.run.prepared.method.fills:
             self._ask_ahead(seed_of(self.run.recipe.train.seed, "rollout", self.done, "ahead"))
@@ -101,14 +118,27 @@ class Rounds:
         for attempt in range(rollout.max_resample + 1):
             found = self._answered(self._take(run.recipe.train.batch_size - len(kept)), attempt, tally)
             kept += [each for each in found if not (method.fills and each.tied)]
+            self._count_excluded(found, tally)
             if method.fills and len(kept) < run.recipe.train.batch_size and attempt < rollout.max_resample:
                 continue
             units = method.makes(self._measured(kept, tally), rollout, self._settings) if kept else []
             if units and self._paired(units):
                 return units
             kept, why = [], UNPAIRED if units else SAME
+        if tally.exclusions and why is SAME:
+            why = describe_exclusions(tally.exclusions), _fix_for(tally.exclusions)
         what = f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {why[0]}"
-        raise UserError(what, where=f"step {run.step}", fix=why[1])
+        raise NothingToLearnError(what, where=f"step {run.step}", fix=why[1])
+
+    def _count_excluded(self, groups: Sequence[Answered], tally: Tally) -> None:
+        """Count what the method must not train on, where it excludes completions one by one."""
+        method, rollout = self.run.prepared.method, self.run.recipe.rollout
+        assert method.makes is not None
+        if method.makes.excludes is None:
+            return
+        by_group = [method.makes.excluded([group], rollout) for group in groups]
+        num_unused = sum(counts.total() == len(group.answers) for group, counts in zip(groups, by_group, strict=True))
+        tally.exclude(groups, sum(by_group, Counter[str]()), num_unused)
 
     @property
     def _settings(self) -> dict[str, Any]:
@@ -128,7 +158,7 @@ class Rounds:
     def _ask_ahead(self, seed: int) -> None:
         """Has the prompts of the round after this one answered while this one is trained on, if there will be one."""
         run, rollout = self.run, self.run.recipe.rollout
-        if not rollout.ahead or run.step + rollout.epochs * rollout.steps >= run.total_steps:
+        if not rollout.ahead or run.step + rollout.steps_per_round >= run.total_steps:
             return
         begun = self.consumed
         self.collector.begin(self._take(run.recipe.train.batch_size), rollout.num_rollouts, seed + 1)
@@ -171,8 +201,8 @@ class Rounds:
         for i, unit in enumerate(units):
             families.setdefault((str(unit.origin), unit.prompt_ids), []).append(i)
         found: list[list[int]] = []
-        for epoch in range(rollout.epochs):
-            number = self.done * rollout.epochs + epoch
+        for epoch in range(rollout.num_epochs):
+            number = self.done * rollout.num_epochs + epoch
             order = sorted(families, key=lambda key: seed_of(train.seed, "order", number, *key))
             parts = min(rollout.steps, len(order))
             for k in range(parts):
@@ -207,6 +237,7 @@ class Rounds:
         return {
             "done": self.done, "consumed": self.consumed, "kl_beta": self.kl_beta,
             "units": self._packed, "steps": [list(step) for step in self.steps], "judges": self.judges,
+            "exclusions": dict(self.exclusions),
         }  # fmt: skip
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -214,6 +245,7 @@ class Rounds:
         if self.kl_beta is not None and state["kl_beta"] is not None:  # else it is not adapted, or was not until now
             self.kl_beta = state["kl_beta"]
         self.judges = state.get("judges", {})
+        self.exclusions = Counter(state.get("exclusions", {}))
         self.units, self.steps = unpacked(state["units"]), [list(step) for step in state["steps"]]
         self._packed = state["units"]
 
@@ -226,6 +258,21 @@ class Rounds:
             self._hold([])
         if "loss.kl_beta" in changed and self.kl_beta is not None:
             self.kl_beta = self.run.recipe.loss["kl_beta"]
+
+
+def describe_exclusions(exclusions: Mapping[str, int]) -> str:
+    """How many completions were not trained on, and why: what a round or a run has excluded."""
+    reasons = [f"{exclusions[reason]} {words}" for reason, words in EXCLUSIONS.items() if exclusions.get(reason)]
+    excluded = f": {', '.join(reasons)}" if reasons else ""
+    return (
+        f"{exclusions['prompts_without']} of {exclusions['prompts']} prompts gave no example; "
+        f"{sum(exclusions.get(reason, 0) for reason in EXCLUSIONS)} of "
+        f"{exclusions['completions']} completions were excluded{excluded}"
+    )
+
+
+def _fix_for(exclusions: Mapping[str, int]) -> str:
+    return FIXES[max(EXCLUSIONS, key=lambda reason: exclusions.get(reason, 0))]
 
 
 def asked_of(unit: Encoded, example: Any) -> Asked:

@@ -1,0 +1,217 @@
+"""Online runs that collapsed or have nothing left to learn: the warnings, and how such a run ends."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.training.online.rig import logged, make, recipe
+from tests.training.resuming import killed, train, weights
+from valence.errors import UserError
+from valence.report.comparison_markdown import run_markdown
+from valence.report.online_signs import OnlineWatch
+from valence.report.page import render
+from valence.report.rundata import read_run
+from valence.report.signs import signs
+from valence.rollout import HFGenerator
+from valence.training.online.collect import distinct_ngrams, duplicates
+from valence.types import Completion
+
+CONSTANT = "tests.training.online.rewards:constant"
+RIGHT_AFTER = "tests.training.online.rewards:solved_after"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    make(tmp_path)
+    return tmp_path
+
+
+def names(place: Path, run: str = "run") -> list[str]:
+    return [sign.name for sign in signs(read_run(place / run))]
+
+
+def facts(place: Path, run: str = "run") -> dict[str, Any]:
+    return json.loads((place / run / "run.json").read_text())
+
+
+def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> None:
+    """It has a model, an evaluation of its last step, and its reason in the summary."""
+    settings = recipe(
+        place, reward=CONSTANT, train={"max_steps": 24, "max_zero_gradient_steps": 7},
+        eval={"every": 100.0},
+    )  # fmt: skip
+    run, said = train(settings)
+    rows = logged(place)
+    assert run.step == rows[-1]["step"] == 7
+    assert "eval/reward/mean" in rows[-1]
+    assert "step 5: No step since step 0 had a gradient" in said
+    assert "training ended at step 7 of 24: the last 7 steps had no gradient" in said
+    assert facts(place)["status"] == "done"
+    assert "max_zero_gradient_steps: 7" in facts(place)["ended_early"]
+    assert (place / "run/model/model.safetensors").is_file()
+    assert run.saver is not None
+    assert run.saver.checkpoints.steps()[-1] == 7
+    assert names(place)[:2] == ["saturated reward", "no gradient"]
+
+
+def test_the_warning_is_at_the_top_of_both_reports_once(place: Path) -> None:
+    train(recipe(place, reward=CONSTANT, train={"max_steps": 30, "max_zero_gradient_steps": 7}))
+    run = read_run(place / "run")
+    warning = "No step since step 0 had a gradient"
+    page, text = render(run), run_markdown(run)
+    assert page.count(warning) == text.count(warning) == 1
+    assert page.index(warning) < page.index("optimizer steps") < page.index("<dl")
+    assert text.index(warning) < text.index("trained")
+
+
+def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
+    limit = {"max_steps": 8, "max_zero_gradient_steps": None}
+    run, said = train(recipe(place, reward=CONSTANT, train=limit, data={"eval": []}, eval={"every": 50.0}))
+    assert run.step == 8
+    assert "training ended" not in said
+    assert "ended_early" not in facts(place)
+
+
+def test_steps_without_a_gradient_are_counted_in_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A single step with one begins the count again: rewards differ in every third round."""
+    monkeypatch.setattr("tests.training.online.rewards.period", 3)
+    monkeypatch.setattr("tests.training.online.rewards.calls_of_now_and_then", [])
+    reward = "tests.training.online.rewards:now_and_then"
+    settings = recipe(place, reward=reward, train={"max_steps": 9, "max_zero_gradient_steps": 3})
+    run, _ = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    assert [row["grad_norm"] > 0 for row in logged(place)] == [True, False, False] * 3
+    assert run.step == 9
+
+
+def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
+    how = {"max_steps": 30, "max_zero_gradient_steps": 6}
+    whole, _ = train(recipe(place, reward=CONSTANT, train=how, run={"dir": str(place / "whole")}))
+    settings = recipe(place, reward=CONSTANT, train=how)
+    killed(settings, 5)
+    again, _ = train(settings)
+    assert again.step == whole.step == 6
+    assert again.online_watch.state_dict() == whole.online_watch.state_dict()
+    assert logged(place) == logged(place, "whole")
+    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+
+
+def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
+    how: dict[str, Any] = {"reward": CONSTANT, "data": {"eval": []}, "eval": {"every": 50.0}}
+    first = recipe(place, **how, train={"max_steps": 30, "max_zero_gradient_steps": 4})
+    run, _ = train(first)
+    again, _ = train(first)
+    assert (run.step, again.step, again.finished) == (4, 4, True)
+    more = recipe(place, **how, train={"max_steps": 30, "max_zero_gradient_steps": 5})
+    longer, _ = train(more, allow=["train.max_zero_gradient_steps"])
+    assert longer.step == 4 + 5
+
+
+def test_rounds_with_nothing_to_teach_end_a_run_that_has_learned(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """dapo replaces tied groups, so it runs out of rounds and not of gradients. Before the first
+    step, or without a limit, it is an error."""
+    monkeypatch.setattr("tests.training.online.rewards.solved", [])
+    settings = recipe(place, "dapo", reward=RIGHT_AFTER, rollout={"max_resample": 1})
+    settings |= {"data": {**settings["data"], "eval": []}, "eval": {}}
+    run, said = train(settings)
+    assert 0 < run.step < 6
+    assert facts(place)["status"] == "done"
+    assert "2 rounds in a row had nothing to teach" in facts(place)["ended_early"]
+    assert "2 rounds in a row had nothing to teach" in said
+    assert (place / "run/model/model.safetensors").is_file()
+    monkeypatch.setattr("tests.training.online.rewards.solved", [])
+    settings["train"] |= {"max_zero_gradient_steps": None}
+    with pytest.raises(UserError, match="nothing to teach"):
+        train(settings, fresh=True)
+
+
+def test_a_policy_that_only_repeats_itself_is_warned_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = HFGenerator.generate
+
+    def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
+        groups = plain(self, *args, **how)
+        return [[replace(c, tokens=(5,) * 12, logps=(-1.0,) * 12) for c in own] for own in groups]
+
+    monkeypatch.setattr(HFGenerator, "generate", generate)
+    settings = recipe(place, rollout={"max_new_tokens": 12})
+    _, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    rows = logged(place)
+    assert all(row["rollout/duplicates"] == 1 for row in rows)
+    assert all(row["rollout/distinct_4grams"] == pytest.approx(1 / 9) for row in rows)
+    assert said.count("Completions are repetitive: 89% of the 4-grams") == 1
+    assert "step 3: Completions are repetitive" in said
+    assert "repetitive" in names(place)
+
+
+def test_repetition_is_measured_in_tokens() -> None:
+    assert distinct_ngrams(range(20)) == 1
+    assert distinct_ngrams([1, 2] * 10) == 2 / 17
+    assert distinct_ngrams([1] * 7) is None
+    assert duplicates([(1, 2), (1, 2), (3,), (4,)]) == [1, 1, 0, 0]
+    assert duplicates([]) == []
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    healthy: dict[str, Any] = {
+        "reward/mean": 0.5, "reward/max": 1.0, "reward/min": 0.0, "rollout/tied": 0.2, "kl": 2.0,
+        "rollout/length": 30.0, "rollout/distinct_4grams": 0.95, "rollout/duplicates": 0.0,
+        "grad_norm": 0.3,
+    }  # fmt: skip
+    return {"step": step, **healthy, **changes}
+
+
+def shown(records: Sequence[dict[str, Any]]) -> list[tuple[int, str]]:
+    """Which signs are shown at which step."""
+    watch = OnlineWatch()
+    return [(row["step"], sign.name) for row in records for sign in watch.see(row)]
+
+
+SIGNS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "high kl": ({"kl": 40.0}, {"kl": 25.0}),  # of 30 tokens
+    "saturated reward": ({"rollout/tied": 1.0, "reward/mean": 0.995}, {"rollout/tied": 1.0}),
+    "repetitive": ({"rollout/distinct_4grams": 0.3}, {"rollout/distinct_4grams": 0.6}),
+}
+
+
+@pytest.mark.parametrize("name", SIGNS)
+def test_a_sign_is_shown_once_it_lasts_and_not_in_a_healthy_run(name: str) -> None:
+    bad, healthy = SIGNS[name]
+    assert shown([record(step, **bad) for step in range(1, 9)]) == [(3, name)]
+    assert shown([record(step, **healthy) for step in range(1, 9)]) == []
+    assert shown([record(step, **(bad if step % 3 else {})) for step in range(1, 9)]) == []
+
+
+def test_short_completions_may_be_certain_and_equal() -> None:
+    """A single token that became certain is 3 nats away, and is said again and again."""
+    short = {"rollout/length": 2.0, "kl": 6.0, "rollout/duplicates": 1.0}
+    assert shown([record(step, **short) for step in range(1, 9)]) == []
+    long = short | {"rollout/length": 20.0}
+    assert shown([record(step, **long) for step in range(1, 9)]) == [(3, "repetitive")]
+
+
+def test_a_divergence_that_grows_is_shown_again() -> None:
+    rows = [record(step, kl=4.0 * 1.5**step) for step in range(1, 16)]
+    steps = [step for step, name in shown(rows) if name == "high kl"]
+    assert steps[0] == 7  # 1 nat per token at step 5
+    assert len(steps) == 3
+    assert all(rows[b - 1]["kl"] >= 4 * rows[a - 1]["kl"] for a, b in pairwise(steps))
+
+
+def test_the_reference_point_of_kto_is_no_divergence() -> None:
+    assert shown([record(step, **{"kl": 90.0, "kl/raw": 90.0}) for step in range(1, 9)]) == []
+    rows = [record(step, **{"kl": 0.0, "kl/raw": 0.0, "rollout/kl": 90.0}) for step in range(1, 9)]
+    assert shown(rows) == [(3, "high kl")]
+
+
+def test_steps_without_a_gradient_are_counted_from_the_last_that_had_one() -> None:
+    rows = [record(step, grad_norm=float(step < 4 or step == 20)) for step in range(1, 30)]
+    assert shown(rows) == [(8, "no gradient"), (25, "no gradient")]
+    rare = [record(step, grad_norm=0.0) for step in (10, 20)]  # means over ten steps each
+    assert shown(rare) == [(10, "no gradient")]
