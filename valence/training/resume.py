@@ -291,7 +291,7 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earl
     folder.state(
         **facts, status="running", changed=changed, method=prepared.recipe.method, cwd=os.getcwd(),
         total_steps=prepared.steps_from(earlier.first if earlier else 0), versions=versions(),
-        settings=settings_of(prepared), rows=rows_of(prepared),
+        settings=settings_of(prepared), rows=rows_of(prepared), stop_ids=list(prepared.encoder.end_ids),
         micro_batch_tokens=earlier.budget if earlier and earlier.budget else [[0, "evaluation", tokens]],
     )  # fmt: skip
     folder.write(ROWS, hashes_of(prepared))
