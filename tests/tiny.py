@@ -96,7 +96,7 @@ def tiny_tokenizer(
 
 
 MARKER = re.compile(
-    r"<\|[^|<>\s]{1,40}\|>|<｜[^｜\n]{1,40}｜>|</?(?:think|tool_call|seed:[a-z_]+|sop)>|<(?:start|end)_of_turn>"
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c\n]{1,40}\uff5c>|</?(?:think|tool_call|seed:[a-z_]+|sop)>|<(?:start|end)_of_turn>"
     r"|\[/?[A-Z_]{2,24}\]|\[gMASK\]|<SPECIAL_\d+>"
 )
 """Markup of published chat templates that is one token of their models."""

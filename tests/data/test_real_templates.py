@@ -18,6 +18,7 @@ from valence.types import Answer, Chat, Demonstration, Encoded, Preference
 
 FOLDER = Path(__file__).parent / "templates"
 
+DEEPSEEK_END = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 CHATML_STOPS = ("<|im_end|>", "<|endoftext|>")
 GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
@@ -32,8 +33,8 @@ class Model:
 
 
 MODELS = {
-    "deepseek-r1-distill-qwen": Model("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
-    "deepseek-v3.1": Model("<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>"),
+    "deepseek-r1-distill-qwen": Model(DEEPSEEK_END, DEEPSEEK_END),
+    "deepseek-v3.1": Model(DEEPSEEK_END, DEEPSEEK_END),
     "glm-4.6": Model("<|user|>", "<|endoftext|>", GLM_STOPS),
     "glm-4.7-flash": Model("<|user|>", "<|endoftext|>", GLM_STOPS),
     "gpt-oss": Model("<|return|>", "<|return|>", ("<|return|>", "<|endoftext|>", "<|call|>")),
@@ -72,7 +73,7 @@ def cases() -> Iterator[tuple[str, bool | None]]:
 def model_encoder(name: str, switch: bool | None, train_on: str = "completion") -> Encoder:
     model = MODELS[name]
     tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), eos=model.eos, stops=model.stops)
-    stops = [tokenizer.convert_tokens_to_ids(stop) for stop in model.stops]
+    stops = [int(tokenizer.convert_tokens_to_ids(stop)) for stop in model.stops]  # type: ignore[arg-type]
     return Encoder(
         tokenizer,
         max_length=10_000,

@@ -370,9 +370,9 @@ class Encoder:
         return any_of(set(self.vocab.special))
 
     @cached_property
-    def _stops(self) -> frozenset[int]:
+    def _stops(self) -> frozenset[int | None]:
         """Tokens that can end a turn: the end-of-turn token, or another special one that some turns end with."""
-        return frozenset({*self.end_ids, *self.vocab.special.values()})
+        return frozenset({self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None})
 
     def _note_special(self, content: str | Chat, row: _Row) -> None:
         texts = [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
