@@ -503,6 +503,9 @@ def _prints_reasoning(message: Message, text: str) -> bool:
 
 def _match_backwards(own: str, text: str, end: int) -> int | None:
     """Where ``own`` starts in ``text`` if it stands right before ``end``, whatever white space differs; else None."""
+    stripped = own.strip()
+    if text.endswith(stripped, 0, end):
+        return end - len(stripped)
     at = end
     for character in reversed(own):
         if character.isspace():

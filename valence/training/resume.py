@@ -22,6 +22,7 @@ from valence.report.console import visible
 from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
+from valence.training.rendering import in_short
 from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import Prepared
 
@@ -280,7 +281,7 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earl
     }
     folder.write("audit.json", audits)
     changed = [
-        {"setting": name, "value": setting.value, "origin": setting.origin}
+        {"setting": name, "value": in_short(setting.value), "origin": setting.origin}
         for name, setting in prepared.source.settings.items()
         if not setting.is_default
     ]
