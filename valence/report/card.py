@@ -138,12 +138,18 @@ def model_card(facts: CardFacts) -> str:
 
 
 def _usage(facts: CardFacts) -> str:
-    given = facts.chat_template_kwargs
-    kwargs = "".join(f", {name}={value!r}" for name, value in given.items() if name.isidentifier())
-    if facts.reward_model:
-        return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT.replace(KWARGS, kwargs) if facts.chat else SCORE_TEXT}{SCORE}"
-    encode = ENCODE_CHAT.replace(KWARGS, kwargs) if facts.chat else ENCODE_TEXT
-    return f"{LOAD_ADAPTER if facts.adapter else LOAD_MERGED}\n{encode}{GENERATE}"
+    return usage(facts.chat, facts.chat_template_kwargs, reward_model=facts.reward_model, adapter=facts.adapter)
+
+
+def usage(
+    chat: bool, chat_template_kwargs: Mapping[str, object] | None = None, *, reward_model: bool = False, adapter: bool = False
+) -> str:
+    """Python code that loads an exported model and asks it, or a reward model for a score. Arguments are those of the facts."""
+    kwargs = "".join(f", {name}={value!r}" for name, value in (chat_template_kwargs or {}).items())
+    if reward_model:
+        return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT.replace(KWARGS, kwargs) if chat else SCORE_TEXT}{SCORE}"
+    encode = ENCODE_CHAT.replace(KWARGS, kwargs) if chat else ENCODE_TEXT
+    return f"{LOAD_ADAPTER if adapter else LOAD_MERGED}\n{encode}{GENERATE}"
 
 
 def _head(facts: CardFacts) -> str:
