@@ -36,7 +36,7 @@ def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.Captu
         valence("sample", "runs/first", "--prompt", "question 1", "-n", "2", "--max-new-tokens", "4", "--out", "said.jsonl") == 0
     )
     said = [json.loads(line) for line in (place / "said.jsonl").read_text().splitlines()]
-    assert [line["prompt"][0]["content"] for line in said] == ["question 1"] * 2
+    assert [line["prompt"] for line in said] == ["question 1"] * 2
 
     assert valence("sample", "runs/first", "--data", "rows.jsonl", "--max-new-tokens", "2", "--out", "more.jsonl") == 0
     assert len((place / "more.jsonl").read_text().splitlines()) == 10

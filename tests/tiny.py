@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from functools import cache
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -91,3 +93,19 @@ def tiny_tokenizer(
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     wrapped.chat_template = template
     return wrapped
+
+
+MARKER = re.compile(
+    r"<\|[^|<>\s]{1,40}\|>|<\uff5c[^\uff5c\n]{1,40}\uff5c>|</?(?:think|tool_call|seed:[a-z_]+|sop)>|<(?:start|end)_of_turn>"
+    r"|\[/?[A-Z_]{2,24}\]|\[gMASK\]|<SPECIAL_\d+>"
+)
+"""Markup of published chat templates that is one token of their models."""
+
+
+def tokenizer_of(template: str, *, eos: str, stops: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """A tiny tokenizer with a published chat template, whose markup and ``stops`` are special tokens of it."""
+    tokenizer = tiny_tokenizer(template)
+    names = dict.fromkeys((*MARKER.findall(template), eos, *stops))
+    tokenizer.add_special_tokens({"additional_special_tokens": [n for n in names if n not in tokenizer.get_vocab()]})
+    tokenizer.eos_token = eos
+    return tokenizer

@@ -20,13 +20,14 @@ from valence.data.audit_text import render
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
 from valence.data.pack import collate, pack
+from valence.data.template import AsChat
 from valence.dist.processes import start
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first, same
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
-from valence.engine.models import load_tokenizer
+from valence.engine.models import load_tokenizer, stops_of
 from valence.errors import UserError
 from valence.report.console import Terminal
 from valence.report.sinks import Sink
@@ -39,6 +40,7 @@ from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
 from valence.training.plan import describe, make_plan
+from valence.training.rendering import describe_rendering
 from valence.training.resume import Earlier, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
@@ -150,7 +152,7 @@ def build_run(
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
-        prepared = prepare(source, tokenizer=tokenizer, given=given)
+        prepared = prepare(source, tokenizer=tokenizer, given=given, policy=model)
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
@@ -255,7 +257,9 @@ def _announced(
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:
-    """What is in the data, on screen."""
+    """How rows become text, and what is in the data, on screen."""
+    for line in describe_rendering(prepared.encoder, prepared.recipe.data):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
         console.print(render(corpus.audit, training=name == "train"), markup=False, highlight=False, soft_wrap=True)
@@ -285,13 +289,19 @@ def logprobs(
     kind: Kind = "demonstration",
     max_length: int = 1024,
     micro_batch_tokens: int = 4096,
+    as_chat: AsChat = "auto",
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[LogProbs]:
     """Log-probabilities that a causal model gives to the answers of rows (any format; pairs have two answers each), in order.
 
-    tokenizer: by default the one in the folder that the model was loaded from. Raises UserError when a row cannot be used.
+    tokenizer: by default the one in the folder that the model was loaded from. as_chat, chat_template_kwargs: as in a recipe's
+    data section. Raises UserError when a row cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(str(model.name_or_path))
-    encoder = Encoder(tokenizer, max_length=max_length)
+    encoder = Encoder(
+        tokenizer, max_length=max_length, as_chat=as_chat, chat_template_kwargs=chat_template_kwargs,
+        stop_ids=stops_of(getattr(model, "generation_config", None) or model.config),
+    )  # fmt: skip
     loaded = load([InMemory(rows)], kind)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     if encoded.unusable:

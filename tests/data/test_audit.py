@@ -160,7 +160,7 @@ def test_ends_of_turns() -> None:
 
 
 def test_text_rows_on_a_chat_model() -> None:
-    assert audited(THUMBS, template=CHATML).findings["text_on_chat_model"].count == 4
+    assert audited(THUMBS, template=CHATML, as_chat=False).findings["text_on_chat_model"].count == 4
     assert "text_on_chat_model" not in audited(THUMBS, template=None).findings
     assert "text_on_chat_model" not in audited(THUMBS, template=CHATML, as_chat=True).findings
 

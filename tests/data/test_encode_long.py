@@ -88,9 +88,9 @@ def test_cut_prompt_gives_both_sides_of_a_pair_the_same_prompt() -> None:
 def test_cut_prompt_takes_the_left_of_text_and_keeps_bos(adds_bos: bool) -> None:
     tokenizer = tiny_tokenizer(adds_bos=adds_bos)
     row = answered("one two three four five", " six")
-    whole = encoded(encoder(tokenizer=tokenizer), row)
+    whole = encoded(encoder(tokenizer=tokenizer, as_chat=False), row)
     size = len(whole.prompt_ids) + len(whole.answers[0].ids)
-    cut = encoded(encoder(tokenizer=tokenizer, max_length=size - 3, long_rows="cut_prompt"), row)
+    cut = encoded(encoder(tokenizer=tokenizer, max_length=size - 3, long_rows="cut_prompt", as_chat=False), row)
     head = int(adds_bos)
     assert cut.prompt_ids == whole.prompt_ids[:head] + whole.prompt_ids[head + 3 :]
     assert cut.answers == whole.answers

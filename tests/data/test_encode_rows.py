@@ -35,8 +35,6 @@ def test_chat_row_is_prompt_with_header_then_answer_up_to_its_end_of_turn() -> N
         (BOS, True, "the sun<|im_end|>"),
         (INST, False, " the sun </s>"),
         (NO_END, False, "the sun</s>"),
-        (None, True, "the sun<|im_end|>"),
-        (None, False, "the sun</s>"),
         (CHATML.replace("<|im_end|>' + '\n'", "</s>' + '\n<|im_end|>'"), True, "the sun</s>"),
     ],
 )
@@ -115,12 +113,22 @@ def test_training_sees_what_sampling_sees(template: str, before: list[str], afte
         assert said in trained(enc, answer)
 
 
-def test_prompt_that_renders_differently_alone_is_a_bad_row_that_says_how() -> None:
+def test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sampled() -> None:
     enc = encoder(LAST_UNSTRIPPED)
-    result = bad(enc, answered(chat("hello "), chat("sun", first="assistant")), "not_a_prefix")
+    row = answered(chat("hello "), chat("sun", first="assistant"))
+    unit = encoded(enc, row)
+    assert unit.prompt_ids == enc.encode_prompt(chat("hello "))
+    assert text(enc, unit.prompt_ids) == "<|im_start|>user\nhello <|im_end|>\n<|im_start|>assistant\n"
+    assert trained(enc, unit.answers[0]) == text(enc, unit.answers[0].ids) == "sun<|im_end|>"
+    assert notes(enc, row) == {"rewritten_prompt": 1}
+    assert notes(enc, answered(chat("hello"), chat("sun", first="assistant"))) == {}
+
+
+def test_several_turns_behind_a_prompt_that_renders_differently_are_a_bad_row_that_says_how() -> None:
+    enc = encoder(LAST_UNSTRIPPED)
+    result = bad(enc, answered(chat("hello "), chat("sun", "and?", "moon", first="assistant")), "not_a_prefix")
     assert "' <|im_end|>" in result.reason
     assert "'<|im_end|>" in result.reason
-    encoded(enc, answered(chat("hello"), chat("sun", first="assistant")))
 
 
 def test_several_turns_as_completion_train_on_the_assistant_only() -> None:
@@ -158,10 +166,14 @@ def test_demonstrations_can_train_on_every_assistant_turn() -> None:
     assert not any(encoded(enc, judged).prompt_mask)
 
 
-def test_training_on_turns_that_render_differently_later_is_a_bad_row() -> None:
+def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None:
     enc = encoder(LAST_UNSTRIPPED, train_on="assistant")
     row = Demonstration(prompt=chat("a", "b ", "c"), completion=chat("d", first="assistant"), origin=HERE)
-    assert "turn 2" in bad(enc, row, "not_a_prefix").reason
+    assert "turn 2" in bad(enc, row, "not_a_prefix").reason  # as one example
+    found = enc.encode_all([row])
+    assert [trained(enc, unit.answers[0]) for unit in found.units] == ["b <|im_end|>", "d<|im_end|>"]
+    assert found.notes == {"split_turns": (HERE,)}
+    assert [part.id for part in found.parts] == [unit.id for unit in found.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
     unit = encoded(enc, replace(row, prompt=greeting))  # a greeting answers nothing, and is not trained on
     assert not any(unit.prompt_mask)
@@ -173,7 +185,7 @@ def test_training_on_turns_that_render_differently_later_is_a_bad_row() -> None:
 @pytest.mark.parametrize("adds_bos", [False, True])
 def test_text_row_has_the_tokenizers_bos_before_and_eos_behind(adds_bos: bool) -> None:
     tokenizer = tiny_tokenizer(adds_bos=adds_bos)
-    enc = encoder(tokenizer=tokenizer)
+    enc = encoder(tokenizer=tokenizer, as_chat=False)
     unit = encoded(enc, answered("hello", " world"))
     assert unit.prompt_ids == tuple(tokenizer("hello")["input_ids"])
     assert unit.prompt_ids == enc.encode_prompt("hello")
@@ -184,7 +196,7 @@ def test_text_row_has_the_tokenizers_bos_before_and_eos_behind(adds_bos: bool) -
 
 
 def test_text_that_has_bos_or_eos_already_gets_no_second() -> None:
-    enc = encoder(tokenizer=tiny_tokenizer(adds_bos=True))
+    enc = encoder(tokenizer=tiny_tokenizer(adds_bos=True), as_chat=False)
     row = answered("<s>hello", "world<|im_end|>")
     unit = encoded(enc, row)
     assert unit.prompt_ids == enc.encode_prompt("hello")
@@ -195,14 +207,14 @@ def test_text_that_has_bos_or_eos_already_gets_no_second() -> None:
 def test_empty_text_prompt_becomes_bos_else_eos_else_a_bad_row() -> None:
     row = answered("", "world")
     tokenizer = tiny_tokenizer(adds_bos=True)
-    assert encoded(encoder(tokenizer=tokenizer), row).prompt_ids == (tokenizer.bos_token_id,)
+    assert encoded(encoder(tokenizer=tokenizer, as_chat=False), row).prompt_ids == (tokenizer.bos_token_id,)
     for bos in (True, False):
         tokenizer = tiny_tokenizer(bos=bos)
-        enc = encoder(tokenizer=tokenizer)
+        enc = encoder(tokenizer=tokenizer, as_chat=False)
         stand_in = tokenizer.bos_token_id if bos else tokenizer.eos_token_id
         assert encoded(enc, row).prompt_ids == enc.encode_prompt("") == (stand_in,)
         assert notes(enc, row) == {"empty_prompt": 1}
-    enc = encoder(tokenizer=tiny_tokenizer(bos=False, eos=False))
+    enc = encoder(tokenizer=tiny_tokenizer(bos=False, eos=False), as_chat=False)
     bad(enc, row, "empty_prompt")
     with pytest.raises(UserError, match="empty"):
         enc.encode_prompt("")
@@ -233,7 +245,7 @@ def test_ids_are_taken_as_they_are() -> None:
 def test_training_on_every_turn_of_text_is_noted() -> None:
     text_row = Demonstration(prompt="sun?", completion="a star", origin=HERE)
     chat_row = Demonstration(prompt=chat("sun?"), completion=chat("a star", first="assistant"), origin=HERE)
-    enc = encoder(train_on="assistant")
+    enc = encoder(train_on="assistant", as_chat=False)
     assert notes(enc, text_row, chat_row) == {"text_has_no_turns": 1}
     assert notes(enc, answered("sun?", "a star")) == {}
     assert notes(encoder(), text_row) == {}

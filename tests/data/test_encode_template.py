@@ -9,34 +9,38 @@ from tokenizers import normalizers
 
 from tests.data.encoding import answered, bad, chat, encoded, encoder, notes, text, turn
 from tests.tiny import BOS, CHATML, INST, tiny_tokenizer
-from valence.data.template import ChatTemplate, fallback_template
+from valence.data.template import ChatTemplate, chatml_template, with_template
 from valence.errors import UserError
 from valence.types import Chat, Content, Ids
 
 # --- the template
 
 
-def test_fallback_is_chatml_with_an_end_that_is_one_token() -> None:
+def test_chatml_by_name_ends_a_turn_with_one_token() -> None:
     prompt = chat("hello", "good day", "sun?")
-    own, fallback = encoder(CHATML), encoder(None)
-    assert own.template.fallback is None
-    assert fallback.encode_prompt(prompt) == own.encode_prompt(prompt)
-    other = tiny_tokenizer(None, chatml_tokens=False)
-    template = fallback_template(other)
+    bare = tiny_tokenizer(None)
+    named = encoder(tokenizer=with_template(bare, "chatml"))
+    assert named.encode_prompt(prompt) == encoder(CHATML).encode_prompt(prompt)
+    assert bare.chat_template is None  # the tokenizer that was given is not changed
+    other = with_template(tiny_tokenizer(None, chatml_tokens=False), "chatml")
     assert text(encoder(tokenizer=other), encoder(tokenizer=other).encode_prompt(chat("hello"))) == (
         "<|im_start|>user\nhello</s>\n<|im_start|>assistant\n"
     )
-    other.chat_template = template  # as an exported tokenizer has it
-    assert encoder(tokenizer=other).encode_prompt(prompt) == encoder(
-        tokenizer=tiny_tokenizer(None, chatml_tokens=False)
-    ).encode_prompt(prompt)
-    with pytest.raises(UserError, match="no end-of-sequence token"):
-        fallback_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
+    with pytest.raises(UserError, match="end-of-sequence token"):
+        chatml_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
+
+
+def test_chats_without_a_template_are_bad_rows_that_name_the_setting() -> None:
+    row = answered(chat("hello"), chat("sun", first="assistant"))
+    assert "data.chat_template: chatml" in str(bad(encoder(None), row, "no_template").fix)
+    mixed = answered("hello", chat("sun", first="assistant"))
+    bad(encoder(None), mixed, "no_template")
+    assert encoder(None).end_ids == (tiny_tokenizer(None).eos_token_id,)
 
 
 @pytest.mark.parametrize("template", [BOS, None])
 def test_one_bos_when_both_template_and_tokenizer_have_it(template: str | None) -> None:
-    tokenizer = tiny_tokenizer(template, adds_bos=True)
+    tokenizer = with_template(tiny_tokenizer(template, adds_bos=True), None if template else "chatml")
     enc = encoder(tokenizer=tokenizer)
     ids = enc.encode_prompt(chat("hello"))
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -63,7 +67,7 @@ def test_special_tokens_written_in_a_row_are_noted() -> None:
 
 
 def test_text_merging_over_the_boundary_is_noted_and_kept_apart() -> None:
-    enc = encoder()
+    enc = encoder(as_chat=False)
     row = answered("capi", "tal of")
     assert len(enc.vocab.ids("capital of")) < len(enc.vocab.ids("capi")) + len(enc.vocab.ids("tal of"))
     assert notes(enc, row) == {"boundary_merges": 1}

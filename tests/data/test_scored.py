@@ -27,7 +27,7 @@ RATED = {"prompt": "p", "completion": "a", "scores": {"truth": 3, "help": 1.5}}
 
 
 def encoded(loaded: Loaded) -> list[Encoded]:
-    encoder = Encoder(tiny_tokenizer(None), max_length=100)
+    encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
     found = encoder.encode_all(loaded.examples, loaded.sources)
     assert not found.unusable
     return list(found.units)
@@ -95,7 +95,7 @@ def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
 def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
     def contradictions(*pairs: tuple[str, str, float | None]) -> int:
         examples = [Preference(prompt="p", chosen=a, rejected=b, soft=soft, origin=HERE) for a, b, soft in pairs]
-        encoder = Encoder(tiny_tokenizer(None), max_length=100)
+        encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
         loaded = load([InMemory(examples)], "preference")
         found = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder).findings.get("contradictions")
         return found.count if found else 0
@@ -158,7 +158,7 @@ def test_attributes_that_cannot_be_read(tmp_path: Path, scores: Any, says: str):
 
 def test_rows_that_lack_an_attribute_of_others_are_remarked_on(tmp_path: Path):
     loaded = load_rows(tmp_path, "scored", RATED, {**ANSWER, "scores": {"help": 2}})
-    encoder = Encoder(tiny_tokenizer(None), max_length=100)
+    encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
     result = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder)
     assert result.findings["missing_attributes"].rows == (str(loaded.examples[1].origin),)
     assert "lack an attribute that other rows have" in render(result)

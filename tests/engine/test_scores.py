@@ -27,7 +27,7 @@ from valence.engine.digest import model_digest
 from valence.engine.models import build_policy, load_model
 from valence.engine.scores import Scorer, with_padding
 from valence.errors import UserError
-from valence.report.card import LOAD_REWARD_MODEL, SCORE, SCORE_CHAT, SCORE_TEXT
+from valence.report.card import usage
 from valence.types import Batch
 
 KINDS = ARCHITECTURES | {
@@ -255,7 +255,7 @@ def test_what_the_card_says_to_run_scores_as_trained(chat: bool, tmp_path: Path)
     wanted = engine(told([(*tokenizer(text, add_special_tokens=False)["input_ids"], end)])).score.item()
     write(engine, tmp_path / "reward", with_padding(tokenizer, {end}, len(tokenizer)), torch.tensor([[1.0], [2.0]]))
     said: list[Any] = []
-    code = LOAD_REWARD_MODEL + (SCORE_CHAT if chat else SCORE_TEXT) + SCORE
+    code = usage(chat, reward_model=True)
     exec(code.replace("path/to/this/folder", str(tmp_path / "reward")), {"print": said.append})
     assert said[0] == {"helpful": pytest.approx((wanted - 1.5) / 0.5, rel=1e-3, abs=1e-3)}
 

@@ -51,15 +51,16 @@ TURNS = ({"role": "user", "content": "What is the capital of France?"},)
 GIVEN = [answer(" Paris", "The capital is"), answer("It is Paris.", TURNS), answer(" Lyon or so", "The capital is")]
 
 
-def expected(model: Any, given: Sequence[Completion] = GIVEN) -> torch.Tensor:
-    """[answers, attributes], by the library alone."""
+def expected(model: Any, given: Sequence[Completion] = GIVEN, *, as_chat: bool = True) -> torch.Tensor:
+    """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the tokenizer has a template."""
     tokenizer: Any = tiny_tokenizer()
     found: list[torch.Tensor] = []
     for each in given:
-        if isinstance(each.prompt, str):
+        if isinstance(each.prompt, str) and not as_chat:
             ids = [*tokenizer(each.prompt).input_ids, *tokenizer(each.text).input_ids, tokenizer.eos_token_id]
         else:
-            turns = [*each.prompt, {"role": "assistant", "content": each.text}]
+            asked = [{"role": "user", "content": each.prompt}] if isinstance(each.prompt, str) else each.prompt
+            turns = [*asked, {"role": "assistant", "content": each.text}]
             text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
             ids = tokenizer(text, add_special_tokens=False).input_ids
         with torch.no_grad():
@@ -73,6 +74,8 @@ def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path
     made = of(cache=tmp_path / "kept")
     assert values(made, GIVEN) == pytest.approx(wanted, abs=1e-4)
     assert values(of(batch_size=1, tokens=1), GIVEN) == pytest.approx(wanted, abs=1e-4)
+    as_text = expected(model, as_chat=False)[:, 0].tolist()
+    assert values(of(as_chat=False), GIVEN) == pytest.approx(as_text, abs=1e-4)
     assert values(of(normalised=True), GIVEN) == pytest.approx([(value - 0.5) / 2 for value in wanted], abs=1e-4)
     assert made.deterministic
     again: Any = of(cache=tmp_path / "kept").parts[0].reward

@@ -70,6 +70,19 @@ def test_answers(server: Completions) -> None:
         assert asked[0]["stop"] == ["3"]
 
 
+def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
+    """It stands for an end of which only the text is known, and is among the strings that a server may be given."""
+    ends = [9, END, 6, 7, 5]
+    sampler = OpenAIGenerator(server.url + "/v1", Words(), end_ids=ends, timeout=5.0)  # type: ignore[arg-type]
+    rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
+    asked = [body for path, body in server.asked if path == "/v1/completions"][-1]
+    if server.speaks:
+        assert set(asked["stop_token_ids"]) == set(ends)
+    else:
+        assert asked["stop"] == ["9", "3", "6", "7"]
+        assert {answer.tokens[-1] for row in rows for answer in row if answer.stop == "eos"} == {9}
+
+
 def test_a_text_begins_once(server: Completions) -> None:
     """The server, too, puts the first token before it."""
     generator(server, prefix=(1,)).generate([(1, 5, 6), (5, 6)], 1, Sampling())

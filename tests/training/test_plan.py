@@ -89,6 +89,7 @@ OWN = {"method": "grpo", "reward": "exact_match", "rollout": {"num_rollouts": 3,
 def own(recipe: dict[str, Any], *overrides: str) -> Plan:
     """Of a run that learns from its own answers."""
     given = {"train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)], "eval": None}
+    overrides = ("data.as_chat=false", *overrides)  # prompts of text alone, which are short
     return make_plan(prepare(load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]), given=given))
 
 

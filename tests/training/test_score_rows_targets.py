@@ -79,8 +79,9 @@ def test_a_reward_model_scores_answers(named: tuple[str, ...], place: Path) -> N
     assert [len(line["valence"]["answers"]) for line in lines] == [2] * 4 + [1] * 5
     for line in lines[:4]:
         for answer in line["valence"]["answers"]:
-            texts = line["prompt"], line[answer["answer"]]
-            ids = [token for text in texts for token in tokenizer(text).input_ids] + [tokenizer.eos_token_id]
+            texts = zip(("user", "assistant"), (line["prompt"], line[answer["answer"]]), strict=True)
+            turns = [{"role": role, "content": text} for role, text in texts]
+            ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")).input_ids
             expected = model(torch.tensor([ids])).logits[0].tolist()
             found = [answer["score"]] if len(named) == 1 else [answer["score"][name] for name in named]
             assert found == pytest.approx(expected, abs=1e-4)

@@ -54,7 +54,7 @@ def made(tmp_path: Path, name: str, folder: str) -> Run:
         sections["mix"] = [{"method": "bco_pair", "train": written(tmp_path / "pairs.jsonl", PAIRS), "batch_size": 3}]
     thumbs = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
     rows = written(tmp_path / f"{name}.jsonl", SHOWN if name == "sft" else thumbs)
-    data: dict[str, Any] = {"train": rows, "max_length": 64}
+    data: dict[str, Any] = {"train": rows, "max_length": 64, "as_chat": False}
     if sections.pop("data", None):
         data["eval"] = written(tmp_path / "held_out.jsonl", thumbs[:5])
     sections["train"] = {"batch_size": 4, "learning_rate": 1e-2, "epochs": 3, **sections.get("train", {})}

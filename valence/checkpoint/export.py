@@ -30,18 +30,17 @@ def export(
     *,
     what: Literal["auto", "merged", "adapter"],
     card: str,
-    chat_template: str | None = None,
     ends: Collection[int] = (),
     config: Mapping[str, Any] | None = None,
     group: Group | None = None,
     largest: int = LARGEST,
     merge: Merge | None = None,
 ) -> Path:
-    """Writes weights (safetensors), tokenizer with its template, generation settings and card (README.md).
+    """Writes weights (safetensors), tokenizer with its chat template, generation settings and card (README.md).
 
     what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without an adapter: all weights.
-    chat_template: kept with the tokenizer when it has none of its own. ends: tokens at which an answer ends, besides those at
-    which the model stopped before. config: entries of config.json besides the model's own.
+    ends: tokens at which an answer ends, besides those at which the model stopped before.
+    config: entries of config.json besides the model's own.
     group: the processes over which weights are sharded, all of which call this; rank 0 gets them one after another, and writes
     them. It holds ``largest`` bytes (of a file) of them at once; all, where transformers saves them in other pieces than it
     trains. merge: makes the merged model of the model and its adapter's weights, where its own weights are too coarse to merge
@@ -60,9 +59,6 @@ def export(
             _write_whole(model, folder, adapter, config or {})
         with agreed(group):
             if leads:
-                if tokenizer.chat_template is None and chat_template is not None:
-                    tokenizer = copy.deepcopy(tokenizer)
-                    tokenizer.chat_template = chat_template
                 tokenizer.save_pretrained(folder)
                 _stop_at(ends, folder)
                 (folder / "README.md").write_text(card)

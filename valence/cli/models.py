@@ -84,7 +84,13 @@ def sample(
         ),
     ],
     overrides: Overrides = None,
-    prompt: Annotated[list[str] | None, typer.Option("--prompt", help="A question; may be given several times.")] = None,
+    prompt: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--prompt",
+            help="A prompt as text, which the run's data.as_chat makes a user message or not; may be given several times.",
+        ),
+    ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(

@@ -144,6 +144,7 @@ def check(
     from valence.report.console import exact
     from valence.training.methods import method_of
     from valence.training.plan import describe, make_plan
+    from valence.training.rendering import in_short
     from valence.training.setup import prepare
 
     source = load_recipe(recipe, overrides or [], method_of=method_of)
@@ -151,7 +152,8 @@ def check(
     shown = {name: setting for name, setting in source.settings.items() if every or not setting.is_default}
     for name, setting in shown.items():
         style = "dim" if setting.is_default else ""
-        value = json.dumps(setting.value, ensure_ascii=False) if isinstance(setting.value, str) else exact(setting.value)
+        value = in_short(setting.value)
+        value = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else exact(value)
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):

@@ -55,6 +55,29 @@ def locate_data(path: str, folder: Path | None) -> str:
     raise UserError(f"there is no file {path}", fix="; ".join(hints))
 
 
+def read_chat_template(chosen: str, folder: Path | None) -> str:
+    """The chat template that a recipe chooses: a built-in name or the text of a template as it is, else the text of the file.
+
+    The path is looked up as that of data. Raises UserError unless it is a Jinja template in UTF-8.
+    """
+    if chosen == "chatml" or _is_jinja(chosen):
+        return chosen
+    fix = "name a Jinja file, or chatml; null is the tokenizer's own template"
+    try:
+        text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
+    except UserError as error:
+        raise UserError(error.what, fix=f"{error.fix}; {fix}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{chosen} cannot be read ({error})", fix=fix) from None
+    if not _is_jinja(text):
+        raise UserError(f"{chosen} is not a Jinja template: it has no {{{{ or {{%", fix=fix)
+    return text
+
+
+def _is_jinja(text: str) -> bool:
+    return "{{" in text or "{%" in text
+
+
 def is_hub_id(path: str) -> bool:
     """Whether a data path means a data set on the hub: ``owner/name``, where ``owner`` is no folder here."""
     looks_like_one = _HUB_ID.fullmatch(path) is not None and _DATA_FILE.fullmatch(path) is None

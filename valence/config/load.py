@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from valence.config import messages
 from valence.config.describe import Key, at, dotted, schema_of
-from valence.config.files import is_hub_id, locate_data, read_recipe_text
+from valence.config.files import is_hub_id, locate_data, read_chat_template, read_recipe_text
 from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
 from valence.config.schema import Recipe, Reward, Section, Source
@@ -28,11 +28,13 @@ LISTS = ("train", "eval", "test")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting as it holds in this run. ``origin``: default, ``recipe.yaml:12`` or command line."""
+    """A setting of this run. ``origin``: default, ``recipe.yaml:12``, command line, or why an automatic one has its value.
+    ``is_automatic``: the recipe leaves the value to the program."""
 
     value: object
     origin: str
     is_default: bool
+    is_automatic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,20 @@ class LoadedRecipe:
         """Every setting written out, and data paths as they were found. Loads as the same recipe."""
         return to_yaml(self.recipe.model_dump(mode="json"))
 
+    def with_automatic(self, name: str, value: object, origin: str) -> LoadedRecipe:
+        """The recipe with a value for the automatic setting ``section.name``."""
+        section, key = name.split(".")
+        changed = getattr(self.recipe, section).model_copy(update={key: value})
+        setting = Setting(value, origin, is_default=True, is_automatic=True)
+        return LoadedRecipe(self.recipe.model_copy(update={section: changed}), {**self.settings, name: setting})
+
     @contextmanager
     def placing(self) -> Generator[None]:
         """Inside the block, an error about a setting also says where the recipe sets it."""
         try:
             yield
         except UserError as error:
-            set_here = {name: s for name, s in self.settings.items() if s.origin != "default"}
+            set_here = {name: s for name, s in self.settings.items() if s.origin != "default" and not s.is_automatic}
             named = [n for n, s in set_here.items() if isinstance(s.value, str) and repr(s.value) in error.what]
             named += [n for n in re.findall(r"\w+(?:\.\w+)+", error.where or "") if n in set_here]
             if not named:
@@ -94,6 +103,12 @@ def load_recipe(
         needed = training and name not in in_memory
         found = _files_found(getattr(recipe.data, name), ("data", name), given, folder, problems if needed else [])
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={name: found})})
+    if recipe.data.chat_template is not None:
+        try:
+            template = read_chat_template(recipe.data.chat_template, folder)
+            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"chat_template": template})})
+        except UserError as error:
+            problems.append(UserError(error.what, where=given.where(("data", "chat_template")), fix=error.fix))
     mix = [
         part.model_copy(
             update={"train": _files_found(part.train, ("mix", i, "train"), given, folder, problems if training else [])}

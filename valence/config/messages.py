@@ -72,6 +72,8 @@ ALSO_CALLED = {
     "reference.model": "ref_model ref_model_name_or_path ref_pretrain",
     "rollout.max_new_tokens": "max_completion_length generate_max_len response_length",
     "rollout.num_rollouts": "num_generations n_samples_per_prompt",
+    "data.as_chat": "apply_chat_template",
+    "data.chat_template": "chat_template_path chat_template_name",
     "run.dir": "output_dir output save_path ckpt_path folder out",
     "run.log_every": "logging_steps log_interval",
     "run.save_every": "save_steps save_interval checkpoint_every",

@@ -151,8 +151,14 @@ class Data(Section):
     """Use only the first so many rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
     """Tokens a demonstration trains on: the last answer, or every assistant turn."""
-    as_chat: bool = False
-    """Wrap rows whose prompt is plain text as one user turn in the chat template."""
+    as_chat: Literal["auto"] | bool = "auto"
+    """Whether a prompt that is plain text becomes one user message of the chat template, and its completion the assistant's
+    answer. auto: exactly when the tokenizer has a chat template. false: text is trained on as it stands, which is right for
+    base models and for rows that are rendered with the template already. Evaluation, sampling and scoring do the same."""
+    chat_template: Text | None = None
+    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's own. It is saved with the tokenizer."""
+    chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict[str, Any])
+    """Variables of the chat template for every rendering, such as `{enable_thinking: false}`."""
     convert: Convert | None = None
     """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the best against the worst
     answer of each prompt; scores_to_all_pairs: every two that differ in score; scores_to_rankings: all judged answers of a

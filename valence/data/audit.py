@@ -303,10 +303,10 @@ def _mean_answer(units: Sequence[Encoded]) -> dict[str, float]:
     lengths: dict[str, list[int]] = {"up": [], "down": [], "chosen": [], "rejected": []}
     for unit in units:
         if unit.kind == "judgement" and unit.label is not None:
-            lengths["up" if unit.label else "down"].append(len(unit.answers[0].ids))
+            lengths["up" if unit.label else "down"].append(sum(unit.answers[0].mask))
         elif unit.kind == "preference":
             for side, answer in zip(("chosen", "rejected"), unit.answers, strict=True):
-                lengths[side].append(len(answer.ids))
+                lengths[side].append(sum(answer.mask))
     return {name: statistics.fmean(values) for name, values in lengths.items() if values}
 
 
@@ -325,7 +325,7 @@ def _findings(examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder
         **{name: [str(o) for o in origins] for name, origins in encoded.notes.items()},
         **_ends(encoded),
     }
-    if encoder.tokenizer.chat_template and not encoder.as_chat:
+    if encoder.template.exists and not encoder.as_chat:
         rows["text_on_chat_model"] = [str(e.origin) for e in examples if isinstance(e.prompt, str)]
     return _found(rows) | {name: Finding(1) for name in _of_the_whole(examples, units, encoder)}
 
@@ -349,7 +349,8 @@ def _of_the_whole(examples: Sequence[Example], units: Sequence[Encoded], encoder
     judged = [u for u in units if u.label is not None]
     if judged and (len({u.prompt_ids for u in judged}) < 2 or len({u.answers[0].ids for u in judged}) < 2):
         found.append("no_mismatch")
-    if any(isinstance(e.prompt, Chat) for e in examples) and "strftime_now" in encoder.template.source():
+    chats = any(isinstance(e.prompt, Chat) or (encoder.as_chat and isinstance(e.prompt, str)) for e in examples)
+    if chats and encoder.template.exists and "strftime_now" in encoder.template.source():
         found.append("dated_template")
     return found
 

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from valence.data.template import ChatTemplate, Piece
+from valence.data.template import (
+    AsChat,
+    ChatTemplate,
+    Piece,
+    RenderedAnswer,
+    RewrittenTurnError,
+    has_no_weight,
+    renders_as_chat,
+)
 from valence.data.vocab import Marked, RowError, Vocab, any_of
 from valence.errors import UserError
 from valence.types import (
@@ -66,13 +74,15 @@ class EncodedSet:
     """All units in the order of their examples, and what happened on the way.
 
     ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for every example that
-    could be tokenised, so also for those that were then dropped or cut.
+    could be tokenised, so also for those that were then dropped or cut. ``parts``: the examples that took the place of
+    conversations which were split into one for each assistant turn.
     """
 
     units: tuple[Encoded, ...]
     unusable: tuple[Unusable, ...]
     notes: Mapping[str, tuple[Origin, ...]]
     lengths: tuple[Length, ...]
+    parts: tuple[Example, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +105,8 @@ class _Row:
 
     notes: set[str] = field(default_factory=set[str])
     length: Length | None = None
+    whole: bool = True  # may earlier assistant turns be trained on?
+    rewritten: bool = False  # could they not, because the template prints them differently?
     follows: bool = False  # does it matter how likely its answers were when they were sampled?
 
 
@@ -102,7 +114,10 @@ class Encoder:
     """Turns examples into tokens with a tokenizer and its chat template.
 
     max_length: longest prompt with its answer, in tokens. answers: how many of these are for answers that are still to come.
-    long_rows, train_on, as_chat: as in a recipe's data section.
+    long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids: tokens at which the model
+    stops, by its generation config. Raises UserError for a template that is asked for and missing.
+
+    Its attribute of that name says whether a prompt of plain text becomes a user message; an empty one never does.
 
     Notes that it makes on rows:
     ``boundary_merges``       tokenising prompt and answer at once would have merged text across the boundary
@@ -110,7 +125,12 @@ class Encoder:
     ``bos_in_text``           a text prompt starts with BOS already; none was added
     ``double_bos``            the prompt starts with two BOS tokens
     ``empty_prompt``          an empty text prompt: BOS, or else EOS, stands in for it
-    ``end_of_turn_added``     the template prints no end-of-turn token; the tokenizer's was appended
+    ``end_of_turn_added``     the template prints no end-of-turn token behind the answer; one was appended
+    ``rewritten_prompt``      the template prints the prompt differently once it is answered; it is trained on as it is sampled
+    ``another_header``        the template starts an answered turn with another header than its generation prompt has
+    ``reasoning_kept``        the template drops an answer's reasoning; it is trained on, behind the generation prompt
+    ``reasoning_ignored``     the template does not print an answer's reasoning, which is not trained on
+    ``split_turns``           the template rewrites earlier turns; each assistant turn became an example
     ``text_has_no_turns``     train_on is "assistant", and the prompt is text, which has no earlier answers to train on
     ``tools_ignored``         the row has tools, and the template does not print tools
     ``cut_prompt``, ``cut_completion``  the row was too long and lost its oldest turns / the end of an answer
@@ -126,21 +146,27 @@ class Encoder:
         answers: int = 0,
         long_rows: LongRows = "drop",
         train_on: Literal["completion", "assistant"] = "completion",
-        as_chat: bool = False,
+        as_chat: AsChat = "auto",
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        stop_ids: Collection[int] = (),
     ) -> None:
         self.tokenizer = tokenizer
         self.max_length, self.answers = max_length - answers, answers
         self.long_rows: LongRows = long_rows
         self.train_on = train_on
-        self.as_chat = as_chat
-        self.template = ChatTemplate(tokenizer)
+        self.as_chat = renders_as_chat(as_chat, tokenizer)
         self.vocab = Vocab(tokenizer)
+        self.stop_ids = tuple(i for i in stop_ids if 0 <= i < len(tokenizer))
+        self.template = ChatTemplate(tokenizer, chat_template_kwargs, self.stop_ids)
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens at which generation stops: the template's end-of-turn, and end-of-sequence."""
+        """Tokens at which generation stops: the template's end-of-turn, the tokenizer's end-of-sequence token, and those of
+        the model's generation config. The first is the one that ends a completion of a plain-text prompt."""
         turn = self.template.turn_end.token
-        return tuple(dict.fromkeys((*(() if turn is None else (turn,)), *self.vocab.ends)))
+        turns = () if turn is None else (turn,)
+        own = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
+        return tuple(dict.fromkeys((*own, *self.stop_ids)))
 
     def encode_prompt(self, prompt: Content) -> tuple[int, ...]:
         """The tokens that a prompt is sampled from, and the same ones that training sees. Raises UserError."""
@@ -159,26 +185,30 @@ class Encoder:
         unusable: list[Unusable] = []
         notes: dict[str, list[Origin]] = {}
         lengths: list[Length] = []
+        parts: list[Example] = []
         for example, source in zip(examples, sources or [""] * len(examples), strict=True):
-            row = _Row()
-            result = self._encode(example, source, row)
-            if isinstance(result, Encoded):
-                units.append(result)
-            else:
-                unusable.append(result)
-            for note in sorted(row.notes):
+            rows = [_Row()]
+            results = [self._encode(example, source, rows[0])]
+            if rows[0].rewritten and isinstance(example, Demonstration):
+                turns = _one_per_turn(example)
+                rows = [_Row(whole=False) for _ in turns]
+                results = [self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)]
+                rows[0].notes.add("split_turns")
+                parts += turns
+            units += [result for result in results if isinstance(result, Encoded)]
+            unusable += [result for result in results if isinstance(result, Unusable)]
+            for note in sorted({note for row in rows for note in row.notes}):
                 notes.setdefault(note, []).append(example.origin)
-            if row.length is not None:
-                lengths.append(row.length)
-        found, lacking = _all_or_none(units)
+            lengths += [row.length for row in rows if row.length is not None]
+        records, lacking = _all_or_none(units)
         notes |= {"logps_missing": lacking} if lacking else {}
         by_name = {name: tuple(notes[name]) for name in sorted(notes)}
-        return EncodedSet(tuple(found), tuple(unusable), by_name, tuple(lengths))
+        return EncodedSet(tuple(records), tuple(unusable), by_name, tuple(lengths), tuple(parts))
 
     def _encode(self, example: Example, source: str, row: _Row) -> Encoded | Unusable:
         completions, verdict = _parts(example)
         row.follows = isinstance(example, Ranking)
-        trained_prompt = isinstance(example, Demonstration) and self.train_on == "assistant"
+        trained_prompt = row.whole and isinstance(example, Demonstration) and self.train_on == "assistant"
         try:
             prompt = self._form(example.prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
@@ -187,6 +217,7 @@ class Encoder:
             row.length = tokens.length
             fitted = self._fit(tokens, prompt, completions, trained_prompt, row)
         except RowError as error:
+            row.rewritten = isinstance(error, RewrittenTurnError)
             return Unusable(origin=example.origin, kind=error.kind, reason=error.reason, fix=error.fix, source=source)
         if fitted is None:
             return self._too_long(tokens.length, example.origin, source)
@@ -204,9 +235,23 @@ class Encoder:
     # --- a prompt and its answers as tokens
 
     def _form(self, prompt: Content, completions: Sequence[Content] = ()) -> Content:
-        """The prompt as it is encoded: text becomes a user turn when asked for, or when a chat answers it."""
-        as_turn = isinstance(prompt, str) and (self.as_chat or any(isinstance(c, Chat) for c in completions))
-        return _turns(prompt, "user") if as_turn else prompt
+        """The prompt as it is encoded: text becomes a user message as ``as_chat`` says, or when a chat answers it.
+
+        Raises RowError for text that already holds the template's markup.
+        """
+        if not isinstance(prompt, str):
+            return prompt
+        answered_by_chat = any(isinstance(c, Chat) for c in completions)
+        if not answered_by_chat and not (self.as_chat and prompt.strip()):
+            return prompt
+        if marker := next((name for name in sorted(self.template.markers) if name in prompt), None):
+            raise RowError(
+                "template_in_text",
+                f"the prompt is plain text that already holds {marker}, a token of the chat template",
+                "set data.as_chat: false if the rows are rendered with the template already; "
+                f"or remove {marker} from them, to make each prompt a user message",
+            )
+        return _turns(prompt, "user")
 
     def _tokens(self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row) -> _Tokens:
         """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
@@ -226,22 +271,35 @@ class Encoder:
         if prompt.tools and "tools" not in self.template.source(prompt.tools):
             row.notes.add("tools_ignored")
         plain = self.vocab.ids(text)
-        ids, mask = plain, (False,) * len(plain)
-        if trained_prompt:
-            ids, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
-        answers: list[Answer] = []
-        for completion in completions:
-            chat = _turns(completion, "assistant")
+        chats = [_turns(completion, "assistant") for completion in completions]
+        rendered: list[RenderedAnswer] = []
+        for chat in chats:
             _check_turns(chat)
             self._note_special(chat, row)
-            pieces = self.template.answer_pieces(prompt, text, chat)
-            answers.append(self._ended(self._join(pieces, text, plain, row), row))
+            rendered.append(self.template.answer(prompt, text, chat))
+            row.notes.update(rendered[-1].notes)
+        context = min((each.context for each in rendered), key=len, default=text)
+        ids = plain if context == text else self.vocab.ids(context)
+        mask = (False,) * len(ids)
+        if trained_prompt:
+            joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
+            if joined != ids:
+                what = "the tokens of an earlier turn merge with the text around it, or its prompt differs"
+                raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
+        answers: list[Answer] = []
+        for each in rendered:
+            # Answers share the shortest context; what others have more of it precedes their own text.
+            between = each.context[len(context) :]
+            pieces = [(between, False), *each.pieces] if between else each.pieces
+            answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
     def _ended(self, marked: Marked, row: _Row) -> Answer:
         """An answer with the end-of-turn token that the template printed, or else with one appended."""
         ids, mask = marked
-        if self._stops.issuperset(ids):
+        if not any(mask):
+            raise RowError("no_weight", "all assistant turns of the answer have weight 0", "leave this row out")
+        if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
         if ids[-1] in self._stops:
             return Answer(ids, mask)
@@ -273,7 +331,7 @@ class Encoder:
         ids, mask = self._join([(completion, True)], prompt, plain, row)
         if not ids:
             raise _empty_answer()
-        if ids[-1] != self.vocab.eos:
+        if ids[-1] not in self.end_ids:
             ids, mask = (*ids, self.vocab.eos), (*mask, True)
         return Answer(ids, mask)
 
@@ -312,9 +370,9 @@ class Encoder:
         return any_of(set(self.vocab.special))
 
     @cached_property
-    def _stops(self) -> frozenset[int]:
+    def _stops(self) -> frozenset[int | None]:
         """Tokens that can end a turn: the end-of-turn token, or another special one that some turns end with."""
-        return frozenset({*self.end_ids, *self.vocab.special.values()})
+        return frozenset({self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None})
 
     def _note_special(self, content: str | Chat, row: _Row) -> None:
         texts = [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
@@ -400,6 +458,18 @@ def _check_turns(completion: Chat) -> None:
             raise _empty_answer()
 
 
+def _one_per_turn(example: Demonstration) -> list[Example]:
+    """A conversation as one example for each assistant turn, with all that precedes it as the prompt."""
+    prompt, completion = example.prompt, example.completion
+    assert isinstance(prompt, Chat)
+    messages = (*prompt.messages, *_turns(completion, "assistant").messages)
+    return [
+        replace(example, prompt=replace(prompt, messages=messages[:i]), completion=Chat((messages[i],)))
+        for i, message in enumerate(messages)
+        if message["role"] == "assistant" and i > 0 and not has_no_weight(message)
+    ]
+
+
 def _empty_answer() -> RowError:
     return RowError("empty_answer", "the answer is empty", "leave this row out, or write the answer")
 
@@ -411,7 +481,7 @@ def _mixed(wanted: str, found: Content) -> RowError:
 
 def _cut_answers(tokens: _Tokens, room: int) -> _Tokens | None:
     """The answers cut on the right to at most ``room`` tokens; None when nothing would be left."""
-    if room < 1:
+    if room < 1 or not all(any(a.mask[:room]) for a in tokens.answers):
         return None
     return replace(tokens, answers=tuple(a if len(a.ids) <= room else _cut(a, room) for a in tokens.answers))
 

@@ -1,12 +1,15 @@
-"""Chat templates: the tokenizer's own or one ChatML fallback, what they print for a row, and where a turn ends."""
+"""Chat templates: which one is used, what it prints, and which part of that a model generates."""
 
 from __future__ import annotations
 
+import copy
+import inspect
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -15,31 +18,94 @@ from valence.data.vocab import RowError, Vocab
 from valence.errors import UserError
 from valence.types import Chat, Message
 
+AsChat = Literal["auto"] | bool
+"""As ``data.as_chat`` in a recipe."""
+
 ROLES = frozenset({"system", "user", "assistant", "tool"})
 """Roles that every template is tried with; any other must be named by the template itself."""
 
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""Fields of an assistant turn that templates print in front of its content."""
+
+CHATML = "chatml"
+"""The name of the built-in template."""
+
+NO_TEMPLATE = "set data.chat_template: chatml, or to the path of a Jinja file; or give prompts and completions as plain text"
+
 Piece = tuple[str, bool]
-"""Some text, and whether it is an assistant's turn (content and end-of-turn)."""
+"""Some text, and whether it is trained on: the assistant's own text with its end-of-turn."""
+
+Tools = Sequence[Mapping[str, Any]]
 
 _SENTINEL = "sentinelanswer"
+_QUESTION: Message = {"role": "user", "content": "sentinelquestion"}
+_OPENING_TAG = re.compile(r"\s*(<[^<>\s]+>)\s*")
+_ENDS_OPEN = re.compile(r"<(?!/)[^<>\s|]+>\s*$")
+_CLOSING_TAG = re.compile(r"(</[^<>\s]+>|<[^<>\s|]+\|>)\s*$")
+
+
+class RewrittenTurnError(RowError):
+    """The template prints an earlier assistant turn differently once the conversation goes on."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnd:
-    """The end-of-turn token that a template prints behind an answer, and the text that it prints after that token.
+    """How the template ends an assistant turn.
 
-    Where it prints no special token, ``token`` is None and ``after`` is all that follows the answer.
+    ``token``: the token that ends it; None if it prints none. ``text``: what it prints behind the
+    answer up to and including that token. ``after``: what it prints behind the token.
     """
 
     token: int | None
+    text: str
     after: str
 
 
-def fallback_template(tokenizer: PreTrainedTokenizerBase) -> str:
-    """ChatML for a tokenizer that has no chat template.
+@dataclass(frozen=True, slots=True)
+class RenderedAnswer:
+    """An answer as ``pieces`` of text that follow ``context``, a beginning of the conversation.
 
-    A turn ends with ``<|im_end|>`` where that is one token of this tokenizer, else with its end-of-sequence token: a
-    model can stop only at a single token. BOS is printed when the tokenizer puts it before plain text by itself.
+    ``notes``: names of remarks on it (see ``Encoder``).
+    """
+
+    context: str
+    pieces: tuple[Piece, ...]
+    notes: tuple[str, ...] = ()
+
+
+def renders_as_chat(as_chat: AsChat, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Decide whether plain-text prompts become a user message of the chat template.
+
+    Raises UserError if this is asked for and the tokenizer has no template.
+    """
+    if as_chat is True and not tokenizer.chat_template:
+        raise UserError(
+            "the tokenizer has no chat template",
+            where="data.as_chat",
+            fix="set data.chat_template: chatml, or to the path of a Jinja file; "
+            "or set data.as_chat: false to train on plain text",
+        )
+    return bool(tokenizer.chat_template) if as_chat == "auto" else as_chat
+
+
+def with_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> PreTrainedTokenizerBase:
+    """Return the tokenizer with the template of ``data.chat_template``; with None, as it is.
+
+    chosen: ``chatml``, or the text of a Jinja template. The given tokenizer is not changed.
+    """
+    if chosen is None:
+        return tokenizer
+    changed = copy.copy(tokenizer)
+    changed.chat_template = chatml_template(tokenizer) if chosen == CHATML else chosen
+    return changed
+
+
+def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
+    """ChatML for a tokenizer that may not have been made for it.
+
+    A turn ends with ``<|im_end|>`` where that is one token of this tokenizer, else with its
+    end-of-sequence token, because a model can stop only at a single token. BOS is printed if the
+    tokenizer puts it before plain text.
     """
     vocab = Vocab(tokenizer)
     end = "eos_token"
@@ -47,7 +113,8 @@ def fallback_template(tokenizer: PreTrainedTokenizerBase) -> str:
         end = "'<|im_end|>'"
     elif not vocab.ends:
         raise UserError(
-            "the tokenizer has no chat template and no end-of-sequence token, so an answer could never end",
+            "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so a ChatML turn could not end",
+            where="data.chat_template",
             fix="set model.tokenizer to one that has either",
         )
     bos = "{{ bos_token }}" if vocab.bos is not None and vocab.prefix == (vocab.bos,) else ""
@@ -57,30 +124,71 @@ def fallback_template(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 class ChatTemplate:
-    """Prints conversations with a tokenizer's chat template (or the fallback), and checks what was printed."""
+    """Prints conversations with a tokenizer's chat template, and checks what was printed.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    kwargs: variables for every rendering, as ``data.chat_template_kwargs``. stops: tokens at which
+    the model stops, by its generation config. Raises UserError for variables that the template
+    does not read.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kwargs: Mapping[str, Any] | None = None,
+        stops: Collection[int] = (),
+    ) -> None:
         self._tokenizer: Any = tokenizer
-        self.is_fallback = not tokenizer.chat_template
+        self._vocab = Vocab(tokenizer)
+        self.kwargs, self._stops = dict(kwargs or {}), frozenset(stops)
+        self._check_kwargs()
 
-    @cached_property
-    def fallback(self) -> str | None:
-        """The fallback's text where the tokenizer has no template of its own: to be saved with the tokenizer."""
-        return fallback_template(self._tokenizer) if self.is_fallback else None
+    def _check_kwargs(self) -> None:
+        own = set(inspect.signature(self._tokenizer.apply_chat_template).parameters) - {"kwargs"}
+        own |= {"messages", "bos_token", "eos_token"}
+        for name in self.kwargs:
+            where = f"data.chat_template_kwargs.{name}"
+            if name in own:
+                raise UserError(f"{name} is not a variable of the template", where=where, fix="remove it")
+            if not self.exists:
+                raise UserError("the tokenizer has no chat template", where=where, fix=NO_TEMPLATE)
+            if not re.search(rf"\b{re.escape(name)}\b", self._every_source()):
+                raise UserError(
+                    f"the chat template does not read {name}",
+                    where=where,
+                    fix="remove it, or use a variable that the template reads, such as enable_thinking",
+                )
 
-    def source(self, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """The template's text (a tokenizer may have another one for conversations with tools)."""
-        return self._tokenizer.get_chat_template(self.fallback, list(tools) or None)
+    def _every_source(self) -> str:
+        template = self._tokenizer.chat_template
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
 
-    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = (), *, ask: bool) -> str:
-        """The conversation as text; ``ask``: with the header of the assistant's next turn. Raises RowError."""
+    @property
+    def exists(self) -> bool:
+        """Whether the tokenizer has a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    def source(self, tools: Tools = ()) -> str:
+        """The template's text. A tokenizer may have another one for conversations with tools.
+
+        Raises RowError if there is none.
+        """
+        if not self.exists:
+            raise RowError("no_template", "the tokenizer has no chat template", NO_TEMPLATE)
+        return self._tokenizer.get_chat_template(None, list(tools) or None)
+
+    def render(self, messages: Sequence[Message], tools: Tools = (), *, ask: bool) -> str:
+        """The conversation as text.
+
+        ask: add the generation prompt, which starts the assistant's next turn. Raises RowError.
+        """
+        self.source()
         try:
             return self._tokenizer.apply_chat_template(
                 [dict(m) for m in messages],
                 tools=[dict(t) for t in tools] or None,
-                chat_template=self.fallback,
                 add_generation_prompt=ask,
                 tokenize=False,
+                **self.kwargs,
             )
         except (TemplateError, TypeError, ValueError) as error:
             raise RowError(
@@ -91,65 +199,244 @@ class ChatTemplate:
 
     @cached_property
     def turn_end(self) -> TurnEnd:
-        """Found with a made-up answer: the first special or added token that the template prints behind it."""
-        fix = "mend the tokenizer's chat template, or set model.tokenizer to one whose template works"
-        question = {"role": "user", "content": "sentinelquestion"}
+        """How a turn ends, found with a made-up answer.
+
+        It is the first special or added token that the template prints behind the answer, or the
+        first at which the model stops if it stops at any of them. A template that prints none may
+        leave the end to the token that starts the next turn, if the model stops there (GLM).
+        Raises UserError if the template does not work.
+        """
+        if not self.exists:
+            return TurnEnd(None, "", "")
+        fix = "fix the tokenizer's chat template, or set model.tokenizer to one whose template works"
+        answer: Message = {"role": "assistant", "content": _SENTINEL}
         try:
-            text = self.render([question, {"role": "assistant", "content": _SENTINEL}], ask=False)
+            text = self.render([_QUESTION, answer], ask=False)
         except RowError as error:
             raise UserError(f"{error.reason} (one user turn and its answer)", fix=fix) from error
-        _, found, tail = text.rpartition(_SENTINEL)
-        if not found:
+        _, printed, tail = text.rpartition(_SENTINEL)
+        if not printed:
             raise UserError("the chat template does not print the assistant's answer", fix=fix)
-        vocab = Vocab(self._tokenizer)
-        match = vocab.unsplit.search(tail)
-        if match is None:
-            return TurnEnd(None, tail)
-        return TurnEnd(vocab.token(match.group()), tail[match.end() :])
+        matches = list(self._vocab.unsplit.finditer(tail))
+        tokens = [self._vocab.token(match.group()) for match in matches]
+        stops = {*self._stops, *self._vocab.ends} if self._stops else set[int]()
+        for match, token in zip(matches, tokens, strict=True):
+            if token in stops or not stops.intersection(tokens):
+                return TurnEnd(token, tail[: match.end()], tail[match.end() :])
+        return TurnEnd(self._next_turn_token(answer), "", tail)
+
+    def _next_turn_token(self, answer: Message) -> int | None:
+        """The token that the template prints between an answer and a user turn, if it is a stop."""
+        try:
+            text = self.render([_QUESTION, answer, _QUESTION], ask=False)
+        except RowError:
+            return None
+        between = text.rpartition(_SENTINEL)[2].partition(str(_QUESTION["content"]))[0]
+        match = self._vocab.unsplit.search(between)
+        token = self._vocab.token(match.group()) if match else None
+        return token if token in self._stops else None
+
+    @cached_property
+    def markers(self) -> frozenset[str]:
+        """Special tokens that the template prints around turns, other than BOS and EOS."""
+        try:
+            text = self.render([_QUESTION, {"role": "assistant", "content": _SENTINEL}], ask=False)
+            text += self.render([_QUESTION], ask=True)
+        except RowError:
+            return frozenset()
+        outer = {self._vocab.bos, *self._vocab.ends}
+        return frozenset(n for n, i in self._vocab.special.items() if n.strip() and n in text and i not in outer)
+
+    # --- prompts and their answers
 
     def prompt(self, chat: Chat) -> str:
-        """A prompt as text, up to where the model's answer starts. Raises RowError when a turn would be left out."""
+        """A prompt as text, with the generation prompt.
+
+        Raises RowError when a turn would be left out.
+        """
         self._check_known(chat.messages, chat.tools)
         text = self.render(chat.messages, chat.tools, ask=True)
         self._check_printed(chat.messages, chat.tools, text)
         return text
 
     def prompt_pieces(self, prompt: Chat, prompt_text: str) -> list[Piece]:
-        """The prompt's text in pieces. Raises RowError when one of its turns renders differently further on."""
-        return _cut(prompt_text, 0, self._spans(prompt.messages, prompt.tools, prompt_text, first=0))
+        """The prompt's text in pieces, in which its assistant turns are trained on.
 
-    def answer_pieces(self, prompt: Chat, prompt_text: str, completion: Chat) -> list[Piece]:
-        """What follows ``prompt_text`` once the prompt is answered, in pieces, up to the last turn's end-of-turn.
+        Raises RewrittenTurnError when one of them, or the generation prompt before it, is printed
+        differently in the longer conversation.
+        """
+        messages, tools = prompt.messages, prompt.tools
+        spans: list[tuple[int, int]] = []
+        places = _trained(messages, 0)
+        if places and self.turn_end.token is None:
+            reason = "the template prints no token that ends an earlier turn"
+            raise RewrittenTurnError("not_a_prefix", reason, "leave data.train_on at completion")
+        for i in places:
+            before = self.render(messages[:i], tools, ask=True)
+            upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(self.turn_end.after)
+            for part, name in ((before, "before"), (upto, "up to")):
+                if not prompt_text.startswith(part):
+                    raise _not_a_prefix(part, prompt_text, f"the conversation {name} turn {i + 1}", RewrittenTurnError)
+            start = self._own_start(messages, i, tools, prompt_text, len(before), len(upto), ask=True)
+            spans.append((start, self._with_next_token(prompt_text, len(upto))))
+        return _cut(prompt_text, 0, spans)
 
-        Raises RowError when the prompt alone is not a prefix of the whole.
+    def _with_next_token(self, text: str, end: int) -> int:
+        """Where a turn ends that ``text`` goes on behind; with the next turn's first token, if that is what ends it."""
+        if self.turn_end.text or self.turn_end.token is None:
+            return end
+        name = str(self._tokenizer.convert_ids_to_tokens(self.turn_end.token))
+        return end + len(name) if text.startswith(name, end) else end
+
+    def answer(self, prompt: Chat, prompt_text: str, completion: Chat) -> RenderedAnswer:
+        """The completion behind the prompt, up to the end of its last turn.
+
+        Its context is ``prompt_text``, the rendering with the generation prompt, if the whole
+        conversation starts with that. What the template inserts between the generation prompt and
+        the assistant's own text is not trained on. Raises RowError when the template prints the
+        prompt differently once it is answered.
         """
         messages, first = (*prompt.messages, *completion.messages), len(prompt.messages)
-        self._check_known(completion.messages, prompt.tools)
-        text = self.render(messages, prompt.tools, ask=False)
-        _check_prefix(prompt_text, text, "the prompt alone")
-        self._check_printed(messages, prompt.tools, text, first=first)
+        tools = prompt.tools
+        self._check_known(completion.messages, tools)
+        text = self.render(messages, tools, ask=False)
+        context, notes = prompt_text, set[str]()
+        self._check_printed(messages, tools, text, first=first)
+        own, whole = _text_alone(completion), text
         text = text.removesuffix(self.turn_end.after)
-        if len(completion.messages) == 1:
-            return [(text[len(prompt_text) :], True)]
-        return _cut(text, len(prompt_text), self._spans(messages, prompt.tools, text, first=first))
-
-    def _spans(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str, *, first: int
-    ) -> list[tuple[int, int]]:
-        """(start, end) in ``text`` of each assistant turn from message ``first`` on, end-of-turn included."""
+        if not text.startswith(prompt_text):
+            bare = self._shared_context(prompt, prompt_text, text)
+            if bare is None:
+                return self._behind_rewritten(messages, tools, prompt_text, text, own, whole)
+            context = bare
+            notes.add("another_header")
+        if any(not _prints_reasoning(message, text) for message in completion.messages):
+            notes.add("reasoning_ignored")
+        if own:
+            end = self.turn_end.text
+            if context is prompt_text and text[len(context) :] == own.strip() + end:
+                return RenderedAnswer(context, ((text[len(context) :], True),))
+            if self._is_shortened(messages, tools, text, own):
+                own = _without_repeated_tag(own, prompt_text)
+                return RenderedAnswer(prompt_text, ((own + end, True),), ("reasoning_kept",))
         spans: list[tuple[int, int]] = []
-        for i in range(first, len(messages)):
-            # A turn that nothing precedes answers nothing.
-            if messages[i]["role"] != "assistant" or i == 0:
-                continue
-            before = self.render(messages[:i], tools, ask=True)
-            _check_prefix(before, text, f"the conversation before turn {i + 1}")
-            upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(self.turn_end.after)
-            _check_prefix(upto, text, f"the conversation up to turn {i + 1}")
-            spans.append((len(before), len(upto)))
-        return spans
+        for i in _trained(messages, first):
+            header = len(context)
+            if i > first:
+                before = self.render(messages[:i], tools, ask=True)
+                if text.startswith(before):
+                    header = len(before)
+                else:
+                    notes.add("another_header")
+            end = self._turn_stop(messages, i, tools, text)
+            aligned = text.startswith(prompt_text) if i == first else "another_header" not in notes
+            start = self._own_start(messages, i, tools, text, header, end, aligned=aligned)
+            closed = _CLOSING_TAG.search(prompt_text[len(context) :]) and not _OPENING_TAG.match(own)
+            if own and closed and "another_header" in notes:
+                # The generation prompt ends with an empty block of reasoning, which the rendering of an answer lacks.
+                return RenderedAnswer(prompt_text, ((text[start:], True),))
+            spans.append((start, end))
+        return RenderedAnswer(context, tuple(_cut(text, len(context), spans)), tuple(sorted(notes)))
 
-    def _check_known(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> None:
+    def _shared_context(self, prompt: Chat, prompt_text: str, text: str) -> str | None:
+        """The prompt without its generation prompt, if ``text`` and ``prompt_text`` differ only behind it; else None."""
+        try:
+            bare = self.render(prompt.messages, prompt.tools, ask=False)
+        except RowError:
+            return None
+        return bare if prompt_text.startswith(bare) and text.startswith(bare) else None
+
+    def _behind_rewritten(
+        self, messages: Sequence[Message], tools: Tools, prompt_text: str, text: str, own: str, whole: str
+    ) -> RenderedAnswer:
+        """An answer of one turn behind the prompt as it is sampled from, which the template prints differently once it is
+        answered (some print a system message only before the last user turn). Raises RowError for any other answer."""
+        _, _, tail = self._with_sentinel(messages, len(messages) - 1, tools).partition(_SENTINEL)
+        verbatim = own and _match_backwards(own, text, self._content_end(text, tail)) is not None
+        if not verbatim or _ENDS_OPEN.search(prompt_text):
+            raise _not_a_prefix(prompt_text, whole, "the prompt alone")
+        start = self._own_start(messages, len(messages) - 1, tools, text, 0, len(text), aligned=False)
+        return RenderedAnswer(prompt_text, ((text[start:], True),), ("rewritten_prompt",))
+
+    def _turn_stop(self, messages: Sequence[Message], i: int, tools: Tools, text: str) -> int:
+        """Where assistant turn i ends in ``text``, its end-of-turn included."""
+        if i + 1 == len(messages):
+            return len(text)
+        upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(self.turn_end.after)
+        if text.startswith(upto):
+            return self._with_next_token(text, len(upto))
+        # The turn is printed differently when it is the last one: look for its end behind its text.
+        tail = self._with_sentinel(messages, i, tools).partition(_SENTINEL)[2]
+        tail = tail.removesuffix(self.turn_end.after)
+        stop = self._stop_pattern.search(tail)
+        if stop is None or not text.endswith(tail):
+            raise _not_a_prefix(upto, text, f"the conversation up to turn {i + 1}")
+        return len(text) - len(tail) + stop.end()
+
+    @cached_property
+    def _stop_pattern(self) -> re.Pattern[str]:
+        """Matches the tokens that end a turn."""
+        ids = {self.turn_end.token, *self._vocab.ends, *self._stops} - {None}
+        names = sorted((str(self._tokenizer.convert_ids_to_tokens(i)) for i in ids), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) or r"(?!)")
+
+    def _own_start(
+        self,
+        messages: Sequence[Message],
+        i: int,
+        tools: Tools,
+        text: str,
+        header: int,
+        end: int,
+        *,
+        ask: bool = False,
+        aligned: bool = True,
+    ) -> int:
+        """Where the own text of assistant turn i starts in ``text``, not before ``header``.
+
+        aligned: the generation prompt ends at ``header``.
+
+        Own text is the turn's content, its reasoning and its tool calls. White space that directly
+        follows the generation prompt counts as own text too: the model has to generate it.
+        """
+        message, content = messages[i], _content(messages[i])
+        blank = self._with_sentinel(messages, i, tools, ask=ask)
+        head, _, tail = blank.partition(_SENTINEL)
+        start = _shared_length(head, text)
+        if _has_reasoning(message) and _prints_reasoning(message, text[header:end]):
+            # The model generates the markup around its reasoning, too.
+            return header if aligned else max(header, start)
+        if content.strip() and not message.get("tool_calls"):
+            content_end = self._content_end(text, tail, ask=ask)
+            at = _match_backwards(content, text, content_end)
+            if at is not None and not (at >= start and not text[start:at].strip()):
+                start = at
+        start = min(max(start, header), end)
+        return header if aligned and not text[header:start].strip() else start
+
+    def _is_shortened(self, messages: Sequence[Message], tools: Tools, text: str, content: str) -> bool:
+        """Whether the template prints only the end of the last turn's content (it drops reasoning)."""
+        head, _, tail = self._with_sentinel(messages, len(messages) - 1, tools).partition(_SENTINEL)
+        end = self._content_end(text, tail)
+        if _match_backwards(content, text, end) is not None:
+            return False
+        printed = text[_shared_length(head, text) : end].strip()
+        return content.strip().endswith(printed)
+
+    def _content_end(self, text: str, tail: str, *, ask: bool = False) -> int:
+        """Where the content ends in front of the ``tail``, of which ``text`` may lack what follows the turn's end."""
+        kept = tail if ask else tail.removesuffix(self.turn_end.after)
+        return len(text) - len(kept) if text.endswith(kept) else len(text)
+
+    def _with_sentinel(self, messages: Sequence[Message], i: int, tools: Tools, *, ask: bool = False) -> str:
+        """The conversation with a made-up content of turn i, without its reasoning and tool calls."""
+        left_out = {*REASONING, "tool_calls"}
+        blank = {name: value for name, value in messages[i].items() if name not in left_out}
+        return self.render([*messages[:i], {**blank, "content": _SENTINEL}, *messages[i + 1 :]], tools, ask=ask)
+
+    # --- checks
+
+    def _check_known(self, messages: Sequence[Message], tools: Tools) -> None:
         """Raises RowError for a role, or for tool calls, that the template does not read."""
         source = self.source(tools)
         for message in messages:
@@ -165,15 +452,13 @@ class ChatTemplate:
                     "use a model whose template knows tools, or write the call as the turn's content",
                 )
 
-    def _check_printed(
-        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]], text: str, *, first: int = 0
-    ) -> None:
+    def _check_printed(self, messages: Sequence[Message], tools: Tools, text: str, *, first: int = 0) -> None:
         """Raises RowError when the template leaves out a turn, from message ``first`` on."""
         for i, message in enumerate(messages[first:], start=first):
             content = message.get("content")
             if not isinstance(content, str) or content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
                 continue
-            # Not found as it is: rewritten (the template read it), or left out (another content prints the same)?
+            # Either the template rewrote it, or it left it out: then another content prints the same.
             changed = [*messages[:i], {**message, "content": _SENTINEL}, *messages[i + 1 :]]
             if self.render(changed, tools, ask=True) == self.render(messages, tools, ask=True):
                 raise RowError(
@@ -181,6 +466,62 @@ class ChatTemplate:
                     f"the chat template leaves out turn {i + 1} ({message['role']})",
                     "leave that turn out of the data, or use a model whose template prints it",
                 )
+
+
+def _trained(messages: Sequence[Message], first: int) -> list[int]:
+    """Places of the assistant turns from ``first`` on that answer something and may be trained on."""
+    found = enumerate(messages[first:], start=first)
+    return [i for i, m in found if m["role"] == "assistant" and i > 0 and not has_no_weight(m)]
+
+
+def has_no_weight(message: Message) -> bool:
+    """Whether an assistant turn is context only."""
+    return message.get("weight") == 0
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    return content if isinstance(content, str) else ""
+
+
+def _text_alone(completion: Chat) -> str:
+    """The content of an answer that is one turn of text and nothing else, to be trained on; else an empty string."""
+    message = completion.messages[0]
+    alone = len(completion.messages) == 1 and not message.get("tool_calls")
+    return _content(message) if alone and not _has_reasoning(message) and not has_no_weight(message) else ""
+
+
+def _has_reasoning(message: Message) -> bool:
+    return any(isinstance(message.get(name), str) and message[name].strip() for name in REASONING)
+
+
+def _prints_reasoning(message: Message, text: str) -> bool:
+    """Whether the reasoning of a turn, if it has any, is in the text."""
+    fields = [message[name].strip() for name in REASONING if isinstance(message.get(name), str)]
+    return not any(fields) or any(field and field in text for field in fields)
+
+
+def _match_backwards(own: str, text: str, end: int) -> int | None:
+    """Where ``own`` starts in ``text`` if it stands right before ``end``, whatever white space differs; else None."""
+    stripped = own.strip()
+    if text.endswith(stripped, 0, end):
+        return end - len(stripped)
+    at = end
+    for character in reversed(own):
+        if character.isspace():
+            continue
+        at -= 1
+        while at >= 0 and text[at].isspace():
+            at -= 1
+        if at < 0 or text[at] != character:
+            return None
+    return at
+
+
+def _without_repeated_tag(own: str, prompt_text: str) -> str:
+    """The answer without an opening tag, such as ``<think>``, that the generation prompt ends with."""
+    tag = _OPENING_TAG.match(own)
+    return own[tag.end() :] if tag and prompt_text.rstrip().endswith(tag[1]) else own
 
 
 def _cut(text: str, start: int, spans: Sequence[tuple[int, int]]) -> list[Piece]:
@@ -192,13 +533,19 @@ def _cut(text: str, start: int, spans: Sequence[tuple[int, int]]) -> list[Piece]
     return [(piece, marked) for piece, marked in [*pieces, (text[start:], False)] if piece]
 
 
-def _check_prefix(part: str, whole: str, name: str) -> None:
-    if whole.startswith(part):
-        return
-    at = next((i for i, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
-    raise RowError(
+def _shared_length(a: str, b: str) -> int:
+    """How many characters two texts begin with in common."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:
+        return shorter
+    return next(i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y)
+
+
+def _not_a_prefix(part: str, whole: str, name: str, kind: type[RowError] = RowError) -> RowError:
+    at = _shared_length(part, whole)
+    return kind(
         "not_a_prefix",
-        f"{name} renders differently once it is answered: after {at} characters it reads "
+        f"{name} is printed differently once it is answered: after {at} characters it reads "
         f"{part[at : at + 40]!r}, and in the whole conversation {whole[at : at + 40]!r}",
         "training would see another prompt than sampling: change the row, or the model's chat template",
     )

@@ -75,7 +75,7 @@ class Vocab:
         raise RowError(
             "empty_prompt",
             "the prompt is empty and the tokenizer has no BOS token to start from",
-            "give the row a prompt, or set data.as_chat: true",
+            "give the row a prompt, or write it as chat messages",
         )
 
     def token(self, name: str) -> int:

@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
@@ -42,6 +43,27 @@ def load_tokenizer(name: str, *, gguf_file: str | None = None, trust_remote_code
         return AutoTokenizer.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
     except LOADING_ERRORS as error:
         raise cannot_load("tokenizer", name, error) from error
+
+
+def generation_stops(name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False) -> tuple[int, ...]:
+    """Tokens at which a model stops by its generation config, or else by its configuration; empty if neither names any."""
+    try:
+        return stops_of(GenerationConfig.from_pretrained(name))
+    except (OSError, ValueError, TypeError):  # it has none
+        pass
+    extra = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(name, trust_remote_code=trust_remote_code, **extra)
+    except LOADING_ERRORS:  # what is wrong with the model is said when it is loaded
+        return ()
+    return stops_of(config.get_text_config())
+
+
+def stops_of(config: Any) -> tuple[int, ...]:
+    """``eos_token_id`` of a configuration, which may be one token, several or none."""
+    named: Any = getattr(config, "eos_token_id", None)
+    several = named if isinstance(named, list | tuple) else [named]
+    return tuple(dict.fromkeys(int(i) for i in several if i is not None))
 
 
 def load_model(

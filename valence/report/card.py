@@ -46,9 +46,12 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 model = AutoModelForSequenceClassification.from_pretrained("path/to/this/folder", dtype="float32")
 """
 
+KWARGS = "{kwargs}"
+"""Stands for the variables of the chat template."""
+
 ENCODE_CHAT = """\
 messages = [{"role": "user", "content": "What is the capital of France?"}]
-inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True{kwargs})
 """
 
 ENCODE_TEXT = """\
@@ -57,7 +60,7 @@ inputs = tokenizer("The capital of France is", return_tensors="pt")
 
 SCORE_CHAT = """\
 messages = [{"role": "user", "content": "What is the capital of France?"}, {"role": "assistant", "content": "Paris."}]
-text = tokenizer.apply_chat_template(messages, tokenize=False).rstrip()  # the score is read at the end of the turn
+text = tokenizer.apply_chat_template(messages, tokenize=False{kwargs}).rstrip()  # the score is read at the end of the turn
 inputs = tokenizer(text, add_special_tokens=False, return_tensors="pt")
 """
 
@@ -84,7 +87,8 @@ class CardFacts:
     settings: those of the training worth a line (dotted names). audit: of the training rows, as in ``audit.json``; what
     it holds against them becomes limitations. before, after: metrics on held-out rows at the first and at the last
     evaluation. last: of the last record of training, as ``last_record`` finds it. license: what the base model's card says, under
-    the hub's names (``license_of``); empty when that is not known. chat: the tokenizer has a chat template. steps: optimizer
+    the hub's names (``license_of``); empty when that is not known. chat: prompts go through the chat template, with the
+    variables ``chat_template_kwargs``. steps: optimizer
     steps. finished: False when the training was stopped before its end. reward_model: it scores answers instead of giving them.
     """
 
@@ -95,6 +99,7 @@ class CardFacts:
     settings: Mapping[str, object] = field(default_factory=dict[str, object])
     adapter: bool
     chat: bool
+    chat_template_kwargs: Mapping[str, object] = field(default_factory=dict[str, object])
     audit: Mapping[str, Any]
     before: Mapping[str, float] | None = None
     after: Mapping[str, float] | None = None
@@ -133,9 +138,18 @@ def model_card(facts: CardFacts) -> str:
 
 
 def _usage(facts: CardFacts) -> str:
-    if facts.reward_model:
-        return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT if facts.chat else SCORE_TEXT}{SCORE}"
-    return f"{LOAD_ADAPTER if facts.adapter else LOAD_MERGED}\n{ENCODE_CHAT if facts.chat else ENCODE_TEXT}{GENERATE}"
+    return usage(facts.chat, facts.chat_template_kwargs, reward_model=facts.reward_model, adapter=facts.adapter)
+
+
+def usage(
+    chat: bool, chat_template_kwargs: Mapping[str, object] | None = None, *, reward_model: bool = False, adapter: bool = False
+) -> str:
+    """Python code that loads an exported model and asks it, or a reward model for a score. Arguments are those of the facts."""
+    kwargs = "".join(f", {name}={value!r}" for name, value in (chat_template_kwargs or {}).items())
+    if reward_model:
+        return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT.replace(KWARGS, kwargs) if chat else SCORE_TEXT}{SCORE}"
+    encode = ENCODE_CHAT.replace(KWARGS, kwargs) if chat else ENCODE_TEXT
+    return f"{LOAD_ADAPTER if adapter else LOAD_MERGED}\n{encode}{GENERATE}"
 
 
 def _head(facts: CardFacts) -> str:

@@ -35,8 +35,9 @@ PLAIN: Mapping[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0,
 
 
 class OpenAIGenerator:
-    """A completions endpoint. ``model``: its name there; default: the only one there. prefix: tokens that the server, like the
-    tokenizer, puts before every text by itself. See ``VLLMGenerator`` for the rest."""
+    """A completions endpoint. ``model``: its name there; default: the only one there. end_ids: tokens that end an answer, the
+    most important first. prefix: tokens that the server, like the tokenizer, puts before every text by itself. See
+    ``VLLMGenerator`` for the rest."""
 
     version, dtype = 0, ""
 
@@ -54,7 +55,7 @@ class OpenAIGenerator:
     ) -> None:
         self.wire = Wire(url, timeout, os.environ.get(KEY), health="/v1/models")
         self.asking = Asking(self.wire, ROUTE, tries=TRIES, say=say)
-        self.tokenizer, self.end_ids, self.concurrency = tokenizer, sorted(end_ids), concurrency
+        self.tokenizer, self.end_ids, self.concurrency = tokenizer, list(dict.fromkeys(end_ids)), concurrency
         self._named, self.prefix = model, tuple(prefix)
 
     @cached_property
@@ -151,6 +152,5 @@ class OpenAIGenerator:
         )
 
     def _end(self) -> int:
-        """The token that stands for an end of which only the text is known."""
-        own: Any = self.tokenizer.eos_token_id
-        return int(own) if own in self.end_ids else self.end_ids[0]
+        """The token that stands for an end of which only the text is known: the one that training data ends with."""
+        return self.end_ids[0]

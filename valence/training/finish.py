@@ -32,6 +32,7 @@ from valence.training.evaluate import as_text
 from valence.training.folder import RunFolder, as_json, now, versions
 from valence.training.loop import Interrupted, Run
 from valence.training.online.rounds import describe_exclusions
+from valence.training.rendering import in_short
 from valence.training.saving import HEAVY
 from valence.training.score import passes
 
@@ -246,7 +247,8 @@ def write_model(
         loss=recipe.loss,
         settings=_settings_of_the_card(run),
         adapter=adapted and what == "adapter",
-        chat=encoder.tokenizer.chat_template is not None or encoder.template.fallback is not None,
+        chat=run.prepared.uses_template,
+        chat_template_kwargs=encoder.template.kwargs,
         audit=run.audit,
         before=run.evaluations[steps[0]] if len(steps) > 1 else None,
         after=run.evaluations[steps[-1]] if steps else None,
@@ -264,8 +266,8 @@ def write_model(
         return
     with run.policy.stock():
         export(
-            run.policy.model, tokenizer, target, what=what, card=model_card(card), chat_template=encoder.template.fallback,
-            ends=encoder.end_ids, config=config, group=run.world if run.divided else None,
+            run.policy.model, tokenizer, target, what=what, card=model_card(card), ends=encoder.end_ids,
+            config=config, group=run.world if run.divided else None,
             merge=partial(_merged, run) if recipe.model.quantize else None,
         )  # fmt: skip
 
@@ -300,10 +302,12 @@ def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase,
 
 def _settings_of_the_card(run: Run) -> dict[str, Any]:
     """The settings that the recipe itself says, and those every reader asks for."""
-    always = ("train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype", "model.lora.rank")
+    always = (
+        "train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype", "model.lora.rank", "data.as_chat",
+    )  # fmt: skip
     settings = run.prepared.source.settings
     return {
-        name: setting.value
+        name: in_short(setting.value)
         for name, setting in settings.items()
         if (name in always or not setting.is_default) and name.split(".")[0] in ("model", "reference", "train", "data")
     }

@@ -8,15 +8,17 @@ from pathlib import Path
 from typing import Literal
 
 from rich.console import RenderableType
+from rich.text import Text
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.config.schema import Source
-from valence.data.encode import Encoder, Unusable
+from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
 from valence.data.sources import Row
 from valence.errors import UserError
 from valence.report.show import show_encoded, show_example, show_row
 from valence.training.methods import method_in, method_of
+from valence.training.rendering import describe_rendering
 from valence.training.setup import prepare
 from valence.types import Example, Origin
 
@@ -47,7 +49,9 @@ def look(
     if stage in ("example", "all"):
         yield from map(show_example, examples)
     if stage in ("tokens", "all"):
-        yield from _tokens(_encoder(source), examples)
+        encoder = _encoder(source)
+        yield from map(Text, describe_rendering(encoder, data))
+        yield from _tokens(encoder, examples)
 
 
 def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> list[Example]:
@@ -79,10 +83,8 @@ def _encoder(source: LoadedRecipe) -> Encoder:
 
 
 def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[RenderableType]:
-    encoded = [encoder.encode(example, example.origin.path) for example in examples]
-    for unit in encoded:
-        if not isinstance(unit, Unusable):
-            yield show_encoded(unit, encoder.tokenizer)
-    for unit in encoded:
-        if isinstance(unit, Unusable):
-            raise UserError(f"this row is not used: {unit.reason}", where=str(unit.origin), fix=unit.fix)
+    encoded = encoder.encode_all(examples, [example.origin.path for example in examples])
+    for unit in encoded.units:
+        yield show_encoded(unit, encoder.tokenizer)
+    for unit in encoded.unusable:
+        raise UserError(f"this row is not used: {unit.reason}", where=str(unit.origin), fix=unit.fix)

@@ -22,6 +22,7 @@ from valence.report.console import visible
 from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
+from valence.training.rendering import in_short
 from valence.training.saving import HEAVY, load_weights
 from valence.training.setup import Prepared
 
@@ -286,7 +287,7 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earl
     }
     folder.write("audit.json", audits)
     changed = [
-        {"setting": name, "value": setting.value, "origin": setting.origin}
+        {"setting": name, "value": in_short(setting.value), "origin": setting.origin}
         for name, setting in prepared.source.settings.items()
         if not setting.is_default
     ]
@@ -297,7 +298,7 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earl
     folder.state(
         **facts, status="running", changed=changed, method=prepared.recipe.method, cwd=os.getcwd(),
         total_steps=prepared.steps_from(earlier.first if earlier else 0), versions=versions(),
-        settings=settings_of(prepared), rows=rows_of(prepared),
+        settings=settings_of(prepared), rows=rows_of(prepared), stop_ids=list(prepared.encoder.end_ids),
         micro_batch_tokens=earlier.budget if earlier and earlier.budget else [[0, "evaluation", tokens]],
     )  # fmt: skip
     folder.write(ROWS, hashes_of(prepared))

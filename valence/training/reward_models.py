@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -44,8 +44,9 @@ class Settings(BaseModel):
     """Scores with a mean of 0 and a standard deviation of 1 over the rows that it was trained on."""
     max_length: int = Field(2048, gt=0)
     """Longest prompt with its answer, in tokens; longer ones have no score."""
-    as_chat: bool = False
-    """Whether a prompt that is text is a user's turn."""
+    as_chat: Literal["auto"] | bool | None = None
+    """Whether a prompt that is plain text becomes a user message, as data.as_chat. Default: as the run that trained the model
+    did; of a model's folder, exactly when its tokenizer has a chat template."""
     tokens: int = Field(8192, gt=0)
     """That run at once."""
     dtype: Dtype | None = None
@@ -181,7 +182,8 @@ def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
     """The recipe that a reward model is loaded by, and what is changed in that which it has or stands for."""
     model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
     ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
-    ours += [f"data.max_length={given.max_length}", f"data.as_chat={str(given.as_chat).lower()}", "reference.cache=off"]
+    ours += [f"data.max_length={given.max_length}", "reference.cache=off"]
+    ours += [] if given.as_chat is None else [f"data.as_chat={str(given.as_chat).lower()}"]
     ours += [f"data.{name}=[]" for name in LISTS]
     return load_recipe(recipe_of(target), ours, method_of=method_of, training=False), ours
 

@@ -96,7 +96,7 @@ def sample_rows(
     log-probabilities, and how it was drawn.
 
     target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (the model it starts from), or a
-    model's or adapter's folder or hub id. data: files of prompts, or sections as in a recipe; questions: text of user turns; with
+    model's or adapter's folder or hub id. data: files of prompts, or sections as in a recipe; questions: prompts as text; with
     neither, the prompts that the recipe trains on. out: what an interrupted call wrote there is kept and gone on from; ``fresh``
     moves it aside, ``append`` writes other answers of the same model behind it. group: of processes that each answer a share.
 
@@ -175,9 +175,8 @@ def _sources(target: str, data: Sequence[str], overrides: Sequence[str], *, asks
 def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt]:
     """In their order: those given as text, then those of the files."""
     asked = [
-        Prompt(prompt=Chat(({"role": "user", "content": text},)), origin=Origin("--prompt", number))
-        for number, text in enumerate(questions, 1)
-    ]
+        Prompt(prompt=text, origin=Origin("--prompt", number)) for number, text in enumerate(questions, 1)
+    ]  # the run says whether they become user messages
     named = [source.model_copy(update={"format": source.format or _format(source)}) for source in sources]
     found = load(named, "prompt").examples if named else ()
     prompts = asked + [example for example in found if isinstance(example, Prompt)]
@@ -250,7 +249,7 @@ class _Writer:
         return {
             "model": model_digest(self.run.policy, adapter=True),
             "vocabulary": encoder.vocab.digest,
-            "template": content_id(encoder.tokenizer.chat_template, data.as_chat),
+            "template": content_id(encoder.tokenizer.chat_template, encoder.as_chat, sorted(data.chat_template_kwargs.items())),
         }
 
     def skip(self) -> int:

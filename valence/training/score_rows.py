@@ -162,7 +162,8 @@ def facts_of_tokens(recipe: Recipe, encoder: Encoder) -> dict[str, Any]:
         "max_length": data.max_length,
         "long_rows": data.long_rows,
         "train_on": data.train_on,
-        "as_chat": data.as_chat,
+        "as_chat": encoder.as_chat,
+        "chat_template_kwargs": data.chat_template_kwargs,
         "tokenizer": content_id(sorted(tokenizer.get_vocab().items()), tokenizer.chat_template),
     }
 
@@ -203,10 +204,10 @@ class _Writer:
         with Progress(console, "scoring", total, start=tally.rows, quiet=quiet) as bar:
             while window := list(islice(pairs, WINDOW)):
                 made = _Window(window, self.encoder)
-                done = tally.rows + len(window) - len(made.units)  # there is nothing to compute for the others
+                done = tally.rows + len(window) - len(set(made.places))  # there is nothing to compute for the others
                 for units, tokens in made.score(self.judge, self.tokens, self.group):
                     done, seen = done + units, seen + tokens
-                    bar.update(done, tokens=seen)
+                    bar.update(min(done, tally.rows + len(window)), tokens=seen)
                 lines = [made.line(i, self.column) for i in range(len(window))]
                 if self.lines:
                     self.lines.write([line for line, _ in lines])
@@ -248,7 +249,8 @@ class _Window:
         self.examples = [example for _, example in window]
         # One by one: places do not tell rows apart where several stand in a line.
         self.encoded = [None if isinstance(e, BadRow) else encoder.encode_all([e]) for e in self.examples]
-        self.places = [i for i, encoded in enumerate(self.encoded) if encoded and encoded.units]
+        # A place for each unit: a conversation may have been split into several.
+        self.places = [i for i, encoded in enumerate(self.encoded) if encoded for _ in encoded.units]
         self.units = [unit for encoded in self.encoded if encoded for unit in encoded.units]
         self.numbers: list[list[Numbers]] = [[] for _ in window]
 

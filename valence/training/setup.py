@@ -18,14 +18,15 @@ from valence.data.load import InMemory, Loaded, Rows, load
 from valence.data.mismatch import mismatch
 from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
+from valence.data.template import with_template
 from valence.engine.loading import must_exist
-from valence.engine.models import DTYPES, load_tokenizer
+from valence.engine.models import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.engine.quantized import check_library
 from valence.errors import UserError
 from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
-from valence.types import Answer, Encoded, Example
+from valence.types import Answer, Chat, Encoded, Example
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ class Corpus:
     @cached_property
     def examples(self) -> dict[str, Example]:
         """The examples by content id."""
-        return {example.id: example for example in self.loaded.examples}
+        return {example.id: example for example in (*self.loaded.examples, *self.encoded.parts)}
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,16 @@ class Prepared:
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.encoder.tokenizer
+
+    @property
+    def uses_template(self) -> bool:
+        """Whether the prompts of the run go through the chat template; without rows, whether plain text would."""
+        if not self.encoder.template.exists:
+            return False
+        prompts = [example.prompt for corpus in self.corpora.values() for example in corpus.loaded.examples]
+        if any(isinstance(prompt, Chat) for prompt in prompts):
+            return True
+        return self.encoder.as_chat and (not prompts or any(isinstance(prompt, str) for prompt in prompts))
 
     @property
     def sampler(self) -> Sampler:
@@ -167,11 +178,16 @@ class Prepared:
 
 
 def prepare(
-    source: LoadedRecipe, *, tokenizer: PreTrainedTokenizerBase | None = None, given: Mapping[str, Rows | None] | None = None
+    source: LoadedRecipe,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    given: Mapping[str, Rows | None] | None = None,
+    policy: Any = None,
 ) -> Prepared:
-    """Reads, encodes and audits all rows of a recipe. ``given``: rows in memory that replace the recipe's train or eval files.
+    """Read, encode and audit all rows of a recipe.
 
-    Raises UserError for a mistake in the recipe or the data.
+    given: rows in memory that replace the recipe's train or eval files. policy: a model that replaces the recipe's, for the
+    tokens at which it stops. Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
         recipe = source.recipe
@@ -183,10 +199,17 @@ def prepare(
                 gguf_file=None if model.tokenizer else model.gguf_file,
                 trust_remote_code=model.trust_remote_code,
             )
-        how = {"long_rows": data.long_rows, "train_on": data.train_on, "as_chat": data.as_chat}
+        tokenizer = with_template(tokenizer, data.chat_template)
+        how: dict[str, Any] = {
+            "long_rows": data.long_rows, "train_on": data.train_on, "as_chat": data.as_chat,
+            "chat_template_kwargs": data.chat_template_kwargs, "stop_ids": _stop_ids(recipe, policy),
+        }  # fmt: skip
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
         encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
+        if data.as_chat == "auto":
+            why = "the tokenizer has a chat template" if encoder.as_chat else "the tokenizer has no chat template"
+            source = source.with_automatic("data.as_chat", encoder.as_chat, why)
         corpora: dict[str, Corpus] = {}
         for name in ("train", "eval", "test"):
             rows = (given or {}).get(name)
@@ -206,6 +229,14 @@ def prepare(
         prepared = Prepared(source.recipe, source, method, encoder, corpora)
         _check(prepared)
         return prepared
+
+
+def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
+    """Tokens at which the model stops, by its generation config."""
+    if policy is not None:
+        return stops_of(getattr(policy, "generation_config", None) or policy.config)
+    model = recipe.model
+    return generation_stops(model.name, gguf_file=model.gguf_file, trust_remote_code=model.trust_remote_code)
 
 
 def _check_room(max_length: int, answers: int) -> None:
