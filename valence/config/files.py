@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from difflib import get_close_matches
@@ -15,6 +16,7 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 def read_recipe_text(path: Path) -> str:
     """The text of a recipe. Raises UserError unless it is a readable file in UTF-8 without a byte order mark."""
+    check_path(str(path))
     if path.is_dir():
         inside = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
         raise UserError(
@@ -44,7 +46,8 @@ def locate_data(path: str, folder: Path | None) -> str:
 
     A hub id stays as it is. Raises UserError for a file that is in neither place.
     """
-    given = Path(path).expanduser()
+    check_path(path)
+    given = Path(os.path.expanduser(path))
     places = [given] if given.is_absolute() or folder is None else [given, folder / given]
     for place in places:
         if place.exists():
@@ -53,6 +56,25 @@ def locate_data(path: str, folder: Path | None) -> str:
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
     raise UserError(f"there is no file {path}", fix="; ".join(hints))
+
+
+def check_path(path: str) -> None:
+    """Raises UserError for a path that no file can have: with a NUL character, or longer than the file system allows."""
+    try:
+        os.stat(os.path.expanduser(path))
+    except ValueError:
+        what, fix = "the path holds a NUL character", "remove it"
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            return
+        what, fix = (
+            "the path, or a name in it, is too long for a file",
+            "check that this is a path, and not the content of a file",
+        )
+    else:
+        return
+    short = path if len(path) <= 60 else f"{path[:57]}..."
+    raise UserError(what, where=short.replace("\0", "\\0"), fix=fix)
 
 
 def is_hub_id(path: str) -> bool:
