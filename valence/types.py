@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...)."""
+"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...). An assistant
+turn with ``weight`` 0 is context only: it is not trained on."""
 
 Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
 """What a method reads. ``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever."""
@@ -99,6 +100,7 @@ class Judgement:
     attributes: Mapping[str, float] = field(default_factory=dict[str, float])
     error: str = ""
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -118,6 +120,7 @@ class Preference:
     margin: float = 0.0
     soft: float | None = None
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -133,6 +136,7 @@ class Demonstration:
     prompt: Content
     completion: Content
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -148,6 +152,7 @@ class Ranking:
     completions: tuple[Content, ...]
     scores: tuple[float, ...]
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -171,6 +176,8 @@ class Prompt:
 
 
 Example = Judgement | Preference | Demonstration | Ranking | Prompt
+"""``info`` of each: metadata of the row (rater, comment, tags, model, ...). It is never trained on, and it is not part of the
+``id``, except for a Prompt, whose reward reads it."""
 
 
 @dataclass(frozen=True, slots=True)

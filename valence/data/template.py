@@ -139,8 +139,8 @@ class ChatTemplate:
         """(start, end) in ``text`` of each assistant turn from message ``first`` on, end-of-turn included."""
         spans: list[tuple[int, int]] = []
         for i in range(first, len(messages)):
-            # A turn that nothing precedes answers nothing.
-            if messages[i]["role"] != "assistant" or i == 0:
+            # A turn that nothing precedes answers nothing, and one with weight 0 is context.
+            if messages[i]["role"] != "assistant" or i == 0 or messages[i].get("weight") == 0:
                 continue
             before = self.render(messages[:i], tools, ask=True)
             _check_prefix(before, text, f"the conversation before turn {i + 1}")
