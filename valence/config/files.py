@@ -63,18 +63,24 @@ def check_path(path: str) -> None:
     try:
         os.stat(os.path.expanduser(path))
     except ValueError:
-        what, fix = "the path holds a NUL character", "remove it"
+        where = _short(path).replace("\0", "\\0")
+        raise UserError("the path holds a NUL character", where=where, fix="remove it") from None
     except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
-            return
-        what, fix = (
-            "the path, or a name in it, is too long for a file",
-            "check that this is a path, and not the content of a file",
-        )
-    else:
-        return
-    short = path if len(path) <= 60 else f"{path[:57]}..."
-    raise UserError(what, where=short.replace("\0", "\\0"), fix=fix)
+        if error.errno == errno.ENAMETOOLONG:
+            raise too_long(path) from None
+
+
+def too_long(path: str) -> UserError:
+    """What to say of a path that the file system finds too long."""
+    return UserError(
+        "the path, or a name in it, is too long for a file",
+        where=_short(path),
+        fix="check that this is a path, and not the content of a file",
+    )
+
+
+def _short(path: str) -> str:
+    return path if len(path) <= 60 else f"{path[:57]}..."
 
 
 def is_hub_id(path: str) -> bool:

@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any, cast
 
 from ruamel.yaml import YAML
@@ -83,7 +82,7 @@ def override(given: Given, assignment: str) -> Given:
     parts = name.strip().split(".")
     if not equals or not text.strip() or not all(parts):
         fix = "write setting=value, such as train.seed=1 (null for nothing)"
-        if Path(assignment).is_file():
+        if os.path.isfile(assignment):
             fix = f"name a file behind what reads it: --data {assignment} where the command has this option, or a setting"
         raise UserError(f"cannot read {assignment!r}", where=COMMAND_LINE, fix=fix)
     path = _resolve(given.values, parts)
