@@ -250,3 +250,15 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     assert valence("train", "recipe.yaml") == 130
     assert "stopped before anything was begun" in capsys.readouterr().out
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize("words", [
+    ("check", "{}"), ("check", "{}/r.yaml"), ("resume", "{}"), ("runs", "{}"), ("report", "{}"),
+    ("score", "model", "--data", "{}", "--out", "o.jsonl"), ("sample", "model", "--data", "{}.jsonl", "--out", "o.jsonl"),
+])  # fmt: skip
+def test_names_that_are_too_long_for_a_file_are_one_message(
+    words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert valence(*(word.format("x" * 300) for word in words)) == 2
+    assert "to fix it: " in capsys.readouterr().err

@@ -18,7 +18,8 @@ from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import Recipe, seconds_of
 from valence.data.audit_text import render
 from valence.data.encode import Encoder
-from valence.data.load import InMemory, Rows, load
+from valence.data.load import load, sources_from
+from valence.data.objects import PathOrPaths, Rows, as_overrides
 from valence.data.pack import collate, pack
 from valence.data.template import AsChat
 from valence.dist.processes import start
@@ -56,8 +57,8 @@ def train(
     reference: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
     scheduler: SchedulerLike | None = None,
-    train: Rows | None = None,
-    eval: Rows | None = None,
+    train: Rows | PathOrPaths | None = None,
+    eval: Rows | PathOrPaths | None = None,
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[Callback] = (),
     fresh: bool = False,
@@ -76,9 +77,10 @@ def train(
     fresh: move it aside and start anew. allow: settings, or sections such as ``data``, that may differ from those of the run
     that is taken up.
 
-    train, eval: rows as dictionaries in any format that files may have, or Examples. optimizer: an object, or a function
-    of the list of trained weights; scheduler: an object, or a function of the optimizer. callbacks are called with the
-    run and each logged record.
+    train, eval: rows as a list of dictionaries in any format that files may have, Examples, a pandas DataFrame, a
+    ``datasets.Dataset``, or the path of a file (or a list of paths), which takes the place of ``data.train``.
+    optimizer: an object, or a function of the list of trained weights; scheduler: an object, or a function of the
+    optimizer. callbacks are called with the run and each logged record.
 
     Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
     KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
@@ -126,7 +128,7 @@ def build_run(
     recipe: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
     *,
-    given: Mapping[str, Rows | None] | None = None,
+    given: Mapping[str, Rows | PathOrPaths | None] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     model: nn.Module | None = None,
     reference: nn.Module | None = None,
@@ -143,8 +145,9 @@ def build_run(
     """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
     state of the run that is there, if any, taken up. Of a finished run raises _FinishedError unless ``loads_finished``."""
     world = group or Single()
+    given, overrides = as_overrides(given or {}, overrides)
     console = console or terminal_of(world)
-    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given or {}))
+    source = load_recipe(recipe, overrides, method_of=method_of, in_memory=_given(given))
     checked = source.recipe
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
@@ -283,7 +286,7 @@ class LogProbs:
 @torch.no_grad()
 def logprobs(
     model: nn.Module,
-    rows: Rows,
+    rows: Rows | PathOrPaths,
     *,
     tokenizer: PreTrainedTokenizerBase | None = None,
     kind: Kind = "demonstration",
@@ -302,7 +305,7 @@ def logprobs(
         tokenizer, max_length=max_length, as_chat=as_chat, chat_template_kwargs=chat_template_kwargs,
         stop_ids=stops_of(getattr(model, "generation_config", None) or model.config),
     )  # fmt: skip
-    loaded = load([InMemory(rows)], kind)
+    loaded = load(sources_from(rows), kind)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     if encoded.unusable:
         raise UserError(encoded.unusable[0].reason, where=str(encoded.unusable[0].origin), fix=encoded.unusable[0].fix)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...)."""
+"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...). An assistant
+turn with ``weight`` 0 is context only: it is not trained on."""
 
 Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
 """What a method reads. ``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever."""
@@ -101,6 +102,7 @@ class Judgement:
     error: str = ""
     is_truncated: bool = False
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -120,6 +122,7 @@ class Preference:
     margin: float = 0.0
     soft: float | None = None
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -135,6 +138,7 @@ class Demonstration:
     prompt: Content
     completion: Content
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -150,6 +154,7 @@ class Ranking:
     completions: tuple[Content, ...]
     scores: tuple[float, ...]
     weight: float = 1.0
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any], hash=False)
     origin: Origin
 
     @property
@@ -173,6 +178,8 @@ class Prompt:
 
 
 Example = Judgement | Preference | Demonstration | Ranking | Prompt
+"""``info`` of each: metadata of the row (rater, comment, tags, model, ...). It is never trained on, and it is not part of the
+``id``, except for a Prompt, whose reward reads it."""
 
 
 @dataclass(frozen=True, slots=True)

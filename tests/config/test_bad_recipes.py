@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,6 +23,9 @@ data:
   train: feedback.jsonl
   eval: held_out.jsonl
 """
+
+
+GOOD_WITH_TRAIN = {"method": "kto", "model": {"name": "some/model"}}
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,12 @@ FILES: dict[str, tuple[bytes, str, str, str]] = {
     "duplicate in braces": (b"train: {seed: 1, 'seed': 2}\n", ":1", "train.seed is given twice", "remove one"),
     "a list as a name": (b"[a, b]: 1\n", ":1", "a list or a mapping", "one word"),
     "itself": (b"model: &m\n  name: *m\n", ":1", "contains itself", "levels at most"),
+    "aliases": (
+        b"".join(b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9) if n else b"x") for n in range(12)),
+        ":6",
+        "more than 100,000 values",
+        "instead of repeating",
+    ),
     "very deep": (b"a: " + b"[" * 1100, ":1", "nested too deeply", "close every bracket"),
     "deep": (b"a: " + b"[" * 20 + b"]" * 20, ":1", "nested too deeply", "levels at most"),
     "half a character": (b'method: "\\ud800"\n', ":1 (method)", "half of a surrogate pair", "whole character"),
@@ -96,6 +106,13 @@ def test_a_missing_recipe_names_the_nearest(folder: Path):
     (folder / "first.yaml").write_text(GOOD)
     assert "first.yaml?" in str(complaint("frist.yaml"))
     assert "does not exist" in str(complaint("nowhere/first.yaml"))
+
+
+@pytest.mark.parametrize("name", ["x" * 300 + ".yaml", "x/" * 3000 + "r.yaml", "a\0b.yaml"])
+def test_paths_that_cannot_be(name: str):
+    for error in (complaint(name), complaint(GOOD_WITH_TRAIN | {"data": {"train": name}})):
+        assert re.search("too long|NUL", str(error))
+        assert len(str(error)) < 500
 
 
 def test_a_folder_is_no_recipe(folder: Path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -211,6 +212,68 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
         {"conversations": [said("human", "Say hi.")], "chosen": said("gpt", "Hi!"), "rejected": said("gpt", "Bye!")},
         pair(chat(ASK), chat(HI), chat(BYE)),
     ),
+    (
+        "openai_preference",
+        {
+            "input": {"messages": [SYSTEM, ASK], "tools": [TOOL], "parallel_tool_calls": True},
+            "preferred_output": [HI],
+            "non_preferred_output": [BYE],
+        },
+        pair(chat(SYSTEM, ASK, tools=(TOOL,)), chat(HI), chat(BYE)),
+    ),
+    (
+        "openai_preference",
+        {
+            "input": {"messages": [ASK]},
+            "preferred_output": [HI],
+            "non_preferred_output": [BYE],
+            "info": {"rater": 7},
+        },
+        pair(chat(ASK), chat(HI), chat(BYE), info={"rater": 7}),
+    ),
+    # Chat turns as tools write them
+    ("judgement", {"prompt": ASK, "completion": "Hi!", "label": True}, judged(chat(ASK), chat(HI))),
+    ("prompt", {"prompt": ASK}, Prompt(prompt=chat(ASK), origin=HERE)),
+    ("judgement", {"prompt": [said("human", "Say hi.")], "completion": "Hi!", "label": 1}, judged(chat(ASK), chat(HI))),
+    (
+        "preference",
+        {"prompt": [said("system", "Be brief."), said("human", "Say hi.")], "chosen": [said("gpt", "Hi!")], "rejected": [BYE]},
+        pair(chat(SYSTEM, ASK), chat(HI), chat(BYE)),
+    ),
+    ("messages", {"messages": [said("human", "Say hi."), said("gpt", "Hi!")]}, demo(chat(ASK), chat(HI))),
+    ("sharegpt", {"conversations": [ASK, HI]}, demo(chat(ASK), chat(HI))),
+    (
+        "messages",
+        {"messages": [turn("developer", "Be brief."), turn("human", "Say hi."), turn("model", "Hi!")]},
+        demo(chat(SYSTEM, ASK), chat(HI)),
+    ),
+    (
+        "judgement",
+        {"prompt": [ASK, CALL, turn("function", "12:00", name="clock")], "completion": [turn("gpt", "Hi!")], "label": True},
+        judged(chat(ASK, CALL, turn("tool", "12:00", name="clock")), chat(HI)),
+    ),
+    (
+        "messages",
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi."}]},
+                {"role": "assistant", "content": [{"text": "Hi!"}]},
+            ]
+        },
+        demo(chat(turn("user", "Say\nhi.")), chat(HI)),
+    ),
+    (
+        "demonstration",
+        {"prompt": [{"type": "input_text", "text": "1+1="}], "completion": [{"type": "output_text", "text": "2"}]},
+        demo("1+1=", "2"),
+    ),
+    ("messages", {"messages": [ASK, turn("assistant", "Hi!", weight=1)]}, demo(chat(ASK), chat(HI))),
+    (
+        "messages",
+        {"messages": [ASK, turn("assistant", "Hi!", weight=0), ASK, BYE]},
+        demo(chat(ASK, turn("assistant", "Hi!", weight=0), ASK), chat(BYE)),
+    ),
+    ("messages", {"messages": [ASK, HI, ASK, turn("assistant", "Bye!", weight=0)]}, demo(chat(ASK), chat(HI))),
     ("alpaca", {"instruction": "Add.", "input": "1 + 1", "output": "2"}, demo(ALPACA, chat(turn("assistant", "2")))),
     (
         "alpaca",
@@ -250,6 +313,57 @@ def test_reading_leaves_the_row_as_it_was():
         before = repr(row)
         read_example(name, row, HERE)
         assert repr(row) == before
+
+
+@pytest.mark.parametrize(("name", "row"), [
+    ("judgement", {"prompt": "1+1=", "completion": "2", "label": True}),
+    ("scored", {"prompt": "1+1=", "completion": "2", "score": 1}),
+    ("attributes", {"prompt": "1+1=", "completion": "2", "scores": {"help": 1}}),
+    ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3"}),
+    ("demonstration", {"prompt": "1+1=", "completion": "2"}),
+    ("messages", {"messages": [ASK, HI]}),
+    ("ranking", {"prompt": "1+1=", "completions": ["2", "3"], "scores": [1, 0]}),
+    ("judgement_ids", {"prompt_ids": [1], "completion_ids": [2], "label": True}),
+    ("prompt", {"prompt": "1+1="}),
+])  # fmt: skip
+def test_any_row_may_have_info(name: str, row: dict):
+    info = {"rater": 3, "comment": "short", "tags": ["a"]}
+    assert detect([{**row, "info": info}]) == name
+    plain, example = read_example(name, row, HERE), read_example(name, {**row, "info": info}, HERE)
+    assert (plain.info, example.info) == ({}, info)
+    assert (example.id == plain.id) is (name != "prompt")
+    assert read_example(name, {**row, "info": '{"rater": 3}'}, HERE).info == {"rater": 3}
+    assert read_example(name, {**row, "info": "a note"}, HERE).info == {"info": "a note"}
+
+
+def test_a_prompt_has_its_columns_and_the_entries_of_its_info():
+    row = {"prompt": "1+1=", "answer": 2, "info": {"answer": 3, "rater": 7}}
+    assert read_example("prompt", row, HERE).info == {"answer": 2, "rater": 7}
+
+
+@pytest.mark.parametrize(("part", "said"), [
+    ({"type": "image_url", "image_url": {"url": "a.png"}}, "part 2 of content of turn 1 of prompt has type 'image_url'"),
+    ({"type": "text", "text": None}, "part 2 of content of turn 1 of prompt has no text"),
+])  # fmt: skip
+def test_content_that_is_not_text_is_named(part: dict, said: str):
+    turns = [{"role": "user", "content": [{"type": "text", "text": "What is this?"}, part]}]
+    with pytest.raises(UserError, match=said):
+        read_example("judgement", {"prompt": turns, "completion": "a", "label": True}, HERE)
+
+
+def test_a_conversation_of_which_no_turn_is_to_be_learnt_is_refused():
+    silent = turn("assistant", "Hi!", weight=0)
+    for row, name in (
+        ({"messages": [ASK, silent]}, "messages"),
+        ({"messages": [ASK, silent, ASK, silent]}, "messages"),
+        ({"messages": [ASK, HI, ASK, silent], "label": True}, "judged_messages"),
+        ({"prompt": [ASK], "chosen": [HI], "rejected": [silent]}, "preference"),
+    ):
+        with pytest.raises(UserError, match="weight 0, so there is nothing to learn"):
+            read_example(name, row, HERE)
+    for wrong in (0.5, 2, "0", True, -1):
+        with pytest.raises(UserError, match="weight of turn 2 of messages is .*, and must be 0 or 1"):
+            read_example("messages", {"messages": [ASK, turn("assistant", "Hi!", weight=wrong)]}, HERE)
 
 
 # Detection
@@ -299,6 +413,23 @@ def test_a_named_column_goes_before_one_of_the_usual_name():
     assert read_example("judgement", row, HERE, {"prompt": "text"}) == judged("1+1=", "2")
 
 
+def test_keys_name_places_inside_columns():
+    row = {"input": {"messages": [ASK], "tools": [TOOL]}, "choices": [{"text": "Hi!"}], "data": {"ok": 1}, "note": "x"}
+    keys = {"prompt": "input.messages", "tools": "input.tools", "completion": "choices.0.text", "label": "data.ok"}
+    assert detect([row], keys) == "judgement"
+    assert read_example("judgement", row, HERE, keys) == judged(chat(ASK, tools=(TOOL,)), chat(HI))
+    dotted = {"input.messages": "1+1=", "completion": "2", "label": True}
+    assert read_example("judgement", dotted, HERE, {"prompt": "input.messages"}) == judged("1+1=", "2")
+    for path in ("input.nothing", "input.messages.9", "note.text", "input.messages.x", "nothing.at.all"):
+        with pytest.raises(UserError, match=f"no {path}"):
+            read_example("judgement", row, HERE, {**keys, "prompt": path})
+
+
+def test_turns_inside_an_object_are_answered_with_the_place_to_name():
+    with pytest.raises(UserError, match=r"keys: \{prompt: prompt.messages\}"):
+        read_example("judgement", {"prompt": {"messages": [ASK]}, "completion": "a", "label": True}, HERE)
+
+
 def test_messages_of_a_fault_use_the_names_of_the_file():
     with pytest.raises(UserError, match="answer is empty"):
         read_example("judgement", {"prompt": "a", "answer": " ", "label": True}, HERE, {"completion": "answer"})
@@ -312,28 +443,39 @@ def test_keys_of_columns_that_the_format_does_not_have_are_errors():
 # Labels and numbers
 
 
-@pytest.mark.parametrize(
-    "up", [True, 1, "1", "true", "TRUE", " True ", "chosen", "good", "Desirable", "👍", "thumbs_up", "up", "+1"]
-)
+UP = [
+    True, 1, 1.0, "1", "1.0", "true", "TRUE", " True ", "chosen", "good", "Desirable", "👍", "thumbs_up", "thumbs-up",
+    "Thumbs Up", "thumbsUp", "THUMBSUP", "up", "+1", "yes", "Yes", "Like", "positive", "Positive", "upvote", "UPVOTE",
+    "up_vote", "thumb_up",
+]  # fmt: skip
+DOWN = [
+    False, 0, -1, 0.0, -1.0, "0", "-1", "0.0", "-1.0", "false", "False", "rejected", "bad", "undesirable", "👎",
+    "thumbs_down", "thumbs-down", "thumbs down", "thumbsDown", "DOWN", "no", "NO", "Dislike", "negative", "downvote",
+    "Down-Vote", "thumbdown",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("up", UP)
 def test_labels_that_mean_up(up: object):
     assert values.label(up, "label") is True
 
 
-@pytest.mark.parametrize(
-    "down", [False, 0, "0", "false", "False", "rejected", "bad", "undesirable", "👎", "thumbs_down", "DOWN", "-1"]
-)
+@pytest.mark.parametrize("down", DOWN)
 def test_labels_that_mean_down(down: object):
     assert values.label(down, "label") is False
 
 
-@pytest.mark.parametrize("wrong", ["yes", "", "positive", 2, -1, 0.7, 1.0, float("nan"), None, [], {}, [True], "0.7", "none"])
+@pytest.mark.parametrize("wrong", [
+    "maybe", "", "neutral", "tie", 2, -2, 0.7, -0.5, float("nan"), None, [], {}, [True], "0.7", "none", "yes!", "un like",
+    "٣", "1_0",
+])  # fmt: skip
 def test_everything_else_is_no_label(wrong: object):
-    with pytest.raises(UserError, match="label is"):
+    with pytest.raises(UserError, match=r"label is(.|\n)*true or false.*thumbs_up or thumbs_down"):
         values.label(wrong, "label")
 
 
 def test_a_graded_label_is_sent_to_the_score_column():
-    with pytest.raises(UserError, match=r"label is the number 0.7.*\n.*score"):
+    with pytest.raises(UserError, match=r"label is 0.7.*\n.*score"):
         values.label(0.7, "label")
 
 
@@ -344,12 +486,32 @@ def test_a_label_is_one_of_the_words_or_an_error(value: object):
     except UserError:
         return
     word = str(value).strip().casefold()
-    assert word in (values.UP if result else values.DOWN)
+    assert re.sub(r"(?<=[a-z])[\s_-]+(?=[a-z])", "", word) in (values.UP if result else values.DOWN)
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False))
 def test_finite_numbers_are_kept(value: float):
     assert values.number(value, "score") == values.number(repr(value), "score") == value
+
+
+@pytest.mark.parametrize("wrong", ["1_000", "٣", "1e", "0x1", "1.5.2", "1 000", "--1", "²", "1\n2"])
+def test_numbers_are_written_in_ascii_digits_without_separators(wrong: str):
+    for read in (values.number, values.weight):
+        with pytest.raises(UserError, match="weight is .* must be a finite number"):
+            read(wrong, "weight")
+    row = {"prompt": "a", "completion": "b", "label": True, "weight": wrong, "score": wrong}
+    with pytest.raises(UserError, match="must be a finite number"):
+        read_example("judgement", row, HERE)
+
+
+@pytest.mark.parametrize(("text", "value"), [("1", 1.0), (" +2.5 ", 2.5), (".5", 0.5), ("-1e-3", -0.001), ("3.", 3.0)])
+def test_numbers_that_a_table_holds_as_text(text: str, value: float):
+    assert values.number(text, "score") == value
+
+
+def test_a_decimal_comma_is_named():
+    with pytest.raises(UserError, match=r"score is '0,5'.*\n.*decimal point"):
+        values.number("0,5", "score")
 
 
 @pytest.mark.parametrize("wrong", [True, None, "", "high", "nan", "inf", float("nan"), float("-inf"), [1], 10**400])

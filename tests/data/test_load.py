@@ -107,16 +107,16 @@ def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
 
 
 def test_bad_rows_stop_the_reading_at_the_first(tmp_path: Path):
-    with pytest.raises(UserError, match=r"rows.jsonl:2: label is 'yes'.*\n.*on_bad_row: skip"):
-        load_rows(tmp_path, "judgement", up("a"), {**up("b"), "label": "yes"}, {**up("c"), "label": None})
+    with pytest.raises(UserError, match=r"rows.jsonl:2: label is 'maybe'.*\n.*on_bad_row: skip"):
+        load_rows(tmp_path, "judgement", up("a"), {**up("b"), "label": "maybe"}, {**up("c"), "label": None})
 
 
 def test_skipped_bad_rows_are_counted_and_listed(tmp_path: Path):
-    loaded = load_rows(tmp_path, "judgement", {}, {**up("a"), "label": "yes"}, up("b"), up(" "), on_bad_row="skip")
+    loaded = load_rows(tmp_path, "judgement", {}, {**up("a"), "label": "maybe"}, up("b"), up(" "), on_bad_row="skip")
     assert [str(bad.origin).rpartition(":")[2] for bad in loaded.bad] == ["1", "2", "4"]
     assert [bad.reason.split(",")[0] for bad in loaded.bad] == [
         "the row has no prompt and no completion and no label",
-        "label is 'yes'",
+        "label is 'maybe'",
         "completion is empty",
     ]
     assert all(bad.fix for bad in loaded.bad)

@@ -22,6 +22,7 @@ from tests.golden import test_paired, test_whole_step, whole
 from valence import cli, losses
 from valence.config.load import load_recipe
 from valence.data.formats import FORMATS
+from valence.data.load import InMemory, load
 from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
@@ -241,6 +242,14 @@ def test_every_pitfall_has_a_test() -> None:
     assert len(rows) >= 20
     for row in rows:
         assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row.split("|")[2]), row
+
+
+def test_the_rows_that_the_readme_shows_are_read() -> None:
+    rows = [json.loads(line) for line in README.split("```json\n")[-1].split("```")[0].splitlines()]
+    kinds = [load([InMemory([row])], kind).formats["rows in memory"] for row, kind in zip(
+        rows, ("judgement", "preference", "judgement", "demonstration"), strict=True
+    )]  # fmt: skip
+    assert kinds == ["judged_messages", "openai_preference", "judgement", "messages"]
 
 
 def test_decisions_are_numbered_and_linked() -> None:

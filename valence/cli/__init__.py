@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 
 from valence.cli.common import MISTAKE, app, console, status_of
 from valence.cli.guide import arrange
+from valence.config.files import too_long
 from valence.errors import UserError
 
 # Each registers its commands, in the order of the help.
@@ -33,12 +35,20 @@ def main() -> None:
     try:
         app(standalone_mode=True)
     except UserError as error:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
-        Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
-        sys.exit(MISTAKE)
+        _exit_with(error)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _exit_with(too_long(str(error.filename)))
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
+
+
+def _exit_with(error: UserError) -> NoReturn:
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
+    Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+    sys.exit(MISTAKE)
 
 
 def _version(asked: bool) -> None:

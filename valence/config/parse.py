@@ -7,7 +7,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any, cast
 
 from ruamel.yaml import YAML
@@ -24,6 +23,8 @@ Node = Any
 COMMAND_LINE = "command line"
 _SCALARS = ("null", "bool", "int", "float", "str", "timestamp")
 _DEEPEST = 16
+_MOST_VALUES = 100_000
+"""Values of a document, each counted as often as an alias repeats it. 500 bytes of aliases can stand for billions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ def override(given: Given, assignment: str) -> Given:
     parts = name.strip().split(".")
     if not equals or not text.strip() or not all(parts):
         fix = "write setting=value, such as train.seed=1 (null for nothing)"
-        if Path(assignment).is_file():
+        if os.path.isfile(assignment):
             fix = f"name a file behind what reads it: --data {assignment} where the command has this option, or a setting"
         raise UserError(f"cannot read {assignment!r}", where=COMMAND_LINE, fix=fix)
     path = _resolve(given.values, parts)
@@ -127,6 +128,7 @@ class _Reader:
     def __init__(self, name: str, *, lines: bool = True) -> None:
         self.name, self.lines = name, lines
         self.places: dict[Key, str] = {}
+        self._count = 0
         self._yaml = YAML(typ="safe", pure=True)
 
     def compose(self, text: str) -> Node | None:
@@ -136,6 +138,13 @@ class _Reader:
         if len(path) > _DEEPEST:
             raise UserError(
                 "nested too deeply, or contains itself", where=self._place(node), fix="a recipe has five levels at most"
+            )
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise UserError(
+                f"the document has more than {_MOST_VALUES:,} values once its aliases are expanded",
+                where=self.places.get(path[:1], self._place(node)),
+                fix="write the values out instead of repeating them with & and *",
             )
         if node.id == "mapping":
             return self._mapping(node, path)

@@ -114,7 +114,7 @@ class Source(Section):
     format: Text | None = None
     """Name of the row format. Default: detected from the first rows."""
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
-    """Names of columns, as {the format's name: the file's name}."""
+    """Names of columns, as {the format's name: the file's name}. A dotted name is a place inside a column."""
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
     limit: RowCount | None = None

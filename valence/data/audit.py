@@ -40,7 +40,8 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCount:
-    """One file: rows read, units made of them by class, and rows that were not used. A converted row may make several."""
+    """One file: rows read, units made of them by class, and rows that were not used. A converted row may make several.
+    ``notes``: how the file was read, where that had to be decided."""
 
     path: str
     format: str | None
@@ -49,6 +50,7 @@ class SourceCount:
     bad: int
     too_long: int
     not_converted: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,6 +230,7 @@ def _files(files: Sequence[File], encoded: EncodedSet) -> tuple[SourceCount, ...
             bad=file.bad + bad[file.path],
             too_long=too_long[file.path],
             not_converted=sum(file.unused.values()),
+            notes=file.notes,
         )
         for file in files
     )

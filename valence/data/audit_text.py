@@ -10,6 +10,9 @@ from valence.data.audit import Audit, Finding, Spread, Truncation, Unused
 REASONS_SHOWN = 8
 """Reasons for not using rows that the screen has room for."""
 
+COLUMNS_SHOWN = 20
+"""Columns that are not read that the screen has room for."""
+
 WARNINGS = {
     "contradictions": "judged the other way elsewhere: {rows}",
     "one_class": "all rows have the same label: there is nothing to tell apart",
@@ -81,6 +84,7 @@ def _files(audit: Audit) -> Iterator[str]:
     if len(rows) > 1:
         rows.append(["all", "", *(sum(int(row[i]) for row in rows) for i in range(2, len(rows[0])))])
     yield from _table(["file", "format", "rows", *names, *extras.values()], rows, left=2)
+    yield from (f"{f.path}: {note}" for f in audit.files for note in f.notes)
 
 
 def _lengths(audit: Audit) -> Iterator[str]:
@@ -157,7 +161,12 @@ def _sentence(text: str, found: Finding, audit: Audit) -> str:
 
 
 def _ignored(audit: Audit) -> list[tuple[int, str]]:
-    return [(count, f"rows have a column {column!r}, which is not read") for column, count in audit.ignored_columns.items()]
+    columns = list(audit.ignored_columns.items())
+    lines = [(count, f"rows have a column {column!r}, which is not read") for column, count in columns[:COLUMNS_SHOWN]]
+    more = columns[COLUMNS_SHOWN:]
+    if more:
+        lines.append((max(count for _, count in more), f"rows have one of {len(more):,} other columns that are not read"))
+    return lines
 
 
 def _rows(count: int, rows: Sequence[str], audit: Audit) -> str:

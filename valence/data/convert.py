@@ -1,4 +1,7 @@
-"""Turning rows of one kind into another, only when asked to. Rows that cannot be used come back with the reason."""
+"""Convert rows of one kind into another, only when asked to. Rows that cannot be used come back with the reason.
+
+``info`` is kept where an example is made of one row, and left out where it is made of several.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def pairs_to_judgements(examples: Sequence[Example], threshold: float | None) ->
             unused.append((e, UNDECIDED))
         elif isinstance(e, Preference):
             made += [
-                Judgement(prompt=e.prompt, completion=side, label=label, weight=e.weight, origin=e.origin)
+                Judgement(prompt=e.prompt, completion=side, label=label, weight=e.weight, info=e.info, origin=e.origin)
                 for side, label in ((e.chosen, True), (e.rejected, False))
             ]
     return made, unused
@@ -38,7 +41,10 @@ def pairs_to_rankings(examples: Sequence[Example], threshold: float | None) -> C
             unused.append((e, UNDECIDED))
         elif isinstance(e, Preference):
             sides = (e.chosen, e.rejected)
-            made.append(Ranking(prompt=e.prompt, completions=sides, scores=(1.0, -1.0), weight=e.weight, origin=e.origin))
+            ranking = Ranking(
+                prompt=e.prompt, completions=sides, scores=(1.0, -1.0), weight=e.weight, info=e.info, origin=e.origin
+            )
+            made.append(ranking)
     return made, unused
 
 
@@ -93,7 +99,7 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
         else:
             assert isinstance(e, Judgement)
             completion = e.completion
-        made.append(Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, origin=e.origin))
+        made.append(Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin))
     return made, unused
 
 
@@ -115,7 +121,7 @@ def best_to_demonstrations(
         reasons = [_not_imitated(answer, scored, threshold, mask_truncated) for answer in scored]
         allowed = [answer for answer, reason in zip(scored, reasons, strict=True) if not reason]
         demonstrations += [
-            Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, origin=e.origin)
+            Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin)
             for completion, _, e in allowed[:top_n]
         ]
         excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
@@ -226,7 +232,7 @@ def _is_undecided(e: Example) -> bool:
 def _answers_of(e: Example) -> list[Judgement]:
     assert isinstance(e, Ranking)
     return [
-        Judgement(prompt=e.prompt, completion=completion, score=score, weight=e.weight, origin=e.origin)
+        Judgement(prompt=e.prompt, completion=completion, score=score, weight=e.weight, info=e.info, origin=e.origin)
         for completion, score in zip(e.completions, e.scores, strict=True)
     ]
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from valence.data.formats import FORMATS, Format, has_failed
-from valence.data.values import COLOSSAL, OPENAI, SHAREGPT, Dialect
+from valence.data.formats import FORMATS, Format, has_failed, lookup
+from valence.data.values import COLOSSAL, Dialect, dialect_of
 from valence.errors import UserError
 
 COLUMNS = frozenset(name for f in FORMATS.values() for name in f.columns)
 CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"text"}
 """Columns that tell what a row is. Any row may have a `text` besides."""
+NESTED = frozenset(name for name in COLUMNS if "." in name)
+"""Columns of formats that are inside another one."""
+COLUMNS_SHOWN = 20
+"""Columns that a message lists."""
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
@@ -51,7 +55,7 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
         for _, count, name in near
     )
     return UserError(
-        f"no format fits the columns {', '.join(map(repr, found)) or '(none)'}",
+        f"no format fits the columns {listed(map(repr, found)) or '(none)'}",
         fix=(
             "name the columns that hold the parts, beside the path: {path: FILE, keys: {prompt: question, label: verdict}}"
             + (f". Nearest formats: {lacks}" if lacks else "")
@@ -59,25 +63,38 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
     )
 
 
+def listed(names: Iterable[str]) -> str:
+    """The names, with a count in place of those that are too many to read."""
+    every = list(names)
+    more = len(every) - COLUMNS_SHOWN
+    return ", ".join(every[:COLUMNS_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
+
+
 def _shape(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[frozenset[str], Dialect | None]:
     """The columns that a row has, by the format's names, and how its chat turns are written (None: it has none)."""
-    taken, given = set(keys.values()), {ours for ours, theirs in keys.items() if row.get(theirs) is not None}
-    names = frozenset(given | {n for n, v in row.items() if v is not None and n not in taken and n not in keys})
+    taken = {part for theirs in keys.values() for part in (theirs, theirs.partition(".")[0])}
+    names = {ours for ours, theirs in keys.items() if lookup(row, theirs) is not None}
+    names |= {n for n, v in row.items() if v is not None and n in COLUMNS and n not in taken and n not in keys}
+    names |= {n for n in NESTED if n not in keys and n not in taken and lookup(row, n) is not None}
     if has_failed(row, keys):
-        names |= {"score"}
+        names.add("score")
     for name in sorted((CONTENT | {"text"}) & names):
-        part = row.get(keys.get(name, name))
+        part = lookup(row, keys.get(name, name))
         turn = part[0] if isinstance(part, list) and part else part
-        if isinstance(turn, dict):
-            for dialect in (OPENAI, SHAREGPT, COLOSSAL):
-                if dialect.role in turn and dialect.content in turn:
-                    return names, dialect
-    return names, None
+        dialect = dialect_of(turn) if isinstance(turn, dict) else None
+        if dialect:
+            return frozenset(names), dialect
+    return frozenset(names), None
+
+
+def candidates_of(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[str, ...]:
+    """The formats that a row fits."""
+    return candidates(*_shape(row, keys))
 
 
 def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
     """The format that this row has when it is not ``name``."""
-    fitting = candidates(*_shape(value, keys))
+    fitting = candidates_of(value, keys)
     return None if not fitting or name in fitting else fitting[0]
 
 
@@ -98,4 +115,5 @@ def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...
 
 
 def _speaks(f: Format, dialect: Dialect | None) -> bool:
-    return f.dialect is dialect if dialect else f.dialect is not COLOSSAL
+    """Whether the format reads turns of this dialect. Those of OpenAI and ShareGPT are told apart turn by turn."""
+    return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)

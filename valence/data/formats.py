@@ -46,7 +46,7 @@ class Columns:
 
     def get(self, part: str) -> Any:
         """The part, or None when this format or this row does not have it."""
-        return self.value.get(self.columns[part]) if part in self.columns else None
+        return lookup(self.value, self.columns[part]) if part in self.columns else None
 
     def parse(self, part: str, how: Callable[[object, str], T], default: D) -> T | D:
         value = self.get(part)
@@ -55,11 +55,30 @@ class Columns:
     @property
     def common(self) -> dict[str, Any]:
         """What every Example has."""
-        return {"weight": self.parse("weight", values.weight, 1.0), "origin": self.origin}
+        return {"weight": self.parse("weight", values.weight, 1.0), "info": self.info, "origin": self.origin}
+
+    @property
+    def info(self) -> Mapping[str, Any]:
+        return self.parse("info", values.info, {})
 
     @property
     def tools(self) -> tuple[Mapping[str, Any], ...]:
         return self.parse("tools", values.tools, ())
+
+
+def lookup(row: Mapping[str, Any], path: str) -> Any:
+    """The value of a column, or of a dotted path into one (``input.messages``, ``choices.0.text``); None when there is none."""
+    if path in row or "." not in path:
+        return row.get(path)
+    value: Any = row
+    for name in path.split("."):
+        if isinstance(value, Mapping):
+            value = value.get(name)
+        elif isinstance(value, list) and name.isascii() and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        else:
+            return None
+    return value
 
 
 # Prompts and their answers
@@ -107,15 +126,22 @@ def implicit(row: Columns) -> tuple[Content, tuple[Content, ...]]:
 def _with_system(row: Columns, turns: Any) -> Any:
     """Chat turns, not parsed yet, with the text of the system column in front."""
     system = row.get("system")
+    if isinstance(turns, dict) and values.dialect_of(turns):
+        turns = [turns]
     if not system or not isinstance(turns, list):
         return turns
-    if turns and isinstance(turns[0], dict) and turns[0].get(row.dialect.role) == "system":
+    first = turns[0] if turns and isinstance(turns[0], dict) else {}
+    dialect = values.dialect_of(first) or row.dialect
+    if dialect.roles.get(str(first.get(dialect.role))) == "system":
         raise UserError("the row has a system turn and a system column", fix="keep one of the two")
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
 
-def conversation(row: Columns) -> tuple[Chat, Chat]:
-    """A conversation as its prompt and the assistant's last turn."""
+def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
+    """A conversation as its prompt and the assistant's last turn.
+
+    to_learn: turns behind the last one that is to be learnt (whose weight is not 0) are left out: nothing follows from them.
+    """
     name = row.name("messages")
     turns = values.turns(_with_system(row, row.get("messages")), name, row.dialect)
     if turns[-1]["role"] != "assistant":
@@ -123,6 +149,9 @@ def conversation(row: Columns) -> tuple[Chat, Chat]:
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
             fix="end the conversation with an assistant turn, or read it as a prompt with keys: {prompt: messages}",
         )
+    if to_learn:
+        last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("weight") != 0), default=-1)
+        turns = turns[: last + 1] or turns
     prompt = values.check_prompt(turns[:-1], name)
     return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
 
@@ -211,7 +240,7 @@ def demonstration(row: Columns) -> Demonstration:
 
 
 def messages(row: Columns) -> Demonstration:
-    prompt, completion = conversation(row)
+    prompt, completion = conversation(row, to_learn=True)
     return Demonstration(prompt=prompt, completion=completion, **row.common)
 
 
@@ -280,12 +309,13 @@ def _scores(row: Columns, count: int) -> tuple[float, ...]:
 
 
 def prompt(row: Columns) -> Prompt:
-    """A prompt to answer; every other column travels with it."""
+    """A prompt to answer. Every other column, and the entries of ``info``, become its info."""
     asking = asked(row)
     if isinstance(asking, str) and row.tools:
         raise UserError("the row has tools, and its prompt is text", fix="write the prompt as a list of chat turns")
-    info = {name: value for name, value in row.value.items() if name not in row.columns.values()}
-    return Prompt(prompt=asking if isinstance(asking, str) else Chat(asking, row.tools), info=info, **row.common)
+    others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
+    common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
+    return Prompt(prompt=asking if isinstance(asking, str) else Chat(asking, row.tools), **common)
 
 
 # The table
@@ -293,8 +323,8 @@ def prompt(row: Columns) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``need`` and ``may``: the columns a row must and may have (and ``weight``, always).
-    ``parts``: the part that a column holds, where it has another name."""
+    """``need`` and ``may``: the columns (or dotted paths) a row must and may have, besides ``weight`` and ``info``, which
+    any row may have. ``parts``: the part that a column holds, where it has another name."""
 
     read: Callable[[Columns], Example]
     gives: Kind
@@ -309,7 +339,7 @@ class Format:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        return (*self.need.split(), *self.may.split(), "weight")
+        return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), "weight", "info")))
 
 
 IDS = {
@@ -323,6 +353,9 @@ NEMO = {"response": "completion", "preference": "label"}
 HELPSTEER = {"response": "completion"}
 HELPSTEER_ATTRIBUTES = "helpfulness correctness coherence complexity verbosity"
 OPENRLHF = {"input": "prompt", "output": "completion"}
+OPENAI_PAIR = {
+    "input.messages": "prompt", "input.tools": "tools", "preferred_output": "chosen", "non_preferred_output": "rejected",
+}  # fmt: skip
 SHARED = {"conversations": "messages", "kto_tag": "label"}
 ALPACA = {"output": "completion", "kto_tag": "label"}
 MORE = "input system history"
@@ -356,6 +389,9 @@ FORMATS: dict[str, Format] = {
     "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
     "openrlhf": Format(judgement, "judgement", "input output label", "", OPENRLHF),
     "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin soft", OPENRLHF),
+    "openai_preference": Format(
+        preference, "preference", "input.messages preferred_output non_preferred_output", "input.tools margin soft", OPENAI_PAIR
+    ),
     # LLaMA-Factory
     "sharegpt": Format(messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT),
     "sharegpt_kto": Format(judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT),

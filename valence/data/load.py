@@ -7,12 +7,14 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
-from valence.data.detect import detect, is_another_format
-from valence.data.formats import FORMATS, columns_read, read_example
+from valence.data.detect import detect, is_another_format, listed
+from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.kinds import conversion_to, of_kind
+from valence.data.objects import Rows, paths_from, rows_from
+from valence.data.ratings import RATING, part_of, rated_format
 from valence.data.sources import BadRow, Row, read_rows
 from valence.errors import UserError
 from valence.types import Example, Judgement, Kind, Origin, Preference, Ranking
@@ -22,8 +24,6 @@ DETECT_ROWS = 20
 
 OnBadRow = Literal["stop", "skip"]
 R = TypeVar("R")
-Rows = Iterable[Mapping[str, Any] | Example]
-"""Rows that a program holds: dictionaries in any format that a file may have, or Examples."""
 
 
 class Source(Protocol):
@@ -46,6 +46,19 @@ class Source(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class DataFile:
+    """A file to read, named by a program."""
+
+    path: str
+    split: str | None = None
+    subset: str | None = None
+    format: str | None = None
+    keys: Mapping[str, str] = field(default_factory=dict[str, str])
+    weight: float = 1.0
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class InMemory:
     """Rows that a program holds, in place of a file. Their origin is ``path`` and their number; Examples keep their own."""
 
@@ -59,7 +72,7 @@ class InMemory:
     limit: int | None = None
 
     def read(self, limit: int | None) -> Iterator[Row | BadRow | Example]:
-        for number, value in enumerate(islice(self.rows, limit), 1):
+        for number, value in enumerate(islice(rows_from(self.rows), limit), 1):
             origin = Origin(self.path, number)
             if isinstance(value, Mapping):
                 yield Row(dict(value), origin)
@@ -71,6 +84,14 @@ class InMemory:
                 )
 
 
+def sources_from(rows: object) -> Sequence[Source]:
+    """What a program gives as its rows: sources as they are, paths as files, anything else as rows in memory."""
+    if isinstance(rows, list | tuple) and all(hasattr(row, "path") and hasattr(row, "keys") for row in rows):
+        return rows
+    paths = paths_from(rows)
+    return [InMemory(rows_from(rows))] if paths is None else [DataFile(path) for path in paths]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class File:
     """What became of one file's rows: each was used, or bad, or left unused by a conversion.
@@ -78,6 +99,7 @@ class File:
     path: the file, or ``owner/name[split]``. format: None when no row could be read. rows: how many were read.
     examples: how many Examples have their origin here. unused: reason -> rows.
     ignored_columns: column that the format does not read -> rows that have it.
+    notes: how the file was read, where that had to be decided.
     """
 
     path: str
@@ -87,6 +109,7 @@ class File:
     examples: int = 0
     unused: Mapping[str, int] = field(default_factory=dict[str, int])
     ignored_columns: Mapping[str, int] = field(default_factory=dict[str, int])
+    notes: tuple[str, ...] = ()
 
     @property
     def used(self) -> int:
@@ -176,39 +199,46 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
 
     Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row, at its end."""
     head, rest = _head(read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip")
-    name = _format(source, [row.value for row in head if isinstance(row, Row)])
+    layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
     absent = set(source.keys.values())
     for row in chain(head, rest):
-        if isinstance(row, Row) and name:
-            absent -= row.value.keys()
-            yield row, _example(row, name, source)
+        if isinstance(row, Row) and layout.format:
+            absent = {path for path in absent if path not in row.value and lookup(row.value, path) is None}
+            yield row, _example(row, layout)
         elif isinstance(row, BadRow):
             yield row, row
     if absent and source.limit is None:
         raise UserError(f"keys: no row has a column {min(absent)!r}", where=source.path, fix="name a column that the file has")
 
 
-def _rows(source: Source, limit: int | None) -> Iterator[Row | BadRow | Example]:
+def _rows(source: Source, limit: int | None, notes: list[str] | None = None) -> Iterator[Row | BadRow | Example]:
     if isinstance(source, InMemory):
         return source.read(limit)
-    return read_rows(source.path, split=source.split, subset=source.subset, limit=limit)
+    return read_rows(source.path, split=source.split, subset=source.subset, limit=limit, notes=notes)
 
 
 def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list[File], list[Example], list[BadRow]]:
     limit = min((n for n in (source.limit, limit) if n is not None), default=None)
-    head, rest = _head(_rows(source, limit), on_bad_row)
-    name = _format(source, [row.value for row in head if isinstance(row, Row)])
-    known = set(columns_read(name, source.keys).values()) if name else set[str]()
+    if isinstance(source, InMemory) and isinstance(source.rows, Iterator):
+        source = replace(source, rows=list(islice(source.rows, limit)))  # rows may be read twice
+    notes: list[str] = []
+    head, rest = _head(_rows(source, limit, notes), on_bad_row)
+    layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
+    columns = columns_read(layout.format, layout.keys) if layout.format else {}
+    zeros = _Zeros(columns.get("label"))
     examples: list[Example] = []
     bad: list[BadRow] = []
     seen: Counter[str] = Counter()
+    absent = list(source.keys.values())
     path, rows = str(source.path), Counter[str]()  # rows by file: Examples in memory name the one they came from
     for row in chain(head, rest):
         rows[row.origin.path] += 1
-        if isinstance(row, Row) and name:
+        if isinstance(row, Row) and layout.format:
             path = row.origin.path
             seen.update(column for column, value in row.value.items() if value is not None)
-            row = _example(row, name, source)
+            absent = [theirs for theirs in absent if lookup(row.value, theirs) is None] if absent else absent
+            zeros.add(row)
+            row = _example(row, layout)
         elif isinstance(row, Example):
             row = _given(row, source)
         if isinstance(row, BadRow):
@@ -221,16 +251,21 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
             bad.append(row)
         elif not isinstance(row, Row):
             examples.append(row)
-    absent = [theirs for theirs in source.keys.values() if theirs not in seen]
     if absent and examples and limit is None:
         raise _no_such_column(path, absent[0], seen)
-    carried = name is not None and FORMATS[name].gives == "prompt"  # a Prompt carries its other columns along
+    zeros.check()
+    carried = layout.format is not None and FORMATS[layout.format].gives == "prompt"  # a Prompt's info has its other columns
+    known = {part for column in columns.values() for part in (column, column.partition(".")[0])}
     ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
     refused = Counter(row.origin.path for row in bad)
+    notes += layout.notes(examples)
     files = [
-        File(path=p, format=name, rows=n, bad=refused[p], ignored_columns=ignored if p == path else {})
+        File(
+            path=p, format=layout.format, rows=n, bad=refused[p],
+            ignored_columns=ignored if p == path else {}, notes=tuple(notes) if p == path else (),
+        )
         for p, n in (rows or {path: 0}).items()
-    ]
+    ]  # fmt: skip
     return files, examples, bad
 
 
@@ -246,7 +281,55 @@ def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]
     return head, rows
 
 
-def _format(source: Source, head: Sequence[Mapping[str, object]]) -> str | None:
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """How the rows of a file are read. ``rating``: the part that the column ``rating`` holds, where that was decided here."""
+
+    format: str | None
+    keys: Mapping[str, str]
+    weight: float
+    is_named: bool
+    rating: Literal["label", "score"] | None = None
+
+    def notes(self, examples: Iterable[Example]) -> list[str]:
+        """What to say in the audit about the rating of these examples."""
+        judged = [e for e in examples if isinstance(e, Judgement)]
+        if self.rating == "label":
+            up = sum(e.label is True for e in judged)
+            return [f"{RATING} read as thumbs: {up:,} up, {len(judged) - up:,} down"]
+        scores = [e.score for e in judged if e.score is not None]
+        if self.rating == "score" and scores:
+            return [f"{RATING} read as scores from {min(scores):g} to {max(scores):g}"]
+        return []
+
+
+@dataclass(slots=True)
+class _Zeros:
+    """Finds labels of 0 beside labels of -1, which may mean that nobody voted."""
+
+    column: str | None
+    zero: Origin | None = None
+    minus: Origin | None = None
+
+    def add(self, row: Row) -> None:
+        number = values.as_number(lookup(row.value, self.column)) if self.column else None
+        if number == 0 and self.zero is None:
+            self.zero = row.origin
+        elif number == -1 and self.minus is None:
+            self.minus = row.origin
+
+    def check(self) -> None:
+        """Raises UserError when there are both."""
+        if self.zero and self.minus:
+            raise UserError(
+                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may be a row without a verdict",
+                where=str(self.zero),
+                fix="leave out rows without a verdict, and write the labels as true and false",
+            )
+
+
+def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
+    """The format of a file, and the columns of its parts. Of a file with ratings all rows are read to decide what these are."""
     if source.format is not None and source.format not in FORMATS:
         near = difflib.get_close_matches(source.format, FORMATS, n=1)
         raise UserError(
@@ -254,40 +337,53 @@ def _format(source: Source, head: Sequence[Mapping[str, object]]) -> str | None:
             where=source.path,
             fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(FORMATS)}",
         )
+    keys, named, rating = source.keys, source.format is not None, None
     if not head:
-        return source.format
+        return _Layout(source.format, keys, source.weight, named)
     try:
-        name = source.format or detect(head, source.keys)
-        columns_read(name, source.keys)
+        if not named and any(rated_format(value, keys) for value in head):
+            as_label = {**keys, "label": RATING}
+            if "label" in FORMATS[detect(head, as_label)].required:
+                ratings = (row.value.get(RATING) for row in _rows(source, None) if isinstance(row, Row))
+                rating = part_of(ratings, source.path)
+                keys = as_label if rating == "label" else {**keys, "score": RATING}
+        name = source.format or detect(head, keys)
+        columns_read(name, keys)
     except UserError as error:
-        found = {column for value in head for column in value}
         for theirs in source.keys.values():
-            if theirs not in found:
-                raise _no_such_column(source.path, theirs, found) from error
-        raise UserError(error.what, where=source.path, fix=error.fix) from error
-    return name
+            if all(theirs not in value and lookup(value, theirs) is None for value in head):
+                raise _no_such_column(source.path, theirs, (name for value in head for name in value)) from error
+        raise UserError(error.what, where=error.where or source.path, fix=error.fix) from error
+    return _Layout(name, keys, source.weight, named, rating)
 
 
 def _no_such_column(path: str, column: str, found: Iterable[str]) -> UserError:
     return UserError(
-        f"keys: no row has a column {column!r}", where=path, fix=f"name one of its columns: {', '.join(sorted(found))}"
+        f"keys: no row has a column {column!r}", where=path, fix=f"name one of its columns: {listed(sorted(set(found)))}"
     )
 
 
-def _example(row: Row, name: str, source: Source) -> Example | BadRow:
-    other = None if source.format else is_another_format(name, row.value, source.keys)
+def _example(row: Row, layout: _Layout) -> Example | BadRow:
+    assert layout.format is not None
+    other = None if layout.is_named else is_another_format(layout.format, row.value, layout.keys)
     try:
-        example = read_example(name, row.value, row.origin, source.keys)
+        example = read_example(layout.format, row.value, row.origin, layout.keys)
     except UserError as error:
         hint = f" (the row looks like the format {other})" if other else ""
-        return BadRow(row.origin, error.what + hint, error.fix or "mend the row or leave it out")
+        return BadRow(row.origin, error.what + hint, error.fix or "correct the row or leave it out")
     if other is not None:
         return BadRow(
             row.origin,
-            f"the row has the format {other}, and the file's first rows have {name}",
+            f"the row has the format {other}, and the file's first rows have {layout.format}",
             "put rows of another format in a file of their own, or set format",
         )
-    return _weighted(example, source)
+    if layout.rating is None and not layout.is_named and rated_format(row.value, layout.keys):
+        return BadRow(
+            row.origin,
+            f"the row has a {RATING}, and the file's first rows have none",
+            f"put judged rows in a file of their own, or set format: {layout.format} to ignore the {RATING}",
+        )
+    return _weighted(example, layout.weight)
 
 
 def _given(example: Example, source: Source) -> Example | BadRow:
@@ -295,8 +391,8 @@ def _given(example: Example, source: Source) -> Example | BadRow:
     try:
         _check_numbers(example)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "mend the row or leave it out")
-    return _weighted(example, source)
+        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out")
+    return _weighted(example, source.weight)
 
 
 def _check_numbers(example: Example) -> None:
@@ -320,11 +416,12 @@ def _check_numbers(example: Example) -> None:
         values.number(number, name)
 
 
-def _weighted(example: Example, source: Source) -> Example | BadRow:
+def _weighted(example: Example, weight: float) -> Example | BadRow:
+    """The example with its weight multiplied by that of its file."""
     try:
-        return replace(example, weight=values.weight(example.weight, "weight") * source.weight)
+        return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "mend the row or leave it out")
+        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out")
 
 
 # What remains

@@ -13,18 +13,24 @@ import json
 import os
 import re
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from valence.data.hub import hub_rows
 from valence.data.strict_json import StrictDecoder
 from valence.errors import UserError
 from valence.types import Origin
 
+BUFFER = 1 << 16
+"""Bytes of a file that can be looked at before it is read."""
+SAMPLE_ROWS = 20
+"""Rows of a table that are compared with its header to find the delimiter."""
 BOM = b"\xef\xbb\xbf"
 HUB_ID = re.compile(r"\w[\w.-]{0,95}/\w[\w.-]{0,95}")
 JSON_SPACE = re.compile(r"[ \t\n\r]*")
@@ -48,18 +54,23 @@ class BadRow:
 
 
 def read_rows(
-    path: str | Path, *, split: str | None = None, subset: str | None = None, limit: int | None = None
+    path: str | Path,
+    *,
+    split: str | None = None,
+    subset: str | None = None,
+    limit: int | None = None,
+    notes: list[str] | None = None,
 ) -> Iterator[Row | BadRow]:
     """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the first so many.
 
     An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub, and json
-    without line breaks).
+    without line breaks). What had to be decided about the file, such as its delimiter, is added to ``notes``.
     Raises UserError when the file as a whole cannot be read or has no rows.
     """
-    return islice(_rows(str(path), split, subset), limit)
+    return islice(_rows(str(path), split, subset, [] if notes is None else notes), limit)
 
 
-def _rows(path: str, split: str | None, subset: str | None) -> Iterator[Row | BadRow]:
+def _rows(path: str, split: str | None, subset: str | None, notes: list[str]) -> Iterator[Row | BadRow]:
     file = Path(os.path.expanduser(path))
     if _is_hub_id(path, file):
         rows = (Row(value, origin) for origin, value in hub_rows(path, split, subset))
@@ -71,7 +82,7 @@ def _rows(path: str, split: str | None, subset: str | None) -> Iterator[Row | Ba
             fix=f"remove {name}, and keep the rows of each {name} in a file of its own",
         )
     else:
-        rows = _file(path, file)
+        rows = _file(path, file, notes)
     empty = True
     for row in rows:
         empty = False
@@ -88,12 +99,13 @@ def _is_hub_id(path: str, file: Path) -> bool:
 # Files
 
 
-def _file(path: str, file: Path) -> Iterator[Row | BadRow]:
+def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
     try:
         _check_is_file(path, file)
-        with file.open("rb") as raw:
-            stream = _unpacked(raw)
-            yield from _reader(path, file, stream)(path, stream)
+        with file.open("rb", buffering=BUFFER) as raw:
+            stream = _unpacked(cast(io.BufferedReader, raw))
+            reader = _reader(path, file, stream)
+            yield from reader(path, stream, notes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
             f"the gzip file is damaged or cut short ({error})", where=path, fix="copy or compress the file again"
@@ -145,10 +157,16 @@ def _suffix(file: Path) -> str:
 def _unpacked(raw: io.BufferedReader) -> io.BufferedReader:
     """The content, whatever the file's name says about compression."""
     packed = raw.peek(2)[:2] == b"\x1f\x8b"
-    return io.BufferedReader(gzip.GzipFile(fileobj=raw)) if packed else raw  # pyright: ignore[reportArgumentType]
+    if not packed:
+        return raw
+    return io.BufferedReader(gzip.GzipFile(fileobj=raw), BUFFER)  # pyright: ignore[reportArgumentType]
 
 
-def _reader(path: str, file: Path, stream: io.BufferedReader) -> Callable[[str, BinaryIO], Iterator[Row | BadRow]]:
+Reader = Callable[[str, io.BufferedReader, list[str]], Iterator[Row | BadRow]]
+"""Yields the rows of a file, given its path and its content, and adds to a list what had to be decided."""
+
+
+def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     """The function that reads this content: chosen by suffix, unless the content is plainly something else."""
     head = stream.peek(4096)[:4096]
     if head.startswith(b"PAR1"):
@@ -189,7 +207,7 @@ def _row(value: object, fault: str | None, origin: Origin) -> Row | BadRow:
     return Row(value, origin)
 
 
-def _jsonl(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+def _jsonl(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRow]:
     decoder = StrictDecoder()
     for number, line in enumerate(stream, 1):
         line = line.removeprefix(BOM).strip()
@@ -220,7 +238,7 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
     return _row(value, decoder.fault, origin)
 
 
-def _json(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+def _json(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRow]:
     data = stream.read().removeprefix(BOM)
     text = _text(path, data, 1)
     start = _skip(text, 0)
@@ -228,7 +246,7 @@ def _json(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
         if text[start : start + 1] == "[":
             yield from _array(path, text, start + 1)
         elif _is_jsonl(text):
-            yield from _jsonl(path, io.BytesIO(data))
+            yield from _jsonl(path, io.BytesIO(data), notes)
         elif text[start:]:
             yield from _document(path, text, start)
     except json.JSONDecodeError as error:
@@ -316,26 +334,31 @@ def _is_list_of_rows(part: object) -> bool:
 
 # Tables
 
+DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
-def _csv(path: str, stream: BinaryIO, delimiter: str) -> Iterator[Row | BadRow]:
+
+def _csv(path: str, stream: io.BufferedReader, notes: list[str], *, usual: str) -> Iterator[Row | BadRow]:
+    """usual: the delimiter that the suffix stands for."""
     csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is less than a long conversation
+    delimiter = _delimiter(stream.peek(BUFFER), usual)
+    if delimiter != usual:
+        notes.append(f"fields are separated by {DELIMITERS[delimiter]}")
     lines = (_text(path, line.removeprefix(BOM), number) for number, line in enumerate(stream, 1))
     records = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
+    empty: list[int] = []  # lines without a field, which are rows where there is one column, but not at the end of the file
     start = 1
     try:
         for cells in records:
             blank = len(cells) < 2 and not "".join(cells).strip()
-            if not header and not blank:
-                header = _header(path, start, cells)
-            elif len(cells) == len(header) and not blank:
-                yield Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, Origin(path, start))
+            if not header:
+                header = [] if blank else _header(path, start, cells)
+            elif blank and len(header) == 1:
+                empty.append(start)
+                yield from _empty_rows(path, empty) if cells else ()
             elif not blank:
-                yield BadRow(
-                    Origin(path, start),
-                    f"the record has {len(cells)} fields, and the header has {len(header)}",
-                    f"put fields that hold {delimiter!r} in double quotes",
-                )
+                yield from _empty_rows(path, empty)
+                yield _record(path, start, cells, header, delimiter)
             start = records.line_num + 1
     except csv.Error as error:
         raise UserError(
@@ -345,38 +368,80 @@ def _csv(path: str, stream: BinaryIO, delimiter: str) -> Iterator[Row | BadRow]:
         ) from error
 
 
+def _record(path: str, line: int, cells: list[str], header: list[str], delimiter: str) -> Row | BadRow:
+    if len(cells) == len(header):
+        return Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, Origin(path, line))
+    return BadRow(
+        Origin(path, line),
+        f"the record has {len(cells)} fields, and the header has {len(header)}",
+        f"put fields that hold {delimiter!r} in double quotes",
+    )
+
+
+def _empty_rows(path: str, lines: list[int]) -> Iterator[BadRow]:
+    """The empty rows of a table with one column, which are taken from the list."""
+    for line in lines:
+        yield BadRow(Origin(path, line), "the row is empty", "remove its line, or write its text")
+    lines.clear()
+
+
+def _delimiter(start: bytes, usual: str) -> str:
+    """The character between the fields of a table, found in its first bytes.
+
+    Of the characters that part the header into several fields, the one that parts most rows into as many; of equals, the
+    usual one, and without any, the usual one too.
+    """
+    text = start.removeprefix(BOM).decode(errors="replace")
+    is_whole = len(start) < BUFFER
+    shares: dict[str, float] = {}
+    for delimiter in dict.fromkeys((usual, *DELIMITERS)):
+        records: list[list[str]] = []
+        with suppress(csv.Error):
+            records += islice((r for r in csv.reader(io.StringIO(text), delimiter=delimiter) if r), SAMPLE_ROWS + 1)
+        if len(records) < SAMPLE_ROWS + 1 and not is_whole and len(records) > 1:
+            records.pop()  # it may be cut
+        if records and len(records[0]) > 1:
+            rows = records[1:]
+            shares[delimiter] = sum(len(r) == len(records[0]) for r in rows) / max(len(rows), 1)
+    return max(shares, key=lambda d: shares[d], default=usual)
+
+
 def _header(path: str, line: int, cells: list[str]) -> list[str]:
     header = [cell.strip() for cell in cells]
-    twice = sorted({name for name in header if header.count(name) > 1})
+    twice = sorted(name for name, count in Counter(header).items() if count > 1)
     if twice:
         raise UserError(
-            f"the header names a column twice: {', '.join(twice)}",
+            f"the header names a column twice: {', '.join(twice[:5])}",
             where=f"{path}:{line}",
             fix="give every column a name of its own",
-        )
-    if len(header) == 1 and re.search("[;\t]", header[0]):
-        raise UserError(
-            "the fields are not separated by what the file's suffix says",
-            where=f"{path}:{line}",
-            fix="save .csv with commas and .tsv with tabs",
         )
     return header
 
 
-def _parquet(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
+@dataclass(frozen=True, slots=True, repr=False)
+class Unreadable:
+    """A value of a table that Python cannot hold. It is an error only where the column is used."""
+
+    why: str
+
+    def __repr__(self) -> str:
+        return f"unreadable ({self.why})"
+
+
+def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRow]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = 0
     try:
-        table = pq.ParquetFile(stream)
+        table = pq.ParquetFile(stream, page_checksum_verification=True)
         if len(set(table.schema_arrow.names)) < len(table.schema_arrow.names):
             raise UserError("two columns have the same name", where=path, fix="give every column a name of its own")
         for batch in table.iter_batches():
-            for value in batch.to_pylist():
+            for value in _batch_rows(batch):
                 number += 1
                 yield Row(value, Origin(path, number))
-    except (pa.ArrowException, UnicodeDecodeError) as error:
+    except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"the parquet file cannot be read after row {number} ({str(error).splitlines()[0]})",
             where=path,
@@ -384,11 +449,34 @@ def _parquet(path: str, stream: BinaryIO) -> Iterator[Row | BadRow]:
         ) from error
 
 
-READERS: dict[str, Callable[[str, BinaryIO], Iterator[Row | BadRow]]] = {
+def _batch_rows(batch: Any) -> list[dict[str, Any]]:
+    """The rows of a record batch of Arrow."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError, KeyError):  # a date out of range, a time zone or text that is none
+        columns = [_values(column) for column in batch.columns]
+        return [dict(zip(batch.schema.names, cells, strict=True)) for cells in zip(*columns, strict=True)]
+
+
+def _values(column: Any) -> list[Any]:
+    try:
+        return column.to_pylist()
+    except (ValueError, OverflowError, KeyError):
+        return [_value(scalar) for scalar in column]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except (ValueError, OverflowError, KeyError) as error:
+        return Unreadable(f"{scalar.type}: {str(error).splitlines()[0]}")
+
+
+READERS: dict[str, Reader] = {
     ".jsonl": _jsonl,
     ".ndjson": _jsonl,
     ".json": _json,
-    ".csv": partial(_csv, delimiter=","),
-    ".tsv": partial(_csv, delimiter="\t"),
+    ".csv": partial(_csv, usual=","),
+    ".tsv": partial(_csv, usual="\t"),
     ".parquet": _parquet,
 }

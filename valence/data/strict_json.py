@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 
@@ -30,8 +31,8 @@ class StrictDecoder(json.JSONDecoder):
     def _object(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         value = dict(pairs)
         if len(value) < len(pairs):
-            names = [name for name, _ in pairs]
-            self.fault = f"the name {next(n for n in names if names.count(n) > 1)!r} appears twice in one object"
+            counts = Counter(name for name, _ in pairs)
+            self.fault = f"the name {next(n for n, count in counts.items() if count > 1)!r} appears twice in one object"
         return value
 
     def _constant(self, name: str) -> float:

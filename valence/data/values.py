@@ -11,14 +11,29 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from valence.errors import UserError
 from valence.types import Chat, Content, Ids, Message
 
-UP = frozenset({"true", "1", "chosen", "good", "desirable", "👍", "thumbs_up", "up", "+1"})
-DOWN = frozenset({"false", "0", "rejected", "bad", "undesirable", "👎", "thumbs_down", "down", "-1"})
+UP = frozenset({
+    "true", "yes", "1", "+1", "1.0", "chosen", "good", "desirable", "positive", "up", "like", "upvote", "thumbsup",
+    "thumbup", "👍",
+})  # fmt: skip
+DOWN = frozenset({
+    "false", "no", "0", "-1", "0.0", "-1.0", "rejected", "bad", "undesirable", "negative", "down", "dislike", "downvote",
+    "thumbsdown", "thumbdown", "👎",
+})  # fmt: skip
+TWO_WORDS = re.compile(r"(thumbs?)[\s_-]*(up|down)|(up|down)[\s_-]*(vote)")
+"""Labels that tools write as one word or two, with or without a separator, after lower-casing."""
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
+LABEL_FIX = (
+    "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or bad, positive or negative, "
+    "like or dislike, thumbs_up or thumbs_down, upvote or downvote; put a graded judgement into a column called score"
+)
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
+TEXT_PARTS = ("text", "input_text", "output_text")
+"""Types of content parts that hold text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,39 +45,60 @@ class Dialect:
     roles: Mapping[str, str]
 
 
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES = {
+    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
+    "developer": "system", "human": "user", "gpt": "assistant", "model": "assistant", "function": "tool",
+}  # fmt: skip
+"""Role as tools write it -> one of the four that chat templates know."""
 OPENAI = Dialect("role", "content", ROLES)
-SHAREGPT = Dialect("from", "value", {**ROLES, "human": "user", "gpt": "assistant", "observation": "tool"})
-COLOSSAL = Dialect("from", "content", {**ROLES, "human": "user"})
+SHAREGPT = Dialect("from", "value", {**ROLES, "observation": "tool"})
+COLOSSAL = Dialect("from", "content", ROLES)
 
 
 def label(value: object, name: str) -> bool:
     """Thumbs up or down."""
+    verdict = thumb(value)
+    if verdict is None:
+        raise UserError(f"{name} is {shown(value)}, which is not a label", fix=LABEL_FIX)
+    return verdict
+
+
+def thumb(value: object) -> bool | None:
+    """True for thumbs up, False for thumbs down, and None for anything else."""
     if isinstance(value, bool):
         return value
-    if isinstance(value, float):
-        raise UserError(
-            f"{name} is the number {value}, and a label is true or false",
-            fix="write true or false, or give a graded judgement in a column called score",
-        )
-    word = value.strip().casefold() if isinstance(value, str) else str(value) if value in (0, 1) else ""
-    if word not in UP | DOWN:
-        raise UserError(
-            f"{name} is {shown(value)}, which is not a label",
-            fix="write true or false, 1 or 0, chosen or rejected, good or bad, up or down",
-        )
-    return word in UP
+    if isinstance(value, int | float):
+        word = str(int(value)) if value in (-1, 0, 1) else ""
+    else:
+        word = value.strip().casefold() if isinstance(value, str) else ""
+        parts = TWO_WORDS.fullmatch(word)
+        word = "".join(part or "" for part in parts.groups()) if parts else word
+    return True if word in UP else False if word in DOWN else None
 
 
 def number(value: object, name: str) -> float:
     """A finite number, also when a csv wrote it as text."""
-    try:
-        result = float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
-    except (ValueError, OverflowError):
-        result = None
-    if result is None or not math.isfinite(result):
-        raise UserError(f"{name} is {shown(value)}, and must be a finite number", fix=f"mend {name} or leave the row out")
+    result = as_number(value)
+    if result is None:
+        comma = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+,[0-9]+\s*", value)
+        raise UserError(
+            f"{name} is {shown(value)}, and must be a finite number",
+            fix="write a decimal point instead of the comma" if comma else f"correct {name} or leave the row out",
+        )
     return result
+
+
+def as_number(value: object) -> float | None:
+    """A finite number, or one written as text in ASCII digits; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    if isinstance(value, str) and not NUMBER.fullmatch(value.strip()):
+        return None
+    try:
+        result = float(value)
+    except OverflowError:
+        return None
+    return result if math.isfinite(result) else None
 
 
 def weight(value: object, name: str) -> float:
@@ -130,6 +166,15 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     return value
 
 
+def info(value: object, name: str) -> Mapping[str, Any]:
+    """Metadata of a row: an object, also one written as JSON text. Any other value keeps the name of its column."""
+    found = value
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        with suppress(ValueError, RecursionError):
+            found = json.loads(value)
+    return found if isinstance(found, dict) else {name: value}
+
+
 def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     """Descriptions of tools: a list of objects, or that list written as JSON text."""
     if isinstance(value, str):
@@ -159,24 +204,67 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
             f"{name} is {shown(value)}, and must be a chat turn",
             fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
         )
+    dialect = dialect_of(value) or dialect
     given, content = value.get(dialect.role), value.get(dialect.content)
     role = dialect.roles.get(given) if isinstance(given, str) else None
     if role is None:
         raise UserError(f"{name} has {dialect.role} {shown(given)}", fix=f"use one of {', '.join(dialect.roles)}")
     # A table's file format fills in null for what a turn does not have.
     rest = {k: v for k, v in value.items() if k not in (dialect.role, dialect.content) and v is not None}
+    if isinstance(content, list):
+        content = parts_as_text(content, f"{dialect.content} of {name}") if content else None
     if not isinstance(content, str) and not (content is None and role == "assistant" and rest.get("tool_calls")):
+        raise UserError(f"{name} has {dialect.content} {shown(content)}, and must have text", fix="write one string")
+    turn_weight = rest.pop("weight", 1)
+    if isinstance(turn_weight, bool) or turn_weight not in (0, 1):
         raise UserError(
-            f"{name} has {dialect.content} {shown(content)}, and must have text",
-            fix="write one string (join the parts when it is a list of texts)",
+            f"weight of {name} is {shown(turn_weight)}, and must be 0 or 1",
+            fix="write 0 for a turn that is not to be learnt; the weight of the whole row has a column of its own",
         )
-    return {"role": role, "content": content, **rest}
+    ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
+    return {"role": role, "content": content, **rest, **ignored}
+
+
+def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
+    """The dialect whose role and content this turn has."""
+    return next((d for d in (OPENAI, SHAREGPT, COLOSSAL) if d.role in turn and d.content in turn), None)
+
+
+def is_parts(value: object) -> bool:
+    """Whether this is content in parts, as OpenAI and Bedrock write it, and not a list of chat turns."""
+    if not isinstance(value, list) or not all(isinstance(part, dict) and not {"role", "from"} & part.keys() for part in value):
+        return False
+    return any(part.get("type") in TEXT_PARTS or part.keys() == {"text"} for part in value)
+
+
+def parts_as_text(parts: Sequence[object], name: str) -> str:
+    """The text of content in parts, one below the other. Raises UserError for a part that is not text."""
+    texts: list[str] = []
+    for number, part in enumerate(parts, 1):
+        text_of = part.get("text") if isinstance(part, dict) else part
+        kind = part.get("type") if isinstance(part, dict) else "text"
+        if kind is not None and kind not in TEXT_PARTS:
+            raise UserError(
+                f"part {number} of {name} has type {shown(kind)}, and only text can be trained on",
+                fix="leave out rows with images, audio or files, or replace these parts by text",
+            )
+        if not isinstance(text_of, str):
+            raise UserError(f"part {number} of {name} has no text", fix='write {"type": "text", "text": "..."}')
+        texts.append(text_of)
+    return "\n".join(texts)
 
 
 def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
-    """A prompt as text, or as turns of which the last is to be answered."""
+    """A prompt as text, or as turns of which the last is to be answered. One turn may stand without its list."""
+    if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
+        raise UserError(
+            f"{name} is an object that holds the chat turns in its messages",
+            fix=f"name the place of the turns: keys: {{prompt: {name}.messages}}",
+        )
+    if is_parts(value):
+        value = parts_as_text(cast(list[object], value), name)
     if not isinstance(value, str):
-        return check_prompt(turns(value, name, dialect), name)
+        return check_prompt(turns([value] if isinstance(value, dict) else value, name, dialect), name)
     if not value:
         raise UserError(f"{name} is empty", fix="give the text that the answer follows")
     return text(value, name)
@@ -195,6 +283,8 @@ def check_prompt(given: Sequence[Message], name: str) -> tuple[Message, ...]:
 
 def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
     """An answer as text or as turns (one object, or a list), which may still have the prompt in front."""
+    if is_parts(value):
+        value = parts_as_text(cast(list[object], value), name)
     if isinstance(value, str):
         return text(value, name)
     return turns([value] if isinstance(value, dict) else value, name, dialect)
@@ -250,6 +340,11 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
         )
     if not given or given[0]["role"] != "assistant" or given[-1]["role"] != "assistant":
         raise UserError(f"{name} is not an answer of the assistant", fix="begin and end it with an assistant turn")
+    if given and all(turn.get("weight") == 0 for turn in given if turn["role"] == "assistant"):
+        raise UserError(
+            f"{name} has an answer with weight 0, so there is nothing to learn from it",
+            fix="leave out the row, or remove the weight of the turn that is to be learnt",
+        )
     return tuple(given)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
@@ -124,7 +125,7 @@ def score_rows(
 
 
 def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
-    if any(Path(s.path).exists() and Path(s.path).resolve() == out.resolve() for s in sources):
+    if any(os.path.exists(s.path) and Path(s.path).resolve() == out.resolve() for s in sources):
         raise UserError("this file is read and cannot be written as well", where=str(out), fix="give another --out")
 
 

@@ -11,11 +11,12 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe, Setting
-from valence.config.schema import Data, Recipe, Source
+from valence.config.schema import Data, Recipe
 from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import EncodedSet, Encoder
-from valence.data.load import InMemory, Loaded, Rows, load
+from valence.data.load import Loaded, load, sources_from
 from valence.data.mismatch import mismatch
+from valence.data.objects import Rows
 from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
@@ -325,12 +326,11 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
 
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
-    """Rows of files (``Source`` sections) or in memory, as examples of the method's kind, as tokens, audited."""
+    """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind, as tokens, audited."""
     how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
     how |= {"mask_truncated": data.mask_truncated}
     how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
-    from_files = isinstance(rows, Sequence) and all(isinstance(row, Source) for row in rows)
-    loaded = load(rows if from_files else [InMemory(rows)], method.kind, **how)
+    loaded = load(sources_from(rows), method.kind, **how)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":

@@ -1,0 +1,51 @@
+"""Decide whether a column called ``rating`` holds thumbs or scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
+
+from valence.data import values
+from valence.data.detect import candidates_of
+from valence.data.formats import FORMATS
+from valence.errors import UserError
+
+RATING = "rating"
+VERDICTS = ("label", "score", "scores")
+"""Columns beside which a rating is not read."""
+
+Part = Literal["label", "score"]
+
+
+def rated_format(row: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
+    """The format of judged answers that this row has if its rating is the label; None when the rating is not read."""
+    if row.get(RATING) is None or RATING in keys.values() or any(part in keys for part in VERDICTS):
+        return None
+    if any(row.get(part) is not None for part in VERDICTS):
+        return None
+    fitting = candidates_of(row, {**keys, "label": RATING})
+    return fitting[0] if len(fitting) == 1 and "label" in FORMATS[fitting[0]].required else None
+
+
+def part_of(ratings: Iterable[object], path: str) -> Part:
+    """What all ratings of a file are: labels if there are words, or no numbers but 1 and one of -1 and 0, otherwise scores.
+
+    Raises UserError for a file in which every rating is the same 0 or 1, which may be a thumb or the end of a scale.
+    """
+    numbers: set[float] = set()
+    has_words = False
+    for value in ratings:
+        number = values.as_number(value)
+        if number is not None:
+            numbers.add(number)
+        elif values.thumb(value) is not None:
+            has_words = True
+    if has_words:
+        return "label"
+    if numbers in ({0.0}, {1.0}):
+        raise UserError(
+            f"every rating is {min(numbers):g}, which may be a thumb or the end of a scale",
+            where=path,
+            fix=f"say which: keys: {{label: {RATING}}} for thumbs, keys: {{score: {RATING}}} for a scale",
+        )
+    return "label" if numbers <= {-1.0, 1.0} or numbers <= {0.0, 1.0} else "score"
