@@ -68,6 +68,14 @@ def test_check_says_everything_short_of_training(place: Path, capsys: pytest.Cap
     short = capsys.readouterr().out
     assert "loss.beta" in short
     assert "train.seed" not in short
+    assert "model.dtype" in short
+    assert valence("check", "recipe.yaml", "train.learning_rate=auto") == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["train.learning_rate"][0] == "0.0001"
+    assert {"kto", "adapter"} <= set(rows["train.learning_rate"])
+    capsys.readouterr()
+    assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
+    short = capsys.readouterr().out
     assert "that have their defaults" in short
     assert valence("check", "recipe.yaml", "loss.beta=0.2", "--all") == 0
     shown = capsys.readouterr().out

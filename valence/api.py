@@ -33,6 +33,7 @@ from valence.report.sinks import Sink
 from valence.report.trackers import check
 from valence.rollout.hf import evaluating
 from valence.training.build import build_models
+from valence.training.choices import with_dtype
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
@@ -150,9 +151,10 @@ def build_run(
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
-        prepared = prepare(source, tokenizer=tokenizer, given=given)
+        prepared = prepare(with_dtype(source, world), tokenizer=tokenizer, given=given)
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
+        prepared = earlier.prepared if earlier else prepared
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
         finished = _nothing_to_do(earlier, folder, stop, loads_finished)
         if not finished:

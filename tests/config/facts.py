@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.schema import Section
 from valence.errors import UserError
 
@@ -34,6 +35,7 @@ class Facts:
     online: bool = False
     follows_policy: bool = False
     least_rollouts: int = 1
+    learning_rates: LearningRates = LEARNING_RATES["preference"]
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
         return {}

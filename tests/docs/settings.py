@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
+from valence.config.learning_rates import LEARNING_RATES
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
@@ -18,9 +19,30 @@ beside the recipe. On the command line: `valence train RECIPE train.seed=1`. Mad
 """
 
 
+RATES = """\
+## Default learning rates
+
+`train.learning_rate: auto` takes the rate of the method, for all weights or for an adapter (`model.lora`,
+`model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models take
+more: the rates in [recipes](recipes.md) are for 135 million weights.
+
+| methods | all weights | source | adapter | source |
+| --- | --- | --- | --- | --- |
+"""
+
+
 def page() -> str:
     """The page as it should be now."""
-    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}"
+    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}\n{RATES}{rates()}"
+
+
+def rates() -> str:
+    """The rows of the table of default learning rates."""
+    rows = (
+        f"| {r.methods} | {_rate(r.full)} | {r.full_source} | {_rate(r.adapter)} | {r.adapter_source} |\n"
+        for r in LEARNING_RATES.values()
+    )
+    return "".join(rows)
 
 
 def table(rows: Sequence[SettingRow]) -> str:
@@ -28,6 +50,10 @@ def table(rows: Sequence[SettingRow]) -> str:
     lines = ["| setting | takes | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def _cell(text: str) -> str:

@@ -159,13 +159,17 @@ def check(
     from valence.api import check_sinks, show_audit
     from valence.dist.single import Planned
     from valence.report.console import exact
+    from valence.training.choices import with_dtype
     from valence.training.plan import describe, make_plan
     from valence.training.setup import prepare
 
+    source = with_dtype(source)
     table = table_of_settings("value", "from")
-    shown = {name: setting for name, setting in source.settings.items() if every or not setting.is_default}
+    shown = {
+        name: setting for name, setting in source.settings.items() if every or setting.is_automatic or not setting.is_default
+    }
     for name, setting in shown.items():
-        style = "dim" if setting.is_default else ""
+        style = "dim" if setting.is_default and not setting.is_automatic else ""
         value = json.dumps(setting.value, ensure_ascii=False) if isinstance(setting.value, str) else exact(setting.value)
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
@@ -206,7 +210,9 @@ def score(
             "--beta", help="Of the rewards. Default: the recipe's, or 0.1; a run is scored with the reward that it trains."
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float64.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float64. Default: the recipe's, or auto.")
+    ] = None,
     max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,
     format: Annotated[str | None, typer.Option("--format", help="Format of the rows. Default: detected.")] = None,

@@ -28,11 +28,13 @@ LISTS = ("train", "eval", "test")
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting as it holds in this run. ``origin``: default, ``recipe.yaml:12`` or command line."""
+    """A setting of this run. ``origin``: default, ``recipe.yaml:12``, command line, or why an automatic one has its value.
+    ``is_automatic``: the recipe leaves the value to the program."""
 
     value: object
     origin: str
     is_default: bool
+    is_automatic: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +48,20 @@ class LoadedRecipe:
         """Every setting written out, and data paths as they were found. Loads as the same recipe."""
         return to_yaml(self.recipe.model_dump(mode="json"))
 
+    def with_automatic(self, name: str, value: object, origin: str) -> LoadedRecipe:
+        """The recipe with a value for the automatic setting ``section.name``."""
+        section, key = name.split(".")
+        changed = getattr(self.recipe, section).model_copy(update={key: value})
+        setting = Setting(value, origin, is_default=True, is_automatic=True)
+        return LoadedRecipe(self.recipe.model_copy(update={section: changed}), {**self.settings, name: setting})
+
     @contextmanager
     def placing(self) -> Generator[None]:
         """Inside the block, an error about a setting also says where the recipe sets it."""
         try:
             yield
         except UserError as error:
-            set_here = {name: s for name, s in self.settings.items() if s.origin != "default"}
+            set_here = {name: s for name, s in self.settings.items() if s.origin != "default" and not s.is_automatic}
             named = [n for n, s in set_here.items() if isinstance(s.value, str) and repr(s.value) in error.what]
             named += [n for n in re.findall(r"\w+(?:\.\w+)+", error.where or "") if n in set_here]
             if not named:
@@ -117,7 +126,16 @@ def load_recipe(
         )
     if problems:
         raise messages.all_of(problems, given.place(()))
-    return LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()})
+    return _with_learning_rate(LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()}), case)
+
+
+def _with_learning_rate(loaded: LoadedRecipe, case: Case) -> LoadedRecipe:
+    """The recipe with its method's default in place of ``learning_rate: auto``."""
+    if loaded.recipe.train.learning_rate != "auto":
+        return loaded
+    rates = case.method.learning_rates
+    value, weights = (rates.adapter, "an adapter") if case.adapts else (rates.full, "all weights")
+    return loaded.with_automatic("train.learning_rate", value, f"default of {case.method.name} for {weights}")
 
 
 def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:

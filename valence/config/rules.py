@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from valence.config.learning_rates import LearningRates
 from valence.config.schema import Recipe
 
 
@@ -40,6 +41,11 @@ class MethodFacts(Protocol):
     @property
     def least_rollouts(self) -> int:
         """Answers to a prompt below which there is nothing to learn."""
+        ...
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """Default learning rates."""
         ...
 
     @property

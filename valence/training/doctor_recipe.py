@@ -33,8 +33,9 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     yield from (_model(setting, name) for setting, name in _models(recipe).items())
     yield from _libraries(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    what, _, fix = speed.slow(device, getattr(torch, recipe.model.dtype)).partition(": ")
-    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{recipe.model.dtype} on {device.type}", fix)
+    dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
+    what, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
+    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{dtype} on {device.type}", fix)
     yield writable("recipe", "run.dir", Path(recipe.run.dir), "set run.dir to a folder that you may write to", needed=True)
     if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
         fix = "install g++, or set train.compile: auto"

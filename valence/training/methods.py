@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
@@ -67,6 +68,19 @@ class Method:
     @property
     def of_scores(self) -> bool:
         return self.loss.of_scores
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """Default learning rates."""
+        if self.of_scores:
+            kind = "reward_model"
+        elif self.loss.data == "demonstration":
+            kind = "imitation"
+        elif self.loss.data == "ranking":
+            kind = "policy_gradient"
+        else:
+            kind = self.name.removeprefix("online_")
+        return LEARNING_RATES.get(kind, LEARNING_RATES["preference"])
 
     @property
     def mismatches(self) -> bool:

@@ -22,6 +22,7 @@ from valence.engine.loading import must_exist
 from valence.engine.models import DTYPES, load_tokenizer
 from valence.engine.quantized import check_library
 from valence.errors import UserError
+from valence.training.choices import with_dtype
 from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
@@ -174,6 +175,7 @@ def prepare(
     Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
+        source = with_dtype(source)
         recipe = source.recipe
         model, data = recipe.model, recipe.data
         method = method_in(recipe)
