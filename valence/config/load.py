@@ -150,11 +150,16 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
 
 
 def _short_forms(given: Given) -> Given:
-    """Sections and lists of files that hold nothing become empty ones; a path among the data becomes a Source."""
+    """Expand what may be written shorter: a model by its name, data by its files to train on, a file by its path, an empty
+    section as nothing."""
     root = schema_of(Recipe)
     values: dict[str, Any] = {
         name: {} if value is None and at(root, (name,)).get("type") == "object" else value for name, value in given.values.items()
     }
+    if isinstance(values.get("model"), str):
+        values["model"] = {"name": values["model"]}
+    if isinstance(values.get("data"), str | list):
+        values["data"] = {"train": values["data"]}
     data = values.get("data")
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)

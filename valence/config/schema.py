@@ -20,6 +20,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import PydanticCustomError
 
 
 def _fraction_or_steps(value: float) -> float:
@@ -44,7 +45,21 @@ def seconds_of(time: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-Dtype = Literal["auto", "float32", "bfloat16", "float64"]
+def _dtype(value: Any) -> Any:
+    """A type by its usual short name. Raises for float16."""
+    if not isinstance(value, str):
+        return value
+    name = value.lower().removeprefix("torch.")
+    if name in ("fp16", "float16", "half", "f16"):
+        raise PydanticCustomError(
+            "unsupported",
+            "is not supported: small gradients become 0 in float16, and there is no loss scaling",
+            {"fix": "write bfloat16, or float32 where the hardware does not multiply bfloat16 (auto chooses)"},
+        )
+    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}.get(name, name)
+
+
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -429,7 +444,7 @@ class Recipe(Section):
     method: Text
     """Name of a method or of a loss."""
     model: Model
-    """The model to train, called the policy: a section with its name, such as `model: {name: owner/model}`."""
+    """The model to train, called the policy: a section, or its name alone, such as `model: owner/model`."""
     reference: Reference = Reference()
     """What the policy is compared with."""
     data: Data = Data()

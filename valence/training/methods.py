@@ -145,7 +145,8 @@ def method_of(name: str, online: bool = False) -> Method:
         what = f"{name} learns from the answers of its rows, not from the policy's own"
         raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}")
     every = {**METHODS, **ONLINE}
-    near = get_close_matches(str(name), every, 3, 0.4)
+    written = str(name).lower().replace("-", "_")
+    near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(f"there is no method {name!r}", where="method", fix=f"{hint}methods: {', '.join(every)}")
 
