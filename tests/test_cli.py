@@ -7,11 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import command as valence
 from tests.places import ROWS, place
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
+from valence.training import plan
 from valence.training.methods import ONLINE
 
 __all__ = ["place"]
@@ -86,6 +88,30 @@ def test_check_says_everything_short_of_training(place: Path, capsys: pytest.Cap
     assert rows["steps:"][0] == "2"
     assert "memory: about" in shown
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(("cores", "gpus", "warns"), [(2, 0, True), (3, 0, False), (2, 3, False)])
+def test_check_warns_of_more_processes_than_cores(
+    cores: int, gpus: int, warns: bool, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert valence("check", "recipe.yaml", "--nproc", "3") == 0
+    assert (f"share the {cores} cores" in capsys.readouterr().out) == warns
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # 3 processes on two hosts
+    assert not plan.crowding(3)
+
+
+def test_training_warns_of_it_too(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: 0)
+    assert valence("train", "recipe.yaml", "train.max_steps=1", "--quiet") == 0
+    assert "share the 0 cores" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_offload_without_a_gpu_is_an_error(processes: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("check", "recipe.yaml", "parallel.offload=true", "--nproc", processes) == 2
+    assert "(parallel.offload)" in capsys.readouterr().err
 
 
 def test_check_refuses_a_tokenizer_that_the_model_has_no_rows_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -39,7 +39,7 @@ from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
-from valence.training.plan import describe, make_plan
+from valence.training.plan import crowding, describe, make_plan
 from valence.training.resume import Earlier, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
@@ -243,6 +243,8 @@ def _announced(
 ) -> tuple[int, bool | None]:
     """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if crowded := crowding(group.size):
+        say(crowded, style="yellow")
     if earlier:
         if not quiet:
             say(earlier.told)

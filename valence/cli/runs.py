@@ -160,7 +160,7 @@ def check(
     from valence.dist.single import Planned
     from valence.report.console import exact
     from valence.training.choices import with_dtype
-    from valence.training.plan import describe, make_plan
+    from valence.training.plan import crowding, describe, make_plan
     from valence.training.setup import prepare
 
     source = with_dtype(source)
@@ -181,6 +181,8 @@ def check(
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
         console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
     show_audit(prepared, console)
+    if crowded := crowding(nproc):
+        console.print(crowded, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in describe(make_plan(prepared, group=Planned(nproc))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
