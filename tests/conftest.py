@@ -13,6 +13,8 @@ from collections.abc import Generator, Iterator
 # Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What `model.dtype: auto` stands for depends on the machine. Most tests compare numbers in float32.
+os.environ["VALENCE_DTYPE"] = "float32"
 # Tests that name a model which does not exist must not wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Runs are synced to the disk at each save, thousands of times in all. No test asks whether a disk keeps its word.

@@ -7,11 +7,13 @@ import signal
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.command import command as valence
 from tests.places import ROWS, place
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
+from valence.training import plan
 from valence.training.methods import ONLINE
 
 __all__ = ["place"]
@@ -68,6 +70,14 @@ def test_check_says_everything_short_of_training(place: Path, capsys: pytest.Cap
     short = capsys.readouterr().out
     assert "loss.beta" in short
     assert "train.seed" not in short
+    assert "model.dtype" in short
+    assert valence("check", "recipe.yaml", "train.learning_rate=auto") == 0
+    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    assert rows["train.learning_rate"][0] == "0.0001"
+    assert {"kto", "adapter"} <= set(rows["train.learning_rate"])
+    capsys.readouterr()
+    assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
+    short = capsys.readouterr().out
     assert "that have their defaults" in short
     assert valence("check", "recipe.yaml", "loss.beta=0.2", "--all") == 0
     shown = capsys.readouterr().out
@@ -78,6 +88,30 @@ def test_check_says_everything_short_of_training(place: Path, capsys: pytest.Cap
     assert rows["steps:"][0] == "2"
     assert "memory: about" in shown
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(("cores", "gpus", "warns"), [(2, 0, True), (3, 0, False), (2, 3, False)])
+def test_check_warns_of_more_processes_than_cores(
+    cores: int, gpus: int, warns: bool, place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert valence("check", "recipe.yaml", "--nproc", "3") == 0
+    assert (f"share the {cores} cores" in capsys.readouterr().out) == warns
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # 3 processes on two hosts
+    assert not plan.crowding(3)
+
+
+def test_training_warns_of_it_too(place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "usable_cores", lambda: 0)
+    assert valence("train", "recipe.yaml", "train.max_steps=1", "--quiet") == 0
+    assert "share the 0 cores" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("processes", ["1", "2"])
+def test_offload_without_a_gpu_is_an_error(processes: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert valence("check", "recipe.yaml", "parallel.offload=true", "--nproc", processes) == 2
+    assert "(parallel.offload)" in capsys.readouterr().err
 
 
 def test_check_refuses_a_tokenizer_that_the_model_has_no_rows_for(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -179,6 +213,10 @@ def test_losses_tells_the_settings_that_a_reward_adds(capsys: pytest.CaptureFixt
         (("train", "recipe.yaml", "reference.model=./mdoel"), "command line (reference.model)"),
     (("train", "recipe.yaml", "data.train=[{path: row.jsonl}]"), "rows.jsonl"),
     (("train", "recipe.yaml", "method=ktoo"), "kto"),
+    (("train", "recipe.yaml", "method=KTO"), "did you mean kto?"),
+    (("check", "recipe.yaml", "method=Robust-DPO"), "did you mean robust_dpo?"),
+    (("train", "recipe.yaml", "--train.seed=1"), "train.seed=1, without dashes"),
+    (("train", "--train.seed", "1", "recipe.yaml"), "train.seed=1, without dashes"),
     (("evaluate", "model"), "holds no run"),
     (("evaluate", "nowhere"), "nowhere"),
     (("sample", "recipe.yaml"), "--prompt"),

@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from tests.command import command as valence
-from valence.engine import speed
+from valence import network
+from valence.engine import loading, speed
 from valence.training import doctor, doctor_recipe
 from valence.training.doctor import EXTRAS, Finding, examine, writable
 
@@ -99,7 +100,7 @@ def test_a_hub_that_never_answers_is_not_waited_for(monkeypatch: pytest.MonkeyPa
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(doctor, "DEADLINE", 0.2)
+    monkeypatch.setattr(network, "DEADLINE", 0.2)
     monkeypatch.setattr(httpx, "head", lambda *_, **__: time.sleep(5) or httpx.Response(200))
     began = time.monotonic()
     found = doctor._hub()
@@ -143,6 +144,32 @@ def test_what_a_recipe_lacks(override: str, name: str, said: str, monkeypatch: p
     assert said in found.said
     assert (found.state, found.needed) == ("problem", True)
     assert found.fix
+
+
+@pytest.mark.usefixtures("place")
+def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    import httpx
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(loading, "hub_problem", lambda: "")
+
+    def found() -> doctor.Finding:
+        return of_recipe("model.name=nobody/nothing")["model.name"]
+
+    monkeypatch.setattr(huggingface_hub, "auth_check", lambda _: None)
+    assert (found().state, found().needed) == ("ok", False)
+    for error in (errors.GatedRepoError, errors.RepositoryNotFoundError):
+
+        def refuse(_: str, error: type[errors.HfHubHTTPError] = error) -> None:
+            raise error("no", response=httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid")))
+
+        monkeypatch.setattr(huggingface_hub, "auth_check", refuse)
+        assert (found().state, found().needed) == ("problem", True)
+    monkeypatch.setattr(loading, "hub_problem", lambda: "no answer")
+    assert (found().state, found().needed) == ("problem", True)
+    assert "HF_ENDPOINT" in found().fix
 
 
 @pytest.mark.usefixtures("place")

@@ -35,12 +35,13 @@ from valence.report.sinks import Sink
 from valence.report.trackers import check
 from valence.rollout.hf import evaluating
 from valence.training.build import build_models
+from valence.training.choices import with_dtype
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
 from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
-from valence.training.plan import describe, make_plan
+from valence.training.plan import crowding, describe, make_plan
 from valence.training.rendering import describe_rendering
 from valence.training.resume import Earlier, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
@@ -155,9 +156,10 @@ def build_run(
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
-        prepared = prepare(source, tokenizer=tokenizer, given=given, policy=model)
+        prepared = prepare(with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model)
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
+        prepared = earlier.prepared if earlier else prepared
         tokens, sharded = _announced(prepared, model, earlier, console, quiet, world)
         finished = _nothing_to_do(earlier, folder, stop, loads_finished)
         if not finished:
@@ -246,6 +248,8 @@ def _announced(
 ) -> tuple[int, bool | None]:
     """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
     say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    if crowded := crowding(group.size):
+        say(crowded, style="yellow")
     if earlier:
         if not quiet:
             say(earlier.told)

@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from urllib.parse import urlsplit
 
 from valence.errors import UserError
+
+DEADLINE = 3.0
+"""Seconds within which the hub has to answer."""
+
+
+def within(deadline: float, action: Callable[[], str]) -> str:
+    """The answer of a request, or the error as text. A name server or a proxy that never answers is abandoned."""
+    answers: list[str] = []
+
+    def ask() -> None:
+        try:
+            answers.append(action())
+        except Exception as error:  # libraries raise their own
+            answers.append(f"{error}" or type(error).__name__)
+
+    thread = threading.Thread(target=ask, daemon=True)
+    thread.start()
+    thread.join(deadline)
+    return answers[0] if answers else f"no answer within {deadline:g} seconds"
+
+
+def ask_hub() -> str:
+    """Why the hub that models come from cannot be reached; empty when it answers."""
+    import httpx
+    from huggingface_hub import constants
+
+    def ask() -> str:
+        status = httpx.head(constants.ENDPOINT, timeout=DEADLINE, follow_redirects=True).status_code
+        return "" if status < 500 else f"status {status}"
+
+    return within(DEADLINE, ask)
+
+
+@cache
+def hub_problem() -> str:
+    """``ask_hub``, asked once by each process."""
+    return ask_hub()
 
 
 def routes(*urls: str) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def build(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, callback
         {"prompt": f"{i}: ", "completion": "".join(draw.choices(string.ascii_lowercase, k=case.letters))} for i in range(ROWS)
     ]
     recipe: dict[str, Any] = {
-        "method": "sft", "model": {"name": case.name} | ({"lora": {"rank": 16}} if case.lora else {}),
+        "method": "sft", "model": {"name": case.name, "dtype": "float32"} | ({"lora": {"rank": 16}} if case.lora else {}),
         "data": {"max_length": 2048},
         "train": {"batch_size": BATCH, "max_steps": 10**6, "epochs": 1e6, "micro_batch_tokens": 4096, "compile": "off"},
         "run": {"dir": str(folder), "save_every": 10**6, "keep": 1},

@@ -68,7 +68,9 @@ def write_rows(folder: Path) -> None:
 def recipe(case: Case, folder: Path) -> dict[str, Any]:
     """5 steps an epoch, of which the last is short, 17 in all: an epoch ends between two saves, and so does the log's window."""
     sections = {name: dict(section) for name, section in case.sections.items() if name != "mix"}
-    model = {"name": str(folder / "model")} | ({"lora": {"rank": 4} | sections.pop("lora", {})} if case.lora else {})
+    model = {"name": str(folder / "model"), "dtype": "float32"} | (
+        {"lora": {"rank": 4} | sections.pop("lora", {})} if case.lora else {}
+    )
     mix = [part | {"train": str(folder / f"{part['train']}.jsonl")} for part in case.sections.get("mix", [])]
     held_out = str(folder / f"{case.rows}_held.jsonl")
     defaults: dict[str, dict[str, Any]] = {

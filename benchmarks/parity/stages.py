@@ -102,7 +102,7 @@ def real_stage(folder: Path) -> Stage:
 def _encoded(method: str, model: Path, folder: Path) -> tuple[Encoded, ...]:
     """The rows of {method}_en_demo that fit MAX_LENGTH, the shortest first."""
     data = {"train": [{"path": str(folder / f"{method}_en_demo.json")}], "max_length": MAX_LENGTH}
-    recipe = load_recipe({"method": method, "model": {"name": str(model)}, "data": data}, method_of=method_of)
+    recipe = load_recipe({"method": method, "model": {"name": str(model), "dtype": "float32"}, "data": data}, method_of=method_of)
     return tuple(sorted(prepare(recipe).corpora["train"].units, key=lambda unit: unit.tokens))
 
 

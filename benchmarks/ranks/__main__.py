@@ -44,7 +44,8 @@ def make(folder: Path, width: int, layers: int) -> int:
     rows = [{"prompt": f"question {i} ", "completion": "word " * (4 + i % 5)} for i in range(16)]
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     recipe = {
-        "method": "sft", "model": {"name": str(folder / "model")}, "data": {"train": str(folder / "rows.jsonl")},
+        "method": "sft", "model": {"name": str(folder / "model"), "dtype": "float32"},
+        "data": {"train": str(folder / "rows.jsonl")},
         "train": {"batch_size": 4, "compile": "off", "learning_rate": 1e-4},
     }  # fmt: skip
     (folder / "recipe.yaml").write_text(json.dumps(recipe))

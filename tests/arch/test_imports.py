@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,13 +23,13 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "config": (),
     "dist": (),
     "losses": ("types",),
-    "engine": ("types",),
+    "engine": ("types", "network"),
     "data": ("types",),
     "rollout": ("types", "network"),
     "reward": ("types", "network"),
     "checkpoint": ("types", "dist.protocol", "dist.together"),
     "report": ("types", "dist.protocol"),
-    "training": LAYERS,
+    "training": (*LAYERS, "network"),
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),
     "__main__": ("cli",),
@@ -125,14 +127,20 @@ def test_only_dist_speaks_to_other_processes() -> None:
 
 def modules_after(code: str) -> set[str]:
     """The modules that are loaded once this code has run in a process of its own."""
+    return set(run_code(code).rpartition("LOADED ")[2].split())
+
+
+def run_code(code: str) -> str:
+    """What this code prints in a process of its own, and after that the word LOADED and the names of all loaded modules."""
     shown = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('LOADED', *sys.modules)"
-    done = subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True, cwd=ROOT)
-    return set(done.stdout.rpartition("LOADED ")[2].split())
+    return subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True, cwd=ROOT).stdout
 
 
 @pytest.mark.parametrize("code", [
     "import valence",
     "import valence.config.load",
+    "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
+    "from valence.training.methods import METHODS, ONLINE; [m.settings for m in (*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
     "import valence.cli; sys.argv = ['valence', '--help']; valence.cli.main()",
     "import valence.cli; sys.argv = ['valence', 'train', '--help']; valence.cli.main()",
@@ -147,12 +155,47 @@ def test_what_needs_no_tensors_waits_for_no_torch(code: str) -> None:
     "train recipe.yaml", "resume .", "evaluate .", "score recipe.yaml", "sample . --prompt so", "export . model"
 ])  # fmt: skip
 def test_who_only_starts_processes_waits_for_no_torch(words: str, tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
+    write_recipe(tmp_path)
     place = f"import os, valence.cli; from valence.dist import launch; os.chdir({str(tmp_path)!r}); "
     noted = "launch.launch = lambda *_: len(sys.modules.setdefault('launched', sys).argv) and 0; "
     loaded = modules_after(f"{place}{noted}sys.argv = {['valence', *words.split(), '--nproc', '2']}; valence.cli.main()")
     assert "launched" in loaded
     assert not loaded & {"torch", "transformers", *HEAVY}
+
+
+def write_recipe(folder: Path, **changes: Any) -> None:
+    """A recipe, also as a run's own, with its file of rows."""
+    recipe = {"method": "kto", "model": {"name": "tiny"}, "data": {"train": "rows.jsonl"}} | changes
+    for name in ("recipe.yaml", "config.yaml"):
+        (folder / name).write_text(json.dumps(recipe))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
+
+
+MISTAKES = {
+    "an unknown setting": {"train": {"learning_rte": 1e-5}},
+    "a wrong type": {"train": {"batch_size": "many"}},
+    "a wrong method": {"method": "kot"},
+    "an unknown setting of the loss": {"loss": {"betta": 0.1}},
+    "a wrong value of the loss": {"loss": {"beta": -1}},
+    "an unknown setting of an online method": {"method": "grpo", "reward": "exact_match", "loss": {"epsilon": 0.1}},
+    "a wrong combination": {"method": "dpo", "data": {"train": "rows.jsonl", "stratify": True}},
+    "a missing file": {"data": {"train": "row.jsonl"}},
+}
+
+
+@pytest.mark.parametrize("changes", MISTAKES.values(), ids=MISTAKES)
+@pytest.mark.parametrize("command", ["check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume ."])
+def test_a_mistake_in_a_recipe_is_reported_without_torch(command: str, changes: dict[str, Any], tmp_path: Path) -> None:
+    write_recipe(tmp_path, **changes)
+    words = f"import os, time, valence.cli; os.chdir({str(tmp_path)!r}); sys.argv = {['valence', *command.split()]}"
+    measured = "sys.modules[f'CPU={time.process_time()}'] = sys"
+    code = f"{words}\n    try:\n        valence.cli.main()\n    finally:\n        {measured}; print('STATUS', sys.exc_info()[1])"
+    done = run_code(code)
+    assert "STATUS 2" in done
+    loaded = set(done.rpartition("LOADED ")[2].split())
+    assert not loaded & {"torch", "transformers", "numpy", *HEAVY}
+    (cpu,) = (float(name.removeprefix("CPU=")) for name in loaded if name.startswith("CPU="))
+    assert cpu < 3  # seconds; 0.4 on an idle machine, and imports of torch and transformers take 5
 
 
 def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:

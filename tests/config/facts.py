@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
 
+from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.schema import Section
 from valence.errors import UserError
 
@@ -35,6 +36,7 @@ class Facts:
     follows_policy: bool = False
     least_rollouts: int = 1
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    learning_rates: LearningRates = LEARNING_RATES["preference"]
 
     def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
         return self.needs_reference and not self.online

@@ -21,7 +21,7 @@ ROWS = {row.name: row for row in settings_table()}
         ("model.lora.targets", 'a list (each text) or "all-linear"', '"all-linear"'),
         ("data.train.N.keys", "names with a value each", "{}"),
         ("data.eval", "a list (each a section (path, split, subset, format, keys, weight, limit))", "[]"),
-        ("train.learning_rate", "a number above 0", "1e-05"),
+        ("train.learning_rate", 'a number above 0 or "auto"', '"auto"'),
         ("train.schedule", "one of linear, cosine, constant", '"linear"'),
         ("train.betas", "a list of 2 (each a number of at least 0 and below 1)", "[0.9, 0.999]"),
         ("train.drop_last", "true or false", "false"),

@@ -302,3 +302,20 @@ def test_loading_imports_no_torch():
     code = "import sys, valence.config.load as l; print('torch' in sys.modules, 'transformers' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
     assert out.stdout.split() == ["False", "False"]
+
+
+@pytest.mark.parametrize("data", ["feedback.jsonl", ["feedback.jsonl"], {"train": ["feedback.jsonl"]}], ids=str)
+def test_a_model_and_data_may_be_given_by_their_names_alone(data: object):
+    whole = load(source=minimal())
+    assert load(source={"method": "kto", "model": "m", "data": data}).recipe == whole.recipe
+    changed = load("model.lora={rank: 4}", source={"method": "kto", "model": "m", "data": data}).recipe
+    assert (changed.model.name, changed.model.lora.rank if changed.model.lora else None) == ("m", 4)
+    assert load("model=other", source=minimal()).recipe.model.name == "other"
+
+
+@pytest.mark.parametrize(("written", "dtype"), [
+    ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32"), ("float", "float32"),
+    ("double", "float64"), ("float32", "float32"), ("auto", "auto"),
+])  # fmt: skip
+def test_types_have_short_names(written: str, dtype: str):
+    assert load(f"model.dtype={written}", source=minimal()).settings["model.dtype"].value == dtype

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 
 from tests.data.rows import JUDGED, Source, load_rows, write
 from valence.data.convert import CONVERSIONS
+from valence.data.kinds import METHOD_FOR
 from valence.data.load import InMemory, Loaded, load
 from valence.errors import UserError
-from valence.types import Demonstration, Judgement, Origin, Preference, Prompt, Ranking
+from valence.training.methods import method_of
+from valence.types import Demonstration, Judgement, Kind, Origin, Preference, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)
 
@@ -137,7 +139,7 @@ def test_the_format_is_found_behind_many_unreadable_rows(tmp_path: Path):
 def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tmp_path: Path):
     cases = [
         ({"prompt": "p", "chosen": "a", "rejected": "b"}, "judgement", "pairs.*\n.*data.convert: pairs_to_judgements"),
-        (up("a"), "preference", "judged.*\n.*data.convert: judgements_to_pairs"),
+        (up("a"), "preference", r"judged.*\n.*data.convert: judgements_to_pairs.*\(kto\)"),
         (up("a"), "demonstration", "judged.*imitate\n.*data.convert: chosen_to_demonstrations"),
         (scored("a", 1.0), "judgement", "score and no label.*\n.*scores_to_judgements and data.threshold"),
         (ranked(1, 2), "preference", "several scored.*\n.*data.convert: scores_to_pairs"),
@@ -148,6 +150,12 @@ def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tm
     for row, kind, message in cases:
         with pytest.raises(UserError, match=f"rows.jsonl:1: .*{message}"):
             load_rows(tmp_path, kind, row)
+
+
+@pytest.mark.parametrize(("kind", "name"), METHOD_FOR.items())
+def test_the_method_that_is_suggested_reads_such_rows(kind: Kind, name: str):
+    name, _, reward = name.partition(" with a ")
+    assert method_of(name, bool(reward)).kind == kind
 
 
 def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):

@@ -6,21 +6,44 @@ from collections.abc import Sequence
 
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
+from valence.config.learning_rates import LEARNING_RATES
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
 # Settings
 
-Every setting of a recipe. Those of its `loss` section are its method's, and in [losses.md](losses.md). `N` stands for an index in
-a list. A list may be given as its only item, and a file of rows, a reward or a tracker by its name alone
-(`data: {train: rows.jsonl}`). Paths are relative to the folder in which the command runs; files of rows are also looked for
-beside the recipe. On the command line: `valence train RECIPE train.seed=1`. Made by `python -m tests.docs.settings`.
+Every setting of a recipe. Those of its `loss` section are its method's, and in [losses.md](losses.md). `N` stands
+for an index in a list. A list may be given as its only item, and a model, data, a file of rows, a reward or a
+tracker by its name alone (`model: owner/model`, `data: rows.jsonl`). Paths are relative to the folder in which the
+command runs; files of rows are also looked for beside the recipe. On the command line:
+`valence train RECIPE train.seed=1`. Made by `python -m tests.docs.settings`.
+"""
+
+
+RATES = """\
+## Default learning rates
+
+`train.learning_rate: auto` takes the rate of the method, for all weights or for an adapter (`model.lora`,
+`model.adapter`). `valence check RECIPE` shows it, the run records it, and a resumed run keeps it. Small models take
+more: the rates in [recipes](recipes.md) are for 135 million weights.
+
+| methods | all weights | source | adapter | source |
+| --- | --- | --- | --- | --- |
 """
 
 
 def page() -> str:
     """The page as it should be now."""
-    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}"
+    return f"{HEAD}\n{table([row for row in settings_table() if row.name != 'loss'])}\n{RATES}{rates()}"
+
+
+def rates() -> str:
+    """The rows of the table of default learning rates."""
+    rows = (
+        f"| {r.methods} | {_rate(r.full)} | {r.full_source} | {_rate(r.adapter)} | {r.adapter_source} |\n"
+        for r in LEARNING_RATES.values()
+    )
+    return "".join(rows)
 
 
 def table(rows: Sequence[SettingRow]) -> str:
@@ -28,6 +51,10 @@ def table(rows: Sequence[SettingRow]) -> str:
     lines = ["| setting | takes | default | meaning |", "| --- | --- | --- | --- |"]
     lines += [f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |" for row in rows]
     return "\n".join(lines) + "\n"
+
+
+def _rate(rate: float) -> str:
+    return f"{rate:.0e}".replace("e-0", "e-")
 
 
 def _cell(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from tests.training.resuming import killed, records, settings, train, weights
 from tests.training.test_run import ROWS, folder, written
+from valence.config.learning_rates import LEARNING_RATES
 from valence.errors import UserError
 from valence.training import build
 from valence.training.loop import Run
@@ -59,6 +61,24 @@ def test_what_is_allowed_by_name_takes_effect_from_there_on(settings: dict[str, 
     assert [row["lr"] for row in records(tmp_path / "run") if row["step"]] == [1e-3] * 3 + [5e-4] * 3
     (entry,) = json.loads((tmp_path / "run/run.json").read_text())["taken_up"]
     assert (entry["step"], entry["with"]) == (4, ["train.learning_rate: 0.001 -> 0.0005"])
+
+
+def test_automatic_settings_stay_what_they_were(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a machine that would choose another type, and with another table of learning rates."""
+    del settings["train"]["learning_rate"]
+    settings["train"] |= {"schedule": "constant", "warmup": 0}
+    killed(settings, 6)
+    monkeypatch.setenv("VALENCE_DTYPE", "bfloat16")
+    monkeypatch.setitem(LEARNING_RATES, "preference", replace(LEARNING_RATES["preference"], adapter=3.0))
+    run, _ = train(settings)
+    assert run.recipe.model.dtype == "float32"
+    assert run.policy.causal.get_input_embeddings().weight.dtype == torch.float32
+    assert {row["lr"] for row in records(tmp_path / "run") if row["step"]} == {1e-4}
+    recorded = json.loads((tmp_path / "run/run.json").read_text())["settings"]
+    assert (recorded["model.dtype"], recorded["train.learning_rate"]) == ("float32", 1e-4)
+    assert "dtype: float32" in (tmp_path / "run/config.yaml").read_text()
 
 
 def test_a_name_to_allow_that_is_none_is_refused(settings: dict[str, Any]) -> None:

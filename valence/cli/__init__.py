@@ -11,7 +11,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 
-from valence.cli.common import MISTAKE, app, console, status_of
+from valence.cli.common import MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange
 from valence.config.files import too_long
 from valence.errors import UserError
@@ -33,6 +33,7 @@ def main() -> None:
     if "_VALENCE_COMPLETE" in os.environ:
         os.environ["COLUMNS"] = "10000"  # a help that is wrapped would be taken for several words
     try:
+        refuse_dashes(sys.argv[1:])
         app(standalone_mode=True)
     except UserError as error:
         _exit_with(error)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Annotated
@@ -15,6 +16,7 @@ from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.guide import HELP
+from valence.errors import UserError
 from valence.report.console import Terminal, discard
 
 if TYPE_CHECKING:
@@ -106,6 +108,15 @@ def stoppable(said: str = "stopped; what was computed is kept, and the same comm
     except KeyboardInterrupt as stopped:
         console.print(said, style="yellow")
         raise typer.Exit(status_of(stopped)) from None
+
+
+def refuse_dashes(words: Sequence[str]) -> None:
+    """Raise UserError for a setting that is written as an option: ``--train.seed=1`` or ``--train.seed 1``."""
+    for i, word in enumerate(words):
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and re.fullmatch(r"[a-z]\w*(\.\w+)+", name):
+            value = value if equals else next(iter(words[i + 1 :]), "VALUE")
+            raise UserError(f"{word} is not an option", where="command line", fix=f"write {name}={value}, without dashes")
 
 
 def command_line() -> str:

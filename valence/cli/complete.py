@@ -1,11 +1,9 @@
-"""What a shell is told when a word of a command is to be completed. Every key press may ask, so none of it imports torch."""
+"""Completion of words in a shell. Each key press may ask for it, so nothing here imports torch."""
 
 from __future__ import annotations
 
-import ast
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 import typer
@@ -54,13 +52,10 @@ def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
 
 
 def methods(incomplete: str) -> list[str]:
-    """Names of losses and methods, read from the table of losses as it is written: loading it takes seconds."""
-    found = list[str]()
-    online = ["rejection"]
-    for name, made_by in _table("valence.losses", "LOSSES"):
-        found.append(name)
-        online += [f"online_{name}"] if made_by in ("_paired", "_unpaired") else []
-    return [name for name in (*found, *online) if name.startswith(incomplete)]
+    """Names of losses and methods."""
+    from valence.training.methods import METHODS, ONLINE
+
+    return [name for name in dict.fromkeys((*METHODS, *ONLINE)) if name.startswith(incomplete)]
 
 
 def rules(incomplete: str) -> list[str]:
@@ -90,19 +85,6 @@ def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
                 yield word + entry.name, folder / entry.name
             elif depth < DEEP and entry.name not in SKIPPED:
                 waiting.append((f"{word}{entry.name}/", folder / entry.name, depth + 1))
-
-
-def _table(module: str, name: str) -> Iterator[tuple[str, str]]:
-    """Keys of a dictionary as it stands in a module's text, and the function that makes each value."""
-    spec = find_spec(module)
-    if spec is None or spec.origin is None:
-        return
-    for node in ast.parse(Path(spec.origin).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == name:
-            assert isinstance(node.value, ast.Dict)
-            for key, value in zip(node.value.keys, node.value.values, strict=True):
-                if isinstance(key, ast.Constant) and isinstance(value, ast.Call) and isinstance(value.func, ast.Name):
-                    yield str(key.value), value.func.id
 
 
 def _first_sentence(text: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import chdir
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -29,7 +30,7 @@ from valence.cli.common import (
     stoppable,
     table_of_settings,
 )
-from valence.cli.stream import must_be_open, streaming
+from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
 
 RewardOption = Annotated[
@@ -56,9 +57,19 @@ def train(
 
     A run that was stopped or killed goes on where it was saved last, also on another number of processes.
     """
-    must_be_open(as_json)  # before anything large is loaded
+    must_be_open(as_json)
+    _check_recipe(recipe, overrides or [], as_json)
     with processes(nproc) as group:
         _train(recipe, overrides or [], as_json, fresh=fresh, allow=allow or [], quiet=quiet, group=group)
+
+
+def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
+    """Raise UserError for mistakes of the recipe itself, before torch is imported and before processes are started."""
+    from valence.config.load import load_recipe
+    from valence.training.methods import method_of
+
+    with failing(as_json and os.environ.get("RANK", "0") == "0"):
+        load_recipe(recipe, overrides, method_of=method_of)
 
 
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
@@ -106,10 +117,12 @@ def resume(
         raise UserError("a run goes on where it is", where="run.dir", fix="move the folder, and name it")
     folder = run_dir.absolute()
     recipe, place = place_of_run(folder)
+    cwd = place if place and place.is_dir() else Path()
+    ours = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
+    with chdir(cwd):
+        _check_recipe(recipe, ours, as_json)
     with processes(nproc) as group:
-        if place and place.is_dir():
-            os.chdir(place)
-        ours = [*(overrides or []), f"run.dir={json.dumps(str(folder))}"]
+        os.chdir(cwd)
         _train(recipe, ours, as_json, fresh=False, allow=allow or [], quiet=quiet, group=group)
 
 
@@ -138,20 +151,26 @@ def check(
 ) -> None:
     """Say what training would do, and do nothing: the settings and where each came from, the data, steps, predicted memory and
     time."""
-    from valence.api import check_sinks, show_audit
     from valence.config.load import load_recipe
+    from valence.training.methods import method_of
+
+    source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
+
+    from valence.api import check_sinks, show_audit
     from valence.dist.single import Planned
     from valence.report.console import exact
-    from valence.training.methods import method_of
-    from valence.training.plan import describe, make_plan
+    from valence.training.choices import with_dtype
+    from valence.training.plan import crowding, describe, make_plan
     from valence.training.rendering import in_short
     from valence.training.setup import prepare
 
-    source = load_recipe(recipe, overrides or [], method_of=method_of)
+    source = with_dtype(source)
     table = table_of_settings("value", "from")
-    shown = {name: setting for name, setting in source.settings.items() if every or not setting.is_default}
+    shown = {
+        name: setting for name, setting in source.settings.items() if every or setting.is_automatic or not setting.is_default
+    }
     for name, setting in shown.items():
-        style = "dim" if setting.is_default else ""
+        style = "dim" if setting.is_default and not setting.is_automatic else ""
         value = in_short(setting.value)
         value = json.dumps(value, ensure_ascii=False) if isinstance(value, str) else exact(value)
         table.add_row(name, value, setting.origin, style=style)
@@ -164,6 +183,8 @@ def check(
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
         console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
     show_audit(prepared, console)
+    if crowded := crowding(nproc):
+        console.print(crowded, style="yellow", markup=False, highlight=False, soft_wrap=True)
     for line in describe(make_plan(prepared, group=Planned(nproc))):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -193,7 +214,9 @@ def score(
             "--beta", help="Of the rewards. Default: the recipe's, or 0.1; a run is scored with the reward that it trains."
         ),
     ] = None,
-    dtype: Annotated[str | None, typer.Option("--dtype", help="float32 (default), bfloat16 or float64.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float64. Default: the recipe's, or auto.")
+    ] = None,
     max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,
     format: Annotated[str | None, typer.Option("--format", help="Format of the rows. Default: detected.")] = None,

@@ -27,7 +27,9 @@ class Stream:
         self._write({"event": "started", "run": _text(folder), "resumed": taken_up})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
-        self._write(record)
+        from valence.training.folder import finite  # imports torch, as whoever logs has
+
+        self._write(finite(record))
 
     def close(self) -> None:
         """The last line is yet to come."""
@@ -46,15 +48,24 @@ class Stream:
         self.ended("done", 0)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        from valence.training.folder import finite
-
-        emit(json.dumps(finite(line), allow_nan=False, ensure_ascii=False), self._file)
+        emit(json.dumps(line, allow_nan=False, ensure_ascii=False), self._file)
 
 
 def must_be_open(wanted: bool) -> None:
     """Raises UserError where lines are wanted and there is nothing to write them to."""
     if wanted and sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
         raise UserError("the standard output is closed", where="--json", fix="leave --json out, or let it write somewhere")
+
+
+@contextmanager
+def failing(wanted: bool) -> Iterator[None]:
+    """Write the last line for a mistake that is found inside the block, before a run starts."""
+    try:
+        yield
+    except UserError as error:
+        if wanted:
+            Stream(sys.stdout).ended("failed", MISTAKE, error=str(error))
+        raise
 
 
 @contextmanager

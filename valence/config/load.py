@@ -132,7 +132,16 @@ def load_recipe(
         )
     if problems:
         raise messages.all_of(problems, given.place(()))
-    return LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()})
+    return _with_learning_rate(LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()}), case)
+
+
+def _with_learning_rate(loaded: LoadedRecipe, case: Case) -> LoadedRecipe:
+    """The recipe with its method's default in place of ``learning_rate: auto``."""
+    if loaded.recipe.train.learning_rate != "auto":
+        return loaded
+    rates = case.method.learning_rates
+    value, weights = (rates.adapter, "an adapter") if case.adapts else (rates.full, "all weights")
+    return loaded.with_automatic("train.learning_rate", value, f"default of {case.method.name} for {weights}")
 
 
 def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
@@ -147,11 +156,16 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
 
 
 def _short_forms(given: Given) -> Given:
-    """Sections and lists of files that hold nothing become empty ones; a path among the data becomes a Source."""
+    """Expand what may be written shorter: a model by its name, data by its files to train on, a file by its path, an empty
+    section as nothing."""
     root = schema_of(Recipe)
     values: dict[str, Any] = {
         name: {} if value is None and at(root, (name,)).get("type") == "object" else value for name, value in given.values.items()
     }
+    if isinstance(values.get("model"), str):
+        values["model"] = {"name": values["model"]}
+    if isinstance(values.get("data"), str | list):
+        values["data"] = {"train": values["data"]}
     data = values.get("data")
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)

@@ -47,10 +47,13 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
     where = given.where(full)
     if error["type"] == "extra_forbidden":
         names = names_of(at(schema_of(model), path[:-1]))
-        return UserError("there is no such setting", where=where, fix=_nearest(full, names))
+        fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
+        return UserError("there is no such setting", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
-        return UserError("is missing", where=where, fix=f"add {path[-1]}; {_explain(node)}")
+        return UserError("is missing", where=where, fix=f"add {path[-1]}, {_explain(node)}")
     value = _value_at(given.values, full)
+    if fix := error.get("ctx", {}).get("fix"):
+        return UserError(f"{as_yaml(value)} {error['msg']}", where=where, fix=fix)
     if error["type"] == "value_error":
         return UserError(
             f"{as_yaml(value)} is {error['msg'].removeprefix('Value error, ')}", where=where, fix=_remedy(value, node)
@@ -79,17 +82,27 @@ ALSO_CALLED = {
     "run.save_every": "save_steps save_interval checkpoint_every",
     "run.sinks": "report_to wandb tensorboard",
     "eval.every": "eval_steps eval_interval eval_every",
-    "train.batch_size": "per_device_train_batch_size train_batch_size global_batch_size",
+    "train.batch_size": "train_batch_size global_batch_size",
     "train.checkpointing": "gradient_checkpointing activation_checkpointing",
     "train.clip_norm": "max_grad_norm max_norm grad_clip gradient_clipping",
     "train.epochs": "num_train_epochs num_epochs max_epochs n_epochs",
     "train.learning_rate": "lr actor_learning_rate",
     "train.max_steps": "num_steps",
-    "train.micro_batch_tokens": "micro_batch_size micro_train_batch_size gradient_accumulation_steps",
+    "train.micro_batch_tokens": "micro_batch_size micro_train_batch_size",
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio",
 }
 """What other programs call a setting."""
+
+_STEP = (
+    "counts the examples of an optimizer step over all processes; how many run at once (train.micro_batch_tokens) is chosen "
+    "by memory and never changes the result"
+)
+UNNECESSARY = {
+    "gradient_accumulation_steps": f"remove it: train.batch_size {_STEP}, so there is nothing to accumulate",
+    "per_device_train_batch_size": f"set train.batch_size instead, which {_STEP}",
+}
+"""Settings of other programs that have no counterpart, and why."""
 
 
 def _nearest(path: Key, names: Sequence[str]) -> str:
@@ -98,7 +111,7 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
     elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
     elsewhere = [found for found in elsewhere if ".N." not in found] or elsewhere  # rather than one inside a list
     known = [setting for setting, others in ALSO_CALLED.items() if name.replace("-", "_") in others.split()]
-    near = [*known, *elsewhere] or [dotted((*path[:-1], n)) for n in get_close_matches(name, names, n=1)]
+    near = [*known, *elsewhere] or [dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"
 
@@ -114,11 +127,11 @@ def _remedy(value: object, node: Node) -> str:
         return "write [] for none"
     if isinstance(value, bool | int | float) and types == {"string"} and not choices_of(node):
         return f'put it in quotes: "{as_yaml(value)}"'
-    return _explain(node)
+    return f"set it to {_explain(node)}"
 
 
 def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
-    near = get_close_matches(value, choices_of(node), n=1)
+    near = get_close_matches(value.lower(), choices_of(node), n=1)
     if near:
         return f"did you mean {near[0]}?"
     if value.lower() in ("none", "nil") and takes_null(node):
@@ -127,11 +140,12 @@ def _remedy_for_text(value: str, node: Node, types: set[str]) -> str:
         return "write true" if value.lower() in ("yes", "on") else "write false"
     if types & {"number", "integer"} and _is_number(value):
         return f"write {value} without quotes"
-    return _explain(node)
+    return f"set it to {_explain(node)}"
 
 
 def _explain(node: Node) -> str:
-    return f"it means: {meaning(node)}" if meaning(node) else f"give {takes(node)}"
+    """What a setting takes and what it is for."""
+    return f"{takes(node)}: {meaning(node)}" if meaning(node) else takes(node)
 
 
 def _is_number(text: str) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from valence.config.learning_rates import LearningRates
 from valence.config.schema import Recipe
 
 
@@ -45,6 +46,11 @@ class MethodFacts(Protocol):
     @property
     def rollout_defaults(self) -> Mapping[str, Any]:
         """Defaults of rollout settings, by name, that differ from method to method."""
+        ...
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """Default learning rates."""
         ...
 
     @property

@@ -20,6 +20,7 @@ from pydantic import (
     PositiveFloat,
     PositiveInt,
 )
+from pydantic_core import PydanticCustomError
 
 
 def _fraction_or_steps(value: float) -> float:
@@ -44,7 +45,21 @@ def seconds_of(time: str) -> int:
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
-Dtype = Literal["float32", "bfloat16", "float64"]
+def _dtype(value: Any) -> Any:
+    """A type by its usual short name. Raises for float16."""
+    if not isinstance(value, str):
+        return value
+    name = value.lower().removeprefix("torch.")
+    if name in ("fp16", "float16", "half", "f16"):
+        raise PydanticCustomError(
+            "unsupported",
+            "is not supported: small gradients become 0 in float16, and there is no loss scaling",
+            {"fix": "write bfloat16, or float32 where the hardware does not multiply bfloat16 (auto chooses)"},
+        )
+    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}.get(name, name)
+
+
+Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
 Text = Annotated[str, Field(min_length=1)]
 RowCount = Annotated[int, Field(gt=0, le=10**9)]
 BelowOne = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -72,8 +87,10 @@ class Lora(Section):
 class Model(Section):
     name: Text
     """A folder or a hub id."""
-    dtype: Dtype = "float32"
-    """Type of the computation. Trained weights are float32 masters (float64 with float64)."""
+    dtype: Dtype = "auto"
+    """Type of the computation. Trained weights are float32 masters (float64 with float64). auto: bfloat16 where the hardware
+    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32; a resumed run keeps its type. The
+    environment variable VALENCE_DTYPE replaces what auto chooses."""
     lora: Lora | None = None
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
@@ -324,8 +341,9 @@ class Train(Section):
     """Stop after so many optimizer steps."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs the extra `eightbit`)."""
-    learning_rate: PositiveFloat = 1.0e-5
-    """Peak learning rate."""
+    learning_rate: PositiveFloat | Literal["auto"] = "auto"
+    """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of docs/settings.md has a table);
+    a resumed run keeps its rate."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the learning rate falls to 0 after the warm-up (constant: it does not)."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
@@ -460,7 +478,7 @@ class Recipe(Section):
     method: Text
     """Name of a method or of a loss."""
     model: Model
-    """The model to train, called the policy: a section with its name, such as `model: {name: owner/model}`."""
+    """The model to train, called the policy: a section, or its name alone, such as `model: owner/model`."""
     reference: Reference = Reference()
     """What the policy is compared with."""
     data: Data = Data()

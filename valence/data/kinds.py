@@ -27,6 +27,15 @@ WORDS: dict[Kind, str] = {
     "prompt": "prompts alone",
     "scored": "answers with a label, a score or attributes",
 }
+METHOD_FOR: dict[Kind, str] = {
+    "judgement": "kto",
+    "preference": "dpo",
+    "demonstration": "sft",
+    "ranking": "grpo",
+    "prompt": "grpo with a reward",
+    "scored": "pointwise",
+}
+"""The method to suggest for rows of each kind."""
 
 
 FAILED = "its reward failed"
@@ -133,11 +142,17 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         f"the rows are {_described(e)}, and the method needs {WORDS[kind]}",
         where=str(e.origin),
         fix=(
-            f"set {', or '.join(ways)}; or choose a method for such rows"
+            f"set {', or '.join(ways)}; or choose a method for such rows{_methods(e)}"
             if ways
-            else "choose a method for such rows, or other data: no conversion makes the one of the other"
+            else f"choose a method for such rows{_methods(e)}, or other data: no conversion makes the one of the other"
         ),
     )
+
+
+def _methods(e: Example) -> str:
+    """A method that reads such a row, in parentheses."""
+    is_score = isinstance(e, Judgement) and e.label is None
+    return f" ({METHOD_FOR['scored' if is_score else KINDS[type(e)]]})"
 
 
 def _described(e: Example) -> str:

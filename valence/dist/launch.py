@@ -51,6 +51,11 @@ def needed(nproc: int | None) -> bool:
     return False
 
 
+def usable_cores() -> int:
+    """How many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def launch(arguments: Sequence[str], nproc: int, *, program: Sequence[str] = (sys.executable, "-m", "valence")) -> int:
     """Runs the program with these arguments in nproc processes that know of each other, and returns their exit status.
 
@@ -186,7 +191,7 @@ class _Launched:
 
 
 def _environment(rank: int, nproc: int, listening: socket.socket) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = usable_cores()
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), "PYTHONFAULTHANDLER": "1"}
     ours = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1",

@@ -1,25 +1,57 @@
-"""What can go wrong when something is loaded, said so that a user can mend it."""
+"""Errors of loading a model, an adapter or a tokenizer, as messages to the user."""
 
 from __future__ import annotations
 
 import hashlib
 from pathlib import Path
 
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from transformers.utils.hub import cached_file
 
 from valence.errors import UserError
+from valence.network import hub_problem
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
 
 
+IDENTIFYING = ("config.json", "adapter_config.json", "tokenizer_config.json")
+"""Files of which a model, an adapter or a tokenizer has at least one."""
+NAME_ANOTHER = "name an existing folder, or a hub id such as owner/model"
+
+
 def must_exist(name: str, setting: str) -> None:
-    """A name that is written as a path must be a folder: a hub would answer with something confusing."""
-    looks_local = name.startswith((".", "/", "~")) or name.count("/") > 1
-    if looks_local and not Path(name).is_dir():
+    """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be downloaded.
+
+    The hub is asked once by each process. When it does not answer, this process uses the cache alone: the libraries
+    would retry for a minute.
+    """
+    if Path(name).is_dir():
+        return
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise UserError(f"there is no folder {name!r}", where=setting, fix=NAME_ANOTHER)
+    cached = is_cached(name, setting)
+    offline = constants.HF_HUB_OFFLINE
+    problem = "HF_HUB_OFFLINE is set" if offline else hub_problem()
+    if problem and not cached:
+        reason = problem if offline else f"{constants.ENDPOINT} cannot be reached ({problem})"
         raise UserError(
-            f"there is no folder {name!r}", where=setting, fix="name an existing folder, or a hub id such as owner/model"
+            f"{name!r} is not a folder and not in the cache {constants.HF_HUB_CACHE}, and {reason}",
+            where=setting,
+            fix="name a folder with the model, set HF_HOME to the folder of a cache that has it, "
+            + ("or unset HF_HUB_OFFLINE" if offline else "or set HF_ENDPOINT to a hub that can be reached"),
         )
+    if problem:
+        constants.HF_HUB_OFFLINE = True
+
+
+def is_cached(name: str, setting: str) -> bool:
+    """Whether a hub id was downloaded before. Raises UserError for a name that is no hub id."""
+    try:
+        return any(isinstance(try_to_load_from_cache(name, file), str) for file in IDENTIFYING)
+    except HFValidationError as error:
+        raise UserError(f"{name!r} is neither a folder nor a hub id", where=setting, fix=NAME_ANOTHER) from error
 
 
 def cannot_load(what: str, name: str, error: Exception) -> UserError:
@@ -27,7 +59,7 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
     return UserError(
         f"cannot load the {what} {name!r}: {first}",
         where="model",
-        fix="check the folder or hub id and that it holds a causal language model; a hub needs a network connection",
+        fix="check that the folder or hub id holds a causal language model, and that you have access to it",
     )
 
 

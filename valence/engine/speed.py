@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from valence.engine.memory import RECOMPUTED
+from valence.errors import UserError
 
 if TYPE_CHECKING:
     from valence.engine.checkpointing import Checkpointing
@@ -35,6 +37,24 @@ def slow(device: torch.device, dtype: torch.dtype) -> str:
     if device.type != "cpu" or dtype != torch.bfloat16 or torch.ops.mkldnn._is_mkldnn_bf16_supported():
         return ""
     return "this CPU has no instructions for bfloat16, which makes it many times slower than float32: set model.dtype: float32"
+
+
+def automatic_dtype() -> tuple[str, str]:
+    """The type that ``model.dtype: auto`` stands for on this machine, and why."""
+    if chosen := os.environ.get("VALENCE_DTYPE"):
+        if chosen not in ("float32", "bfloat16", "float64"):
+            fix = "set it to float32, bfloat16 or float64, or unset it"
+            raise UserError(f"{chosen!r} is not a type of computation", where="VALENCE_DTYPE", fix=fix)
+        return chosen, "auto: VALENCE_DTYPE"
+    if torch.cuda.is_available():
+        device, narrow = "CUDA device", torch.cuda.is_bf16_supported(including_emulation=False)
+    else:
+        device, narrow = "CPU", torch.cpu._is_avx512_bf16_supported()
+    return (
+        ("bfloat16", f"auto: this {device} multiplies bfloat16")
+        if narrow
+        else ("float32", f"auto: this {device} does not multiply bfloat16")
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,11 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-import torch
-from torch import Tensor
-
 from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
 from valence.losses.average import INSIDE, OF_TOKENS, Average, among, weighted_sum
+from valence.losses.lazy import Tensor, torch
 from valence.losses.metrics import Metrics, Rewards, Settings
 from valence.losses.modifiers import MODIFIERS, Modifier, Needs
 from valence.losses.views import VIEWS, Named, View, token_columns

@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
 
+from valence.losses.lazy import Tensor, torch
 from valence.losses.policy import k1
 
 _FLOOR = 1e-4  # added to every standard deviation, so that equal scores divide by something

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 
+from valence.losses.lazy import Tensor, torch
 from valence.types import Batch
 
 Average = Literal["token_mean", "seq_mean", "pair_mean", "seq_mean_token_mean", "constant", "chosen_token_mean", "class_mean"]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from annotated_types import Ge, Lt
-from torch import Tensor
 
+from valence.losses.lazy import Tensor, torch
 from valence.losses.preference import Beta, logistic
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from valence.losses.lazy import Tensor
 
 
 def sft(logp_t: Tensor) -> Tensor:

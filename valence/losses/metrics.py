@@ -11,8 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
+from valence.losses.lazy import Tensor
 from valence.losses.policy import k3
 from valence.types import Mean, Ranked
 

@@ -12,13 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Le, Lt
-from torch import Tensor
-from torch.nn.functional import logsigmoid
 
 from valence.losses import policy
 from valence.losses.average import Average, among
+from valence.losses.lazy import Tensor, logsigmoid, torch
 from valence.losses.metrics import Metrics, Settings, mean
 from valence.losses.views import Named, lengths, sides
 from valence.types import Batch, Ranked

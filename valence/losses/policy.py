@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
+
+from valence.losses.lazy import Tensor, torch
 
 _LARGEST_EXPONENT = 20.0  # exp overflows float32 at 88, and its gradient long before it means anything
 

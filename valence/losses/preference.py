@@ -8,10 +8,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
-import torch
 from annotated_types import Ge, Gt, Le
-from torch import Tensor
-from torch.nn.functional import logsigmoid
+
+from valence.losses.lazy import Tensor, logsigmoid, torch
 
 Beta = Annotated[float, Gt(0)]
 Weight = Annotated[float, Ge(0)]

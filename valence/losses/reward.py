@@ -9,11 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt
-from torch import Tensor
-from torch.nn.functional import binary_cross_entropy_with_logits, huber_loss, logsigmoid
 
+from valence.losses.lazy import Tensor, logsigmoid, torch
 from valence.losses.metrics import Metrics, mean, mean_of, won
 from valence.types import Ranked
 
@@ -57,11 +55,11 @@ def pointwise(
     del verdict  # says what the targets are, which they are by now
     match error:
         case "cross_entropy":
-            loss = binary_cross_entropy_with_logits(score, target, reduction="none")
+            loss = torch.nn.functional.binary_cross_entropy_with_logits(score, target, reduction="none")
         case "squared":
             loss = (score - target).square()
         case "huber":
-            loss = huber_loss(score, target, reduction="none", delta=huber_delta)
+            loss = torch.nn.functional.huber_loss(score, target, reduction="none", delta=huber_delta)
     return _over_given(loss, given)
 
 

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import torch
 from annotated_types import Ge
-from torch import Tensor
 from typing_extensions import TypedDict  # pydantic reads this one on Python 3.11
+
+from valence.losses.lazy import Tensor, torch
 
 
 class GroupScope(TypedDict):

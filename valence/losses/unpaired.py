@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-from torch.nn.functional import logsigmoid
-
+from valence.losses.lazy import Tensor, logsigmoid, torch
 from valence.losses.preference import Beta, Weight
 
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal
 
-from torch import Tensor
-
+from valence.losses.lazy import Tensor
 from valence.losses.stats import summed
 from valence.types import Batch, TokenOut
 

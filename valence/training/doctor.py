@@ -7,7 +7,6 @@ import platform
 import shutil
 import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -20,12 +19,10 @@ import torch
 from valence.dist.backends import backends
 from valence.engine import speed
 from valence.engine.memory import free_memory
+from valence.network import ask_hub
 
 State = Literal["ok", "missing", "problem"]
 GB = 1e9
-DEADLINE = 3.0
-"""Seconds within which a hub has to answer."""
-
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "report": (("plotly",), "curves in a run's report"),
     "gguf": (("gguf",), "weights of a GGUF file (model.gguf_file)"),
@@ -41,6 +38,7 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 VARIABLES = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE",
     "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "VALENCE_NATIVE", "VALENCE_DEADLINE", "VALENCE_VLLM_PYTHON", "WORLD_SIZE", "RANK",
+    "VALENCE_DTYPE",
 )  # fmt: skip
 """Those that change what a run does or how fast; secrets are not among them."""
 
@@ -187,25 +185,13 @@ def _odd(name: str, value: str) -> tuple[str, str]:
 
 
 def _hub() -> Finding:
-    """Whether the hub that models come from answers. A name server or a proxy that never answers is left alone."""
-    import httpx
+    """Whether the hub that models come from answers."""
     from huggingface_hub import constants
 
     fix = "models and data then have to be in folders or in the cache (HF_HOME); behind a proxy set HTTPS_PROXY"
     if constants.HF_HUB_OFFLINE:
         return Finding("network", "hub", "missing", "not asked: HF_HUB_OFFLINE is set", "unset it to download models")
-    answers: list[str] = []
-
-    def ask() -> None:
-        try:
-            answers.append(str(httpx.head(constants.ENDPOINT, timeout=DEADLINE, follow_redirects=True).status_code))
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
-            answers.append(f"{error}" or type(error).__name__)
-
-    asking = threading.Thread(target=ask, daemon=True)
-    asking.start()
-    asking.join(DEADLINE)
-    said = answers[0] if answers else f"no answer within {DEADLINE:g} seconds"
-    if said.isdecimal() and int(said) < 500:
+    said = ask_hub()
+    if not said:
         return Finding("network", "hub", "ok", f"{constants.ENDPOINT} answers")
     return Finding("network", "hub", "problem", f"{constants.ENDPOINT}: {said}", fix)

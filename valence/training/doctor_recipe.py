@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,7 +14,9 @@ import torch
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.engine import speed
+from valence.engine.loading import is_cached, must_exist
 from valence.errors import UserError
+from valence.network import DEADLINE, within
 from valence.report.trackers import check
 from valence.training.doctor import EXTRAS, Finding, writable
 from valence.training.methods import method_of
@@ -33,8 +36,9 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     yield from (_model(setting, name) for setting, name in _models(recipe).items())
     yield from _libraries(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    what, _, fix = speed.slow(device, getattr(torch, recipe.model.dtype)).partition(": ")
-    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{recipe.model.dtype} on {device.type}", fix)
+    dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
+    what, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
+    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{dtype} on {device.type}", fix)
     yield writable("recipe", "run.dir", Path(recipe.run.dir), "set run.dir to a folder that you may write to", needed=True)
     if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
         fix = "install g++, or set train.compile: auto"
@@ -59,24 +63,35 @@ def _models(recipe: Recipe) -> dict[str, str]:
 
 
 def _model(setting: str, name: str) -> Finding:
-    from huggingface_hub import constants, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError
+    """Whether a model, adapter or tokenizer is there, or can be downloaded."""
+    from huggingface_hub import constants
 
-    if Path(name).expanduser().is_dir():
-        return Finding("recipe", setting, "ok", f"the folder {name}")
-    fix = "name an existing folder, or a hub id such as owner/model"
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        return Finding("recipe", setting, "problem", f"there is no folder {name!r}", fix, needed=True)
     try:
-        cached = [try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json", "tokenizer_config.json")]
-    except HFValidationError:
-        return Finding("recipe", setting, "problem", f"{name!r} is neither a folder nor a hub id", fix, needed=True)
-    if any(isinstance(path, str) for path in cached):
+        must_exist(name, setting)
+    except UserError as error:
+        return Finding("recipe", setting, "problem", error.what, error.fix or "", needed=True)
+    if Path(name).is_dir():
+        return Finding("recipe", setting, "ok", f"the folder {name}")
+    if is_cached(name, setting):
         return Finding("recipe", setting, "ok", f"{name}, downloaded before")
-    if constants.HF_HUB_OFFLINE:
-        fix = "unset HF_HUB_OFFLINE, or name a folder"
-        return Finding("recipe", setting, "problem", f"{name} is not in the cache, and no hub is asked", fix, needed=True)
+    if problem := within(DEADLINE, partial(_refused, name)):
+        fix = f"check the name; of a gated model ask for access at {constants.ENDPOINT}/{name} and run `hf auth login`"
+        return Finding("recipe", setting, "problem", f"{name} cannot be downloaded: {problem}", fix, needed=True)
     return Finding("recipe", setting, "ok", f"{name}, which will be downloaded")
+
+
+def _refused(name: str) -> str:
+    """Why the hub does not give out a model; empty when it does."""
+    from huggingface_hub import auth_check
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    try:
+        auth_check(name)
+    except GatedRepoError:
+        return "it is gated, and this account has no access"
+    except RepositoryNotFoundError:
+        return "there is no such model, or it is private"
+    return ""
 
 
 def _libraries(recipe: Recipe) -> Iterator[Finding]:

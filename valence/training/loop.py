@@ -122,6 +122,7 @@ class Run:
     def _optimizer(self, given: OptimizerLike | None, scheduler: SchedulerLike | None) -> tuple[torch.optim.Optimizer, Any]:
         """Those given, or those of the recipe. Raises UserError for an optimizer of other weights than the policy has."""
         policy, train = self.policy, self.recipe.train
+        assert not isinstance(train.learning_rate, str), "load_recipe replaces auto"
         optimizer = _made(given, [p for p in policy.parameters() if p.requires_grad]) or adamw(
             policy,
             learning_rate=train.learning_rate,

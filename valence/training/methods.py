@@ -12,6 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, create_model
 
+from valence.config.learning_rates import LEARNING_RATES, LearningRates
 from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
@@ -75,6 +76,19 @@ class Method:
     @property
     def of_scores(self) -> bool:
         return self.loss.of_scores
+
+    @property
+    def learning_rates(self) -> LearningRates:
+        """Default learning rates."""
+        if self.of_scores:
+            kind = "reward_model"
+        elif self.loss.data == "demonstration":
+            kind = "imitation"
+        elif self.loss.data == "ranking":
+            kind = "policy_gradient"
+        else:
+            kind = self.name.removeprefix("online_")
+        return LEARNING_RATES.get(kind, LEARNING_RATES["preference"])
 
     @property
     def mismatches(self) -> bool:
@@ -170,7 +184,8 @@ def method_of(name: str, online: bool = False) -> Method:
         what = f"{name} learns from the answers of its rows, not from the policy's own"
         raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}")
     every = {**METHODS, **ONLINE}
-    near = get_close_matches(str(name), every, 3, 0.4)
+    written = str(name).lower().replace("-", "_")
+    near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(f"there is no method {name!r}", where="method", fix=f"{hint}methods: {', '.join(every)}")
 

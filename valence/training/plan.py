@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,6 +14,7 @@ from valence.data.forest import plant
 from valence.data.mismatch import mismatch_groups
 from valence.data.pack import strands
 from valence.data.sampler import Sampler
+from valence.dist.launch import usable_cores
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.tensor import check_shares
@@ -26,7 +28,7 @@ from valence.report.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
-from valence.training.sharding import LEAST, MARGIN, choose, fits_whole, least_free, memory_of, sampled_in
+from valence.training.sharding import LEAST, MARGIN, check_offload, choose, fits_whole, least_free, memory_of, sampled_in
 from valence.types import Encoded, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
@@ -146,6 +148,7 @@ def make_plan(
     group = group or Single()
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
     with prepared.source.placing():
+        check_offload(recipe, device)
         bare = layers_of(prepared, model)
         check_vocabulary(bare, prepared.tokenizer)
         recompute_layers(bare, recipe.train.checkpointing, device)
@@ -156,6 +159,18 @@ def make_plan(
         compiled = pays_to_compile(prepared, shape.parameters, device, group.size) if split.single else False
         memory = memory_of(prepared, shape, device, split, compiled=compiled)
     return Plan(prepared, shape, memory, device, free, group.size, split)
+
+
+def crowding(processes: int) -> str:
+    """What to warn of when so many processes of this host share its cores; empty where each has one, or a GPU of its own.
+
+    Under a launcher ``LOCAL_WORLD_SIZE`` says how many are on this host.
+    """
+    local, cores = int(os.environ.get("LOCAL_WORLD_SIZE", processes)), usable_cores()
+    if local <= cores or torch.cuda.device_count() >= local:
+        return ""
+    shared = "1 core" if cores == 1 else f"{cores} cores"
+    return f"{local} processes share the {shared} of this machine and slow each other down: use at most --nproc {cores}"
 
 
 def describe(plan: Plan) -> list[str]:

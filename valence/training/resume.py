@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from valence.dist import shards
 from valence.dist.together import by_first
 from valence.errors import UserError
 from valence.report.console import visible
+from valence.training.choices import with_recorded
 from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
@@ -173,6 +174,7 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
     saved = Saved(Path(place[0]), place[1], was) if place else None
     lazy = HEAVY if folder.group.size > 1 else ()
     state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
+    prepared = _as_recorded(prepared, was)
     found = Earlier(folder, prepared, saved, state, was, changed)
     if found.finished:
         if not state:
@@ -200,9 +202,16 @@ def _look(
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
     was = saved.facts if saved else folder.identity
+    prepared = _as_recorded(prepared, was)
     changed = changes(folder.path, was, prepared)
     refuse(changed, folder.facts, allow, prepared, folder.path)
     return (str(saved.path), saved.step) if saved else None, was, changed
+
+
+def _as_recorded(prepared: Prepared, was: Mapping[str, Any]) -> Prepared:
+    """The run with the automatic settings that it had before."""
+    source = with_recorded(prepared.source, was.get("settings") or {})
+    return replace(prepared, source=source, recipe=source.recipe)
 
 
 def take_up(run: Run, earlier: Earlier) -> None:

@@ -50,7 +50,7 @@ class Settings(BaseModel):
     tokens: int = Field(8192, gt=0)
     """That run at once."""
     dtype: Dtype | None = None
-    """Of its weights. Default: as for a model of a recipe."""
+    """Of its weights. Default: that of the run which trained it; float32 for another model."""
     trust_remote_code: bool = False
     """Run the code that the model comes with."""
 
@@ -180,7 +180,8 @@ def _placed(target: str, where: str) -> Iterator[None]:
 
 def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
     """The recipe that a reward model is loaded by, and what is changed in that which it has or stands for."""
-    model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
+    dtype = given.dtype or (None if is_run(target) else "float32")
+    model = {"dtype": dtype, "trust_remote_code": given.trust_remote_code or None}
     ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
     ours += [f"data.max_length={given.max_length}", "reference.cache=off"]
     ours += [] if given.as_chat is None else [f"data.as_chat={str(given.as_chat).lower()}"]

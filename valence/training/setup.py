@@ -24,6 +24,7 @@ from valence.engine.loading import must_exist
 from valence.engine.models import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.engine.quantized import check_library
 from valence.errors import UserError
+from valence.training.choices import with_dtype
 from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
@@ -191,6 +192,7 @@ def prepare(
     tokens at which it stops. Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
+        source = with_dtype(source)
         recipe = source.recipe
         model, data = recipe.model, recipe.data
         method = method_in(recipe)

@@ -55,10 +55,16 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
         raise _not_with_split("moments of 8 bits cannot be split over processes", "train.optimizer", "set train.optimizer: adamw")
     if recipe.train.compile == "on":
         raise _not_with_split("layers that are split over processes are not compiled", "train.compile", "remove it")
-    if split.offload and device.type != "cuda":
-        raise UserError("the weights are in the host's memory anyway: there is no CUDA device", where="parallel.offload",
-                        fix="remove it")  # fmt: skip
+    if split.offload:
+        check_offload(recipe, device)
     return split
+
+
+def check_offload(recipe: Recipe, device: torch.device) -> None:
+    """Raise UserError where weights would be moved out of the memory of a device that there is not."""
+    if recipe.parallel.offload and device.type != "cuda":
+        what = "weights are in the host's memory already: there is no CUDA device"
+        raise UserError(what, where="parallel.offload", fix="remove it")
 
 
 def _not_with_split(what: str, where: str, fix: str) -> UserError:

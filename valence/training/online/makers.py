@@ -11,13 +11,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, signature
 from statistics import fmean, median
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import torch
 from annotated_types import Ge, Gt, Lt
-from torch import Tensor
 
 from valence.types import Answer, Completion, Encoded, content_id
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Rewards = tuple[float, ...]
 Columns = Mapping[str, tuple[float, ...]]
@@ -237,6 +238,8 @@ class Credited(Maker):
 def _tensors(round: Sequence[Answered]) -> dict[str, Tensor]:
     """The inputs of an advantage function, for S completions with N tokens in their order: reward[S],
     group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured."""
+    import torch
+
     lengths = torch.tensor([len(answer.tokens) for each in round for answer in each.answers])
     groups = torch.tensor([g for g, each in enumerate(round) for _ in each.answers])
     found = {
