@@ -68,6 +68,8 @@ class Prepared:
     method: Method
     encoder: Encoder
     corpora: Mapping[str, Corpus]
+    has_rewards: bool = True
+    """Whether the recipe's rewards may be imported and called."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -167,9 +169,14 @@ class Prepared:
 
 
 def prepare(
-    source: LoadedRecipe, *, tokenizer: PreTrainedTokenizerBase | None = None, given: Mapping[str, Rows | None] | None = None
+    source: LoadedRecipe,
+    *,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    given: Mapping[str, Rows | None] | None = None,
+    rewards: bool = True,
 ) -> Prepared:
     """Reads, encodes and audits all rows of a recipe. ``given``: rows in memory that replace the recipe's train or eval files.
+    Without ``rewards`` the recipe's reward functions are not imported, and cannot be called later.
 
     Raises UserError for a mistake in the recipe or the data.
     """
@@ -203,7 +210,7 @@ def prepare(
         source = _named(_balanced(source, corpora), corpora)
         if method.kind == "scored":
             corpora = {name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()}
-        prepared = Prepared(source.recipe, source, method, encoder, corpora)
+        prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
         _check(prepared)
         return prepared
 
@@ -329,7 +336,8 @@ def _check(prepared: Prepared) -> None:
     for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
         if named:
             must_exist(named, setting)
-    check_rewards(recipe)
+    if prepared.has_rewards:
+        check_rewards(recipe)
     check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
     if recipe.model.quantize:
         check_library()
