@@ -74,7 +74,7 @@ class Checkpoints:
     def _names(self) -> list[str]:
         """Names in the folder; none when it does not exist. Raises UserError when it cannot be read."""
         try:
-            return _list_folder(self.folder)
+            return os.listdir(self.folder)
         except FileNotFoundError:
             return []
         except OSError as error:
@@ -306,10 +306,6 @@ def _describe(path: Path) -> dict[str, Any]:
     """Size and checksum of a file. Raises OSError."""
     with path.open("rb") as file:
         return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
-
-
-def _list_folder(folder: Path) -> list[str]:
-    return os.listdir(folder)
 
 
 def _aside(path: Path) -> Path:

@@ -52,7 +52,14 @@ class RunFolder:
         self.taken_up, self.facts = by_first(self.group, partial(self._look, fresh))
 
     def _look(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
-        """Whether a run is to go on there, and what its run.json says."""
+        """Whether a run is to go on there, and what its run.json says. Raises UserError when that cannot be found out."""
+        try:
+            return self._inspect(fresh)
+        except OSError as error:
+            fix = "make the folder readable, or choose another run.dir"
+            raise UserError(f"the folder cannot be read ({error.strerror})", where=f"run.dir: {self.path}", fix=fix) from error
+
+    def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         path = self.path
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")

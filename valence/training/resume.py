@@ -235,7 +235,10 @@ def take_up(run: Run, earlier: Earlier) -> None:
         run.rounds.take_up(earlier.changed)
     assert run.saver is not None
     if run.world.rank == 0:
-        run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
+        try:
+            run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
+        except OSError as error:
+            run.warn(f"an old checkpoint could not be removed: {error}")
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
 
 
