@@ -12,11 +12,12 @@ import pytest
 
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
 
-LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report")
+LAYERS = ("checksums", "types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
+    "checksums": (),
     "types": (),
     "config": (),
     "dist": (),
@@ -24,9 +25,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "engine": ("types",),
     "data": ("types",),
     "rollout": ("types", "network"),
-    "reward": ("types", "network"),
-    "checkpoint": ("types", "dist.protocol", "dist.together"),
-    "report": ("types", "dist.protocol"),
+    "reward": ("types", "network", "checksums"),
+    "checkpoint": ("types", "dist.protocol", "dist.together", "checksums"),
+    "report": ("types", "dist.protocol", "checksums"),
     "training": LAYERS,
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from valence.checksums import add_checksum, verify
 from valence.errors import UserError
 from valence.report.sinks import SAMPLES, Record, attempt, samples
 
@@ -152,7 +153,7 @@ class Tracker:
         from valence.report.backends import OPEN
 
         path = folder / "trackers" / f"{self.name}.json"
-        state = json.loads(path.read_text(encoding="utf-8")) if taken_up and path.is_file() else {}
+        state = verify(json.loads(path.read_text(encoding="utf-8"))) if taken_up and path.is_file() else {}
         last = max((int(record["step"]) for record in before), default=-1)
         opening = Opening(self._settings, config, folder, state, lambda: _write(path, state), last)
         self._again = bool(state)
@@ -238,11 +239,11 @@ def _log_of(folder: Path) -> Iterator[Record]:
 def _rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """Samples of an evaluation of earlier; none where its file is gone."""
     path = folder / "eval" / f"step-{step}.json"
-    return samples(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.is_file() else []
+    return samples(verify(json.loads(path.read_text(encoding="utf-8")))["rows"]) if path.is_file() else []
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(state), encoding="utf-8")
+    aside.write_text(json.dumps(add_checksum(state)), encoding="utf-8")
     os.replace(aside, path)

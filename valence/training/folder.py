@@ -15,6 +15,7 @@ from typing import Any
 
 from valence.checkpoint.lock import NAME, Lock
 from valence.checkpoint.store import write_whole
+from valence.checksums import add_checksum, verify
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first
@@ -78,8 +79,7 @@ class RunFolder:
 
     def _read_facts(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+            return read_object(self.path / "run.json")
         except (OSError, ValueError) as error:
             self.say(f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of the run is used")
             return {}
@@ -158,7 +158,7 @@ class RunFolder:
     def state(self, **facts: Any) -> None:
         """Adds to run.json: the command, versions, times, status."""
         self.facts |= facts
-        self.keep("run.json", self.facts)
+        self.keep("run.json", add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
         """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken up says some things again."""
@@ -177,9 +177,17 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a run has written, without its checksum. Raises OSError, and ValueError when it has changed."""
+    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return verify(found)
+
+
 def as_json(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """An evaluation as its file has it."""
-    return {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]}
+    return add_checksum({"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:

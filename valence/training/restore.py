@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from valence.errors import UserError
 from valence.report.runs import config_of
 from valence.reward.build import is_function, is_server
 from valence.training.build import build_models
+from valence.training.folder import read_object
 from valence.training.loop import Run
 from valence.training.methods import Method, method_in, method_of
 from valence.training.online.sources import InProcess
@@ -196,6 +196,7 @@ def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return read_object(path)
     except (OSError, ValueError) as error:
-        raise UserError(f"this file is damaged ({error})", where=str(path), fix="use another run") from error
+        fix = "put the file back, or remove it: the model card then lacks its content"
+        raise UserError(f"this file is damaged ({error})", where=str(path), fix=fix) from error
