@@ -12,22 +12,36 @@ import pytest
 
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
 
-LAYERS = ("checksums", "types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report")
+LAYERS = (
+    "checksums",
+    "files",
+    "types",
+    "config",
+    "dist",
+    "losses",
+    "engine",
+    "data",
+    "rollout",
+    "reward",
+    "checkpoint",
+    "report",
+)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
     "checksums": (),
+    "files": (),
     "types": (),
     "config": (),
     "dist": (),
     "losses": ("types",),
-    "engine": ("types",),
+    "engine": ("types", "files"),
     "data": ("types",),
-    "rollout": ("types", "network"),
-    "reward": ("types", "network", "checksums"),
-    "checkpoint": ("types", "dist.protocol", "dist.together", "checksums"),
-    "report": ("types", "dist.protocol", "checksums"),
+    "rollout": ("types", "network", "files"),
+    "reward": ("types", "network", "checksums", "files"),
+    "checkpoint": ("types", "dist.protocol", "dist.together", "checksums", "files"),
+    "report": ("types", "dist.protocol", "checksums", "files"),
     "training": LAYERS,
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),

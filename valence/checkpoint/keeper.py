@@ -21,6 +21,7 @@ from valence.checkpoint.store import PLAIN, Snapshot, Write, agreed, place_aside
 from valence.dist.protocol import Group
 from valence.dist.together import gathered
 from valence.errors import UserError
+from valence.files import refuse_links
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -179,6 +180,7 @@ class Checkpoints:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
+        refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
             synced(self.folder.parent)
@@ -224,9 +226,9 @@ class Checkpoints:
 
     def tidy(self) -> None:
         """Removes what a program that was killed left half done. Raises UserError when the folder is a link: it is another's."""
-        if self.folder.is_symlink():
-            raise UserError("this is a link to another folder", where=str(self.folder), fix="put the folder itself in its place")
+        refuse_links(self.folder, self.folder.parent)
         for path in (self.folder / name for name in self._names() if name.startswith(".step-")):
+            refuse_links(path, self.folder)
             whole = self.folder / path.name[1:].removesuffix(".old")
             if path.name.endswith(".old") and not whole.exists():
                 path.rename(whole)  # killed while it was being replaced

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 from zlib import crc32
 
 from valence.errors import UserError
+from valence.files import open_file
 
 Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""
@@ -69,7 +70,7 @@ class JsonlSink:
         self._lock = threading.Lock()  # a checkpoint is written by a thread of its own, after the log
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab", buffering=0, opener=_no_link)  # noqa: SIM115
+            self._file = open_file(path, path.parent, append=True)
             content = _cut_torn_line(path)
             self._length, self._checksum = len(content), crc32(content)
         except OSError as error:
@@ -131,11 +132,6 @@ class JsonlSink:
 
 def _strict(value: float | int | str) -> float | int | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file, but not what a link in its place points to: a log is cut, and that would cut another's file."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def _first_bad_line(content: bytes) -> str:

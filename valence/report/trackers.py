@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import make_folder, open_file, refuse_links, write_all
 from valence.report.sinks import SAMPLES, Record, attempt, samples
 
 LIBRARIES = {"tensorboard": "torch.utils.tensorboard.writer", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
@@ -70,7 +71,10 @@ class Opening:
 
     def place(self, default: str = "") -> Path:
         """The folder for files."""
-        return Path(self.settings.get("folder") or self.folder / default).absolute()
+        if self.settings.get("folder"):
+            return Path(self.settings["folder"]).absolute()
+        refuse_links(self.folder / default, self.folder)
+        return (self.folder / default).absolute()
 
 
 class Tracker:
@@ -243,7 +247,9 @@ def _rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    run = path.parent.parent
+    make_folder(path.parent, run)
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(add_checksum(state)), encoding="utf-8")
+    with open_file(aside, run) as file:
+        write_all(file, json.dumps(add_checksum(state)).encode())
     os.replace(aside, path)

@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 from valence import __version__
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import make_folder, open_file
 from valence.reward.calls import Calls
 from valence.types import Completion, Score
 
@@ -46,7 +46,7 @@ class Kept:
         self._warned = False
         if self.path is not None:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self.path.parent, self.path.parent.parent)
                 if not self.path.exists():
                     about = {HEAD: identity, "by": f"valence {__version__}"}
                     self._append(json.dumps(add_checksum(about)))
@@ -115,11 +115,8 @@ class Kept:
     def _append(self, text: str) -> None:
         """In one write, so that lines of several processes do not mix."""
         assert self.path is not None
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, f"\n{text}\n".encode())
-        finally:
-            os.close(file)
+        with open_file(self.path, self.path.parent, append=True) as file:
+            file.write(f"\n{text}\n".encode())
 
 
 @dataclass

@@ -20,7 +20,12 @@ from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first
 from valence.errors import UserError
+from valence.files import refuse_links
 
+FOLDERS = (
+    "eval", "checkpoints", "reference", "scores", "trackers", "server", "weights", "tensorboard", "wandb", "mlflow", "trackio",
+)  # fmt: skip
+"""Folders that a run fills, some of them through libraries."""
 IDENTITY = ("settings", "rows", "choices", "versions")
 """Facts that say what a run is: a checkpoint holds them too."""
 
@@ -104,6 +109,8 @@ class RunFolder:
                 path.mkdir()
                 self.lock = Lock(path)
                 self._take()
+            for name in FOLDERS:
+                refuse_links(path / name, path)
             (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -122,7 +129,7 @@ class RunFolder:
             return target
         raw = content if isinstance(content, bytes) else _text(content).encode("utf-8", errors="backslashreplace")
         try:
-            write_whole(target, raw)
+            write_whole(target, raw, self.path)
         except OSError as error:
             raise UserError(
                 f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"
@@ -146,7 +153,8 @@ class RunFolder:
         """Returns when all that was to be kept is written. Raises OSError when it cannot be."""
         with self._guard:
             for name in list(self._unwritten):
-                write_whole(self.path / name, self._unwritten[name].encode("utf-8", errors="backslashreplace"))
+                content = self._unwritten[name].encode("utf-8", errors="backslashreplace")
+                write_whole(self.path / name, content, self.path)
                 del self._unwritten[name]
             self._told = False
 
