@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "checksums": (),
     "files": (),
     "types": (),
-    "config": (),
+    "config": ("files",),
     "dist": (),
     "losses": ("types",),
     "engine": ("types", "files"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -35,10 +36,24 @@ def main() -> None:
     except UserError as error:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
-        Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+        _print_error(error)
+        sys.exit(MISTAKE)
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        _print_error(UserError("the name is too long for a file", where=_shortened(error.filename), fix="choose a shorter one"))
         sys.exit(MISTAKE)
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
+
+
+def _print_error(error: UserError) -> None:
+    Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _shortened(name: object) -> str:
+    text = str(name)
+    return text if len(text) <= 80 else f"{text[:60]}..."
 
 
 def _version(asked: bool) -> None:

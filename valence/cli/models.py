@@ -25,6 +25,7 @@ from valence.cli.common import (
     stoppable,
 )
 from valence.errors import UserError
+from valence.files import check_path
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
@@ -231,6 +232,7 @@ def _held_out(files: list[str] | None) -> list[str]:
 
 
 def _check_can_be_made(folder: Path) -> None:
+    check_path(folder)
     if folder.exists():
         raise UserError("this exists already", where=str(folder), fix="name a folder that does not exist")
     try:
@@ -243,6 +245,7 @@ def _check_can_be_made(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    check_path(path)
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

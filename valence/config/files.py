@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from valence.errors import UserError
+from valence.files import expand_path
 
 _DATA_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz)?", re.IGNORECASE)
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -44,7 +45,7 @@ def locate_data(path: str, folder: Path | None) -> str:
 
     A hub id stays as it is. Raises UserError for a file that is in neither place.
     """
-    given = Path(path).expanduser()
+    given = Path(expand_path(path))
     places = [given] if given.is_absolute() or folder is None else [given, folder / given]
     for place in places:
         if place.exists():

@@ -20,7 +20,7 @@ from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first
 from valence.errors import UserError
-from valence.files import refuse_links
+from valence.files import check_path, refuse_links
 
 FOLDERS = (
     "eval", "checkpoints", "reference", "scores", "trackers", "server", "weights", "tensorboard", "wandb", "mlflow", "trackio",
@@ -46,6 +46,7 @@ class RunFolder:
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
         """
+        check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
         self.group = group or Single()
         self.writes = self.group.rank == 0

@@ -15,6 +15,7 @@ from zlib import crc32
 
 from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import check_path
 
 ANEW = "name another file, or start anew with --fresh, which moves this one aside"
 ABOUT = "about"
@@ -38,6 +39,7 @@ class Lines:
     def __init__(
         self, path: Path, window: int, *, fresh: bool = False, append: Collection[str] | None = None, anew: str = ANEW
     ) -> None:
+        check_path(path)
         if path.suffix not in (".jsonl", ".ndjson"):
             raise UserError("what is written are JSON lines", where=str(path), fix="name a file that ends in .jsonl")
         if path.is_dir() or not path.parent.is_dir():
