@@ -141,31 +141,34 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
     checkpoints = Checkpoints(run_dir / "checkpoints", None)
     for _ in range(ATTEMPTS):
         steps = checkpoints.steps()
-        if not steps:
-            raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
-        step = at
         try:
-            if step is None or step == "best":
-                found = _newest_whole(checkpoints, steps)
-            if step == "best":
-                step = store.load(found.path, lazy=HEAVY)["best"]["step"]
-                if step is None:
-                    fix = "set run.keep_best before training"
-                    raise UserError("no checkpoint is the best one", where=str(run_dir), fix=fix)
-            if step is not None:
-                if step not in steps:
-                    fix = f"name one of {', '.join(map(str, steps))}"
-                    raise UserError(f"the run has no checkpoint of step {step}", where=str(run_dir), fix=fix)
-                found = check(checkpoints.path(step))
+            found = _checked(checkpoints, steps, at, run_dir)
         except UserError:
             if steps == checkpoints.steps():
                 raise
-            continue  # the run removed a checkpoint meanwhile
+            continue  # the run has removed or written a checkpoint meanwhile
         if not found.has_state:
             fix = "use the model in it, which transformers loads"
             raise UserError("this checkpoint holds no state (run.save_state was false)", where=str(found.path), fix=fix)
         return found
     raise _removed_too_fast(run_dir)
+
+
+def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Path) -> Saved:
+    """One of these checkpoints, if it is whole."""
+    if not steps:
+        raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
+    if at is None:
+        return _newest_whole(checkpoints, steps)
+    step = at
+    if step == "best":
+        step = store.load(_newest_whole(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
+        if step is None:
+            raise UserError("no checkpoint is the best one", where=str(run_dir), fix="set run.keep_best before training")
+    if step not in steps:
+        kept = ", ".join(map(str, steps))
+        raise UserError(f"the run has no checkpoint of step {step}", where=str(run_dir), fix=f"name one of {kept}")
+    return check(checkpoints.path(step))
 
 
 def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
