@@ -274,10 +274,10 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Kept(tmp_path, {})
 
-    def full(*_: Any) -> int:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("valence.reward.cache.os.write", full)
+    monkeypatch.setattr("valence.reward.cache.open_file", full)
     with pytest.warns(UserWarning, match="No space left"):
         made.add(scores_of(1))
     made.add(scores_of(1, 5))
