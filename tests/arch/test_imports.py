@@ -14,21 +14,36 @@ import pytest
 
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
 
-LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report")
+LAYERS = (
+    "checksums",
+    "files",
+    "types",
+    "config",
+    "dist",
+    "losses",
+    "engine",
+    "data",
+    "rollout",
+    "reward",
+    "checkpoint",
+    "report",
+)
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
+    "checksums": (),
+    "files": (),
     "types": (),
-    "config": (),
+    "config": ("files",),
     "dist": (),
     "losses": ("types",),
-    "engine": ("types", "network"),
+    "engine": ("types", "network", "files"),
     "data": ("types",),
-    "rollout": ("types", "network"),
-    "reward": ("types", "network"),
-    "checkpoint": ("types", "dist.protocol", "dist.together"),
-    "report": ("types", "dist.protocol"),
+    "rollout": ("types", "network", "files"),
+    "reward": ("types", "network", "checksums", "files"),
+    "checkpoint": ("types", "dist.protocol", "dist.together", "checksums", "files"),
+    "report": ("types", "dist.protocol", "checksums", "files"),
     "training": (*LAYERS, "network"),
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),

@@ -127,7 +127,7 @@ def _beside(folder: Path) -> None:
 
 FAULTS: list[tuple[int, Any, str]] = [
     (0, store.Snapshot, "write"), (0, Path, "mkdir"), (2, Path, "is_dir"), (3, HuggingFaceStorageWriter, "write_data"),
-    (1, keeper, "_sha256"), (0, store, "_keep"),
+    (1, keeper, "_describe"), (0, store, "_keep"),
 ]  # fmt: skip
 """Which process cannot do what."""
 

@@ -291,7 +291,8 @@ def test_any_text_survives(text: str):
 @given(st.text(min_size=1), st.floats(min_value=1e-300, max_value=1e300))
 def test_any_text_and_number_survive(text: str, number: float):
     try:
-        loaded = load(source=minimal(run={"dir": text}, train={"learning_rate": number}), training=False)
+        source = minimal(model={"name": "m", "lora": {"targets": [text]}}, train={"learning_rate": number})
+        loaded = load(source=source, training=False)
     except UserError as error:
         assert "surrogate" in str(error)  # noqa: PT017
         return

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.crash.trial import differences, newest
+from tests.command import command
 from tests.crash.rig import CASE, Halt, Place, frozen, in_step
-from valence.checkpoint.keeper import Damaged, check
+from valence.checkpoint.keeper import Damaged, Saved, check
+from valence.errors import UserError
+from valence.training import restore
 
 CASES = ("kto, lora", "sft, whole models")
 STOPPED_IN, SHORT = 11, {"train": {"max_steps": 12}}
@@ -195,3 +202,151 @@ def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
     assert newest(left) == 3
     assert place.train(case, left, **no_best) == 0
     assert differences(left, place.alone(case)) == []
+
+
+def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path, error: OSError) -> None:
+    """A file or folder that is there and cannot be read, as after a fault of the disk or with mode 000."""
+    opened, listed, scanned = Path.open, os.listdir, os.scandir
+
+    def refuse(name: object) -> None:
+        if Path(str(name)) == path or path in Path(str(name)).parents:
+            raise error
+
+    def open_file(self: Path, mode: str = "r", *args: Any, **more: Any) -> Any:
+        if "r" in mode:
+            refuse(self)
+        return opened(self, mode, *args, **more)
+
+    def list_folder(name: Any = ".") -> Any:
+        refuse(name)
+        return listed(name)
+
+    def scan_folder(name: Any = ".") -> Any:
+        refuse(name)
+        return scanned(name)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    monkeypatch.setattr(os, "listdir", list_folder)
+    monkeypatch.setattr(os, "scandir", scan_folder)
+
+
+FAULTS = [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied")]
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
+@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", ""])
+def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
+    file: str,
+    fault: OSError,
+    stopped: dict[str, Path],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    *_, before, last = steps(run)
+    with monkeypatch.context() as patch:
+        unreadable(patch, run / f"checkpoints/step-{last}" / file, fault)
+        assert place.train(CASE["kto, lora"], run, **SHORT) == 0
+    said = capfd.readouterr().out
+    assert f"{run}/checkpoints/step-{last}" in said
+    assert str(fault.strerror) in said
+    assert f"step-{before} is used instead" in said
+    assert (run / f"checkpoints/damaged-step-{last}").is_dir()
+    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+
+
+def test_a_folder_in_place_of_a_file_of_the_newest_checkpoint(stopped: dict[str, Path], place: Place, tmp_path: Path) -> None:
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    path = run / f"checkpoints/step-{newest(run)}" / "state.json"
+    path.unlink()
+    path.mkdir()
+    assert place.train(CASE["kto, lora"], run, **SHORT) == 0
+    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
+@pytest.mark.parametrize("name", ["checkpoints", ""])
+def test_a_folder_that_cannot_be_read_is_no_fresh_start(
+    name: str,
+    fault: OSError,
+    stopped: dict[str, Path],
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    log = (run / "metrics.jsonl").read_bytes()
+    with monkeypatch.context() as patch:
+        unreadable(patch, run / name, fault)
+        assert place.train(CASE["kto, lora"], run, **SHORT) == 2
+    said = capfd.readouterr().err
+    assert str(run / name) in said
+    assert str(fault.strerror) in said
+    assert (run / "metrics.jsonl").read_bytes() == log
+
+
+@pytest.mark.parametrize("words", [["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a", "--max-new-tokens", "2"]])
+def test_a_run_is_read_from_the_checkpoint_before_a_damaged_one(
+    words: list[str], stopped: dict[str, Path], tmp_path: Path
+) -> None:
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    *_, before, last = steps(run)
+    flip(run / f"checkpoints/step-{last}/tensors.safetensors")
+    given = [{"RUN": str(run), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]
+    with pytest.warns(UserWarning, match=f"step-{last}: .* step-{before} is used instead"):
+        assert command(*given) == 0
+    assert steps(run)[-1] == last  # nothing in the folder has changed
+    assert command(*given, "--step", str(last)) == 2
+
+
+@pytest.mark.parametrize("moment", ["before it is checked", "before it is loaded", "before its weights are read"])
+def test_a_checkpoint_that_the_run_removes_while_it_is_read(
+    moment: str, stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run does that saves the next one: the next one is used."""
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    *_, before, last = steps(run)
+    later = run / f"checkpoints/step-{last}"
+    later.rename(tmp_path / "later")
+    done: list[int] = []
+
+    def replace() -> None:
+        if not done:
+            done.append(1)
+            (tmp_path / "later").rename(later)
+            shutil.rmtree(run / f"checkpoints/step-{before}")
+
+    def after_replacing(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            replace()
+            return function(*args, **more)
+
+        return call
+
+    if moment == "before it is checked":
+        monkeypatch.setattr(restore, "check", after_replacing(restore.check))
+    elif moment == "before it is loaded":
+        monkeypatch.setattr(restore.store, "load", after_replacing(restore.store.load))
+    else:
+        monkeypatch.setattr(restore, "load_weights", after_replacing(restore.load_weights))
+    assert restore.restore(run, quiet=True).step == last
+    assert done
+
+
+def test_checkpoints_that_vanish_again_and_again_are_an_error(
+    stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    steps_there = [10]
+
+    def check_removed(path: Path) -> Saved:
+        steps_there[0] += 1
+        path.rename(path.with_name(f"step-{steps_there[0]}"))
+        return check(path)
+
+    monkeypatch.setattr(restore, "check", check_removed)
+    with pytest.raises(UserError, match="removed faster"):
+        restore.restore(run, quiet=True)

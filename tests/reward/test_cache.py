@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tracemalloc
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,41 @@ def test_a_line_that_is_no_score_is_none(line: str, tmp_path: Path) -> None:
     assert len(Kept(tmp_path, {})) == 0
 
 
+def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
+    """A score whose line has a flipped bit is computed again; it never has another value."""
+    made = Kept(tmp_path, {"a": 1})
+    made.add(scores := scores_of(3))
+    assert made.path is not None
+    whole = made.path.read_bytes()
+    wrong: list[str] = []
+    silent = 0
+    for at in range(len(whole)):
+        for bit in (1, 4, 16):
+            made.path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                again = Kept(tmp_path, {"a": 1})
+            known = {key: score for key in scores if (score := again.get(key)) is not None}
+            wrong += [f"{at}: {key}" for key in known if known[key] != scores[key]]
+            silent += len(known) < len(scores) and not told and whole[at : at + 1] not in b"}\n"
+    assert wrong == []
+    assert silent == 0
+
+
+def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
+    made = Kept(tmp_path, {"a": 1})
+    made.add(scores_of(3))
+    assert made.path is not None
+    made.path.write_text(made.path.read_text().replace('"value": 1.0', '"value": 9.0').replace('"value": 2.0', '"value": 8.0'))
+    with pytest.warns(UserWarning, match=f"^{re.escape(str(made.path))}:5: ") as told:
+        again = Kept(tmp_path, {"a": 1})
+    assert len(told) == 1
+    assert [again.get(f"k{i}") is None for i in range(3)] == [False, True, True]
+    again.add(scores_of(3))
+    with pytest.warns(UserWarning, match=":5: "):
+        assert Kept(tmp_path, {"a": 1}).get("k1") == Score(1.0, {"p": 0.5})
+
+
 def test_two_that_are_open_at_once_see_each_other(tmp_path: Path) -> None:
     one, two = Kept(tmp_path, {}), Kept(tmp_path, {})
     one.add(scores_of(2))
@@ -237,10 +274,10 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
 def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = Kept(tmp_path, {})
 
-    def full(*_: Any) -> int:
+    def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("valence.reward.cache.os.write", full)
+    monkeypatch.setattr("valence.reward.cache.open_file", full)
     with pytest.warns(UserWarning, match="No space left"):
         made.add(scores_of(1))
     made.add(scores_of(1, 5))

@@ -140,25 +140,6 @@ def test_a_start_that_fails_changes_nothing(settings: dict[str, Any], tmp_path: 
     assert len(json.loads((tmp_path / "run/run.json").read_text())["taken_up"]) == 1
 
 
-def test_links_are_not_written_through(settings: dict[str, Any], tmp_path: Path) -> None:
-    killed(settings, 6)
-    precious = tmp_path / "precious"
-    for name in ("run.lock", "metrics.jsonl"):
-        precious.write_bytes(b"x" * 10**5)
-        kept = (tmp_path / "run" / name).read_bytes()
-        (tmp_path / "run" / name).unlink()
-        (tmp_path / "run" / name).symlink_to(precious)
-        with pytest.raises(UserError, match=name):
-            train(settings)
-        assert precious.read_bytes() == b"x" * 10**5
-        (tmp_path / "run" / name).unlink()
-        (tmp_path / "run" / name).write_bytes(kept)
-    (tmp_path / "run/checkpoints").rename(tmp_path / "elsewhere")
-    (tmp_path / "run/checkpoints").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(UserError, match="a link to another folder"):
-        train(settings)
-
-
 def test_a_run_that_began_meanwhile_is_not_moved_away(settings: dict[str, Any], tmp_path: Path) -> None:
     """Two starts look at a folder that is not there yet; the second comes to claim it when the first has trained."""
     from valence.training.folder import RunFolder

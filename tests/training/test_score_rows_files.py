@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import re
 import resource
 import signal
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from tests.command import command
 from tests.programs import Program
 from tests.training.scoring import ALL, FILES, read, score, whole, write
 from valence import cli
+from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.training import score_rows as module
@@ -199,10 +201,41 @@ def test_lines_that_were_edited_are_refused(line: bytes, number: int, place: Pat
     lines = Path("out.jsonl").read_bytes().split(b"\n")[:11]  # the last ones are no whole window
     lines[number] = line
     Path("out.jsonl").write_bytes(edited := b"\n".join(lines))
-    with pytest.raises(UserError, match=rf"^out.jsonl:{number + 1}: this line was not written by this command\n.*--fresh"):
+    with pytest.raises(UserError, match=rf"^out.jsonl:{number + 1}: .*\n.*--fresh"):
         score(rows)
     assert Path("out.jsonl").read_bytes() == edited
     assert score(rows, fresh=True).earlier == 0
+
+
+def test_a_number_that_has_changed_is_refused_and_named(place: Path) -> None:
+    """Also where the line is still one that this command could have written."""
+    rows = write("rows.jsonl", FILES["judgement"] * 3)
+    score(rows)
+    whole = Path("out.jsonl").read_bytes().split(b"\n")[:11]
+    lines = [*whole[:4], re.sub(rb'("logp": -?\d)', rb"\g<1>1", whole[4], count=1), *whole[5:]]
+    Path("out.jsonl").write_bytes(b"\n".join(lines))
+    assert lines[4] != whole[4]
+    with pytest.raises(UserError, match=r"^out.jsonl:5: .*checksum"):
+        score(rows)
+    Path("out.jsonl").write_bytes(b"\n".join(whole[:4]) + b"\n")  # as the error advises
+    assert score(rows).rows == len(FILES["judgement"]) * 3
+
+
+def test_a_file_without_its_checksums_is_not_gone_on_with(place: Path) -> None:
+    score("scored.jsonl")
+    Path("out.jsonl.crc").unlink()
+    kept = Path("out.jsonl").read_bytes()
+    with pytest.raises(UserError, match=r"out.jsonl.crc.*\n.*--fresh"):
+        score("scored.jsonl")
+    assert Path("out.jsonl").read_bytes() == kept
+
+
+def test_facts_whose_checksum_is_wrong_are_refused(place: Path) -> None:
+    score("scored.jsonl")
+    about = Path("out.jsonl.about.json")
+    about.write_text(about.read_text().replace('"long_rows": "', '"long_rows": "x', 1))
+    with pytest.raises(UserError, match=r"^out.jsonl.about.json: .*checksum"):
+        score("scored.jsonl")
 
 
 @pytest.mark.parametrize("text", ["{}", "[]", "null", '{"about": {}}', '{"about": 1}', '{"m":', "[" * 9999])
@@ -220,7 +253,7 @@ def test_facts_are_those_that_are_expected(more: dict[str, Any], place: Path) ->
     score("scored.jsonl")
     about = Path("out.jsonl.about.json")
     facts = json.loads(about.read_text())
-    about.write_text(json.dumps({name: value for name, value in facts.items() if name != "reference"} | more))
+    about.write_text(json.dumps(add_checksum({name: value for name, value in facts.items() if name != "reference"} | more)))
     with pytest.raises(UserError, match=r"another reference|does not say what the lines of out.jsonl depend on"):
         score("scored.jsonl")
 

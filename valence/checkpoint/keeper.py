@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 import threading
@@ -20,6 +21,7 @@ from valence.checkpoint.store import PLAIN, Snapshot, Write, agreed, place_aside
 from valence.dist.protocol import Group
 from valence.dist.together import gathered
 from valence.errors import UserError
+from valence.files import refuse_links
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -65,8 +67,20 @@ class Checkpoints:
         self._open: int | None = None  # the step that is being saved
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that there are, whole or not, ascending."""
-        return sorted(int(path.name[5:]) for path in self.folder.glob("step-*") if NUMBER.fullmatch(path.name[5:]))
+        """Of the checkpoints that there are, whole or not, ascending. Raises UserError when the folder cannot be read: what is
+        in it is then unknown, which is not the same as nothing."""
+        names = [name.removeprefix("step-") for name in self._names() if name.startswith("step-")]
+        return sorted(int(name) for name in names if NUMBER.fullmatch(name))
+
+    def _names(self) -> list[str]:
+        """Names in the folder; none when it does not exist. Raises UserError when it cannot be read."""
+        try:
+            return os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            fix = "make the folder readable, or start anew with --fresh"
+            raise UserError(f"the checkpoints cannot be listed ({error.strerror})", where=str(self.folder), fix=fix) from error
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -101,7 +115,7 @@ class Checkpoints:
                 return
             try:
                 self.prune(spare)
-            except OSError as error:
+            except (OSError, UserError) as error:
                 self.trouble.append(f"an old checkpoint could not be removed: {error}")
 
         self._open = step
@@ -166,6 +180,7 @@ class Checkpoints:
         """The folder that becomes a checkpoint."""
         if not self.folder.parent.is_dir():
             raise FileNotFoundError(2, "the run's folder is gone", str(self.folder.parent))
+        refuse_links(self.folder, self.folder.parent)
         if not self.folder.is_dir():
             self.folder.mkdir()
             synced(self.folder.parent)
@@ -174,7 +189,7 @@ class Checkpoints:
     def _described(self, folder: Path, parts: Collection[Path]) -> dict[str, Any]:
         """Sizes and checksums of the files that several processes have written, each found by its own."""
         with agreed(self.group):
-            own = {path.name: _facts(path) for path in parts}
+            own = {path.name: _describe(path) for path in parts}
         return {name: said for each in gathered(self.group, own) for name, said in each.items()} if self.group else own
 
     def _sign(self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]) -> None:
@@ -184,7 +199,7 @@ class Checkpoints:
                 raise OSError(f"{name} is not as another process wrote it")
         for path in sorted(folder.rglob("*")):
             if path.is_file() and (name := path.relative_to(folder).as_posix()) not in files:
-                files[name] = _facts(path)
+                files[name] = _describe(path)
         when = datetime.now(UTC).isoformat(timespec="seconds")
         found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
         said = json.loads(json.dumps(found, default=str))
@@ -211,9 +226,9 @@ class Checkpoints:
 
     def tidy(self) -> None:
         """Removes what a program that was killed left half done. Raises UserError when the folder is a link: it is another's."""
-        if self.folder.is_symlink():
-            raise UserError("this is a link to another folder", where=str(self.folder), fix="put the folder itself in its place")
-        for path in self.folder.glob(".step-*"):
+        refuse_links(self.folder, self.folder.parent)
+        for path in (self.folder / name for name in self._names() if name.startswith(".step-")):
+            refuse_links(path, self.folder)
             whole = self.folder / path.name[1:].removesuffix(".old")
             if path.name.endswith(".old") and not whole.exists():
                 path.rename(whole)  # killed while it was being replaced
@@ -233,7 +248,7 @@ class Checkpoints:
                 damaged[self.path(step)] = error.what
                 continue
             for path, what in damaged.items():
-                say(f"{path}: {what}; it is kept as {_aside(path).name}, and the one before is used")
+                say(f"{path}: {what}; it is kept as {_aside(path).name}, and {found.path.name} is used instead")
             return found
         if damaged:
             said = "; ".join(
@@ -270,14 +285,16 @@ def check(path: Path) -> Saved:
         )
     if path.name != f"step-{step}":
         raise damaged(f"it is of step {step}, whatever its name says")
-    for name, said in files.items():
-        file = path / name
-        size = file.stat().st_size if file.is_file() else None
-        if size is None:
-            raise damaged(f"{name} is missing")
-        if size != said["bytes"]:
-            raise damaged(f"{name} has {size} bytes instead of {said['bytes']}")
-        if _sha256(file) != said["sha256"]:
+    for name, described in files.items():
+        try:
+            size, digest = (found := _describe(path / name))["bytes"], found["sha256"]
+        except FileNotFoundError:
+            raise damaged(f"{name} is missing") from None
+        except OSError as error:
+            raise damaged(f"{name} cannot be read ({error.strerror})") from error
+        if size != described["bytes"]:
+            raise damaged(f"{name} has {size} bytes instead of {described['bytes']}")
+        if digest != described["sha256"]:
             raise damaged(f"{name} has changed (its sha256 is another)")
     return Saved(path, step, facts)
 
@@ -287,20 +304,21 @@ def _sum(manifest: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
-def _facts(path: Path) -> dict[str, Any]:
-    return {"bytes": path.stat().st_size, "sha256": _sha256(path)}
-
-
-def _sha256(path: Path) -> str:
+def _describe(path: Path) -> dict[str, Any]:
+    """Size and checksum of a file. Raises OSError."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 
 
 def _aside(path: Path) -> Path:
-    """Renames a damaged checkpoint to the first free name that is none of a checkpoint."""
+    """Renames a damaged checkpoint to the first free name that is none of a checkpoint. Raises UserError when it cannot."""
     names = (path.with_name(f"damaged-{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
-    free = next(name for name in names if not name.exists())
-    path.rename(free)
+    free = next(name for name in names if not os.path.lexists(name))
+    try:
+        path.rename(free)
+    except OSError as error:
+        what = f"this checkpoint is damaged, and cannot be renamed ({error.strerror})"
+        raise UserError(what, where=str(path), fix="make the folder writable, or move the checkpoint away") from error
     return free
 
 

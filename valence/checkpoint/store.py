@@ -19,6 +19,7 @@ from torch import Tensor
 from valence.dist.protocol import Group
 from valence.dist.together import gathered
 from valence.errors import UserError
+from valence.files import open_file, refuse_links, write_all
 
 UMASK = os.umask(0)
 os.umask(UMASK)  # read once: for a moment it is another one, and saves have threads of their own
@@ -34,9 +35,11 @@ Read = Callable[[Path, Mapping[str, Tensor]], None]
 def written_aside(target: Path) -> Iterator[Path]:
     """A folder to fill that becomes ``target`` when the block ends well. An older ``target`` is replaced at that moment.
 
-    Raises UserError when it cannot be written; nothing half-written is left behind.
+    Raises UserError when it cannot be written, as through a symbolic link; nothing half-written is left behind.
     """
     aside = place_aside(target)
+    for place in (aside, _place_of_old(target)):
+        refuse_links(place, target.parent)
     shutil.rmtree(aside, ignore_errors=True)
     try:
         aside.mkdir(parents=True)
@@ -53,6 +56,11 @@ def place_aside(target: Path) -> Path:
     return target.with_name(f".{target.name}.part")
 
 
+def _place_of_old(target: Path) -> Path:
+    """Where the folder that is replaced waits for the new one to get its name."""
+    return target.with_name(f".{target.name}.old")
+
+
 def _keep(aside: Path, target: Path) -> None:
     """Renames a filled folder, once all of it is on the disk."""
     for path in sorted(aside.rglob("*")):
@@ -60,7 +68,7 @@ def _keep(aside: Path, target: Path) -> None:
             path.chmod(0o666 & ~UMASK)  # safetensors writes for the owner alone
         synced(path)
     synced(aside)
-    old = target.with_name(f".{target.name}.old")
+    old = _place_of_old(target)
     shutil.rmtree(old, ignore_errors=True)
     if target.exists():
         target.rename(old)
@@ -78,12 +86,12 @@ def synced(path: Path) -> None:
         os.close(handle)
 
 
-def write_whole(target: Path, content: bytes) -> None:
-    """Writes a file that is there as a whole or, after a crash, as it was. Raises OSError."""
+def write_whole(target: Path, content: bytes, root: Path) -> None:
+    """Writes a file below ``root`` that is there as a whole or, after a crash, as it was. Raises OSError, and UserError for a
+    symbolic link on the way."""
     aside = target.with_name(f".{target.name}.part")
-    with aside.open("wb") as file:
-        file.write(content)
-        file.flush()
+    with open_file(aside, root) as file:
+        write_all(file, content)
         os.fsync(file.fileno())
     aside.replace(target)
     synced(target.parent)

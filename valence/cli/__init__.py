@@ -13,7 +13,6 @@ from rich.console import Console
 
 from valence.cli.common import MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange
-from valence.config.files import too_long
 from valence.errors import UserError
 
 # Each registers its commands, in the order of the help.
@@ -40,7 +39,8 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENAMETOOLONG:
             raise
-        _exit_with(too_long(str(error.filename)))
+        where = f"{str(error.filename)[:60]}..."
+        _exit_with(UserError("the name is too long for a file", where=where, fix="choose a shorter one"))
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
 

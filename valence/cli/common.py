@@ -66,11 +66,22 @@ Step = Annotated[
     typer.Option("--step", help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the newest."),
 ]
 
-
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code",
+        help="Execute Python files that come with the model. A run's folder alone does not allow it.",
+    ),
+]
 Nproc = Annotated[
     int | None,
     typer.Option("--nproc", min=1, help="Run in so many processes of this host (torchrun and accelerate launch work as well)."),
 ]
+
+
+def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:
+    """The overrides of a command, with that of --trust-remote-code if it is given."""
+    return [*(overrides or []), *(["model.trust_remote_code=true"] if allowed else [])]
 
 
 @contextmanager

@@ -11,8 +11,21 @@ import typer
 from rich.table import Table
 
 from valence.cli import complete
-from valence.cli.common import Nproc, Overrides, RunArg, Step, app, command_line, console, processes, stoppable
+from valence.cli.common import (
+    Nproc,
+    Overrides,
+    RunArg,
+    Step,
+    TrustRemoteCode,
+    allow_remote_code,
+    app,
+    command_line,
+    console,
+    processes,
+    stoppable,
+)
 from valence.errors import UserError
+from valence.files import check_path
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
@@ -54,11 +67,20 @@ def evaluate(
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")] = None,
     step: Step = None,
+    trust_reward: Annotated[
+        bool,
+        typer.Option(
+            "--trust-reward",
+            help="Execute the reward functions, or ask the reward servers, that the folder of an online run names.",
+        ),
+    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
     """Measure a run, or the policy a recipe starts from, on held-out rows."""
+    ours = [*_held_out(data), *allow_remote_code(trust_remote_code, overrides)]
     with processes(nproc) as group:
-        run = _run_of(target, [*_held_out(data), *(overrides or [])], step=step, group=group)
+        run = _run_of(target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward)
         if "eval" not in run.prepared.corpora:
             raise UserError("there are no rows to measure on", where=str(target), fix="give --data, or data.eval in the recipe")
         found = run.evaluate()
@@ -118,11 +140,13 @@ def sample(
     fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")] = False,
     step: Step = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="With --out, print nothing but mistakes.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
     """Answer prompts with a model: on the terminal, or into a file that `valence score` and `valence train` read. Stopped, it
     goes on where it was."""
-    asked = {"data": data or [], "questions": prompt or [], "overrides": overrides or [], "at": _at(step)}
+    ours = allow_remote_code(trust_remote_code, overrides)
+    asked = {"data": data or [], "questions": prompt or [], "overrides": ours, "at": _at(step)}
     with processes(nproc) as group, stoppable():
         from valence.training.sample_rows import Draws, answers, sample_rows
 
@@ -142,6 +166,7 @@ def export(
     to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
     adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")] = False,
     step: Step = None,
+    trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
@@ -150,7 +175,8 @@ def export(
         from valence.training.finish import write_model
 
         by_first(group, partial(_check_can_be_made, to))
-        run = _run_of(run_dir, ["data.eval=[]"], keeps=_needed_to_write(run_dir), step=step, group=group)
+        ours = allow_remote_code(trust_remote_code, ["data.eval=[]"])
+        run = _run_of(run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)
         write_model(run, to, "adapter" if adapter else "merged", log=run_dir / "metrics.jsonl")
     console.print(str(to), markup=False, soft_wrap=True)
@@ -172,14 +198,26 @@ def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
     return ("train",) if method_of_run(run_dir).of_scores else ()
 
 
-def _run_of(target: Path, overrides: list[str], *, group: Group, keeps: tuple[str, ...] = (), step: str | None = None) -> Any:
+def _run_of(
+    target: Path,
+    overrides: list[str],
+    *,
+    group: Group,
+    keeps: tuple[str, ...] = (),
+    step: str | None = None,
+    rewards: bool = False,
+    trust_reward: bool = False,
+) -> Any:
     """The run of a folder with its newest weights, or those of a step, or that of a recipe before its first step. keeps: its own
-    lists of rows that are read."""
+    lists of rows that are read. rewards: load those that the recipe names; trust_reward: also those of a run's folder that are
+    code or a server."""
     from valence.training.target import of_folder, of_recipe
 
     ours = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
-    opened = of_folder if target.is_dir() else of_recipe
-    return opened(target, ours, group=group, at=_at(step), console=console)
+    how: dict[str, Any] = {"group": group, "at": _at(step), "console": console, "rewards": rewards}
+    if target.is_dir():
+        return of_folder(target, ours, trust_reward=trust_reward, **how)
+    return of_recipe(target, ours, **how)
 
 
 def _at(step: str | None) -> Any:
@@ -200,6 +238,7 @@ def _held_out(files: list[str] | None) -> list[str]:
 
 
 def _check_can_be_made(folder: Path) -> None:
+    check_path(folder)
     if folder.exists():
         raise UserError("this exists already", where=str(folder), fix="name a folder that does not exist")
     try:
@@ -212,6 +251,7 @@ def _check_can_be_made(folder: Path) -> None:
 
 
 def _write(path: Path, text: str) -> None:
+    check_path(path)
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:

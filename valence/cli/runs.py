@@ -21,6 +21,8 @@ from valence.cli.common import (
     Quiet,
     RecipeArg,
     RunArg,
+    TrustRemoteCode,
+    allow_remote_code,
     app,
     command_line,
     console,
@@ -226,12 +228,14 @@ def score(
         int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
     ] = 0,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+    trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
     """Score answers in a file, or fill a recipe's reference cache.
 
     With --data and --out: log-probabilities and implicit rewards of each answer, or a reward of it. Stopped, it goes on."""
     target, overrides = _target(target, overrides or [])
+    overrides = allow_remote_code(trust_remote_code, overrides)
     ours = _as_settings({"model.dtype": dtype, "data.max_length": max_length, "reference.model": reference})
     every = [*overrides, *ours]
     how = {"format": format, "fresh": fresh, "console": console, "quiet": quiet}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 from difflib import get_close_matches
 from pathlib import Path
 
 from valence.errors import UserError
+from valence.files import check_path, expand_path
 
 _DATA_FILE = re.compile(r".*\.(jsonl|ndjson|json|csv|tsv|parquet)(\.gz)?", re.IGNORECASE)
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
@@ -46,8 +46,7 @@ def locate_data(path: str, folder: Path | None) -> str:
 
     A hub id stays as it is. Raises UserError for a file that is in neither place.
     """
-    check_path(path)
-    given = Path(os.path.expanduser(path))
+    given = Path(expand_path(path))
     places = [given] if given.is_absolute() or folder is None else [given, folder / given]
     for place in places:
         if place.exists():
@@ -79,31 +78,6 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
 
 def _is_jinja(text: str) -> bool:
     return "{{" in text or "{%" in text
-
-
-def check_path(path: str) -> None:
-    """Raises UserError for a path that no file can have: with a NUL character, or longer than the file system allows."""
-    try:
-        os.stat(os.path.expanduser(path))
-    except ValueError:
-        where = _short(path).replace("\0", "\\0")
-        raise UserError("the path holds a NUL character", where=where, fix="remove it") from None
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            raise too_long(path) from None
-
-
-def too_long(path: str) -> UserError:
-    """What to say of a path that the file system finds too long."""
-    return UserError(
-        "the path, or a name in it, is too long for a file",
-        where=_short(path),
-        fix="check that this is a path, and not the content of a file",
-    )
-
-
-def _short(path: str) -> str:
-    return path if len(path) <= 60 else f"{path[:57]}..."
 
 
 def is_hub_id(path: str) -> bool:

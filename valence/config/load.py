@@ -21,9 +21,17 @@ from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, o
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
 from valence.config.schema import Recipe, Reward, Section, Source
 from valence.errors import UserError
+from valence.files import check_path, expand_path
 
 M = TypeVar("M", bound=BaseModel)
 LISTS = ("train", "eval", "test")
+PATHS = {
+    "run": ("dir",),
+    "model": ("name", "adapter", "tokenizer"),
+    "reference": ("model", "cache"),
+    "rollout": ("folder", "python"),
+}
+"""Settings that are paths, or may be, by their section; besides those of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +107,7 @@ def load_recipe(
         given = _short_forms(override(given, assignment))
     recipe, facts, mixed = _checked_shape(given, method_of)
     problems: list[UserError] = []
+    recipe = _paths_expanded(recipe, given, problems)
     for name in LISTS:
         needed = training and name not in in_memory
         found = _files_found(getattr(recipe.data, name), ("data", name), given, folder, problems if needed else [])
@@ -277,12 +286,33 @@ def _with_method_defaults(recipe: Recipe, facts: MethodFacts) -> Recipe:
     return recipe.model_copy(update={"rollout": rollout})
 
 
+def _paths_expanded(recipe: Recipe, given: Given, problems: list[UserError]) -> Recipe:
+    """The recipe with ``~`` replaced in its paths. Paths that no file system can hold are added to ``problems``."""
+
+    def expanded(section: M, names: Sequence[str], path: Key) -> M:
+        values: dict[str, str] = {}
+        for name in names:
+            value = getattr(section, name)
+            try:
+                values |= {} if value is None else {name: expand_path(value, given.where((*path, name)))}
+            except UserError as error:
+                problems.append(error)
+        return section.model_copy(update=values)
+
+    sections: dict[str, Any] = {name: expanded(getattr(recipe, name), names, (name,)) for name, names in PATHS.items()}
+    sections["reward"] = [expanded(spec, ("reward",), ("reward", i)) for i, spec in enumerate(recipe.reward)]
+    sinks = [expanded(sink, ("folder",), ("run", "sinks", i)) for i, sink in enumerate(recipe.run.sinks)]
+    sections["run"] = sections["run"].model_copy(update={"sinks": sinks})
+    return recipe.model_copy(update=sections)
+
+
 def _files_found(
     sources: Sequence[Source], path: Key, given: Given, folder: Path | None, problems: list[UserError]
 ) -> list[Source]:
     """A list of files, with their paths as they were found; missing files are added to ``problems``."""
 
     def found(source: Source, path: Key) -> Source:
+        check_path(source.path, given.where((*path, "path")))
         try:
             return source.model_copy(update={"path": locate_data(source.path, folder)})
         except UserError as error:

@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from valence.errors import UserError
+from valence.files import make_folder
 
 Array = NDArray[np.floating[Any]]
 Head = Mapping[str, Any]
@@ -81,7 +82,7 @@ class Ledger:
         self._warned: set[Path] = set()
         try:
             if adds:
-                folder.mkdir(parents=True, exist_ok=True)
+                make_folder(folder, folder.parent)
         except OSError as error:
             raise self._unusable(error) from error
         self.refresh()

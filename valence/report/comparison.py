@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from valence.errors import UserError
+from valence.files import check_path
 from valence.report.compared import Compared
 from valence.report.comparison_charts import curves, frontier, key, over_time
 from valence.report.comparison_tables import MARK, RANKED, Disagreement, Part, disagreements, gaps, percent, tables, what
@@ -39,7 +40,8 @@ def write_out(path: Path, content: str) -> None:
 
 
 def refuse_others(path: Path) -> None:
-    """Raises UserError when what lies there was not written by `valence report`."""
+    """Raises UserError when what lies there was not written by `valence report`, or nothing can lie there."""
+    check_path(path)
     try:
         known = not path.exists() or (path.is_file() and MARK.encode() in path.read_bytes())
     except OSError:

@@ -16,6 +16,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from valence.files import open_file, write_all
 from valence.report.console import esc
 from valence.report.rundata import Json
 
@@ -64,7 +65,8 @@ def write_aside(path: Path, page: str) -> None:
     """Writes a page in one piece: who reads it meanwhile sees the one before. Raises OSError."""
     aside = path.with_suffix(".html.tmp")
     try:
-        aside.write_text(page, encoding="utf-8")
+        with open_file(aside, aside.parent) as file:
+            write_all(file, page.encode())
         os.replace(aside, path)
     except OSError:
         with suppress(OSError):

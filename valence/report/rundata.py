@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
 
+from valence.checksums import KEY, ChecksumError, verify, verify_text
 from valence.errors import UserError
 from valence.report.console import audit_warnings
 from valence.report.rows import Json, margin, rewards_by_class
@@ -87,9 +88,13 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]) -> T:
-    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged."""
+    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged. Where a checksum alone is wrong, what the
+    file holds is shown all the same."""
     try:
-        return parse(path.read_bytes().decode("utf-8"))
+        text = path.read_bytes().decode("utf-8")
+        if has_changed(text):
+            problems.append(f"{path.name} has changed since it was written (its checksum is wrong)")
+        return parse(text)
     except FileNotFoundError:
         return missing
     except (OSError, ValueError, RecursionError) as error:
@@ -141,7 +146,10 @@ def _size(path: Path) -> int:
 @lru_cache(maxsize=4 * BETWEEN)
 def _bands(path: Path, _changed: int, _size: int) -> tuple[int, dict[str, tuple[float, float]]]:
     """Kept, since the page of a run that goes on is written again and again. Raises OSError and ValueError."""
-    found = _evaluation(path.read_bytes().decode("utf-8"))
+    text = path.read_bytes().decode("utf-8")
+    if has_changed(text):
+        raise ValueError("its checksum is wrong")
+    found = _evaluation(text)
     return found["step"], bands_of(found["rows"])
 
 
@@ -156,11 +164,26 @@ def bands_of(rows: Sequence[Json]) -> dict[str, tuple[float, float]]:
 # Parsing. Each raises ValueError for what is not what it should be.
 
 
+def has_changed(text: str) -> bool:
+    """Whether a file has a checksum, of all of it or of one of its rows, that is wrong. Raises ValueError for broken JSON."""
+    try:
+        if not text.lstrip().startswith(("{", "[")):
+            verify_text(text)
+            return False
+        value = json.loads(text)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                verify(each)
+    except ChecksumError:
+        return True
+    return False
+
+
 def _json_object(text: str) -> Json:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    return value
+    return {name: each for name, each in value.items() if name != KEY}
 
 
 def _json_objects(text: str) -> tuple[Json, ...]:

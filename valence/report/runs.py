@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from rich.table import Table
 from rich.text import Text
 
+from valence.checksums import ChecksumError, verify, verify_text
 from valence.errors import UserError
 from valence.report.console import duration, number, visible
 
@@ -129,14 +130,14 @@ def _lines(folder: Path, holder: Callable[[Path], HolderLike | None], depth: int
 def _line(run: Path, holder: Callable[[Path], HolderLike | None]) -> RunLine:
     changed = max(_changed(run / name) for name in ("run.json", "metrics.jsonl", "checkpoints"))
     try:
-        facts = json.loads((run / "run.json").read_bytes())
+        facts = verify(json.loads((run / "run.json").read_bytes()))
         status = facts["status"]
         state = STATES.get(status, status)
         if not isinstance(state, str):
             raise TypeError
     except OSError as error:
         return RunLine(run, "unreadable", changed=changed, problem=f"run.json could not be read: {error.strerror}")
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return RunLine(run, "unreadable", changed=changed, problem="run.json is damaged: it does not say how the run stands")
     records, from_start = _last_records(run / "metrics.jsonl")
     if status in ("running", "interrupted", "failed"):
@@ -226,10 +227,18 @@ def _newest_checkpoint(folder: Path) -> int | None:
 
 
 def config_of(run_dir: Path) -> Path:
-    """The recipe that a run keeps. Raises UserError when the folder holds no run."""
+    """The recipe that a run keeps. Raises UserError when the folder holds no run, or the recipe has changed."""
     config = run_dir / "config.yaml"
     if not config.is_file():
         raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
+    try:
+        verify_text(config.read_bytes().decode("utf-8", errors="replace"))
+    except OSError as error:
+        fix = "make the file readable"
+        raise UserError(f"the recipe cannot be read ({error.strerror})", where=str(config), fix=fix) from error
+    except ChecksumError as error:
+        fix = "put the file back; if you changed it on purpose, remove its last line"
+        raise UserError(f"the recipe is damaged: {error}", where=str(config), fix=fix) from error
     return config
 
 
@@ -241,7 +250,7 @@ def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
         raise UserError(what, where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`")
     recipe = config_of(run_dir)
     try:
-        place = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["cwd"]
-    except (OSError, ValueError, KeyError, TypeError):
+        place = verify(json.loads((run_dir / "run.json").read_text(encoding="utf-8")))["cwd"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return recipe, None  # damaged: what a checkpoint says of the run is used
     return recipe, Path(place) if isinstance(place, str) else None

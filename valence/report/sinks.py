@@ -11,8 +11,10 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
+from zlib import crc32
 
 from valence.errors import UserError
+from valence.files import open_file
 
 Record = Mapping[str, float | int | str]
 """The numbers of one logged step, by metric name; ``step`` is among them."""
@@ -57,7 +59,8 @@ class JsonlSink:
     ``"nan"``, ``"inf"`` and ``"-inf"``, which Python's ``float`` reads back. Records are added to a file that exists.
 
     What cannot be written is kept in memory and tried again with the next record; ``warn`` is told once. Its state is the
-    file's length: loading it cuts off what was written since, so that a run that is taken up leaves no gap and no repeat.
+    file's length and a checksum of its content: loading it cuts off what was written since, so that a run that is resumed
+    leaves no gap and no repeat, and warns when a line before that has changed.
     """
 
     def __init__(self, path: Path, warn: Callable[[str], None] = warnings.warn) -> None:
@@ -67,9 +70,9 @@ class JsonlSink:
         self._lock = threading.Lock()  # a checkpoint is written by a thread of its own, after the log
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open(path, "ab", buffering=0, opener=_no_link)  # noqa: SIM115
-            _cut_torn_line(path)
-            self._length = path.stat().st_size
+            self._file = open_file(path, path.parent, append=True)
+            content = _cut_torn_line(path)
+            self._length, self._checksum = len(content), crc32(content)
         except OSError as error:
             raise UserError(
                 f"cannot write the log ({error.strerror})",
@@ -81,8 +84,9 @@ class JsonlSink:
         """Write one line. Raises TypeError for a value that is neither a number nor text."""
         line = json.dumps({name: _strict(value) for name, value in record.items()}, allow_nan=False)
         with self._lock:
-            self._unwritten += line.encode() + b"\n"
-            self._length += len(line.encode()) + 1
+            raw = line.encode() + b"\n"
+            self._unwritten += raw
+            self._length, self._checksum = self._length + len(raw), crc32(raw, self._checksum)
         try:
             self._write()
         except OSError as error:
@@ -103,16 +107,20 @@ class JsonlSink:
         self.path.stat()
 
     def state_dict(self) -> dict[str, int]:
-        return {"bytes": self._length}
+        return {"bytes": self._length, "crc": self._checksum}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._unwritten = b""
-        there = self.path.stat().st_size
-        if there < state["bytes"]:
-            self._warn(f"{self.path}: {state['bytes'] - there} bytes of the log are gone; it goes on with a gap")
-        os.truncate(self.path, min(there, state["bytes"]))
-        _cut_torn_line(self.path)
-        self._length = self.path.stat().st_size
+        content = self.path.read_bytes()
+        before = content[: state["bytes"]]
+        if len(content) < state["bytes"]:
+            self._warn(f"{self.path}: {state['bytes'] - len(content)} bytes of the log are gone; it goes on with a gap")
+        elif state.get("crc", crc32(before)) != crc32(before):
+            where = _first_bad_line(before)
+            self._warn(f"{self.path}{where}: the log has changed since it was written; it goes on, the change stays")
+        os.truncate(self.path, min(len(content), state["bytes"]))
+        content = _cut_torn_line(self.path)
+        self._length, self._checksum = len(content), crc32(content)
 
     def close(self) -> None:
         try:
@@ -126,18 +134,26 @@ def _strict(value: float | int | str) -> float | int | str:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _no_link(path: str, flags: int) -> int:
-    """Opens a file, but not what a link in its place points to: a log is cut, and that would cut another's file."""
-    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+def _first_bad_line(content: bytes) -> str:
+    """``:N`` of the first line of a log that is not a record; empty when all of them are."""
+    for number, line in enumerate(content.splitlines(), 1):
+        try:
+            is_record = isinstance(json.loads(line), dict)
+        except (ValueError, RecursionError):
+            is_record = False
+        if not is_record:
+            return f":{number}"
+    return ""
 
 
-def _cut_torn_line(path: Path) -> None:
-    """Cut what follows the last newline of a file."""
+def _cut_torn_line(path: Path) -> bytes:
+    """Cut what follows the last newline of a file. Returns what is left."""
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
     if whole < len(content):
         os.truncate(path, whole)
         warnings.warn(f"{path}: cut off an unfinished last line of {len(content) - whole} bytes", stacklevel=3)
+    return content[:whole]
 
 
 class FanOut:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import make_folder, open_file, refuse_links, write_all
 from valence.report.sinks import SAMPLES, Record, attempt, samples
 
 LIBRARIES = {"tensorboard": "torch.utils.tensorboard.writer", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
@@ -69,7 +71,10 @@ class Opening:
 
     def place(self, default: str = "") -> Path:
         """The folder for files."""
-        return Path(self.settings.get("folder") or self.folder / default).absolute()
+        if self.settings.get("folder"):
+            return Path(self.settings["folder"]).absolute()
+        refuse_links(self.folder / default, self.folder)
+        return (self.folder / default).absolute()
 
 
 class Tracker:
@@ -152,7 +157,7 @@ class Tracker:
         from valence.report.backends import OPEN
 
         path = folder / "trackers" / f"{self.name}.json"
-        state = json.loads(path.read_text(encoding="utf-8")) if taken_up and path.is_file() else {}
+        state = verify(json.loads(path.read_text(encoding="utf-8"))) if taken_up and path.is_file() else {}
         last = max((int(record["step"]) for record in before), default=-1)
         opening = Opening(self._settings, config, folder, state, lambda: _write(path, state), last)
         self._again = bool(state)
@@ -238,11 +243,13 @@ def _log_of(folder: Path) -> Iterator[Record]:
 def _rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """Samples of an evaluation of earlier; none where its file is gone."""
     path = folder / "eval" / f"step-{step}.json"
-    return samples(json.loads(path.read_text(encoding="utf-8"))["rows"]) if path.is_file() else []
+    return samples(verify(json.loads(path.read_text(encoding="utf-8")))["rows"]) if path.is_file() else []
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    run = path.parent.parent
+    make_folder(path.parent, run)
     aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(state), encoding="utf-8")
+    with open_file(aside, run) as file:
+        write_all(file, json.dumps(add_checksum(state)).encode())
     os.replace(aside, path)

@@ -57,6 +57,16 @@ class Spec(Protocol):
     def token_env(self) -> str | None: ...
 
 
+def is_function(target: str) -> bool:
+    """Whether a reward is a function, whose module is imported."""
+    return target not in RULES and bool(FUNCTION.fullmatch(target)) and not OF_A_FILE.search(target)
+
+
+def is_server(target: str) -> bool:
+    """Whether a reward is asked for over the network."""
+    return target.startswith(("http://", "https://"))
+
+
 ModelReward = Callable[[str, Mapping[str, Any], str], Backend]
 """Loads a reward model: its folder or hub id, the entry's settings, and where they are for messages."""
 
@@ -135,13 +145,13 @@ def _backend(spec: Spec, where: str, model: ModelReward | None) -> tuple[Backend
     """What is called; whether it is deterministic by nature; whether several calls may be under way."""
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
-    if target.startswith(("http://", "https://")):
+    if is_server(target):
         return _servers(spec, where), False, True
     if spec.token_env is not None:
         raise UserError("only servers take a token", where=f"{where}.token_env", fix="remove it")
     if target in RULES:
         return Rules(target, rule_of(target, settings, place), settings, spec.timeout), True, False
-    if FUNCTION.fullmatch(target) and not OF_A_FILE.search(target):
+    if is_function(target):
         fn = load_function(target, f"{where}.reward")
         try:
             made = Function(fn, target, settings, spec.timeout)

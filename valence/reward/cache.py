@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
@@ -15,10 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from valence import __version__
+from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import make_folder, open_file
 from valence.reward.calls import Calls
 from valence.types import Completion, Score
 
+HEAD = "scores of"
+"""In the first line of a file: what the scores depend on besides the completions."""
 MOST = 2**16
 """Scores that are held in memory, of one reward: about 32 MB where each has one part."""
 
@@ -29,8 +32,9 @@ class Kept:
     most: scores held in memory; beyond, those that were not used for longest leave it. From a file the last ones are read, and
     one that has left the memory counts as unknown: its completion is scored again, which costs a call and gives the same.
 
-    A line is one score. What a killed process left of its last line is no JSON and ignored, as every write begins with a line
-    break; scores whose writing fails are kept in memory alone, and ``trouble`` says so.
+    A line is one score with its checksum. A damaged line counts as absent, with one warning that names the first. What a killed
+    process left of its last line is ignored, as every write begins with a line break. Scores whose writing fails are kept in
+    memory alone, and ``trouble`` says so.
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any], most: int = MOST) -> None:
@@ -38,12 +42,14 @@ class Kept:
         self.path = None if folder is None else folder / f"{digest(identity)}.jsonl"
         self.trouble = ""
         self._scores = OrderedDict[str, Score]()
-        self._read = 0
+        self._read = self._lines = 0
+        self._warned = False
         if self.path is not None:
             try:
-                self.path.parent.mkdir(parents=True, exist_ok=True)
+                make_folder(self.path.parent, self.path.parent.parent)
                 if not self.path.exists():
-                    self._append(json.dumps({"scores of": identity, "by": f"valence {__version__}"}, sort_keys=True))
+                    about = {HEAD: identity, "by": f"valence {__version__}"}
+                    self._append(json.dumps(add_checksum(about)))
             except OSError as error:
                 what = f"scores cannot be kept here ({error.strerror})"
                 raise UserError(what, where=str(self.path.parent), fix="make room, or name another folder") from error
@@ -65,7 +71,8 @@ class Kept:
             self._hold(key, score)
         if not good or self.path is None:
             return
-        lines = [json.dumps({"key": key, "value": s.value, "parts": dict(s.parts)}) for key, s in good.items()]
+        entries = [{"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in good.items()]
+        lines = [json.dumps(add_checksum(entry)) for entry in entries]
         try:
             self._append("\n".join(lines))
         except OSError as error:
@@ -83,9 +90,22 @@ class Kept:
                 if not line.endswith(b"\n"):
                     break
                 self._read += len(line)
-                found = _entry(line)
+                self._lines += 1
+                try:
+                    found = _entry(line)
+                except ValueError:
+                    self._warn_of_damage()
+                    continue
                 if found is not None and found[0] not in self._scores:
                     self._hold(*found)
+
+    def _warn_of_damage(self) -> None:
+        if not self._warned:
+            warnings.warn(
+                f"{self.path}:{self._lines}: this line is damaged (its checksum is wrong); its score is computed again",
+                stacklevel=4,
+            )
+        self._warned = True
 
     def _hold(self, key: str, score: Score) -> None:
         self._scores[key] = score
@@ -95,11 +115,8 @@ class Kept:
     def _append(self, text: str) -> None:
         """In one write, so that lines of several processes do not mix."""
         assert self.path is not None
-        file = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            os.write(file, f"\n{text}\n".encode())
-        finally:
-            os.close(file)
+        with open_file(self.path, self.path.parent, append=True) as file:
+            file.write(f"\n{text}\n".encode())
 
 
 @dataclass
@@ -168,13 +185,18 @@ def _plain(value: Any) -> Any:
 
 
 def _entry(line: bytes) -> tuple[str, Score] | None:
-    """Key and score of a line; None when it is none, or not whole."""
+    """Key and score of a line; None for the head of the file, an empty line, and one that a killed process did not finish.
+    Raises ValueError for a line that is damaged."""
+    if not line.rstrip().endswith(b"}"):
+        return None
     try:
-        found: Any = json.loads(line)
+        found = verify(json.loads(line), required=True)
+        if HEAD in found:
+            return None
         key, value, parts = found["key"], found["value"], found["parts"]
         numbers = [value, *parts.values()]
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
-        return None
+    except (TypeError, LookupError, AttributeError, RecursionError) as error:
+        raise ValueError(str(error)) from error
     if not isinstance(key, str) or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
-        return None
+        raise ValueError("not a score")
     return key, Score(value, parts)

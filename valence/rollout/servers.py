@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from valence.errors import UserError
+from valence.files import make_folder, open_file
 from valence.rollout import vllm_plugin
 from valence.rollout.vllm_plugin import free
 from valence.rollout.wire import POLL, Wire
@@ -112,8 +113,8 @@ class Server:
 
     def start(self) -> Server:
         """Starts it and waits until it answers. Raises UserError with the end of its log when it stops, or takes too long."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._written = self.log.open("ab")
+        make_folder(self.folder, self.folder.parent)
+        self._written = open_file(self.log, self.folder, append=True)
         command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port), *self.arguments]
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", GUARD, *command],

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from valence.errors import UserError
+from valence.files import refuse_links
 from valence.rollout.protocol import Named
 from valence.rollout.vllm_plugin import free, join, layout, own_address
 from valence.rollout.wire import Lost, Refused, Wire
@@ -362,6 +363,7 @@ def shards(weights: Iterable[tuple[str, Tensor]], most: int) -> Iterator[list[tu
 def emptied(folder: Path) -> Path:
     """The folder without what a killed run left in it. It belongs to one generator at a time."""
     folder = Path(folder).absolute()
+    refuse_links(folder, folder.parent)
     for left in folder.glob(f"{PREFIX}-*"):
         shutil.rmtree(left, ignore_errors=True)
     return folder

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
 
+from valence.checksums import KEY, checksum
 from valence.dist.protocol import Group
 from valence.engine.logprobs import Engine
 from valence.errors import UserError
@@ -134,17 +135,30 @@ def rows_of(prepared: Prepared) -> dict[str, Any]:
 
 
 def hashes_of(prepared: Prepared) -> bytes:
-    """A hash of every row, by which it can be said later what has changed; as safetensors."""
-    return save({_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()})
+    """A hash of every row, by which it can be said later what has changed; as safetensors with a checksum."""
+    hashes = {_list(name): torch.tensor(_hashes(c.units)) for name, c in prepared.corpora.items()}
+    return save(hashes, metadata={KEY: _checksum(hashes)})
+
+
+def _checksum(hashes: Mapping[str, torch.Tensor]) -> str:
+    return str(checksum({name: each.tolist() for name, each in hashes.items()}))
+
+
+def _kept_hashes(path: Path) -> dict[str, torch.Tensor]:
+    """The hashes that were written when the run began; none when the file is not there or has changed."""
+    try:
+        with safe_open(path, "pt") as file:
+            hashes = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            known = (file.metadata() or {}).get(KEY)
+    except (OSError, SafetensorError):
+        return {}
+    return hashes if known in (None, _checksum(hashes)) else {}
 
 
 def _changed_rows(path: Path, was: Mapping[str, Any], prepared: Prepared) -> dict[str, str]:
     now = rows_of(prepared)
     names = [name for name in sorted(now.keys() | was.keys()) if was.get(name) != now.get(name)]
-    try:
-        kept = load_file(path / ROWS) if names else {}
-    except (OSError, SafetensorError):
-        kept = {}
+    kept = _kept_hashes(path / ROWS) if names else {}
     corpora = {_list(name): corpus for name, corpus in prepared.corpora.items()}
     return {name: _how(name, was, now, kept.get(name), corpora.get(name)) for name in names}
 

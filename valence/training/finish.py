@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.checkpoint.export import export
 from valence.checkpoint.store import Snapshot
+from valence.checksums import add_checksum, verify
 from valence.data.sampler import canonical_order
 from valence.data.targets import ONE
 from valence.dist.fsdp2 import local
@@ -127,7 +128,7 @@ def _samples_after(run: Run, folder: RunFolder, before: Sequence[Mapping[str, st
         both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
         if len(both) < len(before):  # other held-out rows were allowed since
             run.warn(f"{len(before) - len(both)} of {len(before)} prompts that were answered before training are gone")
-        folder.write("samples.json", both)
+        folder.write("samples.json", [add_checksum(row) for row in both])
 
 
 def _measure_trained(run: Run, folder: RunFolder) -> None:
@@ -189,15 +190,16 @@ def _samples_before(run: Run) -> list[dict[str, str]]:
     if run.step == 0:
         found = _samples(run)
         if found:
-            run.folder.write(kept.name, found)
+            run.folder.write(kept.name, [add_checksum(row) for row in found])
         return found
     return by_first(run.world, partial(_read_samples, run, kept)) if run.recipe.run.samples.prompts else []
 
 
 def _read_samples(run: Run, kept: Path) -> list[dict[str, str]]:
     try:
-        return [{name: row[name] for name in ("prompt", "before")} for row in json.loads(kept.read_text(encoding="utf-8"))]
-    except (OSError, ValueError, KeyError) as error:
+        rows = [verify(row) for row in json.loads(kept.read_text(encoding="utf-8"))]
+        return [{name: row[name] for name in ("prompt", "before")} for row in rows]
+    except (OSError, ValueError, KeyError, AttributeError) as error:
         run.warn(f"{kept}: the answers from before the first step are lost ({error}), and none are compared")
         return []
 

@@ -15,11 +15,17 @@ from typing import Any
 
 from valence.checkpoint.lock import NAME, Lock
 from valence.checkpoint.store import write_whole
+from valence.checksums import add_checksum, verify
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.dist.together import by_first
 from valence.errors import UserError
+from valence.files import check_path, refuse_links
 
+FOLDERS = (
+    "eval", "checkpoints", "reference", "scores", "trackers", "server", "weights", "tensorboard", "wandb", "mlflow", "trackio",
+)  # fmt: skip
+"""Folders that a run fills, some of them through libraries."""
 IDENTITY = ("settings", "rows", "choices", "versions")
 """Facts that say what a run is: a checkpoint holds them too."""
 
@@ -40,6 +46,7 @@ class RunFolder:
         A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
         but a run is never written into: a run replaces what is there under the names it uses.
         """
+        check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
         self.group = group or Single()
         self.writes = self.group.rank == 0
@@ -52,7 +59,14 @@ class RunFolder:
         self.taken_up, self.facts = by_first(self.group, partial(self._look, fresh))
 
     def _look(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
-        """Whether a run is to go on there, and what its run.json says."""
+        """Whether a run is to go on there, and what its run.json says. Raises UserError when that cannot be found out."""
+        try:
+            return self._inspect(fresh)
+        except OSError as error:
+            fix = "make the folder readable, or choose another run.dir"
+            raise UserError(f"the folder cannot be read ({error.strerror})", where=f"run.dir: {self.path}", fix=fix) from error
+
+    def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         path = self.path
         if path.exists() and not path.is_dir():
             raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
@@ -71,8 +85,7 @@ class RunFolder:
 
     def _read_facts(self) -> dict[str, Any]:
         try:
-            found = json.loads((self.path / "run.json").read_text(encoding="utf-8"))
-            return found if isinstance(found, dict) else {}
+            return read_object(self.path / "run.json")
         except (OSError, ValueError) as error:
             self.say(f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of the run is used")
             return {}
@@ -97,6 +110,8 @@ class RunFolder:
                 path.mkdir()
                 self.lock = Lock(path)
                 self._take()
+            for name in FOLDERS:
+                refuse_links(path / name, path)
             (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
@@ -115,7 +130,7 @@ class RunFolder:
             return target
         raw = content if isinstance(content, bytes) else _text(content).encode("utf-8", errors="backslashreplace")
         try:
-            write_whole(target, raw)
+            write_whole(target, raw, self.path)
         except OSError as error:
             raise UserError(
                 f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"
@@ -139,7 +154,8 @@ class RunFolder:
         """Returns when all that was to be kept is written. Raises OSError when it cannot be."""
         with self._guard:
             for name in list(self._unwritten):
-                write_whole(self.path / name, self._unwritten[name].encode("utf-8", errors="backslashreplace"))
+                content = self._unwritten[name].encode("utf-8", errors="backslashreplace")
+                write_whole(self.path / name, content, self.path)
                 del self._unwritten[name]
             self._told = False
 
@@ -151,7 +167,7 @@ class RunFolder:
     def state(self, **facts: Any) -> None:
         """Adds to run.json: the command, versions, times, status."""
         self.facts |= facts
-        self.keep("run.json", self.facts)
+        self.keep("run.json", add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
         """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken up says some things again."""
@@ -170,9 +186,17 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
     return json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False, default=str)
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object that a run has written, without its checksum. Raises OSError, and ValueError when it has changed."""
+    found: Any = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ValueError("not a JSON object")
+    return verify(found)
+
+
 def as_json(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """An evaluation as its file has it."""
-    return {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]}
+    return add_checksum({"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:

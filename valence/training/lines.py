@@ -11,12 +11,17 @@ from itertools import count, islice
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
+from zlib import crc32
 
+from valence.checksums import add_checksum, verify
 from valence.errors import UserError
+from valence.files import check_path
 
 ANEW = "name another file, or start anew with --fresh, which moves this one aside"
 ABOUT = "about"
 """Of what stands in the file beside, all that the lines do not depend on."""
+SUM_BYTES = 9
+"""Bytes of a line of checksums."""
 EARLIER = "earlier"
 """There, the facts of lines that others were appended to, with how many they are."""
 
@@ -25,21 +30,23 @@ class Lines:
     """Lines that are written so many (``window``) at a time; to go on, only whole windows are kept, so that the rest comes out as
     it would have. Not two programs at once.
 
-    FILE.about.json holds the facts that all lines depend on. After ``open``, ``read`` gives what is kept; ``go_on`` then cuts the
-    rest. append: names of facts; where others differ from those of lines that are complete, new lines come after these. anew:
-    what would help where facts differ. Raises UserError where the file cannot be had or gone on with, which then stays as it is.
+    FILE.about.json holds the facts that all lines depend on, and FILE.crc a checksum of each line, written before the line.
+    After ``open``, ``read`` gives what is kept; ``go_on`` then cuts the rest. append: names of facts; where others differ from
+    those of lines that are complete, new lines come after these. anew: what would help where facts differ. Raises UserError
+    where the file cannot be had or gone on with, which then stays as it is.
     """
 
     def __init__(
         self, path: Path, window: int, *, fresh: bool = False, append: Collection[str] | None = None, anew: str = ANEW
     ) -> None:
+        check_path(path)
         if path.suffix not in (".jsonl", ".ndjson"):
             raise UserError("what is written are JSON lines", where=str(path), fix="name a file that ends in .jsonl")
         if path.is_dir() or not path.parent.is_dir():
             what = "this is a folder" if path.is_dir() else f"there is no folder {path.parent}"
             raise UserError(what, where=str(path), fix="name a file, new or old, in a folder that exists")
         self.path, self.window, self.fresh, self.append, self.anew = path, window, fresh, append, anew
-        self.beside = _beside(path)
+        self.beside, self.sums = _beside(path), _sums(path)
         self.facts: dict[str, Any] = {}
         self.base = self.kept = self.total = 0
         self.earlier: list[dict[str, Any]] = []
@@ -51,8 +58,11 @@ class Lines:
             return None
         try:
             found = json.loads(self.beside.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            what = f"the file was not written by this command (there is no {self.beside.name} beside it)"
+            if isinstance(found, dict):
+                found = verify(found)
+            self.sums.stat()
+        except FileNotFoundError as error:
+            what = f"the file was not written by this command (there is no {Path(error.filename).name} beside it)"
             raise UserError(what, where=str(self.path), fix=ANEW) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot be read ({error})", where=str(self.beside), fix=ANEW) from error
@@ -85,6 +95,7 @@ class Lines:
         try:
             with ExitStack() as failing:
                 self._file = failing.enter_context(self._taken())
+                self._sums = failing.enter_context(self.sums.open("ab"))
                 self.known = self._read_facts()  # what was true before may be so no more
                 self._compare()
                 if self.known is not None and self.known.keys() != self.facts.keys():
@@ -149,8 +160,13 @@ class Lines:
             yield from (line for line in file if line.endswith(b"\n"))
 
     def read(self) -> Iterator[dict[str, Any]]:
-        """The lines that are kept. Raises UserError for one that is no JSON object."""
+        """The lines that are kept. Raises UserError for one that is not as it was written."""
+        sums = self.sums.read_bytes().splitlines()
         for number, line in enumerate(islice(self._whole(), self.base, self.base + self.kept), 1 + self.base):
+            if number > len(sums) or sums[number - 1] != _sum_of(line):
+                what = "this line has changed since it was written (its checksum is wrong)"
+                fix = f"put it back; or remove it and all lines below, and give the same command again; or {ANEW}"
+                raise UserError(what, where=f"{self.path}:{number}", fix=fix)
             try:
                 found = json.loads(line.decode())
             except (ValueError, RecursionError):
@@ -169,34 +185,40 @@ class Lines:
             aside = self.beside.with_name(f".{self.beside.name}.part")
             earlier = {EARLIER: self.earlier} if self.earlier else {}
             said = {**self.facts, **earlier, ABOUT: {**about, "lines": self.total}}
-            aside.write_text(json.dumps(said, indent=1, ensure_ascii=False), encoding="utf-8")
+            aside.write_text(json.dumps(add_checksum(said), indent=1, ensure_ascii=False), encoding="utf-8")
             aside.replace(self.beside)
             self._file.truncate(sum(len(line) for line in islice(self._whole(), self.base + self.kept)))
+            self._sums.truncate((self.base + self.kept) * SUM_BYTES)
         except OSError as error:
             raise _cannot(self.path, error) from error
 
     def write(self, lines: Sequence[str]) -> None:
         """Adds one window."""
         try:
-            self._file.write("".join(f"{line}\n" for line in lines).encode())
+            written = [f"{line}\n".encode() for line in lines]
+            self._sums.write(b"".join(_sum_of(line) + b"\n" for line in written))
+            self._sums.flush()
+            self._file.write(b"".join(written))
             self._file.flush()
         except OSError as error:
             raise _cannot(self.path, error) from error
 
     def _move_aside(self) -> None:
-        """Renames the file, and the one beside it, to the first free name."""
+        """Renames the file, and those beside it, to the first free name."""
         names = (self.path.with_name(f"{self.path.stem}.{n}{self.path.suffix}") for n in count(1))
-        free = next(path for path in names if not path.exists() and not _beside(path).exists())
+        free = next(path for path in names if not any(each.exists() for each in (path, _beside(path), _sums(path))))
         self.path.rename(free)
-        if self.beside.exists():
-            self.beside.rename(_beside(free))
+        for old, new in ((self.beside, _beside(free)), (self.sums, _sums(free))):
+            if old.exists():
+                old.rename(new)
 
     def __enter__(self) -> Lines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            self._file.close()
+            with self._sums:
+                self._file.close()
         except OSError as late:  # a window that could not be written is tried once more here
             if error is None:
                 raise _cannot(self.path, late) from late
@@ -218,6 +240,15 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
 
 def _beside(path: Path) -> Path:
     return path.with_name(f"{path.name}.about.json")
+
+
+def _sums(path: Path) -> Path:
+    return path.with_name(f"{path.name}.crc")
+
+
+def _sum_of(line: bytes) -> bytes:
+    """The CRC-32 of a line with its end, as the line of the other file has it."""
+    return b"%08x" % crc32(line)
 
 
 def _has_content(path: Path) -> bool:

@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, Saved
+from valence.checksums import add_checksum, add_checksum_line
 from valence.data.audit_text import audited
 from valence.data.lengths import distributions
 from valence.dist import shards
@@ -132,7 +133,12 @@ class Earlier:
         """The tokens that ran at once, as Budget has them; empty where that is to be chosen anew."""
         if "train.micro_batch_tokens" in self.changed:
             return ()
-        return self.folder.facts.get("micro_batch_tokens") or (self.state["budget"] if self.state else ())
+        noted = self.folder.facts.get("micro_batch_tokens") or []
+        if self.state is None:
+            return noted
+        # The checkpoint decides. run.json may only continue it: memory may have run out after the checkpoint was written.
+        saved = self.state["budget"]
+        return noted if noted[: len(saved)] == saved else saved
 
     @property
     def micro_batch_tokens(self) -> int | None:
@@ -251,7 +257,10 @@ def take_up(run: Run, earlier: Earlier) -> None:
             counters.zero_gradient_steps = 0
     assert run.saver is not None
     if run.world.rank == 0:
-        run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
+        try:
+            run.saver.checkpoints.prune(run.best.step)  # as the one that was killed would have
+        except OSError as error:
+            run.warn(f"an old checkpoint could not be removed: {error}")
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
 
 
@@ -290,11 +299,11 @@ def _selections(run: Run, earlier: Earlier, longer: bool) -> None:
 
 def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: Earlier | None) -> None:
     """Writes what is known before the first step, or before the next one. tokens: that run at once."""
-    folder.write("config.yaml", prepared.source.to_yaml())
+    folder.write("config.yaml", add_checksum_line(prepared.source.to_yaml()))
     audits = {
         name: audited(corpus.audit) | {"distributions": distributions(corpus.units)} for name, corpus in prepared.corpora.items()
     }
-    folder.write("audit.json", audits)
+    folder.write("audit.json", add_checksum(audits))
     changed = [
         {"setting": name, "value": in_short(setting.value), "origin": setting.origin}
         for name, setting in prepared.source.settings.items()

@@ -11,7 +11,7 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype, Recipe
 from valence.data.encode import Encoder, Unusable
 from valence.data.pack import collate, pack
@@ -23,11 +23,10 @@ from valence.reward.calls import Backend
 from valence.reward.rules import said
 from valence.reward.threads import Raised, in_thread
 from valence.training.judges import Numbers, Rewards, load_judge
-from valence.training.methods import method_of
 from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
 from valence.training.sharding import at_rest
-from valence.training.target import is_run, recipe_of
+from valence.training.target import is_run, load_target
 from valence.types import Answer, Chat, Completion, Content, Demonstration, Encoded, Origin, Score
 
 HERE = Origin("an answer", 0)
@@ -134,7 +133,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
     given = _settings(target, settings, where)
     with _placed(target, where):
         source, ours = _recipe(target, given)
-        encoder = prepare(source).encoder
+        encoder = prepare(source, rewards=False).encoder
         run = Path(target) if is_run(target) else None
         judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
     if not isinstance(judge, Rewards):
@@ -186,7 +185,7 @@ def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
     ours += [f"data.max_length={given.max_length}", "reference.cache=off"]
     ours += [] if given.as_chat is None else [f"data.as_chat={str(given.as_chat).lower()}"]
     ours += [f"data.{name}=[]" for name in LISTS]
-    return load_recipe(recipe_of(target), ours, method_of=method_of, training=False), ours
+    return load_target(target, ours), ours
 
 
 def _check(judge: Rewards, settings: Settings, where: str) -> None:

@@ -35,7 +35,7 @@ from valence.training.reward_models import reward_model
 from valence.training.score_rows import Tally, facts_of_tokens, refuse_inputs, say
 from valence.training.setup import Prepared, prepare
 from valence.training.signals import Stop
-from valence.training.target import recipe_of, with_files
+from valence.training.target import load_target, with_files
 from valence.types import Chat, Completion, Demonstration, Ids, Judgement, Reward, Score, content_id
 
 WINDOW = 128
@@ -117,7 +117,7 @@ def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str
         return list(recipe.reward)
     found: list[Spec] = []
     if target is not None:
-        found = list(load_recipe(recipe_of(target), overrides, method_of=method_of, training=False).recipe.reward)
+        found = list(load_target(target, overrides).recipe.reward)
     if not found:
         raise UserError("there is no reward", where="score", fix="give --reward, or a recipe that has one")
     return found
@@ -168,7 +168,7 @@ def _prepared(target: str | None, overrides: Sequence[str], where: str) -> Prepa
         what = "the row has no prompt_ids and completion_ids beside its text"
         raise UserError(what, where=where, fix="name a model, recipe or run before --data: its tokenizer makes them")
     empty = [f"data.{name}=[]" for name in LISTS]
-    return prepare(load_recipe(recipe_of(target), [*overrides, *empty], method_of=method_of, training=False))
+    return prepare(load_target(target, [*overrides, *empty]), rewards=False)
 
 
 # Rows to lines

@@ -14,7 +14,6 @@ import torch
 from rich.console import Console
 
 from valence import __version__
-from valence.config.load import load_recipe
 from valence.config.schema import Rollout, Source
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
@@ -29,12 +28,11 @@ from valence.rollout.protocol import Sampling
 from valence.training.evaluate import as_text
 from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.loop import Run
-from valence.training.methods import method_of
 from valence.training.online.sources import InProcess
 from valence.training.restore import At
 from valence.training.score_rows import refuse_inputs
 from valence.training.signals import Stop
-from valence.training.target import open_run, recipe_of, with_files
+from valence.training.target import load_target, open_run, with_files
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
 
 SAME = ("model", "vocabulary", "template")
@@ -166,7 +164,7 @@ def _sources(target: str, data: Sequence[str], overrides: Sequence[str], *, asks
     if data or not asks:
         recipe = with_files(target, data, overrides).recipe
         return list(recipe.data.eval), recipe
-    recipe = load_recipe(recipe_of(target), overrides, method_of=method_of, training=False).recipe
+    recipe = load_target(target, overrides).recipe
     if not recipe.reward or not recipe.data.train:
         raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
     return list(recipe.data.train), recipe

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
@@ -208,7 +209,7 @@ class Saver:
         if (best.best, best.step) == best.kept or best.step == self.run.step:
             return
         self.checkpoints.wait()
-        lost = self.folder.writes and best.step not in self.checkpoints.steps()
+        lost = self.folder.writes and best.step is not None and not os.path.isdir(self.checkpoints.path(best.step))
         if any(gathered(self.run.world, lost)):
             step = best.step
             best.withdraw()

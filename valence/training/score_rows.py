@@ -99,7 +99,7 @@ def score_rows(
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         total, seen = _read_through(sources, column)
         source = _without_rows(source)
-        encoder = prepare(source).encoder
+        encoder = prepare(source, rewards=False).encoder
         if lines:
             lines.agree(_facts(sources, source, encoder, column))
         if not quiet:

@@ -71,6 +71,8 @@ class Prepared:
     method: Method
     encoder: Encoder
     corpora: Mapping[str, Corpus]
+    has_rewards: bool = True
+    """Whether the recipe's rewards may be imported and called."""
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -185,11 +187,13 @@ def prepare(
     tokenizer: PreTrainedTokenizerBase | None = None,
     given: Mapping[str, Rows | None] | None = None,
     policy: Any = None,
+    rewards: bool = True,
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
     given: rows in memory that replace the recipe's train or eval files. policy: a model that replaces the recipe's, for the
-    tokens at which it stops. Raises UserError for a mistake in the recipe or the data.
+    tokens at which it stops. rewards: False leaves the recipe's reward functions out; nothing of
+    them is imported, and they cannot be called later. Raises UserError for a mistake in the recipe or the data.
     """
     with source.placing():
         source = with_dtype(source)
@@ -229,7 +233,7 @@ def prepare(
         source = _named(_balanced(source, corpora), corpora)
         if method.kind == "scored":
             corpora = {name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()}
-        prepared = Prepared(source.recipe, source, method, encoder, corpora)
+        prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
         _check(prepared)
         return prepared
 
@@ -363,7 +367,8 @@ def _check(prepared: Prepared) -> None:
     for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
         if named:
             must_exist(named, setting)
-    check_rewards(recipe)
+    if prepared.has_rewards:
+        check_rewards(recipe)
     check_optimizer(recipe.train.optimizer, DTYPES[recipe.model.dtype])
     if recipe.model.quantize:
         check_library()

@@ -12,10 +12,11 @@ from rich.console import Console
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
 from valence.dist.protocol import Group
 from valence.errors import UserError
+from valence.report.runs import config_of
 from valence.training.build import build_models
 from valence.training.loop import Run
 from valence.training.methods import method_of
-from valence.training.restore import At, restore
+from valence.training.restore import At, load_run_recipe, restore
 from valence.training.setup import prepare
 
 
@@ -29,7 +30,7 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
             "this is a file", where=target, fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)"
         )
     if is_run(target):
-        return path / "config.yaml"
+        return config_of(path)
     model: dict[str, Any] = {"name": target}
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -43,12 +44,21 @@ def is_run(target: str) -> bool:
     return Path(target, "config.yaml").is_file()
 
 
+def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
+    """The recipe of a target, to be used without training. Raises UserError when a run's folder names Python files of a model
+    that no override allows to be executed."""
+    if is_run(target):
+        return load_run_recipe(Path(target), overrides)
+    return load_recipe(recipe_of(target), overrides, method_of=method_of, training=False)
+
+
 def with_files(target: str | dict[str, Any], data: Sequence[str], overrides: Sequence[str]) -> LoadedRecipe:
     """The recipe of a target (or the one given) with these files, which may be sections as in a recipe, as its data.eval."""
     listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
     ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
-    source = recipe_of(target) if isinstance(target, str) else target
-    return load_recipe(source, [*overrides, *ours], method_of=method_of, training=False)
+    if isinstance(target, str):
+        return load_target(target, [*overrides, *ours])
+    return load_recipe(target, [*overrides, *ours], method_of=method_of, training=False)
 
 
 def open_run(
@@ -66,14 +76,34 @@ def open_run(
     return of_recipe(recipe_of(target), ours, group=group, at=at, console=console)
 
 
-def of_folder(folder: Path, overrides: Sequence[str], *, group: Group, at: At, console: Console | None) -> Run:
-    """The run of a folder with its newest weights, or those of a checkpoint. Raises UserError where there is none."""
-    return restore(folder, overrides=overrides, at=at, console=console, group=group)
+def of_folder(
+    folder: Path,
+    overrides: Sequence[str],
+    *,
+    group: Group,
+    at: At,
+    console: Console | None,
+    rewards: bool = False,
+    trust_reward: bool = False,
+) -> Run:
+    """The run of a folder with its newest weights, or those of a checkpoint. rewards: load those that its recipe names;
+    trust_reward: also if they are code or a server. Raises UserError where there is no checkpoint."""
+    how = {"rewards": rewards, "trust_reward": trust_reward}
+    return restore(folder, overrides=overrides, at=at, console=console, group=group, **how)
 
 
-def of_recipe(recipe: Path | dict[str, Any], overrides: Sequence[str], *, group: Group, at: At, console: Console | None) -> Run:
-    """The run of a recipe before its first step."""
+def of_recipe(
+    recipe: Path | dict[str, Any],
+    overrides: Sequence[str],
+    *,
+    group: Group,
+    at: At,
+    console: Console | None,
+    rewards: bool = False,
+) -> Run:
+    """The run of a recipe before its first step. rewards: load those that it names."""
     if at is not None:
         raise UserError("a recipe or a model has no checkpoints", where="--step", fix="name a run's folder")
-    prepared = prepare(load_recipe(recipe, overrides, method_of=method_of, training=False))
+    source = load_recipe(recipe, overrides, method_of=method_of, training=False)
+    prepared = prepare(source, rewards=rewards)
     return Run(prepared, *build_models(prepared, group=group), console=console, world=group)

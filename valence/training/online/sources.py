@@ -280,6 +280,8 @@ class Unloaded:
 
 def reward_in(run: Run) -> Combined:
     """The recipe's rewards, added up. Scores that cannot change are kept in the run's folder."""
+    if not run.prepared.has_rewards:
+        raise ValueError("the run was opened without its rewards")
     from valence.training.reward_models import reward_model
 
     kept = run.folder.path / "scores" if run.folder else None

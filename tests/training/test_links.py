@@ -1,0 +1,150 @@
+"""Symbolic links inside a run's folder are refused: what a run writes stays in its folder, whoever filled that before."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.command import command
+from tests.training.resuming import killed, settings, train
+from tests.training.test_run import folder
+from valence.checkpoint.store import write_whole, written_aside
+from valence.engine.ledger import Ledger
+from valence.errors import UserError
+from valence.files import make_folder, open_file
+from valence.reward.cache import Kept
+from valence.training.folder import FOLDERS
+from valence.types import Score
+
+__all__ = ["folder", "settings"]
+
+CONTENT = b"x" * 10**4
+
+
+@pytest.fixture
+def outside(tmp_path: Path) -> Path:
+    """A folder with a file that nobody may change."""
+    made = tmp_path / "outside"
+    made.mkdir()
+    (made / "file").write_bytes(CONTENT)
+    return made
+
+
+def is_untouched(outside: Path) -> bool:
+    return [path.name for path in outside.iterdir()] == ["file"] and (outside / "file").read_bytes() == CONTENT
+
+
+def put_link(place: Path, target: Path) -> None:
+    """A link in place of what is there."""
+    if place.is_dir():
+        shutil.rmtree(place)
+    else:
+        place.unlink(missing_ok=True)
+    place.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", [
+    "run.lock", "metrics.jsonl", ".run.json.part", ".config.yaml.part", ".audit.json.part", ".rows.safetensors.part",
+    "eval/.step-4.json.part", "eval/.train.json.part",
+])  # fmt: skip
+def test_a_file_of_a_run_is_not_written_through_a_link(
+    name: str, settings: dict[str, Any], tmp_path: Path, outside: Path
+) -> None:
+    settings["run"]["save_every"] = 3
+    settings["eval"] = {"every": 2, "at_start": True}
+    killed(settings, 3)
+    put_link(tmp_path / "run" / name, outside / "file")
+    with pytest.raises(UserError, match="symbolic link|run.lock") as error:
+        train(settings)
+    assert str(tmp_path / "run" / name) in str(error.value)
+    assert is_untouched(outside)
+
+
+@pytest.mark.parametrize("name", [*FOLDERS, ".model.part", ".model.old", "checkpoints/.step-6.part", "checkpoints/.step-8.part"])
+def test_a_folder_of_a_run_is_not_written_through_a_link(
+    name: str, settings: dict[str, Any], tmp_path: Path, outside: Path
+) -> None:
+    killed(settings, 6)
+    put_link(tmp_path / "run" / name, outside)
+    with pytest.raises(UserError, match="symbolic link") as error:
+        train(settings)
+    assert str(tmp_path / "run" / name) in str(error.value)
+    assert is_untouched(outside)
+
+
+def test_a_page_is_not_written_through_a_link(
+    settings: dict[str, Any], tmp_path: Path, outside: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    killed(settings, 3)
+    put_link(tmp_path / "run/report.html.tmp", outside / "file")
+    assert command("report", str(tmp_path / "run")) == 2
+    assert "report.html.tmp" in capsys.readouterr().err
+    assert is_untouched(outside)
+
+
+def test_a_link_in_place_of_a_finished_file_is_replaced(settings: dict[str, Any], tmp_path: Path, outside: Path) -> None:
+    """A file that is written as a whole gets its name by renaming, which does not follow links."""
+    killed(settings, 3)
+    put_link(tmp_path / "run/run.json", outside / "file")
+    assert train(settings)[0].step == 9
+    assert not (tmp_path / "run/run.json").is_symlink()
+    assert is_untouched(outside)
+
+
+def test_the_folder_of_a_run_may_be_reached_through_links(settings: dict[str, Any], tmp_path: Path) -> None:
+    """People keep runs on other disks."""
+    (tmp_path / "disk/first").mkdir(parents=True)
+    (tmp_path / "runs").symlink_to(tmp_path / "disk")
+    (tmp_path / "disk/second").symlink_to(tmp_path / "disk/first")
+    for name in ("runs/first", "runs/second"):
+        settings["run"]["dir"] = str(tmp_path / name)
+        assert train(settings, fresh=True)[0].step == 9
+        assert command("export", str(tmp_path / name), str(tmp_path / f"runs/out {name[5:]}")) == 0
+        assert command("report", str(tmp_path / name)) == 0
+
+
+def test_caches_are_not_written_through_links(tmp_path: Path, outside: Path) -> None:
+    identity = {"a": 1}
+    path = Kept(tmp_path / "scores", identity).path
+    assert path is not None
+    put_link(path, outside / "file")
+    made = Kept(tmp_path / "scores", identity)
+    with pytest.raises(UserError, match=path.name):
+        made.add({"key": Score(1.0)})
+    put_link(tmp_path / "scores", outside)
+    with pytest.raises(UserError, match="scores"):
+        Kept(tmp_path / "scores", identity)
+    (tmp_path / "reference").symlink_to(outside)
+    with pytest.raises(UserError, match="reference"):
+        Ledger(tmp_path / "reference", {}, {}).add({b"0" * 16: np.ones(1)})
+    assert is_untouched(outside)
+
+
+def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) -> None:
+    root = tmp_path / "root"
+    (root / "inner").mkdir(parents=True)
+    (root / "link").symlink_to(outside)
+    (root / "inner/.a.part").symlink_to(outside / "file")
+    (root / "inner/.b.part").symlink_to(outside)
+    (root / "inner/c").symlink_to(outside / "file")
+    (root / "inner/dangling").symlink_to(outside / "new")
+    with pytest.raises(UserError, match="link"):
+        write_whole(root / "link/a", b"y", root)
+    with pytest.raises(UserError, match="a.part"):
+        write_whole(root / "inner/a", b"y", root)
+    with pytest.raises(UserError, match="b.part"), written_aside(root / "inner/b") as aside:
+        (aside / "file").write_bytes(b"y")
+    for name in ("inner/c", "inner/dangling", "link/new"):
+        for append in (False, True):
+            with pytest.raises(UserError, match=name.split("/")[0] if "link" in name else name):
+                open_file(root / name, root, append=append)
+    with pytest.raises(UserError, match="link"):
+        make_folder(root / "link/deeper", root)
+    assert is_untouched(outside)
+    (tmp_path / "way").symlink_to(root)  # the root itself may be a link
+    write_whole(tmp_path / "way/inner/d", b"y", tmp_path / "way")
+    assert (root / "inner/d").read_bytes() == b"y"
