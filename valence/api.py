@@ -28,10 +28,10 @@ from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer
 from valence.errors import UserError
-from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.report.trackers import check
 from valence.rollout.hf import evaluating
+from valence.terminal import Terminal, print_message
 from valence.training.build import build_models
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -146,7 +146,7 @@ def build_run(
     checked = source.recipe
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(print_message, console)
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
@@ -240,7 +240,7 @@ def _announced(
     prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool, group: Group
 ) -> tuple[int, bool | None]:
     """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(print_message, console)
     if earlier:
         if not quiet:
             say(earlier.told)
@@ -258,9 +258,9 @@ def show_audit(prepared: Prepared, console: Console) -> None:
     """What is in the data, on screen."""
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
-        console.print(render(corpus.audit, training=name == "train"), markup=False, highlight=False, soft_wrap=True)
+        print_message(console, render(corpus.audit, training=name == "train"))
     if warning := class_weight_warning(prepared):
-        console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_message(console, warning, "yellow")
 
 
 @dataclass(frozen=True)

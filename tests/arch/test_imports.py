@@ -12,21 +12,22 @@ import pytest
 
 from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
 
-LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report")
+LAYERS = ("types", "config", "dist", "losses", "engine", "data", "rollout", "reward", "checkpoint", "report", "terminal")
 
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "errors": (),
     "network": (),
+    "terminal": (),
     "types": (),
     "config": (),
-    "dist": (),
+    "dist": ("terminal",),
     "losses": ("types",),
     "engine": ("types",),
     "data": ("types",),
     "rollout": ("types", "network"),
     "reward": ("types", "network"),
     "checkpoint": ("types", "dist.protocol", "dist.together"),
-    "report": ("types", "dist.protocol"),
+    "report": ("types", "dist.protocol", "terminal"),
     "training": LAYERS,
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),

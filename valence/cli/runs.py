@@ -23,7 +23,6 @@ from valence.cli.common import (
     app,
     command_line,
     console,
-    emit,
     processes,
     status_of,
     stoppable,
@@ -31,6 +30,7 @@ from valence.cli.common import (
 )
 from valence.cli.stream import must_be_open, streaming
 from valence.errors import UserError
+from valence.terminal import json_line, print_message, write_line
 
 RewardOption = Annotated[
     list[str] | None,
@@ -70,12 +70,12 @@ def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> Non
         try:
             folder = train_in_folder(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)
         except KeyboardInterrupt as stopped:
-            console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
+            print_message(console, _last_words(stopped), "yellow")
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
         for name, what in () if how["quiet"] else (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
-            console.print(f"{what:>7}  {folder / name}", markup=False, soft_wrap=True)
+            print_message(console, f"{what:>7}  {folder / name}")
         if stream:
             stream.done(folder)
 
@@ -126,7 +126,7 @@ def runs(
     if not as_json:
         console.print(listed.table(found))
     for line in listed.as_json(found) if as_json else ():
-        emit(json.dumps(line, ensure_ascii=False))
+        write_line(json_line(line))
 
 
 @app.command()
@@ -155,15 +155,15 @@ def check(
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):
-        console.print(f"and {left} that have their defaults: --all lists them", style="dim", highlight=False)
+        print_message(console, f"and {left} that have their defaults: --all lists them", "dim")
     check_sinks(source)
     prepared = prepare(source)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
-        console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_message(console, said, "yellow")
     show_audit(prepared, console)
     for line in describe(make_plan(prepared, group=Planned(nproc))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_message(console, line)
 
 
 @app.command()

@@ -22,6 +22,7 @@ from valence.report.live import Dashboard
 from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.report.trackers import trackers
 from valence.rollout import Sampling
+from valence.terminal import Terminal, print_message
 from valence.training import measure
 from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
@@ -74,7 +75,7 @@ class Run:
         here to be looked at. world: all processes."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
-        self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
+        self.console, self.quiet, self.callbacks = console or Terminal(), quiet, tuple(callbacks)
         self.world = world or Single()
         self.group = self.world.split(self.recipe.parallel.tensor)[0]  # of those that have other rows
         run = self.recipe.run
@@ -375,7 +376,7 @@ class Run:
 
     def _say(self, kind: str, message: str) -> None:
         if kind == "warnings" or not self.quiet:
-            self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+            print_message(self.console, message, "yellow")
         if self.folder:
             self.folder.note(kind, message)
 

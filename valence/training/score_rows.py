@@ -27,6 +27,7 @@ from valence.dist.single import Single
 from valence.dist.together import gathered, same
 from valence.errors import UserError
 from valence.report.console import Progress
+from valence.terminal import Terminal, print_message
 from valence.training.judges import Judge, Numbers, load_judge
 from valence.training.lines import ANEW, Lines, as_line
 from valence.training.setup import prepare
@@ -90,7 +91,7 @@ def score_rows(
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
-    group, console = group or Single(), console or Console()
+    group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         source = with_files(target, data, overrides)
         sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
@@ -102,7 +103,7 @@ def score_rows(
         if lines:
             lines.agree(_facts(sources, source, encoder, column))
         if not quiet:
-            console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
+            print_message(console, f"{total:,} rows; loading and checking {target}")
         judge = _judge(target, source, encoder, beta, overrides)
         fix = "let all processes read the same files, as from a disk that they share"
         same(group, lambda: {"file of rows": seen, "model": judge.facts}, fix)
@@ -337,4 +338,4 @@ def say(tally: Tally, out: Path, console: Console) -> None:
         said += [f"{tally.failed:,} have an error there instead:", *(f"  {each}" for each in tally.first)]
         said += ["  ..."] if tally.failed > len(tally.first) else []
     for line in said:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_message(console, line)
