@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import Recipe, seconds_of
-from valence.data.audit_text import render
+from valence.data.audit_text import render, warnings_of
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Rows, load
 from valence.data.pack import collate, pack
@@ -31,7 +31,7 @@ from valence.errors import UserError
 from valence.report.sinks import Sink
 from valence.report.trackers import check
 from valence.rollout.hf import evaluating
-from valence.terminal import Terminal, print_message
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.build import build_models
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
@@ -246,7 +246,9 @@ def _announced(
             say(earlier.told)
         if earlier.micro_batch_tokens:
             return earlier.micro_batch_tokens, earlier.sharded
-    elif not quiet:
+    elif quiet:
+        _warn_of_data(prepared, console)
+    else:
         show_audit(prepared, console)
     plan = make_plan(prepared, model, group, sharded=earlier.sharded if earlier else None)
     for line in describe(plan) if not (quiet or earlier) else ():
@@ -261,6 +263,16 @@ def show_audit(prepared: Prepared, console: Console) -> None:
         print_message(console, render(corpus.audit, training=name == "train"))
     if warning := class_weight_warning(prepared):
         print_message(console, warning, "yellow")
+
+
+def _warn_of_data(prepared: Prepared, console: Console) -> None:
+    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else out."""
+    for name, corpus in prepared.corpora.items():
+        where = name if name.startswith("mix") else f"data.{name}"
+        for warning in warnings_of(corpus.audit):
+            warn_on_stderr(console, f"{where}: {warning}")
+    if warning := class_weight_warning(prepared):
+        warn_on_stderr(console, warning)
 
 
 @dataclass(frozen=True)

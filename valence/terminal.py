@@ -200,9 +200,10 @@ def print_message(console: Console, message: str, style: str = "") -> None:
     console.print(Text(escape_control(message), style), soft_wrap=True)
 
 
-def warn_on_stderr(message: str) -> None:
-    """Print a warning where ``--quiet`` and redirected output do not hide it."""
-    print_message(Terminal(stderr=True), message, "yellow")
+def warn_on_stderr(console: Console, message: str) -> None:
+    """Print a warning that ``--quiet`` does not hide. Only a console that is quiet, as on all ranks but 0, hides it."""
+    if not console.quiet:
+        print_message(Terminal(stderr=True), message, "yellow")
 
 
 # ---------------------------------------------------------------- printing for programs, and the whole program

@@ -52,7 +52,7 @@ Allow = Annotated[
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes and warnings.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings, both on standard error.")]
 AsJson = Annotated[
     bool,
     typer.Option(

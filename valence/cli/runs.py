@@ -200,7 +200,7 @@ def score(
     verify: Annotated[
         int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
     ] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors, and failed rows on standard error.")] = False,
     nproc: Nproc = None,
 ) -> None:
     """Score answers in a file, or fill a recipe's reference cache.

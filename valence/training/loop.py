@@ -22,7 +22,7 @@ from valence.report.live import Dashboard
 from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.report.trackers import trackers
 from valence.rollout import Sampling
-from valence.terminal import Terminal, print_message
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training import measure
 from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
@@ -375,8 +375,10 @@ class Run:
         self._say("warnings", message)
 
     def _say(self, kind: str, message: str) -> None:
-        if kind == "warnings" or not self.quiet:
+        if not self.quiet:
             print_message(self.console, message, "yellow")
+        elif kind == "warnings":
+            warn_on_stderr(self.console, message)
         if self.folder:
             self.folder.note(kind, message)
 

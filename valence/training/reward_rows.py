@@ -102,8 +102,7 @@ def score_by_reward(
                 writer.run(rows, tally, total, console, quiet)
         finally:
             close(reward)
-    if not quiet:
-        say(tally, out, console)
+    say(tally, out, console, quiet)
     return tally
 
 

@@ -27,7 +27,7 @@ from valence.dist.single import Single
 from valence.dist.together import gathered, same
 from valence.errors import UserError
 from valence.report.console import Progress
-from valence.terminal import Terminal, print_message
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.judges import Judge, Numbers, load_judge
 from valence.training.lines import ANEW, Lines, as_line
 from valence.training.setup import prepare
@@ -116,8 +116,7 @@ def score_rows(
             if lines:
                 lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
             writer.run(pairs, tally, total, console, quiet)
-    if not quiet:
-        say(tally, out, console)
+    say(tally, out, console, quiet)
     return tally
 
 
@@ -326,16 +325,20 @@ def _id(example: Example | BadRow) -> str | None:
     return None if isinstance(example, BadRow) else example.id
 
 
-def say(tally: Tally, out: Path, console: Console) -> None:
-    """Raises UserError when not a single row was scored."""
+def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
+    """Print how many rows were scored; if ``quiet``, only how many were not, on standard error. Raises UserError when
+    not a single row was scored."""
     if tally.failed == tally.rows:
         raise UserError(
             f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}", where=str(out), fix="see the file"
         )
     earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
-    said = [f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}"]
+    if not quiet:
+        print_message(console, f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}")
     if tally.failed:
-        said += [f"{tally.failed:,} have an error there instead:", *(f"  {each}" for each in tally.first)]
-        said += ["  ..."] if tally.failed > len(tally.first) else []
-    for line in said:
-        print_message(console, line)
+        first = [*(f"  {each}" for each in tally.first), *(["  ..."] if tally.failed > len(tally.first) else [])]
+        failures = "\n".join([f"{tally.failed:,} have an error in {out} instead of a score:", *first])
+        if quiet:
+            warn_on_stderr(console, failures)
+        else:
+            print_message(console, failures)
