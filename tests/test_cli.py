@@ -243,17 +243,13 @@ def test_quiet_scoring_still_tells_which_rows_failed(
 ) -> None:
     monkeypatch.syspath_prepend(str(place))
     (place / "odd_reward.py").write_text(
-        "def odd(prompts, completions, **_):\n"
-        "    return ['?' if '14' in str(each) else 1.0 for each in completions]\n"
-        "def none(prompts, completions, **_):\n    return ['?' for _ in completions]\n"
+        "def odd(prompts, completions, **_):\n    return ['?' if '14' in str(each) else 1.0 for each in completions]\n"
     )
     words = ("score", "model", "--data", "rows.jsonl", "--quiet", "--reward")
     assert valence(*words, "odd_reward:odd", "--out", "one.jsonl") == 0
     shown = capsys.readouterr()
     assert shown.out == ""
     assert "rows.jsonl:3" in shown.err
-    assert valence(*words, "odd_reward:none", "--out", "two.jsonl") == 2
-    assert "none of 10 rows" in capsys.readouterr().err
 
 
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
