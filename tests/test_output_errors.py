@@ -121,14 +121,10 @@ def test_a_full_disk_behind_the_output_ends_no_run(place: Path) -> None:
 
 
 UNUSUAL = "é 日本 \u202e"
-LOCALES = {
-    "latin-1": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"},
-    "ascii": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "ascii"},
-}
+LATIN_1 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"}
 
 
-@pytest.mark.parametrize("locale", LOCALES)
-def test_a_run_in_another_locale_than_utf8(locale: str, place: Path) -> None:
+def test_a_run_in_another_locale_than_utf8(place: Path) -> None:
     """From rows to the report: files are UTF-8 everywhere, and what the terminal lacks is escaped."""
     rows = [json.loads(line) for line in (place / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
     for row in rows:
@@ -136,16 +132,25 @@ def test_a_run_in_another_locale_than_utf8(locale: str, place: Path) -> None:
     lines = [json.dumps({**row, "naïve": 1}, ensure_ascii=False) for row in rows]
     (place / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     settings = "eval.every=1 run.samples.prompts=1 run.samples.max_new_tokens=4 run.export=merged"
-    done = program(place, f"train recipe.yaml {settings}", **LOCALES[locale])
+    done = program(place, f"train recipe.yaml {settings}", **LATIN_1)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     folder = place / "runs/first"
     assert warnings_of(folder) == []
     for name in ("report.html", "model/README.md", "config.yaml", "audit.json", "eval/step-0.txt"):
         (folder / name).read_text(encoding="utf-8")
     assert "日本" in (folder / "eval/step-0.json").read_text(encoding="utf-8")
-    shown = program(place, "inspect recipe.yaml", **LOCALES[locale])
+    shown = program(place, "inspect recipe.yaml", **LATIN_1)
     assert shown.returncode == 0, shown.stderr
     assert b"\\u65e5" in shown.stdout
+    assert "é".encode("latin-1") in shown.stdout
     assert b"Traceback" not in done.stderr + shown.stderr
-    for words in ("report runs/first --md", "runs --json", "check recipe.yaml --all", "sample runs/first --prompt hi"):
-        assert program(place, words, **LOCALES[locale]).returncode == 0
+    assert program(place, "report runs/first --md", **LATIN_1).returncode == 0
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+def test_characters_that_an_encoding_lacks_are_escaped(encoding: str) -> None:
+    raw = io.BytesIO()
+    stream = terminal.resilient(io.TextIOWrapper(raw, encoding=encoding))
+    terminal.Terminal(file=stream).print("é 日 \ud800")
+    written = raw.getvalue().decode(encoding)
+    assert written == "é 日 <U+D800>\n".encode(encoding, "backslashreplace").decode(encoding)

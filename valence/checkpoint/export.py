@@ -65,7 +65,7 @@ def export(
                     tokenizer.chat_template = chat_template
                 tokenizer.save_pretrained(folder)
                 _stop_at(ends, folder)
-                (folder / "README.md").write_text(card)
+                (folder / "README.md").write_text(card, encoding="utf-8")
             opened.close()
     return target
 
@@ -262,7 +262,7 @@ class _Files:
         if count > 1:
             where = {weight: called[i] for i, weights in enumerate(self._written) for weight in weights}
             index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _path(self, i: int) -> Path:
         return self.folder / f"part-{i}.safetensors"
