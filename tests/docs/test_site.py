@@ -20,7 +20,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'valence[docs]'")
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'valence-align[docs]'")
 pytestmark = pytest.mark.site
 
 

@@ -58,7 +58,7 @@ def serve_reward(
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
-        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence[serve]'")
+        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence-align[serve]'")
     limits = Limits(
         max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
