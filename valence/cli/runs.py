@@ -64,6 +64,7 @@ def train(
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with stoppable(NOTHING_BEGUN):
         from valence.api import train_in_folder
+        from valence.training.results import outputs
 
     with streaming(as_json and how["group"].rank == 0) as stream:
         sinks = [stream] if stream else []
@@ -74,8 +75,8 @@ def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> Non
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
-        for name, what in () if how["quiet"] else (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
-            print_message(console, f"{what:>7}  {folder / name}")
+        for line in () if how["quiet"] else outputs(folder):
+            print_message(console, line)
         if stream:
             stream.done(folder)
 

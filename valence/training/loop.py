@@ -32,6 +32,7 @@ from valence.training.online.rounds import Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
+from valence.training.results import RunResults
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
@@ -44,7 +45,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], tor
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
 
 
-class Run:
+class Run(RunResults):
     """One run: a policy, its reference, the rows, and where the run stands.
 
     ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and ``load_state_dict`` carry a run over
