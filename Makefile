@@ -33,7 +33,7 @@ lint: setup
 	$(BIN)/ruff format --check -q .
 	$(BIN)/pyright
 
-# The documentation as a site: open site/index.html, or `python3 -m http.server -d site` for its search.
+# The documentation as a site: open site/index.html.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
