@@ -10,6 +10,7 @@ from valence.report.comparison_tables import MARK, RANKED, Disagreement, disagre
 from valence.report.console import compare, duration
 from valence.report.html import flatten
 from valence.report.rundata import RunData
+from valence.report.signs import signs
 from valence.report.stats import finite
 
 
@@ -36,7 +37,8 @@ def run_markdown(run: RunData) -> str:
     """What was trained on what, the held-out numbers before and after, what there is to warn of, the command and the versions."""
     warnings = [*run.problems, *run.audited, *map(str, run.run.get("warnings", ())), *map(str, run.run.get("notes", ()))]
     command, versions = run.run.get("command"), run.run.get("versions", {})
-    parts = [MARK, _sentence(run), _results(run), _test(run)]
+    found = signs(run)
+    parts = [MARK, _listed([f"{sign.said} {sign.do}" for sign in found]), _sentence(run), _results(run), _test(run)]
     parts += ["Warnings and notes:", _listed(warnings)] if warnings else []
     parts += [fenced(str(command), "sh")] if command else []
     parts += [markdown(", ".join(f"{name} {version}" for name, version in versions.items()))] if versions else []
