@@ -1,4 +1,4 @@
-// Browsers start no worker from a file:// page. The search is one: here it runs in a hidden frame instead.
+// Browsers start no worker from a page that is opened as a file. The search runs in a hidden frame there instead.
 if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {

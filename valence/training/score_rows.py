@@ -337,8 +337,8 @@ def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
         print_message(console, f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}")
     if tally.failed:
         first = [*(f"  {each}" for each in tally.first), *(["  ..."] if tally.failed > len(tally.first) else [])]
-        failures = "\n".join([f"{tally.failed:,} have an error in {out} instead of a score:", *first])
+        failures = "\n".join([f"{tally.failed:,} have an error there instead:", *first])
         if quiet:
-            warn_on_stderr(console, failures)
+            warn_on_stderr(console, f"{out}: of {tally.rows:,} rows {failures}")
         else:
             print_message(console, failures)
