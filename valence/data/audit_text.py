@@ -65,7 +65,8 @@ def render(audit: Audit, *, training: bool = True) -> str:
 
 def warnings_of(audit: Audit) -> list[str]:
     """What the screen lists under "Not used" and "Warnings", one sentence each."""
-    return [f"{count:,} {text}" for count, text in (*_unused(audit), *_said(audit, WARNINGS))]
+    said = audited(audit)["said"]
+    return [*(f"{count:,} {text}" for count, text in _unused(audit)), *(said[name] for name in WARNINGS if name in said)]
 
 
 def _files(audit: Audit) -> Iterator[str]:
