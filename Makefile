@@ -9,11 +9,15 @@ export OMP_WAIT_POLICY ?= passive
 export TOKENIZERS_PARALLELISM ?= false
 export HF_HUB_DISABLE_TELEMETRY ?= 1
 
+# The distribution was called valence: left installed, it would own the same command as valence-align.
+remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
+
 .PHONY: setup demo test lint docs peers vllm oldest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt torch
+	$(call remove_old_name,$(BIN)/python)
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
 	touch $@
 
@@ -29,7 +33,7 @@ lint: setup
 	$(BIN)/ruff format --check -q .
 	$(BIN)/pyright
 
-# The documentation as a site: open site/index.html, or `python3 -m http.server -d site` for its search.
+# The documentation as a site: open site/index.html.
 docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
@@ -38,6 +42,7 @@ oldest: .peers/oldest/.ready
 	.peers/oldest/bin/python -m pytest --numprocesses $(WORKERS) --dist loadgroup -m "not vllm"
 .peers/oldest/.ready: pyproject.toml constraints-oldest.txt
 	test -x .peers/oldest/bin/python || $(PYTHON) -m venv .peers/oldest
+	$(call remove_old_name,.peers/oldest/bin/python)
 	.peers/oldest/bin/python -m pip install --disable-pip-version-check -q -c constraints-oldest.txt -e '.[dev]'
 	touch $@
 
@@ -57,5 +62,6 @@ vllm: .peers/vllm/.ready
 	test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
 	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM)
 	.peers/vllm/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec triton
+	$(call remove_old_name,.peers/vllm/bin/python)
 	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q --no-deps -e .
 	touch $@

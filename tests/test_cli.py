@@ -262,6 +262,34 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
     assert (aside / "metrics.jsonl").read_bytes() == log
 
 
+def test_quiet_shows_the_warnings_of_the_audit_on_standard_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [*ROWS, {**ROWS[0], "label": not ROWS[0]["label"]}, {**ROWS[1], "label": "maybe"}]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("train", "recipe.yaml", "data.on_bad_row=skip", "loss.desirable_weight=9")
+    assert valence(*words, "--quiet") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    for expected in ("data.train: ", "judged the other way", "is not a label", "also in data.train", "desirable_weight"):
+        assert expected in shown.err
+    warnings = json.loads((place / "runs/first/audit.json").read_text())["train"]
+    assert len(warnings["unused"]) == 1
+    assert "rows.jsonl:12" in shown.err
+
+
+def test_quiet_scoring_still_tells_which_rows_failed(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(place))
+    (place / "odd_reward.py").write_text(
+        "def odd(prompts, completions, **_):\n    return ['?' if '14' in str(each) else 1.0 for each in completions]\n"
+    )
+    words = ("score", "model", "--data", "rows.jsonl", "--quiet", "--reward")
+    assert valence(*words, "odd_reward:odd", "--out", "one.jsonl") == 0
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "rows.jsonl:3" in shown.err
+
+
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     """SIGINT from outside, while a long run trains."""
     program = Program("train", "recipe.yaml", "train.epochs=100000", said=place / "said")

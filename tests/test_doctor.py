@@ -61,11 +61,11 @@ def test_the_extras_are_those_of_the_installation() -> None:
 
 
 def test_a_library_that_is_missing_is_named_with_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "plotly" else object())
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "fastapi" else object())
     found = {each.name: each for each in examine()}
-    assert (found["report"].state, found["report"].fix) == ("missing", "pip install 'valence[report]'")
-    assert "curves" in found["report"].said
-    assert "report" not in found["extras"].said
+    assert (found["serve"].state, found["serve"].fix) == ("missing", "pip install 'valence-align[serve]'")
+    assert "serve-reward" in found["serve"].said
+    assert "serve" not in found["extras"].said
 
 
 def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:

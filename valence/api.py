@@ -14,9 +14,10 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from valence.config.arguments import names_a_model, recipe_from_arguments
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import Recipe, seconds_of
-from valence.data.audit_text import render
+from valence.data.audit_text import render, warnings_of
 from valence.data.encode import Encoder
 from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows, as_overrides
@@ -30,10 +31,10 @@ from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine
 from valence.engine.models import load_tokenizer, stops_of
 from valence.errors import UserError
-from valence.report.console import Terminal
 from valence.report.sinks import Sink
 from valence.report.trackers import check
 from valence.rollout.hf import evaluating
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.build import build_models
 from valence.training.choices import with_dtype
 from valence.training.compare import choices_of, settings_of
@@ -43,6 +44,7 @@ from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
 from valence.training.plan import crowding, describe, make_plan
 from valence.training.rendering import describe_rendering
+from valence.training.results import outputs
 from valence.training.resume import Earlier, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
@@ -50,16 +52,17 @@ from valence.types import Kind
 
 
 def train(
-    recipe: str | Path | Mapping[str, Any],
+    recipe: str | Path | Mapping[str, Any] | None = None,
     *,
+    method: str | None = None,
     overrides: Sequence[str] = (),
-    model: nn.Module | None = None,
+    model: nn.Module | str | Path | Mapping[str, Any] | None = None,
     tokenizer: PreTrainedTokenizerBase | None = None,
     reference: nn.Module | None = None,
     optimizer: OptimizerLike | None = None,
     scheduler: SchedulerLike | None = None,
-    train: Rows | PathOrPaths | None = None,
-    eval: Rows | PathOrPaths | None = None,
+    train: Rows | PathOrPaths | Mapping[str, Any] | None = None,
+    eval: Rows | PathOrPaths | Mapping[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     callbacks: Sequence[Callback] = (),
     fresh: bool = False,
@@ -68,34 +71,67 @@ def train(
     console: Console | None = None,
     command: str = "valence.train(...)",
     group: Group | None = None,
+    **settings: Any,
 ) -> Run:
-    """Runs a recipe (a YAML file or a mapping) to its end. Objects given replace what the recipe checked.
+    """Train a model, from a recipe (a YAML file or a mapping), from keyword arguments, or from both::
 
-    Under torchrun or `accelerate launch` the processes train together: each calls this in the same way. group: of the processes;
-    by default the one that the environment tells of. Sinks are those of rank 0, callbacks are called on all.
+        run = valence.train(method="kto", model="org/model", train=rows, loss={"beta": 0.2})
+        print(run, run.report, run.ask("Why is the sky blue?"))
 
-    A run that is in the folder already is taken up where it was saved last; of one that is finished nothing is done.
-    fresh: move it aside and start anew. allow: settings, or sections such as ``data``, that may differ from those of the run
-    that is taken up.
+    method, settings: settings of the recipe; they win over those of ``recipe``, and ``overrides`` (``"train.seed=1"``)
+    win over them. A section is a mapping (``data={"max_length": 512}``), and a single setting has its full name
+    (``**{"train.seed": 1}``). Mappings given as ``model``, ``train`` or ``eval`` are those sections. Unknown names and
+    wrong types are the errors that a recipe has.
 
-    train, eval: rows as a list of dictionaries in any format that files may have, Examples, a pandas DataFrame, a
-    ``datasets.Dataset``, or the path of a file (or a list of paths), which takes the place of ``data.train``.
-    optimizer: an object, or a function of the list of trained weights; scheduler: an object, or a function of the
-    optimizer. callbacks are called with the run and each logged record.
+    model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default that of the folder
+    or name that the model was loaded from. train, eval: rows as a list of dictionaries in any format that files may
+    have, Examples, a pandas DataFrame, a ``datasets.Dataset``, or the path of a file (or a list of paths); they replace
+    ``data.train`` and ``data.eval``. optimizer: an object, or a function of the list of trained
+    weights; scheduler: an object, or a function of the optimizer. callbacks are called with the run and each record of
+    the log.
+
+    A run that is in the folder (``run.dir``) already resumes from its last checkpoint; a finished one is only loaded.
+    fresh: move it aside and start again. allow: settings, or sections such as ``data``, that may differ from those of
+    the run that resumes.
+
+    Under torchrun or `accelerate launch` the processes train together: each calls this in the same way. group: the
+    processes; by default those that the environment names. Sinks are those of rank 0, callbacks are called on all.
 
     Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
     KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
     """
+    given = {name: value for name, value in (("method", method), *settings.items()) if value is not None}
+    sections = {name: value for name, value in (("model", model), ("train", train), ("eval", eval)) if isinstance(value, Mapping)}
+    loaded = model if isinstance(model, nn.Module) else None
+    if isinstance(model, str | Path):
+        given["model.name"] = str(model)
+    elif loaded is not None and not names_a_model(recipe):
+        given["model.name"] = name_of_model(loaded, tokenizer is not None)
+    recipe, overrides = recipe_from_arguments(recipe, overrides, given | sections)
+    rows = {name: None if isinstance(value, Mapping) else value for name, value in (("train", train), ("eval", eval))}
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
     with stop.listening():
         run = build_run(
-            recipe, overrides, model=model, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
-            given={"train": train, "eval": eval}, sinks=sinks, callbacks=callbacks, fresh=fresh, allow=allow, quiet=quiet,
+            recipe, overrides, model=loaded, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
+            given=rows, sinks=sinks, callbacks=callbacks, fresh=fresh, allow=allow, quiet=quiet,
             console=console, command=command, stop=stop, group=group,
         )  # fmt: skip
-        return run if run.finished else run_to_end(run)
+        run = run if run.finished else run_to_end(run)
+    for line in () if quiet else outputs(run.directory):
+        print_message(console, line)
+    return run
+
+
+def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
+    """What a recipe calls a loaded model: where it was loaded from. Raises UserError when that is not known, and a
+    tokenizer would have to be read from there."""
+    name = str(getattr(model, "name_or_path", "") or "")
+    if not name and not has_tokenizer:
+        fix = "give tokenizer=, or load the model with from_pretrained"
+        raise UserError("the model does not say where it was loaded from, so its tokenizer is not known", where="model", fix=fix)
+    return name or type(model).__name__
 
 
 def train_in_folder(
@@ -152,7 +188,7 @@ def build_run(
     checked = source.recipe
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(print_message, console)
     folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
     with ExitStack() as failing:
         failing.callback(folder.close)
@@ -247,7 +283,7 @@ def _announced(
     prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool, group: Group
 ) -> tuple[int, bool | None]:
     """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
-    say = partial(console.print, markup=False, highlight=False, soft_wrap=True)
+    say = partial(print_message, console)
     if crowded := crowding(group.size):
         say(crowded, style="yellow")
     if earlier:
@@ -255,7 +291,9 @@ def _announced(
             say(earlier.told)
         if earlier.micro_batch_tokens:
             return earlier.micro_batch_tokens, earlier.sharded
-    elif not quiet:
+    elif quiet:
+        _warn_of_data(prepared, console)
+    else:
         show_audit(prepared, console)
     plan = make_plan(prepared, model, group, sharded=earlier.sharded if earlier else None)
     for line in describe(plan) if not (quiet or earlier) else ():
@@ -269,9 +307,19 @@ def show_audit(prepared: Prepared, console: Console) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
-        console.print(render(corpus.audit, training=name == "train"), markup=False, highlight=False, soft_wrap=True)
+        print_message(console, render(corpus.audit, training=name == "train"))
     if warning := class_weight_warning(prepared):
-        console.print(warning, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_message(console, warning, "yellow")
+
+
+def _warn_of_data(prepared: Prepared, console: Console) -> None:
+    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else out."""
+    for name, corpus in prepared.corpora.items():
+        where = name if name.startswith("mix") else f"data.{name}"
+        for warning in warnings_of(corpus.audit):
+            warn_on_stderr(console, f"{where}: {warning}")
+    if warning := class_weight_warning(prepared):
+        warn_on_stderr(console, warning)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,8 @@ class UserError(Exception):
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
         self.what, self.where, self.fix = what, where, fix
-        lines = [f"{where}: {what}" if where else what]
+        place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
+        lines = [place + what.replace("\n", "\n  ")]  # a line of the text cannot pass for a message of its own
         if fix:
             lines.append(f"  to fix it: {fix}")
         super().__init__("\n".join(lines))

@@ -20,7 +20,7 @@ import pytest
 
 from tests.docs.blocks import ROOT
 
-pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'valence[docs]'")
+pytest.importorskip("mkdocs", reason="mkdocs is not installed: pip install 'valence-align[docs]'")
 pytestmark = pytest.mark.site
 
 
@@ -102,34 +102,68 @@ def test_there_is_no_link_that_edits(site: Path) -> None:
     assert "action: edit" not in (site / "index.html").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def browser() -> Any:
+    """The Chromium of the system."""
+    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if program is None:
+        pytest.skip("no chromium is installed")
+    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+    with playwright.sync_playwright() as play:
+        chromium = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        yield chromium
+        chromium.close()
+
+
+def test_the_search_works_without_a_server(site: Path, browser: Any) -> None:
+    requests, errors = list[str](), list[str]()
+    page = browser.new_page()
+    page.on("request", lambda request: requests.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto((site / "index.html").as_uri(), wait_until="load")
+    page.click("label[for=__search]:visible, input[name=query]:visible")
+    page.keyboard.type("reference point")
+    page.wait_for_selector(".md-search-result__item", timeout=120_000)
+    link = page.query_selector(".md-search-result__link").get_attribute("href")
+    page.close()
+    assert link.startswith("file:")
+    assert [url for url in requests if not url.startswith((site.as_uri(), "data:", "blob:"))] == []
+    assert errors == []
+
+
+@pytest.mark.parametrize("width", [1280, 400])
+def test_names_of_settings_are_not_broken(width: int, site: Path, browser: Any) -> None:
+    page = browser.new_page(viewport={"width": width, "height": 900})
+    page.goto((site / "settings.html").as_uri(), wait_until="load")
+    cells = "[...document.querySelectorAll('td:first-child code')]"
+    assert page.evaluate(f"{cells}.length") > 50
+    broken = page.evaluate(f"{cells}.filter(e => e.getClientRects().length > 1).map(e => e.textContent)")
+    page.close()
+    assert broken == []
+
+
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: Any) -> None:
         """Nothing."""
 
 
-def test_a_browser_asks_no_other_host_for_anything(site: Path) -> None:
-    browser = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no chromium is installed")
-    playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+def test_a_browser_asks_no_other_host_for_anything(site: Path, browser: Any) -> None:
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site)))
     Thread(target=server.serve_forever, daemon=True).start()
     here = f"http://127.0.0.1:{server.server_port}/"
     asked, said = list[str](), list[str]()
     try:
-        with playwright.sync_playwright() as play:
-            chromium = play.chromium.launch(executable_path=browser, args=["--no-sandbox"])
-            page = chromium.new_page(color_scheme="dark")
-            page.on("request", lambda request: asked.append(request.url))
-            page.on("pageerror", lambda error: said.append(str(error)))
-            page.goto(f"{here}api/losses.html", wait_until="networkidle")
-            assert said == []
-            page.wait_for_function("document.body.getAttribute('data-md-color-scheme') === 'slate'")
-            page.goto(f"{here}index.html", wait_until="networkidle")
-            page.click("label[for=__search]:visible, input[name=query]:visible")
-            page.keyboard.type("reference point")  # the search looks when a key is released
-            page.wait_for_selector(".md-search-result__item", timeout=120_000)
-            chromium.close()
+        page = browser.new_page(color_scheme="dark")
+        page.on("request", lambda request: asked.append(request.url))
+        page.on("pageerror", lambda error: said.append(str(error)))
+        page.goto(f"{here}api/losses.html", wait_until="networkidle")
+        assert said == []
+        page.wait_for_function("document.body.getAttribute('data-md-color-scheme') === 'slate'")
+        page.goto(f"{here}index.html", wait_until="networkidle")
+        page.click("label[for=__search]:visible, input[name=query]:visible")
+        page.keyboard.type("reference point")  # the search looks when a key is released
+        page.wait_for_selector(".md-search-result__item", timeout=120_000)
+        page.close()
     finally:
         server.shutdown()
     assert len(asked) > 5

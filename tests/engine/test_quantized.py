@@ -267,7 +267,7 @@ def test_without_the_library_it_is_said_before_anything_loads(
     place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match=r"model\.quantize.*bitsandbytes[^$]*pip install 'valence\[eightbit\]'"):
+    with pytest.raises(UserError, match=r"model\.quantize.*bitsandbytes[^$]*pip install 'valence-align\[eightbit\]'"):
         prepared(recipe(place, tmp_path))
 
 

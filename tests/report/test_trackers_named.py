@@ -27,7 +27,7 @@ def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.
     for kind in trackers_module.LIBRARIES:
         with pytest.raises(UserError) as error:
             check({"kind": kind})
-        assert f'pip install "valence[{kind}]"' in str(error.value.fix)
+        assert f'pip install "valence-align[{kind}]"' in str(error.value.fix)
 
 
 def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -138,7 +138,7 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     for rule, library in (("vader", "vaderSentiment.vaderSentiment"), ("json_schema", "jsonschema")):
         monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(UserError, match=rf"reward {rule} needs a library: .*\n.*valence\[rewards\]"):
+        with pytest.raises(UserError, match=rf"reward {rule} needs a library: .*\n.*valence-align\[rewards\]"):
             reward(rule, settings={"schema": {}} if rule == "json_schema" else {})
 
 

@@ -161,6 +161,6 @@ def test_moments_of_8_bits_need_their_library_and_float32(monkeypatch: pytest.Mo
     with pytest.raises(UserError, match=r"train\.optimizer: weights in float64"):
         check_optimizer("adamw_8bit", torch.float64)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match=r"pip install 'valence\[eightbit\]'"):
+    with pytest.raises(UserError, match=r"pip install 'valence-align\[eightbit\]'"):
         check_optimizer("adamw_8bit", torch.float32)
     check_optimizer("adamw", torch.float64)

@@ -196,7 +196,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(folder: Pa
     assert run.step == 2
     assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters())
     assert not run.optimizer.state
-    assert "train.jsonl:" in capsys.readouterr().out.replace("\n", "")
+    assert "train.jsonl:" in capsys.readouterr().err.replace("\n", "")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(folder: Path, tmp_path: Path) -> None:

@@ -60,10 +60,37 @@ def export(
         with agreed(group):
             if leads:
                 tokenizer.save_pretrained(folder)
+                _remove_absolute_paths(folder)
                 _stop_at(ends, folder)
-                (folder / "README.md").write_text(card)
+                (folder / "README.md").write_text(card, encoding="utf-8")
             opened.close()
     return target
+
+
+def portable_name(name: str) -> str:
+    """The name of a model for others: a hub id or relative path as it is, of an absolute path the last part alone."""
+    return Path(name).name or name if name.startswith(("/", "~")) else name
+
+
+PATHS_IN = {
+    "adapter_config.json": "base_model_name_or_path",
+    "config.json": "_name_or_path",
+    "tokenizer_config.json": "name_or_path",
+}
+"""Where transformers and peft write down what a model was loaded from."""
+
+
+def _remove_absolute_paths(folder: Path) -> None:
+    """Local folders would tell others of this machine, and lead nowhere on theirs."""
+    for file, key in PATHS_IN.items():
+        path = folder / file
+        if not path.exists():
+            continue
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        name = settings.get(key)
+        if isinstance(name, str) and portable_name(name) != name:
+            settings[key] = portable_name(name)
+            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _stop_at(ends: Collection[int], folder: Path) -> None:
@@ -258,7 +285,7 @@ class _Files:
         if count > 1:
             where = {weight: called[i] for i, weights in enumerate(self._written) for weight in weights}
             index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def _path(self, i: int) -> Path:
         return self.folder / f"part-{i}.safetensors"

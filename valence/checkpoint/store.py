@@ -162,7 +162,7 @@ class Snapshot:
     def write(self, folder: Path) -> None:
         """Writes two files into a folder. Raises OSError or SafetensorError."""
         save_file(apart(self.tensors), folder / TENSORS)
-        (folder / PLAIN).write_text(self.plain)
+        (folder / PLAIN).write_text(self.plain, encoding="utf-8")
 
 
 def apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -204,7 +204,7 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
     """
     read = read or _unread
     try:
-        described = json.loads((folder / PLAIN).read_text())
+        described = json.loads((folder / PLAIN).read_text(encoding="utf-8"))
         with safe_open(folder / TENSORS, "pt") as file:
 
             def rich(value: Any, later: bool) -> Any:

@@ -6,14 +6,15 @@ import errno
 import os
 import sys
 import time
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
+from typer.rich_utils import rich_format_error
 
 from valence.cli.common import MISTAKE, app, console, refuse_dashes, status_of
 from valence.cli.guide import arrange
 from valence.errors import UserError
+from valence.terminal import Terminal, escape_control, print_message, print_traceback, safe_streams
 
 # Each registers its commands, in the order of the help.
 from valence.cli import runs, report, models, look, rewards, serve, doctor  # isort: skip
@@ -24,16 +25,33 @@ HEAD_START = 2.0
 """Seconds."""
 
 
+CLICK_ERROR: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+"""The base of usage errors, in whichever library this version of typer takes it from."""
+
+
 def main() -> None:
-    """Runs a command. Exit status: 0 done, 2 the user's mistake or something in the way, 124 run.max_time is over, 128 + n
-    stopped by signal n, 1 a defect."""
+    """Run a command. Exit status: 0 done, 2 a mistake of the user or something in the way, 124 run.max_time is over,
+    128 + n stopped by signal n, 1 a defect."""
+    sys.excepthook = print_traceback
+    with safe_streams():
+        _main()
+
+
+def _main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if "_VALENCE_COMPLETE" in os.environ:
         os.environ["COLUMNS"] = "10000"  # a help that is wrapped would be taken for several words
     try:
         refuse_dashes(sys.argv[1:])
-        app(standalone_mode=True)
+        status = app(standalone_mode=False)
+        sys.exit(status if isinstance(status, int) else 0)
+    except CLICK_ERROR as error:
+        error.message = escape_control(error.message)
+        rich_format_error(error)
+        sys.exit(error.exit_code)
+    except typer.Abort:
+        sys.exit(1)
     except UserError as error:
         _exit_with(error)
     except OSError as error:
@@ -48,7 +66,7 @@ def main() -> None:
 def _exit_with(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
-    Console(stderr=True).print(f"valence: {error}", markup=False, highlight=False, soft_wrap=True)
+    print_message(Terminal(stderr=True), f"valence: {error}")
     sys.exit(MISTAKE)
 
 
@@ -56,7 +74,7 @@ def _version(asked: bool) -> None:
     if asked:
         from valence import __version__
 
-        console.print(__version__, highlight=False)
+        print_message(console, __version__)
         raise typer.Exit
 
 

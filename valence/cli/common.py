@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -17,7 +17,7 @@ from rich.table import Table
 from valence.cli import complete
 from valence.cli.guide import HELP
 from valence.errors import UserError
-from valence.report.console import Terminal, discard
+from valence.terminal import Terminal, print_message
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
@@ -54,7 +54,7 @@ Allow = Annotated[
     ),
 ]
 Fresh = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes and warnings.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings, both on standard error.")]
 AsJson = Annotated[
     bool,
     typer.Option(
@@ -103,21 +103,13 @@ def processes(nproc: int | None) -> Iterator[Group]:
         yield group
 
 
-def emit(line: str, file: IO[str] | None = None) -> None:
-    """Prints a line for programs. That nobody reads it any more, as under `| head`, is no mistake."""
-    try:
-        print(line, file=file, flush=True)
-    except BrokenPipeError:
-        discard(file or sys.stdout)
-
-
 @contextmanager
 def stoppable(said: str = "stopped; what was computed is kept, and the same command goes on from there") -> Iterator[None]:
     """Around what an interrupt ends in order. said: what is told then, by default of what goes on with its file."""
     try:
         yield
     except KeyboardInterrupt as stopped:
-        console.print(said, style="yellow")
+        print_message(console, said, "yellow")
         raise typer.Exit(status_of(stopped)) from None
 
 

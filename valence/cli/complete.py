@@ -79,7 +79,7 @@ def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
         for entry in entries:
             seen += 1
             hidden = entry.name.startswith(".") and not begun.startswith(".")
-            if seen > MOST or hidden or (depth == 0 and not entry.name.startswith(begun)):
+            if seen > MOST or hidden or not entry.name.isprintable() or (depth == 0 and not entry.name.startswith(begun)):
                 continue
             if not entry.is_dir():
                 yield word + entry.name, folder / entry.name

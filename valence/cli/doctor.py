@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
 import typer
@@ -10,7 +9,8 @@ from rich.table import Table
 from rich.text import Text
 
 from valence.cli import complete
-from valence.cli.common import MISTAKE, Overrides, app, console, emit
+from valence.cli.common import MISTAKE, Overrides, app, console
+from valence.terminal import json_line, print_message, write_line
 
 STYLES = {"ok": "green", "missing": "dim", "problem": "yellow"}
 
@@ -39,7 +39,7 @@ def doctor(
     found += examine_recipe(Path(recipe), overrides or []) if recipe else []
     if as_json:
         for each in found:
-            emit(json.dumps(each.to_dict(), ensure_ascii=False))
+            write_line(json_line(each.to_dict()))
     else:
         table = Table(box=None, pad_edge=False, show_header=False)
         for overflow in ("fold", "fold", "ellipsis", "fold"):
@@ -55,6 +55,6 @@ def doctor(
         wrong = [each for each in found if each.state == "problem"]
         needed = sum(each.needed for each in wrong)
         said = f"problems: {len(wrong)}; of these must be mended: {needed}" if wrong else "nothing is wrong"
-        console.print(f"\n{said}", markup=False, highlight=False)
+        print_message(console, f"\n{said}")
     if any(each.needed and each.state == "problem" for each in found):
         raise typer.Exit(MISTAKE)

@@ -6,11 +6,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.common import Overrides, RecipeArg, app, console, table_of_settings
+from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.training.explain import Doc
@@ -49,9 +49,9 @@ def losses(
     table = Table("loss", "reads", "reference", "what it does", box=None, pad_edge=False)
     for method in METHODS.values():
         summary = read_doc(method.loss.fn.__doc__ or "").summary
-        table.add_row(method.name, plural(method.kind), "yes" if method.needs_reference else "no", escape(summary))
+        table.add_row(method.name, plural(method.kind), "yes" if method.needs_reference else "no", summary)
     console.print(table)
-    console.print(f"\nWith a reward, on the policy's own answers to prompts: {', '.join(ONLINE)}.", markup=False, highlight=False)
+    print_message(console, f"\nWith a reward, on the policy's own answers to prompts: {', '.join(ONLINE)}.")
 
 
 def _explain(method: Method) -> None:
@@ -76,14 +76,14 @@ def _explain(method: Method) -> None:
 def _say(*said: str | Doc) -> None:
     for each in said:
         for part in filter(None, (each,) if isinstance(each, str) else (each.summary, each.formula, each.source)):
-            console.print(f"{' '.join(part.split())}\n", markup=False, highlight=False)
+            print_message(console, f"{' '.join(part.split())}\n")
 
 
 def _facts(found: Mapping[str, str]) -> None:
     told = Table(box=None, pad_edge=False, show_header=False)
     told.add_column(no_wrap=True)
     for heading, words in found.items():
-        told.add_row(heading, escape(words))
+        told.add_row(heading, words)
     console.print(told)
 
 
@@ -96,5 +96,5 @@ def _settings(method: Method, only: Collection[str] | None = None) -> None:
         return
     table = table_of_settings("type", "default", "meaning")
     for line in rows:
-        table.add_row(*map(escape, (line.name, line.type, line.default, line.meaning)))
+        table.add_row(line.name, line.type, line.default, line.meaning)
     console.print(table)

@@ -26,6 +26,7 @@ from valence.cli.common import (
 )
 from valence.errors import UserError
 from valence.files import check_path
+from valence.terminal import print_message
 
 if TYPE_CHECKING:
     from valence.dist.protocol import Group
@@ -156,8 +157,8 @@ def sample(
             sample_rows(target, out, draws, **asked, **files, console=console, group=group)
         else:
             for text, said in answers(target, draws, **asked, console=console, group=group):
-                console.print(f"> {text}", style="bold", markup=False, soft_wrap=True)
-                console.print(f"{said}\n", markup=False, highlight=False, soft_wrap=True)
+                print_message(console, f"> {text}", "bold")
+                print_message(console, f"{said}\n")
 
 
 @app.command()
@@ -179,7 +180,7 @@ def export(
         run = _run_of(run_dir, ours, keeps=_needed_to_write(run_dir), step=step, group=group)
         _check_writes(run, run_dir, adapter)
         write_model(run, to, "adapter" if adapter else "merged", log=run_dir / "metrics.jsonl")
-    console.print(str(to), markup=False, soft_wrap=True)
+    print_message(console, str(to))
 
 
 def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from valence.cli.common import app, emit
+from valence.cli.common import app
 from valence.errors import UserError
+from valence.terminal import escape_control, write_line
 
 PAGE = Path("comparison.html")
 
@@ -32,7 +33,6 @@ def report(
     from valence.report.compared import find_runs, read_compared
     from valence.report.comparison import comparison_page, refuse_others, write_out
     from valence.report.comparison_markdown import comparison_markdown, run_markdown
-    from valence.report.console import visible
     from valence.report.rundata import read_run
 
     found = find_runs(runs, holder)
@@ -46,7 +46,7 @@ def report(
         content = comparison_page(read_compared(found)) if several else _page_of(found[0].path, copied=bool(target))
     if target:
         write_out(target, content)
-    emit(visible(str(target or content.rstrip())))
+    write_line(escape_control(str(target or content.rstrip())))
 
 
 def _page_of(run_dir: Path, *, copied: bool) -> str:

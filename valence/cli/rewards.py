@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.markup import escape
 from rich.table import Table
 
 from valence.cli import complete
 from valence.cli.common import app, console, table_of_settings
+from valence.terminal import print_message
 
 
 @app.command()
@@ -24,15 +24,15 @@ def rewards(
     if name is None:
         table = Table("rule", "score", box=None, pad_edge=False)
         for rule, make in RULES.items():
-            table.add_row(rule, escape(" ".join((make.__doc__ or "").partition("\n\n")[0].split())))
+            table.add_row(rule, " ".join((make.__doc__ or "").partition("\n\n")[0].split()))
         console.print(table)
-        console.print(f"\n`reward` names {KINDS}.", markup=False, highlight=False)
+        print_message(console, f"\n`reward` names {KINDS}.")
         return
     if name not in RULES:
         raise unknown_rule(name)
     for part in (RULES[name].__doc__ or "").split("\n\n"):
-        console.print(" ".join(part.split()) + "\n", markup=False, highlight=False)
+        print_message(console, " ".join(part.split()) + "\n")
     table = table_of_settings("type", "default", "meaning")
     for line in settings_table(settings_of(name), "settings."):
-        table.add_row(*map(escape, (line.name, line.type, line.default, line.meaning)))
+        table.add_row(line.name, line.type, line.default, line.meaning)
     console.print(table)

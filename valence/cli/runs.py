@@ -26,7 +26,6 @@ from valence.cli.common import (
     app,
     command_line,
     console,
-    emit,
     processes,
     status_of,
     stoppable,
@@ -34,6 +33,7 @@ from valence.cli.common import (
 )
 from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
+from valence.terminal import json_line, print_message, write_line
 
 RewardOption = Annotated[
     list[str] | None,
@@ -77,18 +77,19 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with stoppable(NOTHING_BEGUN):
         from valence.api import train_in_folder
+        from valence.training.results import outputs
 
     with streaming(as_json and how["group"].rank == 0) as stream:
         sinks = [stream] if stream else []
         try:
             folder = train_in_folder(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)
         except KeyboardInterrupt as stopped:
-            console.print(_last_words(stopped), style="yellow", markup=False, highlight=False, soft_wrap=True)
+            print_message(console, _last_words(stopped), "yellow")
             if stream:
                 stream.ended("interrupted", status_of(stopped), reason=str(stopped))
             raise typer.Exit(status_of(stopped)) from None  # typer makes 130 of every KeyboardInterrupt
-        for name, what in () if how["quiet"] else (("model", "model"), ("metrics.jsonl", "log"), ("report.html", "report")):
-            console.print(f"{what:>7}  {folder / name}", markup=False, soft_wrap=True)
+        for line in () if how["quiet"] else outputs(folder):
+            print_message(console, line)
         if stream:
             stream.done(folder)
 
@@ -141,7 +142,7 @@ def runs(
     if not as_json:
         console.print(listed.table(found))
     for line in listed.as_json(found) if as_json else ():
-        emit(json.dumps(line, ensure_ascii=False))
+        write_line(json_line(line))
 
 
 @app.command()
@@ -178,17 +179,17 @@ def check(
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):
-        console.print(f"and {left} that have their defaults: --all lists them", style="dim", highlight=False)
+        print_message(console, f"and {left} that have their defaults: --all lists them", "dim")
     check_sinks(source)
     prepared = prepare(source)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
         said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
-        console.print(said, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_message(console, said, "yellow")
     show_audit(prepared, console)
     if crowded := crowding(nproc):
-        console.print(crowded, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        print_message(console, crowded, "yellow")
     for line in describe(make_plan(prepared, group=Planned(nproc))):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_message(console, line)
 
 
 @app.command()
@@ -227,7 +228,7 @@ def score(
     verify: Annotated[
         int, typer.Option(min=0, help="Of a reference cache: compute this many sequences once more afterwards, and compare.")
     ] = 0,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but mistakes.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors, and failed rows on standard error.")] = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:

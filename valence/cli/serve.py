@@ -12,6 +12,7 @@ import typer
 
 from valence.cli.common import Overrides, app
 from valence.errors import UserError
+from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
     from valence.reward.calls import Backend
@@ -57,13 +58,13 @@ def serve_reward(
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
-        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence[serve]'")
+        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence-align[serve]'")
     limits = Limits(
         max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
     )  # fmt: skip
     service = _service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
-    serve(service, host=host, port=port, tell=lambda line: print(line, flush=True))
+    serve(service, host=host, port=port, tell=lambda line: write_line(escape_control(line)))
 
 
 def _service(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import IO, Any
 
-from valence.cli.common import MISTAKE, console, emit
+from valence.cli.common import MISTAKE, console
 from valence.errors import UserError
+from valence.terminal import json_line, write_line
 
 
 class Stream:
@@ -48,7 +48,7 @@ class Stream:
         self.ended("done", 0)
 
     def _write(self, line: Mapping[str, Any]) -> None:
-        emit(json.dumps(line, allow_nan=False, ensure_ascii=False), self._file)
+        write_line(json_line(line), self._file)
 
 
 def must_be_open(wanted: bool) -> None:

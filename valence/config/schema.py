@@ -426,7 +426,7 @@ class EarlyStop(Best):
 
 class Sink(Section):
     kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
-    """The tracker. Each needs the extra of its name: `pip install "valence[wandb]"`."""
+    """The tracker. Each needs the extra of its name: `pip install "valence-align[wandb]"`."""
     project: Text | None = None
     """Project (of mlflow the experiment) that the run is put into. Default: `valence`. tensorboard has none."""
     name: Text | None = None

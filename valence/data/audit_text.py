@@ -73,6 +73,12 @@ def render(audit: Audit, *, training: bool = True) -> str:
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
 
+def warnings_of(audit: Audit) -> list[str]:
+    """What the screen lists under "Not used" and "Warnings", one sentence each."""
+    said = audited(audit)["said"]
+    return [*(f"{count:,} {text}" for count, text in _unused(audit)), *(said[name] for name in WARNINGS if name in said)]
+
+
 def _files(audit: Audit) -> Iterator[str]:
     extras = {"bad": "bad", "too_long": "too long", "not_converted": "not converted"}
     extras = {name: head for name, head in extras.items() if any(getattr(f, name) for f in audit.files)}

@@ -21,6 +21,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from valence.errors import UserError
+from valence.terminal import write_line
 
 LISTENS = "VALENCE_STORE_FD"
 """Names the socket on which rank 0 is to listen: opened here, so that no other program can take the port in between."""
@@ -174,7 +175,7 @@ class _Launched:
             why = ", as the system does when there is no memory left" if status - 128 == signal.SIGKILL else ""
             lines.append(f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}{why}")
         if lines:
-            print("\n".join(lines), file=sys.stderr, flush=True)
+            write_line("\n".join(lines), sys.stderr)
         return MISTAKE if status == MISTAKE else 1
 
     def _end(self) -> None:

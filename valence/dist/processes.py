@@ -27,6 +27,7 @@ from valence.dist.protocol import Group
 from valence.dist.single import Single, total_norm
 from valence.dist.watch import Watch
 from valence.errors import UserError
+from valence.terminal import write_line
 
 DEADLINE = 600.0
 """Seconds."""
@@ -158,7 +159,7 @@ class Processes:
             try:
                 store.wait(all_of_them, timedelta(seconds=min(PATIENCE, self.deadline / 2)))
             except RuntimeError:
-                print(f"valence: rank {self.rank} of {self.size} waits for the other processes", file=sys.stderr, flush=True)
+                write_line(f"valence: rank {self.rank} of {self.size} waits for the other processes", sys.stderr)
                 store.wait(all_of_them, timedelta(seconds=self.deadline))
         except RuntimeError as error:
             missing = self._posts.absent()

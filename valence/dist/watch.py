@@ -13,6 +13,7 @@ import torch
 
 from valence.dist.posts import Place
 from valence.errors import UserError
+from valence.terminal import write_line
 
 EVERY = 1.0
 """Seconds between two looks."""
@@ -46,5 +47,5 @@ class Watch:
             while self._queued and self._queued[0][1].query():
                 self._queued.popleft()
             if time.monotonic() - since > self._deadline:
-                print(f"valence: {self._late(self._queued[0][0])}", file=sys.stderr, flush=True)
+                write_line(f"valence: {self._late(self._queued[0][0])}", sys.stderr)
                 os._exit(STATUS)

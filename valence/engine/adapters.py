@@ -134,6 +134,8 @@ def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
     """Warns when an adapter was made for another model than the one it is put on."""
     made_for: str | None = saved.base_model_name_or_path
     put_on: str = model.config.name_or_path  # type: ignore[union-attr]
+    if made_for and "/" not in made_for and Path(put_on).name == made_for:
+        return  # an exported adapter holds the last part alone of a local folder
     if made_for and put_on and Path(made_for).expanduser().resolve() != Path(put_on).expanduser().resolve():
         warnings.warn(
             f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is of use only if both hold the "

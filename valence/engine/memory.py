@@ -178,7 +178,7 @@ def _available() -> int | None:
     path = Path("/proc/meminfo")
     if not path.exists():
         return None
-    lines = dict(line.split(":") for line in path.read_text().splitlines())
+    lines = dict(line.split(":") for line in path.read_text(encoding="utf-8").splitlines())
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
@@ -188,7 +188,8 @@ def _allowed(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         ("memory.max", "memory.current", "inactive_file", root),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", root / "memory"),
     ):
-        if (folder / limit).exists() and (most := (folder / limit).read_text().strip()) != "max":
-            kept = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-            return int(most) - int((folder / used).read_text()) + int(kept[cache])  # files that were read can be dropped
+        if (folder / limit).exists() and (most := (folder / limit).read_text(encoding="utf-8").strip()) != "max":
+            kept = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
+            in_use = int((folder / used).read_text(encoding="utf-8")) - int(kept[cache])  # cached files can be dropped
+            return int(most) - in_use
     return None

@@ -23,7 +23,7 @@ def check_library() -> None:
         raise UserError(
             "weights of 4 bits are kept by bitsandbytes, which is not installed",
             where="model.quantize",
-            fix="pip install 'valence[eightbit]'",
+            fix="pip install 'valence-align[eightbit]'",
         )
 
 

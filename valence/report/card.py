@@ -6,7 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,15 @@ from transformers import AutoTokenizer
 
 tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder", dtype="auto")
+"""
+
+LOAD_ADAPTER_ON_FOLDER = """\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+base = AutoModelForCausalLM.from_pretrained({base!r}, dtype="auto")  # the folder that the adapter was trained on
+model = PeftModel.from_pretrained(base, "path/to/this/folder")
 """
 
 LOAD_REWARD_MODEL = """\
@@ -115,6 +124,8 @@ class CardFacts:
 
 def model_card(facts: CardFacts) -> str:
     """The card as Markdown with a YAML head, as the Hugging Face hub reads it."""
+    is_folder = facts.base_model.startswith(("/", "~"))
+    facts = _without_absolute_paths(facts)
     kind = "An adapter (LoRA) for" if facts.adapter else "A fine-tuned version of"
     intro = (
         f"{kind} {markdown(facts.base_model)}, trained by Valence with the method **{markdown(facts.method)}** "
@@ -128,35 +139,64 @@ def model_card(facts: CardFacts) -> str:
         ("Results on held-out rows", _results(facts)),
         ("Results on test rows", table(("metric", "after"), _of_test(facts.last))),
         ("The end of training", _end(facts.last)),
-        ("How to load it", fenced(_usage(facts), "python")),
+        ("How to load it", fenced(_usage(facts, is_folder), "python")),
         ("How it was made", f"{fenced(facts.command, 'sh')}\n\n{versions}"),
         ("Base model and licence", _licence(facts)),
         ("Limitations", "\n".join(f"- {markdown(line)}" for line in _limitations(facts))),
     )
     body = "\n\n".join(f"## {title}\n\n{part}" for title, part in sections if part)
-    return f"---\n{_head(facts)}---\n\n# {markdown(facts.name)}\n\n{intro}\n\n{body}\n"
+    return f"---\n{_head(facts, is_folder)}---\n\n# {markdown(facts.name)}\n\n{intro}\n\n{body}\n"
 
 
-def _usage(facts: CardFacts) -> str:
-    return usage(facts.chat, facts.chat_template_kwargs, reward_model=facts.reward_model, adapter=facts.adapter)
+def _usage(facts: CardFacts, is_folder: bool) -> str:
+    base = f"path/to/{visible(facts.base_model)}" if facts.adapter and is_folder else ""
+    return usage(
+        facts.chat, facts.chat_template_kwargs, reward_model=facts.reward_model, adapter=facts.adapter, base=base
+    )  # fmt: skip
 
 
 def usage(
-    chat: bool, chat_template_kwargs: Mapping[str, object] | None = None, *, reward_model: bool = False, adapter: bool = False
-) -> str:
-    """Python code that loads an exported model and asks it, or a reward model for a score. Arguments are those of the facts."""
+    chat: bool, chat_template_kwargs: Mapping[str, object] | None = None, *, reward_model: bool = False, adapter: bool = False,
+    base: str = "",
+) -> str:  # fmt: skip
+    """Python code that loads an exported model and asks it, or a reward model for a score.
+
+    Arguments are those of the facts. base: the folder to name for the model below an adapter that does not name it itself.
+    """
     kwargs = "".join(f", {name}={value!r}" for name, value in (chat_template_kwargs or {}).items())
     if reward_model:
         return f"{LOAD_REWARD_MODEL}\n{SCORE_CHAT.replace(KWARGS, kwargs) if chat else SCORE_TEXT}{SCORE}"
     encode = ENCODE_CHAT.replace(KWARGS, kwargs) if chat else ENCODE_TEXT
-    return f"{LOAD_ADAPTER if adapter else LOAD_MERGED}\n{encode}{GENERATE}"
+    load = LOAD_ADAPTER_ON_FOLDER.format(base=base) if base else LOAD_ADAPTER if adapter else LOAD_MERGED
+    return f"{load}\n{encode}{GENERATE}"
 
 
-def _head(facts: CardFacts) -> str:
+ABSOLUTE = re.compile(r"(?<![\w.:/~-])(?:~[\w-]*)?/(?:[^\s/`'\"|]+/)+([^\s/`'\"|]+)")
+"""An absolute path within a text; URLs and relative paths are not."""
+QUOTED = re.compile(r"""(["'])(?:~[\w-]*)?/[^"'\n]*/([^"'/\n]+)\1""")
+"""The same in quotation marks, where it may have spaces."""
+
+
+def _without_absolute_paths(facts: CardFacts) -> CardFacts:
+    """The facts with the last part alone of each absolute path: folders of this machine are nobody else's business."""
+
+    def shorten(value: Any) -> Any:
+        if isinstance(value, str):
+            whole = value.startswith(("/", "~/")) and Path(value.rpartition(":")[0] or value).expanduser().exists()
+            return Path(value).name if whole else ABSOLUTE.sub(r"\1", QUOTED.sub(r"\1\2\1", value))
+        if isinstance(value, Mapping):
+            return {shorten(key): shorten(item) for key, item in value.items()}
+        return [shorten(item) for item in value] if isinstance(value, list | tuple) else value
+
+    return CardFacts(**{field.name: shorten(getattr(facts, field.name)) for field in fields(facts)})
+
+
+def _head(facts: CardFacts, is_folder: bool) -> str:
     from ruamel.yaml import YAML
 
     head: dict[str, object] = {"library_name": "peft" if facts.adapter else "transformers"}
-    if re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", facts.base_model, re.ASCII):  # the hub refuses a folder as a base model
+    is_hub_id = not is_folder and re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", facts.base_model, re.ASCII)
+    if is_hub_id:  # the hub refuses a folder as a base model
         head["base_model"] = facts.base_model
         head["base_model_relation"] = "adapter" if facts.adapter else "finetune"
     head |= {name: visible(value) for name, value in facts.license.items()}

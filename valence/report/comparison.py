@@ -15,7 +15,7 @@ from valence.report.curves import title_of
 from valence.report.html import chart_grid, document, folded, plotly_js, table, write_aside
 from valence.report.rows import Json
 
-NO_CURVES = "Curves need plotly: `pip install 'valence[report]'`, then write the page again."
+NO_CURVES = "Curves need plotly: `pip install plotly`, then write the page again."
 
 
 def comparison_page(runs: Sequence[Compared]) -> str:

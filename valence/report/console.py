@@ -5,13 +5,12 @@ from __future__ import annotations
 import html
 import json
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
-from typing import IO, Any, Protocol, Self
+from typing import Any, Protocol, Self
 from weakref import WeakKeyDictionary
 
 from rich.console import Console
@@ -19,6 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Column, Table
 from rich.text import Text
+
+from valence.terminal import print_message
 
 SHOWN = {"loss": "loss", "reward/mean": "reward", "rewards/margins": "margin", "kl": "kl"}
 """Metrics that stand beside the bar, with the words for them."""
@@ -45,22 +46,6 @@ PICTURES |= {code: 0xFFFD for codes in STEERING for code in codes}
 
 BOARDS: WeakKeyDictionary[Console, Board] = WeakKeyDictionary()
 """Those that are drawn now."""
-
-
-class Terminal(Console):
-    """A console that goes quiet when nobody reads it any more (`| head`, `| tee` that was stopped): work goes on."""
-
-    plain = False
-    """Nothing is drawn, also on a terminal: something else is written there at the same time."""
-
-    def on_broken_pipe(self) -> None:
-        self.quiet = True
-        discard(self.file)
-
-
-def discard(file: IO[str]) -> None:
-    """What is written to a file from here on, or still in its buffer, goes nowhere."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), file.fileno())
 
 
 def draws(console: Console) -> bool:
@@ -241,7 +226,7 @@ class Progress:
             return
         self._printed_at, self._printed_done = self._now(), self._done
         line = f"{self._phase} {self._done}/{self._total}  {status}".rstrip()
-        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_message(self._console, line)
 
     def _status(self, ended: bool = False) -> str:
         parts = [self.speed(ended)]

@@ -260,7 +260,7 @@ def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
     if not run.metrics:
         return "<p>No metrics were logged.</p>"
     if not plotly:
-        return "<p>Curves need plotly: <code>pip install 'valence[report]'</code>, then write the report again.</p>"
+        return "<p>Curves need plotly: <code>pip install plotly</code>, then write the report again.</p>"
     width = mean_width(len(run.metrics))
     mean = (
         f" A point of a line is the mean of up to {width} logged steps, a light band their smallest and largest."

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -12,7 +11,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from valence.report.console import visible
+from valence.terminal import escape_control
 from valence.types import Answer, Chat, Content, Encoded, Example, Ids, Origin
 
 PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
@@ -77,13 +76,7 @@ def show_encoded(encoded: Encoded, tokenizer: Tokenizer) -> RenderableType:
 
 
 def _plain(text: object) -> Text:
-    """Text without markup, in which characters that steer a terminal or take no room show as what they are."""
-    return Text(visible("".join(_coded(c) for c in str(text))))
-
-
-def _coded(character: str) -> str:
-    unseen = unicodedata.category(character) in ("Cf", "Zl", "Zp")  # joiners, direction marks, line separators
-    return f"<U+{ord(character):04X}>" if unseen else character
+    return Text(escape_control(str(text)))
 
 
 def pieces(answer: Answer, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:

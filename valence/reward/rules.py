@@ -24,7 +24,7 @@ from valence.reward.threads import Raised, TimedOut, attempt, in_thread
 from valence.types import Completion, Score
 
 Rule = Callable[[Completion], float]
-INSTALL = "install Valence with its extra for rewards: pip install 'valence[rewards]'"
+INSTALL = "install Valence with its extra for rewards: pip install 'valence-align[rewards]'"
 LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "jsonschema"}
 """What rules judge by."""
 SECONDS_OF_A_PATTERN = 5.0

@@ -228,7 +228,9 @@ def without_gpu(python: str) -> bool:
     """Whether the vLLM of this Python was built for CPUs. Raises UserError when it has none."""
     fix = f"set rollout.python or {PYTHON} to the Python of an environment that has vLLM (`make vllm` builds one for CPUs)"
     try:
-        done = subprocess.run([python, "-c", ASK], capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [python, "-c", ASK], capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"it cannot be run: {error}", where=python, fix=fix) from error
     if done.returncode:

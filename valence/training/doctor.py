@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from valence import DISTRIBUTION, __version__
 from valence.dist.backends import backends
 from valence.engine import speed
 from valence.engine.memory import free_memory
@@ -24,7 +25,6 @@ from valence.network import ask_hub
 State = Literal["ok", "missing", "problem"]
 GB = 1e9
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
-    "report": (("plotly",), "curves in a run's report"),
     "gguf": (("gguf",), "weights of a GGUF file (model.gguf_file)"),
     "eightbit": (("bitsandbytes",), "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)"),
     "serve": (("fastapi", "uvicorn"), "`valence serve-reward`"),
@@ -84,9 +84,10 @@ def _machine() -> Iterator[Finding]:
 
 
 def _libraries() -> Iterator[Finding]:
-    for name in ("valence", "torch", "transformers", "peft"):
+    yield Finding("libraries", "valence", "ok", __version__)  # a clone on PYTHONPATH has no metadata
+    for name in ("torch", "transformers", "peft", "plotly"):
         try:
-            # PyTorch's own word for its version also says which CUDA it was built for.
+            # The version that PyTorch itself gives also says which CUDA it was built for.
             yield Finding("libraries", name, "ok", torch.__version__ if name == "torch" else version(name))
         except PackageNotFoundError:
             yield Finding("libraries", name, "problem", "not installed", f"pip install {name}", needed=True)
@@ -96,7 +97,7 @@ def _libraries() -> Iterator[Finding]:
     for extra, modules in lacking.items():
         if modules:
             said = f"{', '.join(modules)} not installed: for {EXTRAS[extra][1]}"
-            yield Finding("libraries", extra, "missing", said, f"pip install 'valence[{extra}]'")
+            yield Finding("libraries", extra, "missing", said, f"pip install '{DISTRIBUTION}[{extra}]'")
 
 
 def _devices() -> Iterator[Finding]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from valence import DISTRIBUTION
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.engine import speed
@@ -103,7 +104,7 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
     for setting, module in wanted.items():
         extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
         if find_spec(module) is None:
-            fix = f"pip install 'valence[{extra}]'"
+            fix = f"pip install '{DISTRIBUTION}[{extra}]'"
             yield Finding("recipe", setting, "problem", f"{module} is not installed", fix, needed=True)
         else:
             yield Finding("recipe", setting, "ok", f"{module} is installed")

@@ -28,6 +28,7 @@ from valence.engine.scores import Scorer, with_padding
 from valence.errors import UserError
 from valence.report.card import CardFacts, last_record, license_of, model_card
 from valence.rollout.protocol import Sampling
+from valence.terminal import output_errors, print_message
 from valence.training import measure
 from valence.training.evaluate import as_text
 from valence.training.folder import RunFolder, as_json, now, versions
@@ -71,7 +72,7 @@ def run_to_end(run: Run) -> Run:
             _stop_if_asked(run)
             folder.state(finished=now(), seconds=seconds(), steps=run.step)
             if not run.quiet:
-                run.console.print("writing the model", highlight=False)
+                print_message(run.console, "writing the model")
             write_model(run, folder.path / "model", run.recipe.run.export)
         status = "done"
     except KeyboardInterrupt as stopped:
@@ -85,6 +86,8 @@ def run_to_end(run: Run) -> Run:
                 if status != "done":
                     _save_what_there_is(run)
                 run.log.close(status)
+                for message in output_errors():
+                    folder.note("warnings", message)
                 folder.state(finished=now(), seconds=seconds(), steps=run.step)
                 if run.pages is not None:
                     run.pages.write(status)
@@ -169,7 +172,7 @@ def _save_what_there_is(run: Run) -> None:
         if run.step > 0 and run.whole and run.together:
             run.save()
     except UserError as error:
-        run.console.print(f"the state could not be saved either: {error}", style="red", markup=False)
+        print_message(run.console, f"the state could not be saved either: {error}", "red")
 
 
 def _refuse_broken(run: Run) -> None:

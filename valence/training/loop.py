@@ -23,6 +23,7 @@ from valence.report.online_signs import OnlineWatch
 from valence.report.sinks import FanOut, JsonlSink, Sink
 from valence.report.trackers import trackers
 from valence.rollout import Sampling
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training import measure
 from valence.training.evaluate import Evaluation
 from valence.training.folder import RunFolder
@@ -32,6 +33,7 @@ from valence.training.online.rounds import NothingToLearnError, Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
+from valence.training.results import RunResults
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
@@ -44,7 +46,7 @@ OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], tor
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
 
 
-class Run:
+class Run(RunResults):
     """One run: a policy, its reference, the rows, and where the run stands.
 
     ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and ``load_state_dict`` carry a run over
@@ -75,7 +77,7 @@ class Run:
         here to be looked at. world: all processes."""
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
-        self.console, self.quiet, self.callbacks = console or Console(), quiet, tuple(callbacks)
+        self.console, self.quiet, self.callbacks = console or Terminal(), quiet, tuple(callbacks)
         self.world = world or Single()
         self.group = self.world.split(self.recipe.parallel.tensor)[0]  # of those that have other rows
         run = self.recipe.run
@@ -425,8 +427,10 @@ class Run:
         self._say("warnings", message)
 
     def _say(self, kind: str, message: str) -> None:
-        if kind == "warnings" or not self.quiet:
-            self.console.print(message, style="yellow", markup=False, highlight=False, soft_wrap=True)
+        if not self.quiet:
+            print_message(self.console, message, "yellow")
+        elif kind == "warnings":
+            warn_on_stderr(self.console, message)
         if self.folder:
             self.folder.note(kind, message)
 

@@ -11,6 +11,7 @@ from valence.errors import UserError
 from valence.report.console import Progress
 from valence.report.sinks import SAMPLES
 from valence.rollout import HFGenerator, Sampling
+from valence.terminal import print_message
 from valence.training.evaluate import Evaluation
 from valence.training.evaluate import evaluate as evaluate_rows
 from valence.training.memory import with_memory
@@ -114,7 +115,7 @@ def evaluate_and_keep(run: Run) -> dict[str, float]:
     if not run.quiet:
         shown = [name for name in SHOWN if name in found.metrics]
         numbers = "  ".join(f"{name} {found.metrics[name]:.4g}" for name in shown)
-        run.console.print(f"step {run.step}, held out: {numbers}", markup=False, highlight=False, soft_wrap=True)
+        print_message(run.console, f"step {run.step}, held out: {numbers}")
     return {f"eval/{name}": value for name, value in found.metrics.items()}
 
 

@@ -26,7 +26,7 @@ def check_optimizer(kind: Kind, dtype: torch.dtype) -> None:
         raise UserError(
             "moments of 8 bits are kept by bitsandbytes, which is not installed",
             where="train.optimizer",
-            fix="pip install 'valence[eightbit]'",
+            fix="pip install 'valence-align[eightbit]'",
         )
     if dtype == torch.float64:
         raise UserError("weights in float64 have no moments of 8 bits", where="train.optimizer", fix="set train.optimizer: adamw")

@@ -28,6 +28,7 @@ from valence.errors import UserError
 from valence.report.console import Progress
 from valence.reward.build import identities, reward_of
 from valence.reward.run import close, score_all
+from valence.terminal import Terminal
 from valence.training.evaluate import as_text
 from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.methods import method_of
@@ -72,7 +73,7 @@ def score_by_reward(
     Raises UserError for a mistake in the request, and when the reward failed for all answers of a window, which is then not
     written.
     """
-    group, console = group or Single(), console or Console()
+    group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         specs = specs_of(rewards, target, overrides)
         sources = with_files(BARE | {"reward": "length"}, data, ()).recipe.data.eval
@@ -101,8 +102,7 @@ def score_by_reward(
                 writer.run(rows, tally, total, console, quiet)
         finally:
             close(reward)
-    if not quiet:
-        say(tally, out, console)
+    say(tally, out, console, quiet)
     return tally
 
 

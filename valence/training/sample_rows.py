@@ -25,6 +25,7 @@ from valence.engine.models import position_limit
 from valence.errors import UserError
 from valence.report.console import Progress, number
 from valence.rollout.protocol import Sampling
+from valence.terminal import Terminal, print_message
 from valence.training.evaluate import as_text
 from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.loop import Run
@@ -100,7 +101,7 @@ def sample_rows(
 
     The answers to the prompt at position k depend on the seed and k alone. Raises UserError for a mistake in the request.
     """
-    group, console = group or Single(), console or Console()
+    group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         sources, recipe = _sources(target, data, overrides, asks=not questions)
         refuse_inputs(out, sources)
@@ -115,7 +116,7 @@ def sample_rows(
         if not quiet:
             here = "" if recipe.rollout.engine == "hf" else " (to be sampled in this process, not by a server)"
             said = f"{number(len(prompts))} prompts, {n} {'answer' if n == 1 else 'answers'} each; loading {target}{here}"
-            console.print(said, markup=False, highlight=False, soft_wrap=True)
+            print_message(console, said)
         run = open_run(target, overrides, group=group, at=at, console=console)
         writer = _Writer(run, prompts, n, how, lines, group, window, at_once)
         facts |= writer.facts()
@@ -357,4 +358,4 @@ def _say(counted: Counted, out: Path, console: Console) -> None:
     earlier = f" ({number(counted.earlier)} of them were there already)" if counted.earlier else ""
     made = counted.answers - counted.earlier
     cut = f"; {number(counted.cut)} of {number(made)} were cut at their longest" if counted.cut else ""
-    console.print(f"{number(counted.answers)} answers in {out}{earlier}{cut}", markup=False, highlight=False, soft_wrap=True)
+    print_message(console, f"{number(counted.answers)} answers in {out}{earlier}{cut}")

@@ -19,6 +19,7 @@ from valence.dist.together import gathered
 from valence.engine.cache import Cached
 from valence.errors import UserError
 from valence.report.console import Progress
+from valence.terminal import Terminal, print_message
 from valence.training.build import build_models
 from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
@@ -45,7 +46,7 @@ def score(
     verify: of how many sequences the values are computed again afterwards and compared. Raises UserError when the recipe keeps no
     cache, or what it keeps is not what the reference gives.
     """
-    world, console = group or Single(), console or Console()
+    world, console = group or Single(), console or Terminal()
     source = load_recipe(recipe, overrides, method_of=method_of)
     where = source.recipe.reference.cache
     with source.placing():
@@ -59,8 +60,8 @@ def score(
             raise UserError("the reference moves with the policy", where="reference.sync_every", fix="there is nothing to keep")
         if where == "off":
             raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
-    say = partial(console.print, style="yellow", markup=False, highlight=False, soft_wrap=True)
-    folder = RunFolder(Path(source.recipe.run.dir), say=say, group=world) if where == "auto" else None
+    warn = partial(print_message, console, style="yellow")
+    folder = RunFolder(Path(source.recipe.run.dir), say=warn, group=world) if where == "auto" else None
     stop = Stop(console)
     with stop.listening(), ExitStack() as ending:
         if folder:
@@ -86,7 +87,7 @@ def score(
     cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]
     for line in said if not quiet else []:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        print_message(console, line)
     return cached
 
 

@@ -28,6 +28,7 @@ from valence.dist.single import Single
 from valence.dist.together import gathered, same
 from valence.errors import UserError
 from valence.report.console import Progress
+from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.judges import Judge, Numbers, load_judge
 from valence.training.lines import ANEW, Lines, as_line
 from valence.training.setup import prepare
@@ -91,7 +92,7 @@ def score_rows(
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
-    group, console = group or Single(), console or Console()
+    group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         source = with_files(target, data, overrides)
         sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
@@ -103,7 +104,7 @@ def score_rows(
         if lines:
             lines.agree(_facts(sources, source, encoder, column))
         if not quiet:
-            console.print(f"{total:,} rows; loading and checking {target}", markup=False, highlight=False, soft_wrap=True)
+            print_message(console, f"{total:,} rows; loading and checking {target}")
         judge = _judge(target, source, encoder, beta, overrides)
         fix = "let all processes read the same files, as from a disk that they share"
         same(group, lambda: {"file of rows": seen, "model": judge.facts}, fix)
@@ -116,8 +117,7 @@ def score_rows(
             if lines:
                 lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
             writer.run(pairs, tally, total, console, quiet)
-    if not quiet:
-        say(tally, out, console)
+    say(tally, out, console, quiet)
     return tally
 
 
@@ -328,16 +328,20 @@ def _id(example: Example | BadRow) -> str | None:
     return None if isinstance(example, BadRow) else example.id
 
 
-def say(tally: Tally, out: Path, console: Console) -> None:
-    """Raises UserError when not a single row was scored."""
+def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
+    """Print how many rows were scored; if ``quiet``, only how many were not, on standard error. Raises UserError when
+    not a single row was scored."""
     if tally.failed == tally.rows:
         raise UserError(
             f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}", where=str(out), fix="see the file"
         )
     earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
-    said = [f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}"]
+    if not quiet:
+        print_message(console, f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}")
     if tally.failed:
-        said += [f"{tally.failed:,} have an error there instead:", *(f"  {each}" for each in tally.first)]
-        said += ["  ..."] if tally.failed > len(tally.first) else []
-    for line in said:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+        first = [*(f"  {each}" for each in tally.first), *(["  ..."] if tally.failed > len(tally.first) else [])]
+        failures = "\n".join([f"{tally.failed:,} have an error there instead:", *first])
+        if quiet:
+            warn_on_stderr(console, f"{out}: of {tally.rows:,} rows {failures}")
+        else:
+            print_message(console, failures)

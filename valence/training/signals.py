@@ -13,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 
+from valence.terminal import print_message
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OUT_OF_TIME = 124
 """Exit status when run.max_time is over: that of the `timeout` command. Of a signal it is 128 and its number."""
@@ -85,9 +87,8 @@ class Stop:
     def _ask(self, reason: str, status: int) -> None:
         self.reason, self.status, self._asked_at = reason, status, time.monotonic()
         if self.patient:
-            self.console.print(
-                f"{reason}: finishing what is under way; another signal ends at once", style="yellow", markup=False
-            )
+            message = f"{reason}: finishing what is under way; another signal ends at once"
+            print_message(self.console, message, "yellow")
 
     def take_over(self, reason: str, status: int) -> None:
         """Another process of the run was asked to stop."""

@@ -34,10 +34,20 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
     model: dict[str, Any] = {"name": target}
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        model = {"name": base, "adapter": target}
+        model = {"name": _base_of_adapter(path, base), "adapter": target}
         if (path / "tokenizer_config.json").is_file():
             model["tokenizer"] = target
     return {"method": "sft", "model": model}
+
+
+def _base_of_adapter(folder: Path, name: str) -> str:
+    """The model below an adapter. Of a local folder the adapter holds the last part of the path alone: the run that the
+    adapter lies in knows all of it, and so may ``model.name=FOLDER`` on the command line."""
+    config = folder.parent / "config.yaml"
+    if "/" in name or Path(name).exists() or not config.is_file():
+        return name
+    recorded = load_recipe(config, [], method_of=method_of, training=False).recipe.model.name
+    return recorded if Path(recorded).name == name else name
 
 
 def is_run(target: str) -> bool:

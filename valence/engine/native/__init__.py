@@ -64,7 +64,7 @@ def why_not() -> str | None:
 @cache
 def _built() -> Path:
     """The shared library, compiled once for each source and kind of processor."""
-    cpu = Path("/proc/cpuinfo").read_text().split("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
+    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
     kind = "".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags")))
     name = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + kind.encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "valence" / "native"
@@ -73,7 +73,9 @@ def _built() -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             made = Path(aside) / target.name
-            subprocess.run(["g++", *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, text=True)
+            subprocess.run(
+                ["g++", *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, encoding="utf-8", errors="replace"
+            )
             made.replace(target)
     return target
 

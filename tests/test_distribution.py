@@ -1,0 +1,43 @@
+"""The name under which the package is installed, and what a plain installation brings."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import valence
+from tests.arch.source import FILES, ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+OLD_NAME = re.compile(r"pip install[^\n`]*[ '\"]valence(?![-\w/.])")
+
+
+def _texts() -> list[Path]:
+    documents = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.yaml"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    return [*FILES, *documents]
+
+
+def test_the_distribution_has_a_name_of_its_own() -> None:
+    assert PROJECT["name"] == valence.DISTRIBUTION == "valence-align"
+    assert PROJECT["scripts"] == {"valence": "valence.cli:main"}
+    own = [each for extra in PROJECT["optional-dependencies"].values() for each in extra if each.startswith("valence")]
+    assert [each.partition("[")[0] for each in own] == [valence.DISTRIBUTION]
+
+
+def test_nothing_tells_to_install_the_other_project() -> None:
+    wrong = {path.name: found[0] for path in _texts() if (found := OLD_NAME.search(path.read_text(encoding="utf-8")))}
+    assert wrong == {}
+
+
+def test_extras_that_are_named_exist() -> None:
+    named = re.compile(r"valence-align\[([\w,]+)\]")
+    extras = {
+        extra for path in _texts() for found in named.findall(path.read_text(encoding="utf-8")) for extra in found.split(",")
+    }
+    assert extras
+    assert extras <= set(PROJECT["optional-dependencies"])
+
+
+def test_a_plain_installation_draws_charts() -> None:
+    assert any(each.startswith("plotly") for each in PROJECT["dependencies"])

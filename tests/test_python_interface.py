@@ -1,0 +1,113 @@
+"""``valence.train`` from keyword arguments, and the run that it returns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import valence
+from tests.models import tiny
+from tests.places import ROWS, place
+from tests.tiny import tiny_tokenizer
+from valence.config.arguments import recipe_from_arguments
+from valence.errors import UserError
+from valence.types import Chat
+
+__all__ = ["place"]
+
+SETTINGS: dict[str, Any] = {
+    "data": {"max_length": 128},
+    "loss": {"beta": 0.2},
+    "train.batch_size": 5,
+    "train.epochs": 1,
+    "run.dir": "runs/python",
+    "run.samples.prompts": 0,
+}
+
+
+def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = valence.train(method="kto", model="./model", train=ROWS, **SETTINGS)
+    assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == ("kto", 0.2, 5, 2)
+    assert run.model_dir == Path("runs/python/model")
+    AutoModelForCausalLM.from_pretrained(run.model_dir)
+    assert run.report.is_file()
+    shown = capsys.readouterr().out
+    assert all(str(path) in shown for path in (run.model_dir, run.report, run.directory / "metrics.jsonl"))
+    assert [record["step"] for record in run.history] == [1, 2]
+    assert isinstance(run.history[0]["loss"], float)
+    for part in ("method='kto'", "steps=2/2", "loss=", "folder='runs/python'"):
+        assert part in repr(run)
+
+    answer = run.ask("question 1", max_new_tokens=5)
+    assert answer == run.ask([{"role": "user", "content": "question 1"}], max_new_tokens=5)
+    (again,) = run.sample([Chat(({"role": "user", "content": "question 1"},))], _greedy())
+    assert answer == again[0].text
+
+    assert valence.train(method="kto", model="./model", train=ROWS, quiet=True, **SETTINGS).finished
+    with pytest.raises(UserError, match="train.seed"):
+        valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **{"train.seed": 7})
+    fresh = valence.train(method="kto", model="./model", train=ROWS, fresh=True, quiet=True, **SETTINGS, **{"train.seed": 7})
+    assert not fresh.finished
+    assert fresh.recipe.train.seed == 7
+    capsys.readouterr()
+    valence.train(method="kto", model="./model", train=ROWS, allow=["train.seed"], quiet=True, **SETTINGS)
+    assert capsys.readouterr().out == ""
+
+
+def _greedy() -> Any:
+    from valence.rollout.protocol import Sampling
+
+    return Sampling(temperature=0.0, max_new_tokens=5, seed=0)
+
+
+def test_a_loaded_model_replaces_the_name(place: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained("./model")
+    run = valence.train(method="kto", model=model, train=ROWS, quiet=True, **SETTINGS)
+    assert run.recipe.model.name == "./model"
+    unnamed = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
+    with pytest.raises(UserError) as error:
+        valence.train(method="kto", model=unnamed, train=ROWS, fresh=True, quiet=True, **SETTINGS)
+    assert error.value.where == "model"
+    run = valence.train(method="kto", model=unnamed, tokenizer=tiny_tokenizer(), train=ROWS, fresh=True, quiet=True, **SETTINGS)
+    assert run.step == 2
+    assert run.ask("question 1", max_new_tokens=2) is not None
+
+
+def test_text_is_continued_where_the_run_trains_on_text(place: Path) -> None:
+    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(6)]
+    run = valence.train(method="kto", model="./model", train=rows, quiet=True, **SETTINGS, **{"data.as_chat": False})
+    (texts,) = run.sample(["question 1 "], _greedy())
+    assert run.ask("question 1 ", max_new_tokens=5) == texts[0].text
+
+
+def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> None:
+    for recipe in ("recipe.yaml", {"method": "kto", "model": {"name": "./model"}, "train": {"batch_size": 3, "seed": 1}}):
+        settings = {"train": {"batch_size": 4, "seed": 2}, "run.dir": Path("runs/three"), "loss": {"beta": 0.3}}
+        source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
+        from valence.config.load import load_recipe
+        from valence.training.methods import method_of
+
+        found = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
+        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (4, 3, "runs/three", 0.3)
+        assert found.model.name == "./model"
+
+
+@pytest.mark.parametrize(("settings", "what"), [
+    ({"lerning_rate": 1}, "lerning_rate"),
+    ({"train.lerning_rate": 1}, "learning_rate"),
+    ({"loss": {"betta": 1}}, "beta"),
+    ({"train.batch_size": "many"}, "train.batch_size"),
+    ({"data": {"max_length": object()}}, "data.max_length"),
+    ({"train": {"batch_size": 4}}, "train"),
+])  # fmt: skip
+def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], what: str, place: Path) -> None:
+    with pytest.raises(UserError) as error:
+        valence.train(method="kto", model="./model", **settings)
+    assert what in str(error.value)
+    with pytest.raises(UserError) as error:
+        valence.train("recipe.yaml", **({"model": "./model"} | settings | {"train.sed": 1}))
+    assert not Path("runs").exists()

@@ -1,0 +1,246 @@
+"""The only module that prints. Text from rows, files, settings, models and rewards is untrusted: it is escaped here.
+
+- ``Terminal`` is the console of every command. Strings are never parsed as Rich markup, and control characters
+  are escaped in whatever is rendered, also inside tables. Colors come from ``style=`` and ``rich.text.Text``.
+- ``print_message`` prints one message on any console, also on a plain ``rich.console.Console`` that a caller passes.
+- ``write_line`` and ``json_line`` are for output that programs read.
+- ``ResilientStream`` lets a run go on when its standard output cannot be written.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import os
+import sys
+import traceback
+import unicodedata
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from itertools import accumulate
+from types import TracebackType
+from typing import IO, Any, cast
+
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
+from rich.text import Span, Text
+
+UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
+"""Unicode categories that are escaped: controls, format characters (bidirectional marks, zero-width characters),
+surrogates, line and paragraph separators."""
+
+
+def escape_control(text: str, *, newlines: bool = True) -> str:
+    """Return ``text`` with characters that steer a terminal, or that cannot be seen, made visible.
+
+    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs stay, and so do
+    newlines unless ``newlines`` is false.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else _escape(c, newlines) for c in text)
+
+
+def _escape(character: str, newlines: bool) -> str:
+    code = ord(character)
+    if character == "\t" or (character == "\n" and newlines):
+        return character
+    if code < 32:
+        return chr(0x2400 + code)
+    if code == 0x7F:
+        return "\N{SYMBOL FOR DELETE}"
+    return f"<U+{code:04X}>" if unicodedata.category(character) in UNPRINTABLE else character
+
+
+def escape_text(text: Text) -> Text:
+    """Return the styled text with ``escape_control`` applied and its styles at the same characters."""
+    plain = text.plain
+    if plain.isprintable() or (escaped := escape_control(plain)) == plain:
+        return text
+    offsets = list(accumulate((len(escape_control(c)) for c in plain), initial=0))
+    copy = text.blank_copy(escaped)
+    last = len(plain)
+    copy.spans = [Span(offsets[min(s.start, last)], offsets[min(s.end, last)], s.style) for s in text.spans]
+    return copy
+
+
+def json_line(value: Any) -> str:
+    """``value`` as JSON on one line, with ``\\u`` escapes for characters that ``escape_control`` would escape."""
+    line = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if line.isprintable():
+        return line
+    hidden = {c for c in line if unicodedata.category(c) in UNPRINTABLE}
+    return line.translate({ord(c): json.dumps(c)[1:-1] if ord(c) != 0x7F else "\\u007f" for c in hidden})
+
+
+# ---------------------------------------------------------------- streams that cannot be written
+
+_output_errors: dict[str, str] = {}
+
+
+def output_errors() -> tuple[str, ...]:
+    """What could not be printed so far, one sentence for each stream."""
+    return tuple(_output_errors.values())
+
+
+class ResilientStream:
+    """A text stream whose write errors do not end the program.
+
+    Characters that its encoding lacks are written as backslash escapes. After an ``OSError`` (disk full, device
+    error, closed pipe) the text is lost, the error is in ``output_errors()``, and later writes are tried again.
+    """
+
+    def __init__(self, stream: IO[str], name: str = "") -> None:
+        self._stream = stream
+        self._name = name or str(getattr(stream, "name", "the output"))
+
+    def write(self, text: str) -> int:
+        try:
+            self._stream.write(text)
+        except UnicodeEncodeError:
+            encoding = getattr(self._stream, "encoding", None) or "ascii"
+            with self._tolerating():
+                self._stream.write(text.encode(encoding, "backslashreplace").decode(encoding))
+        except OSError as error:
+            self._failed(error)
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        with self._tolerating():
+            self._stream.flush()
+
+    @contextmanager
+    def _tolerating(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self._failed(error)
+
+    def _failed(self, error: OSError) -> None:
+        reason = error.strerror or str(error)
+        if self._name not in _output_errors:
+            atexit.register(self.discard_unwritten)  # else the interpreter fails on its way out, with status 120
+        _output_errors.setdefault(self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost")
+        if error.errno == errno.EPIPE:
+            discard(self._stream)
+
+    def discard_unwritten(self) -> None:
+        """Drop what is still in the buffer of a stream that cannot be written."""
+        try:
+            self._stream.flush()
+        except (OSError, ValueError):
+            discard(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def resilient(stream: IO[str]) -> IO[str]:
+    """``stream`` as a ``ResilientStream``."""
+    if isinstance(stream, ResilientStream):
+        return cast(IO[str], stream)
+    known = {id(sys.stdout): "standard output", id(sys.stderr): "standard error"}
+    return cast(IO[str], ResilientStream(stream, known.get(id(stream), "")))
+
+
+def discard(file: IO[str]) -> None:
+    """Redirect a file's descriptor, if it has one, to the null device, including what is still in its buffer."""
+    with suppress(OSError, ValueError, AttributeError):
+        number = file.fileno()
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, number)
+        os.close(null)
+
+
+# ---------------------------------------------------------------- printing for people
+
+
+class Terminal(Console):
+    """A console for untrusted text: no markup, control characters escaped, write errors tolerated."""
+
+    plain = False
+    """Draw no bars, also on a terminal: something else is written there at the same time."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"markup": False, "emoji": False, "highlight": False, **settings})
+
+    @property
+    def file(self) -> IO[str]:
+        return resilient(super().file)
+
+    @file.setter
+    def file(self, new_file: IO[str]) -> None:
+        self._file = new_file
+
+    @property
+    def encoding(self) -> str:
+        return (getattr(self.file, "encoding", None) or "utf-8").lower()
+
+    def render_str(self, text: str, **settings: Any) -> Text:  # type: ignore[override]
+        return super().render_str(escape_control(text), **settings)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """Render anything with its text escaped; the control codes that Rich itself emits are kept."""
+        shown = escape_text(renderable) if isinstance(renderable, Text) else renderable
+        for segment in super().render(shown, options):
+            if segment.control or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(escape_control(segment.text), segment.style)
+
+
+def print_message(console: Console, message: str, style: str = "") -> None:
+    """Print one message, not wrapped: a newline in it starts a new line, everything else is text."""
+    console.print(Text(escape_control(message), style), soft_wrap=True)
+
+
+def warn_on_stderr(console: Console, message: str) -> None:
+    """Print a warning that ``--quiet`` does not hide. Only a console that is quiet, as on all ranks but 0, hides it."""
+    if not console.quiet:
+        print_message(Terminal(stderr=True), message, "yellow")
+
+
+# ---------------------------------------------------------------- printing for programs, and the whole program
+
+
+def write_line(line: str, file: IO[str] | None = None) -> None:
+    """Print a line at once. An output that nobody reads any more, or that is full, is not an error."""
+    target = file or sys.stdout
+    if target is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
+        print(line, file=resilient(target), flush=True)
+
+
+@contextmanager
+def safe_streams() -> Iterator[None]:
+    """Within the block nothing that anyone prints can end the program, and warnings are escaped.
+
+    At the end one line on standard error says what could not be printed.
+    """
+    before, said = warnings.formatwarning, set(output_errors())
+    out, err = ((s and resilient(s)) for s in (sys.stdout, sys.stderr))
+    warnings.formatwarning = _format_warning
+    try:
+        with redirect_stdout(out), redirect_stderr(err):
+            try:
+                yield
+            finally:
+                for message in output_errors():
+                    if message not in said and os.strerror(errno.EPIPE) not in message:
+                        write_line(f"valence: {message}", sys.stderr)
+    finally:
+        warnings.formatwarning = before
+
+
+def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A ``sys.excepthook``: messages of exceptions may quote untrusted text."""
+    write_line(escape_control("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")), sys.stderr)
+
+
+def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+    return f"{escape_control(f'{filename}:{lineno}: {category.__name__}: {message}')}\n"
