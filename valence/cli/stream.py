@@ -70,13 +70,18 @@ def failing(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def streaming(wanted: bool) -> Iterator[Stream | None]:
-    """The stream, if one is wanted. Inside the block everything else that is printed goes to standard error, also by libraries
-    in C and by processes that a reward starts. An error that ends the block ends the stream as well."""
+def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
+    """The stream, if one is wanted and this is rank 0. Inside the block everything else that is
+    printed goes to standard error, also by other ranks, libraries in C and processes that a reward
+    starts. An error that ends the block ends the stream as well."""
     if not wanted:
         yield None
         return
     must_be_open(wanted)
+    if rank:
+        with _stdout_to_stderr():
+            yield None
+        return
     console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
     with _stdout_to_stderr() as file:
         stream = Stream(file)
