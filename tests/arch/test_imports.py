@@ -49,6 +49,7 @@ COME_WITH = {
     "triton": "torch",
     "huggingface_hub": "transformers",
     "regex": "transformers",
+    "h11": "uvicorn",
     "starlette": "fastapi",
     "mlflow": "mlflow_skinny",
 }

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from valence.reward.threads import Raised, attempt
 from valence.types import Completion, Score
 
 T = TypeVar("T")
@@ -152,7 +153,5 @@ def describe_error(error: BaseException) -> str:
 
 
 def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
-    try:
-        return str(convert(value))
-    except BaseException:  # even SystemExit: formatting an error must not raise
-        return f"<{type(value).__name__} that cannot be shown>"
+    text = attempt(lambda: str(convert(value)))  # even SystemExit: formatting an error must not raise
+    return f"<{type(value).__name__} that cannot be shown>" if isinstance(text, Raised) else text

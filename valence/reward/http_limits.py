@@ -57,7 +57,7 @@ def is_allowed_host(header: str, names: frozenset[str]) -> bool:
 
 
 class RequestGuard:
-    """Answers requests that have too many headers, or another host's name, before the application sees them."""
+    """Refuses requests with too many headers, an ambiguous length or another host's name before the application sees them."""
 
     def __init__(self, app: Application, names: frozenset[str]) -> None:
         self.app, self.names = app, names
@@ -70,6 +70,10 @@ class RequestGuard:
             if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
                 error = f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes of them"
                 await _refuse(send, 431, error)
+                return
+            names = {name for name, _ in headers}
+            if b"content-length" in names and b"transfer-encoding" in names:
+                await _refuse(send, 400, "the length of the body is given in two ways")  # a proxy may read it in the other way
                 return
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if not all(is_allowed_host(host, self.names) for host in hosts):
@@ -121,7 +125,7 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
                 longest.transport.abort()
             if not transport.is_closing():
                 idle[self] = None
-                self._head_timer = self.loop.call_later(seconds, self._head_is_late)
+                self._start_head_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
             idle.pop(self, None)
@@ -134,8 +138,8 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
             if self._has_request():
                 idle.pop(self, None)
                 self._stop_head_timer()
-            elif self._head_timer is None and not self.transport.is_closing():  # the begin of a head, or the rest of a body
-                self._head_timer = self.loop.call_later(seconds, self._head_is_late)
+            else:  # the begin of a head, or the rest of a body
+                self._start_head_timer()
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
@@ -143,6 +147,8 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
                 self._limit_writing()
             elif not self._has_request():
                 idle[self] = None
+                if self.conn.trailing_data[0]:
+                    self._start_head_timer()
 
         def timeout_keep_alive_handler(self) -> None:
             super().timeout_keep_alive_handler()
@@ -180,6 +186,9 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
             response = h11.Response(status_code=status, headers=headers)
             for event in (response, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event) or b"")
+            if self._has_request():  # which needs no reply any more
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
             self.transport.close()
             self._limit_writing()
 
@@ -191,6 +200,10 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
             if self._write_timer is not None:
                 self._write_timer.cancel()
                 self._write_timer = None
+
+        def _start_head_timer(self) -> None:
+            if self._head_timer is None and not self.transport.is_closing():
+                self._head_timer = self.loop.call_later(seconds, self._head_is_late)
 
         def _stop_head_timer(self) -> None:
             if self._head_timer is not None:

@@ -190,16 +190,14 @@ class WorkerPool:
 
     async def _load(self, process: subprocess.Popen[bytes], ours: socket.socket, lifeline: int) -> tuple[Worker, Any]:
         worker = Worker(process, *await asyncio.open_connection(sock=ours), lifeline)
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(worker.kill)
             worker.send((self.target, dict(self.settings), self.seconds, self.where))
             message = await worker.receive()
-        except BaseException:
-            worker.kill()
-            raise
-        if "error" in message:
-            worker.kill()
-            what, where, fix = message["error"]
-            raise UserError(what, where=where, fix=fix)
+            if "error" in message:
+                what, where, fix = message["error"]
+                raise UserError(what, where=where, fix=fix)
+            on_failure.pop_all()
         return worker, message["loaded"]
 
     def _pass_output_on(self, process: subprocess.Popen[bytes]) -> None:

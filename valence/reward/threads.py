@@ -45,11 +45,10 @@ def attempt(call: Callable[[], T]) -> T | Raised:
         return Raised(error)
 
 
-def own_working_directory() -> None:
+def own_working_directory() -> bool:
     """Give this thread its own working directory, where Linux allows it: otherwise ``os.chdir`` moves the whole process. Not for
-    threads that outlive a call, which the program's own ``os.chdir`` has to reach."""
-    if sys.platform == "linux":
-        attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS))
+    threads that outlive a call, which the program's own ``os.chdir`` has to reach. Returns whether it worked."""
+    return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
 
 
 @contextlib.contextmanager

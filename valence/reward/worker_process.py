@@ -80,13 +80,11 @@ async def _serve(function: Function, connection: socket.socket, messages: Any) -
     inbox = asyncio.Queue[tuple[int, Sequence[Completion] | None]]()
 
     def receive() -> None:
-        while True:
-            try:
-                message = _read(messages)
-            except BaseException:  # the server has ended
-                os.killpg(os.getpgrp(), signal.SIGKILL)
-                raise
-            loop.call_soon_threadsafe(inbox.put_nowait, message)
+        try:
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, _read(messages))
+        finally:  # the server has ended
+            os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=receive, name="messages of the server", daemon=True).start()
     tasks = set[asyncio.Task[None]]()
@@ -101,18 +99,18 @@ async def _serve(function: Function, connection: socket.socket, messages: Any) -
 
 
 async def _answer(function: Function, connection: socket.socket, number: int, completions: Sequence[Completion]) -> None:
-    is_hung = False
-    try:
-        with restored_working_directory():
-            scores = await function.attempt(completions)
-        reply: dict[str, Any] = {"scores": [_encode(score) for score in scores]}
-    except Failed as error:
-        is_hung = error.late and not error.passes
-        reply = {"failed": str(error), "late": error.late, "hung": is_hung}
-    except BaseException as error:  # a defect must not end the other calls of this process
-        reply = {"failed": f"raised {describe_error(error)}", "late": False, "hung": False}
+    with restored_working_directory():
+        (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
+    reply: dict[str, Any] = {"late": False, "hung": False}
+    if isinstance(scores, Failed):
+        is_hung = scores.late and not scores.passes
+        reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
+    elif isinstance(scores, BaseException):  # a defect must not end the other calls of this process
+        reply["failed"] = f"raised {describe_error(scores)}"
+    else:
+        reply["scores"] = [_encode(score) for score in scores]
     _send(connection, {"id": number, **reply})
-    if is_hung:
+    if reply["hung"]:
         os._exit(1)  # the server starts another
 
 
