@@ -103,3 +103,30 @@ def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
     assert all(line.startswith("data.eval: ") for line in done.stderr.splitlines())
     assert json.loads(done.stdout)["event"] == "started"
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"
+
+
+@pytest.mark.parametrize("behind", ["", "2>&-"])
+def test_what_processes_of_a_reward_print_is_not_among_the_records(place: Path, behind: str) -> None:
+    (place / "talks.py").write_text(
+        "import os, subprocess\nos.write(1, b'imported')\n"
+        "def f(completions):\n"
+        "    print('printed')\n"
+        "    subprocess.run(['echo', 'by another program'])\n"
+        "    os.write(1, b'without a line break')\n"
+        "    return [1.0 * len(c.tokens) for c in completions]\n"
+    )
+    (place / "recipe.yaml").write_text(
+        "method: rloo\n"
+        "model: {name: ./model, lora: {rank: 2}}\n"
+        "data: {train: [{path: rows.jsonl, format: prompt, limit: 2}], max_length: 128}\n"
+        "reward: talks:f\n"
+        "rollout: {num_rollouts: 2, max_new_tokens: 4}\n"
+        "train: {batch_size: 4, max_steps: 1, learning_rate: 1e-3}\n"
+        "run: {dir: runs/first}\n"
+    )
+    done = in_a_shell(place, "train recipe.yaml --json", behind)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line).get("event") for line in done.stdout.splitlines()]
+    assert (events[0], events[-1]) == ("started", "done")
+    for text in ("imported", "printed", "by another program", "without a line break"):
+        assert (text in done.stderr) == (not behind)

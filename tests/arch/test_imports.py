@@ -66,6 +66,7 @@ COME_WITH = {
     "triton": "torch",
     "huggingface_hub": "transformers",
     "regex": "transformers",
+    "h11": "uvicorn",
     "starlette": "fastapi",
     "mlflow": "mlflow_skinny",
 }

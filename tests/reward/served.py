@@ -6,7 +6,7 @@ import asyncio
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import httpx
 from uvicorn import Server
 
 from benchmarks.reward_server.judge import number
+from valence.reward.cache import MOST
 from valence.reward.server import Service, listening, web_server
 from valence.reward.serving import Limits
 from valence.types import Completion, Score
@@ -45,20 +46,6 @@ class Numbers:
         self.closed = True
 
 
-def of_tokens(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
-    """A reward that no server has what it needs for."""
-    return [float(len(ids)) for _, ids in zip(prompts, completion_ids, strict=True)]
-
-
-COUNTED: list[str] = []
-"""Texts that the next function has judged."""
-
-
-def counted(completions: Sequence[Completion]) -> list[float]:
-    COUNTED.extend(c.text for c in completions)
-    return [1.0] * len(completions)
-
-
 def wait_for(holds: Callable[[], bool]) -> None:
     until = time.monotonic() + 30
     while not holds():
@@ -83,17 +70,32 @@ class Served:
 
 
 @contextmanager
-def served(reward: Any, limits: Limits = Limits(), **settings: Any) -> Iterator[Served]:
-    """A server of the reward at a free port."""
-    service, lines = Service(reward, limits, **settings), list[str]()
+def served(reward: Any, limits: Limits = Limits(), web: Mapping[str, Any] = {}, **settings: Any) -> Iterator[Served]:
+    """A server of the reward at a free port. web: settings of the web server."""
+    with served_service(Service(reward, limits, **settings), **web) as server:
+        yield server
+
+
+@contextmanager
+def served_as_command(target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST) -> Iterator[Served]:
+    """A server of what the command would serve."""
+    from valence.cli.serve import _service
+
+    with served_service(_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
+        yield server
+
+
+@contextmanager
+def served_service(service: Service, **web: Any) -> Iterator[Served]:
+    lines = list[str]()
     with listening("127.0.0.1", 0, guarded=False) as place:
-        server = web_server(service, place, tell=lines.append)
+        server = web_server(service, place, tell=lines.append, **web)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[place])))
         thread.start()
         url = f"http://127.0.0.1:{place.getsockname()[1]}"
         try:
             assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
-            yield Served(url, reward, service, server, lines)
+            yield Served(url, service.reward, service, server, lines)
         finally:
             server.should_exit = True
             thread.join(30)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import re
 import sys
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -18,6 +21,7 @@ import torch
 
 from tests.reward.kit import answer, answers, calls_of, error, reward, scores, values
 from valence.errors import UserError
+from valence.reward import threads
 from valence.reward.calls import Calls
 from valence.reward.functions import MOST_ABANDONED, Function, columns_of, scores_of
 from valence.types import Completion, Score
@@ -256,6 +260,115 @@ def test_whatever_is_raised_is_an_error_with_its_line(raised: str, kind: str, aw
     assert f"raised {name}" in said or (name == "StopIteration" and "raised RuntimeError" in said)
     assert f"{module}.py:7" in said or name == "StopIteration"
     assert error(made, answers(3)) == said  # and it is called again
+
+
+BROKEN = """
+        class Broken:
+            def __repr__(self):
+                raise RuntimeError("no repr")
+            __str__ = __len__ = __float__ = tolist = item = __repr__
+
+        class BrokenError(Exception):
+            def __str__(self):
+                raise SystemExit(3)
+            __repr__ = __str__
+
+        class BrokenList(list):
+            def __len__(self):
+                raise RuntimeError("no length")
+"""
+
+
+@pytest.mark.parametrize(("statement", "said"), [
+    ("raise BrokenError", "BrokenError"), ("raise AttributeError(Broken())", "AttributeError"),
+    ("return [Broken()]", "gave a number that is no float|where a number is wanted"), ("return Broken()", "no repr"),
+    ("return BrokenList([1.0])", "no length"), ("return [Score(Broken())]", "where a number is wanted"),
+    ("return [Score(1.0, {'x': Broken()})]", "part x is <Broken"), ("return [Score(1.0, {'x': 10**400})]", "part x is 1000"),
+    ("return [Score(1.0, {'x': BrokenError()})]", "part x is <BrokenError"),
+])  # fmt: skip
+def test_objects_that_cannot_be_shown_are_errors(statement: str, said: str, write: Any) -> None:
+    module = write(f"""
+        from valence.types import Score
+{BROKEN}
+        def f(completions):
+            {statement}
+    """)
+    assert re.search(said, error(reward(f"{module}:f"), answers(1)))
+
+
+def test_an_import_whose_error_cannot_be_shown_is_a_mistake(write: Any) -> None:
+    module = write(f"""{BROKEN}
+        raise BrokenError
+    """)
+    with pytest.raises(UserError, match="BrokenError"):
+        reward(f"{module}:f")
+
+
+@pytest.mark.parametrize("is_private", [True, False])
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_that_changes_the_working_directory_does_not_move_the_program(
+    kind: str, is_private: bool, write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_private:  # as where the system gives threads no working directory of their own
+        monkeypatch.setattr(threads, "own_working_directory", lambda: None)
+    module = write(f"""
+        import os
+        os.chdir("/")
+
+        {kind} f(completions):
+            os.chdir("/usr")
+            return [1.0] * len(completions)
+    """)
+    made = reward(f"{module}:f")
+    assert os.getcwd() == str(tmp_path)
+    assert values(made, answers(2)) == [1.0, 1.0]
+    assert os.getcwd() == str(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a working directory of their own on Linux alone")
+def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(write: Any, tmp_path: Path) -> None:
+    """A run writes its checkpoints meanwhile, and afterwards."""
+    with ThreadPoolExecutor(1) as thread:
+        if not thread.submit(threads.own_working_directory).result():
+            pytest.skip("this system does not allow it")
+    module = write("""
+        import os, threading
+        moved, go_on = threading.Event(), threading.Event()
+
+        def f(completions):
+            os.chdir("/usr")
+            moved.set()
+            go_on.wait(30)
+            os.chdir("/")
+            moved.set()
+            return [1.0]
+    """)
+    made = reward(f"{module}:f", timeout=0.3)
+    assert values(made, answers(1)) == [None]
+    loaded = sys.modules[module]
+    assert loaded.moved.is_set()
+    assert os.getcwd() == str(tmp_path)
+    loaded.moved.clear()
+    loaded.go_on.set()
+    assert loaded.moved.wait(30)
+    assert os.getcwd() == str(tmp_path)
+
+
+def test_the_program_may_change_its_working_directory(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = write("""
+        import os
+        seen = []
+
+        def f(completions):
+            seen.append(os.getcwd())
+            return [1.0]
+    """)
+    made = reward(f"{module}:f")
+    (tmp_path / "below").mkdir()
+    for folder in (tmp_path, tmp_path / "below"):
+        monkeypatch.chdir(folder)
+        assert values(made, answers(1)) == [1.0]
+    assert sys.modules[module].seen == [str(tmp_path), str(tmp_path / "below")]
 
 
 def test_an_asynchronous_function_that_cancels_itself_is_an_error(write: Any) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from inspect import signature
 from pathlib import Path
@@ -26,13 +27,14 @@ from transformers import AutoModelForSequenceClassification
 
 from benchmarks.reward_server.connection import Connection
 from tests.models import tiny
-from tests.reward.served import COUNTED, Numbers, number, served, wait_for
+from tests.reward.served import Numbers, number, served, served_as_command, wait_for
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.serve import serve_reward
 from valence.config.load import load_reward
 from valence.reward import reward_of, score_all
 from valence.reward.cache import MOST
+from valence.reward.calls import FailedCall
 from valence.reward.serving import Batcher, Limits
 from valence.types import Completion, Score
 
@@ -87,13 +89,16 @@ def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
 @settings(max_examples=40)
 @given(
     sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12), max_batch=st.integers(1, 8), concurrency=st.integers(1, 3),
-    bad=st.sets(st.integers(0, 100), max_size=6), raises=st.booleans(), seed=st.integers(0, 1000),
+    bad=st.sets(st.integers(0, 100), max_size=6), fails=st.sampled_from(["raises", "failed call", "failed scores"]),
+    seed=st.integers(0, 1000),
 )  # fmt: skip
 def test_whatever_the_batches_each_request_has_its_own_scores(
-    sizes: list[int], max_batch: int, concurrency: int, bad: set[int], raises: bool, seed: int
+    sizes: list[int], max_batch: int, concurrency: int, bad: set[int], fails: str, seed: int
 ) -> None:
-    """Requests come in any number and size at any time; calls end in any order; some answers fail, or make a call fail."""
+    """Requests come in any number and size at any time; calls end in any order; some answers fail, or make a call fail with an
+    error that quotes all of them. No request gets an error of another's, and no answer is given to the reward often."""
     draw = random.Random(seed)
+    times = Counter[int]()
 
     class Any_:
         name, deterministic = "any", True
@@ -102,8 +107,11 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
             assert 0 < len(completions) <= max_batch
             await asyncio.sleep(draw.choice((0, 0, 0.001)))
             numbers = [int(c.text) for c in completions]
-            if raises and bad & set(numbers):
-                raise ValueError
+            times.update(numbers)
+            if bad & set(numbers) and fails == "raises":
+                raise ValueError(f"cannot score {numbers}")
+            if bad & set(numbers) and fails == "failed call":
+                return [FailedCall(None, error=f"cannot score {numbers}")] * len(numbers)
             return [Score(None, error=f"no {n}") if n in bad else Score(float(n)) for n in numbers]
 
         async def close(self) -> None:
@@ -125,14 +133,16 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         assert not batcher.waiting
         return list(zip(asked, found, strict=True))
 
-    for numbers, scores in asyncio.run(run()):
-        values = [score.value for score in scores if score is not None]
-        assert len(values) == len(numbers)
-        for n, value in zip(numbers, values, strict=True):
-            if n in bad or (raises and bad & set(numbers)):
-                assert value is None or (value == n and n not in bad)
+    for numbers, found in asyncio.run(run()):
+        scores = [score for score in found if score is not None]
+        assert len(scores) == len(numbers)
+        for n, score in zip(numbers, scores, strict=True):
+            if n in bad or (fails != "failed scores" and bad & set(numbers)):
+                assert score.value is None or (score.value == n and n not in bad)
+                assert {int(digits) for digits in re.findall(r"\d+", score.error)} <= set(numbers)
             else:
-                assert value == n
+                assert score.value == n
+    assert max(times.values(), default=0) <= 3
 
 
 # Slow rewards, and clients that leave
@@ -160,7 +170,9 @@ def test_a_slow_reward_is_waited_for_so_long(blocks: bool) -> None:
 def test_answers_of_a_client_that_left_are_not_scored() -> None:
     gate = threading.Event()
     body = json.dumps({"query": ["nobody waits"]}).encode()
-    head = b"POST /get_reward HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
+    head = b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
+        body
+    )
     with served(Numbers(gate=gate), Limits(max_wait=0.0)) as server:
         first = threading.Thread(target=lambda: server.post(query=["first"]))
         first.start()
@@ -275,7 +287,7 @@ def test_a_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     (["exact_match", "--host", "0.0.0.0"], "give --token-env"), (["exact_match", "--token-env", "NOT_SET"], "NOT_SET"),
     (["exact_mach"], "exact_match"), (["http://localhost:1/get_reward"], "a server already"), (["length"], "settings.unit"),
     (["exact_match", "setings.answer=label"], "did you mean settings"), (["no_such.module:fn"], "no_such"),
-    (["tests.reward.served:of_tokens"], "without completion_ids"),
+    (["tests.reward.served_functions:of_tokens"], "without completion_ids"),
     (["exact_match", "token_env=HOME"], "only servers take a token"),
 ])  # fmt: skip
 def test_what_cannot_be_served_is_told(
@@ -291,13 +303,6 @@ def test_what_cannot_be_served_is_told(
 # Rewards of every kind
 
 
-def served_as_command(target: str, *overrides: str, keep: int = MOST) -> Any:
-    from valence.cli.serve import _service
-
-    service = _service(target, list(overrides), Limits(max_wait=0.0), token=None, ends=None, keep=keep)
-    return served(service.reward, service.limits, whole=service.whole)
-
-
 def test_a_rule_reads_the_label() -> None:
     with served_as_command("exact_match", "settings.answer=label") as server:
         body = {"query": ["Capital? Paris<|im_end|>", "Capital? Rome", "Sum? 4"], "prompts": ["Capital? ", "Capital? ", "Sum? "]}
@@ -306,14 +311,15 @@ def test_a_rule_reads_the_label() -> None:
         assert server.post(**body).status_code == 500  # without labels there is nothing to compare with, and so no number
 
 
-def test_the_command_keeps_no_more_scores_than_it_is_told() -> None:
+def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
     assert signature(serve_reward).parameters["max_kept"].default == MOST
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
-        with served_as_command("tests.reward.served:counted", "deterministic=true", keep=keep) as server:
-            COUNTED.clear()
+        file = tmp_path / f"{keep}.txt"
+        words = ("deterministic=true", f"settings.file={file}")
+        with served_as_command("tests.reward.served_functions:counted", *words, keep=keep) as server:
             for text in ("x", "y", "x", "y", "y") if not keep else ("x", "x", "y", "y", "y"):
                 assert server.post(query=[text]).json()["rewards"] == [1.0]
-            assert again == COUNTED
+        assert file.read_text().split() == again
 
 
 def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:

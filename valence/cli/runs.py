@@ -79,7 +79,7 @@ def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> Non
         from valence.api import train_in_folder
         from valence.training.results import outputs
 
-    with streaming(as_json and how["group"].rank == 0) as stream:
+    with streaming(as_json, how["group"].rank) as stream:
         sinks = [stream] if stream else []
         try:
             folder = train_in_folder(recipe, overrides=overrides, console=console, command=command_line(), sinks=sinks, **how)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping
 from importlib.util import find_spec
-from inspect import signature
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -15,6 +15,7 @@ from valence.errors import UserError
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
+    from valence.reward.build import Spec
     from valence.reward.calls import Backend
     from valence.reward.server import Service
     from valence.reward.serving import Limits
@@ -30,6 +31,14 @@ def serve_reward(
     overrides: Overrides = None,
     host: Annotated[str, typer.Option(help="Address to listen at. One that other machines reach needs a token.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 5000,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="Another host name that clients use for this server, or * for any; may be repeated. IP addresses, localhost, "
+            "--host and the name of this machine are always allowed.",
+        ),
+    ] = None,
     token_env: Annotated[
         str | None, typer.Option(metavar="NAME", help="Environment variable with the bearer token that clients must send.")
     ] = None,
@@ -39,7 +48,9 @@ def serve_reward(
     max_items: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 1024,
     max_waiting: Annotated[int, typer.Option(min=1, help="Answers that wait, of all requests, before more are refused.")] = 16384,
     rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second of one client. Default: any number.")] = None,
-    concurrency: Annotated[int, typer.Option(min=1, help="Calls of the reward under way at a time.")] = 1,
+    concurrency: Annotated[
+        int, typer.Option(min=1, help="Calls of the reward under way at a time. A function has so many worker processes.")
+    ] = 1,
     timeout: Annotated[float, typer.Option(min=0.01, help="Seconds until a request is answered, scored or not.")] = 60.0,
     max_kept: Annotated[
         int, typer.Option(min=0, help="Scores kept in memory, of a reward that always gives an answer the same; 0: none.")
@@ -64,7 +75,11 @@ def serve_reward(
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
     )  # fmt: skip
     service = _service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
-    serve(service, host=host, port=port, tell=lambda line: write_line(escape_control(line)))
+    serve(service, host=host, port=port, allowed_hosts=allowed_host or [], tell=_write_escaped)
+
+
+def _write_escaped(line: str) -> None:
+    write_line(escape_control(line))
 
 
 def _service(
@@ -73,8 +88,7 @@ def _service(
     """The reward, loaded. Raises UserError for one that cannot be served."""
     from valence.config.load import load_reward
     from valence.reward import reward_of
-    from valence.reward.build import FUNCTION
-    from valence.reward.functions import load_function
+    from valence.reward.pool import WorkerPool
     from valence.reward.server import ENDS, Service
 
     if target.startswith(("http://", "https://")):
@@ -83,9 +97,7 @@ def _service(
     spec = load_reward(target, [*ours, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError("requests have texts, not tokens", where="settings.unit", fix="give settings.unit=characters, or words")
-    if FUNCTION.fullmatch(target) and "completion_ids" in signature(load_function(target, "reward")).parameters:
-        raise UserError("requests have texts, not tokens", where=target, fix="serve a function without completion_ids")
-    loaded = list[str]()
+    loaded, pools = list[str](), list[WorkerPool]()
 
     def model(name: str, settings: Mapping[str, Any], where: str) -> Backend:
         from valence.training.reward_queries import query_model
@@ -93,8 +105,26 @@ def _service(
         loaded.append(name)
         return query_model(name, settings, where)
 
-    reward = reward_of([spec], model=model, keep=keep)
-    return Service(reward, limits, token=token, whole=bool(loaded), ends=ENDS if ends is None else ends)
+    def function(spec: Spec, where: str) -> Backend:
+        pool = WorkerPool(spec.reward, spec.settings, spec.timeout, spec.concurrency, where, _log, max_wait=limits.timeout)
+        pool.start()
+        if "completion_ids" in pool.parameters:
+            raise UserError("requests have texts, not tokens", where=target, fix="serve a function without completion_ids")
+        pools.append(pool)
+        return pool
+
+    reward = reward_of([spec], model=model, function=function, keep=keep)
+    return Service(
+        reward, limits, token=token, whole=bool(loaded), ends=ENDS if ends is None else ends,
+        probe=pools[0].probe if pools else None,
+    )  # fmt: skip
+
+
+def _log(line: str) -> None:
+    from valence.report.console import visible
+
+    if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `2>&-`
+        print(visible(line), file=sys.stderr, flush=True)
 
 
 def _token(variable: str | None) -> str | None:

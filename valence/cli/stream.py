@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -69,25 +70,63 @@ def failing(wanted: bool) -> Iterator[None]:
 
 
 @contextmanager
-def streaming(wanted: bool) -> Iterator[Stream | None]:
-    """The stream, if one is wanted. Inside the block what anything else prints goes to standard error. An error that ends the
-    block ends the stream as well."""
+def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
+    """The stream, if one is wanted and this is rank 0. Inside the block everything else that is
+    printed goes to standard error, also by other ranks, libraries in C and processes that a reward
+    starts. An error that ends the block ends the stream as well."""
     if not wanted:
         yield None
         return
     must_be_open(wanted)
-    stream = Stream(sys.stdout)
+    if rank:
+        with _stdout_to_stderr():
+            yield None
+        return
     console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
-    try:
-        with redirect_stdout(sys.stderr):
+    with _stdout_to_stderr() as file:
+        stream = Stream(file)
+        try:
             yield stream
-    except UserError as error:
-        stream.ended("failed", MISTAKE, error=str(error))
-        raise
+        except UserError as error:
+            stream.ended("failed", MISTAKE, error=str(error))
+            raise
+        finally:
+            console.plain = False
+            if not stream.over:
+                stream.ended("failed", 1, error="a defect; see standard error")
+
+
+@contextmanager
+def _stdout_to_stderr() -> Iterator[IO[str]]:
+    """A file that writes to standard output. Inside the block ``sys.stdout`` and file descriptor 1 are standard error."""
+    stdout = sys.stdout
+    with suppress(OSError):
+        stdout.flush()
+    if _descriptor(stdout) != 1:  # an object that only this program writes to
+        with redirect_stdout(sys.stderr):
+            yield stdout
+        return
+    kept = os.dup(1)  # not inherited by other programs
+    file = os.fdopen(kept, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=False)
+    try:
+        try:
+            os.dup2(2, 1)
+        except OSError:  # standard error is closed
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        with redirect_stdout(sys.stderr):
+            yield file
     finally:
-        console.plain = False
-        if not stream.over:
-            stream.ended("failed", 1, error="a defect; see standard error")
+        with suppress(OSError):  # each line was flushed; one that could not be written was reported
+            file.close()
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _descriptor(file: IO[str]) -> int | None:
+    try:
+        return file.fileno()
+    except (OSError, ValueError, AttributeError):
+        return None
 
 
 def _text(path: Path | None) -> str | None:

@@ -69,21 +69,29 @@ def is_server(target: str) -> bool:
 
 ModelReward = Callable[[str, Mapping[str, Any], str], Backend]
 """Loads a reward model: its folder or hub id, the entry's settings, and where they are for messages."""
+FunctionBackend = Callable[[Spec, str], Backend]
+"""Loads a function that its backend may call several times at once: the entry, and where its function is for messages."""
 
 
 def reward_of(
-    specs: Sequence[Spec], *, model: ModelReward | None = None, cache: Path | None = None, keep: int = MOST
+    specs: Sequence[Spec],
+    *,
+    model: ModelReward | None = None,
+    function: FunctionBackend | None = None,
+    cache: Path | None = None,
+    keep: int = MOST,
 ) -> Combined:
     """What a recipe's reward section describes: its entries added up, each times its weight.
 
-    model: loads reward models, where they can be used. cache: the folder in which scores of deterministic rewards are kept;
-    without one they are kept in memory. keep: so many of each in memory; 0: none are kept, nor written. Raises UserError for what
-    cannot be found or called, before anything is scored.
+    model: loads reward models, where they can be used. function: loads functions; by default they
+    run in this process. cache: the folder in which scores of deterministic rewards are kept; without
+    one they are kept in memory. keep: so many of each in memory; 0: none are kept, nor written.
+    Raises UserError for what cannot be found or called, before anything is scored.
     """
     names = _names(specs)
     parts = list[Part]()
     for i, spec in enumerate(specs):
-        calls = _calls(spec, names[i], f"reward.{i}", model)
+        calls = _calls(spec, names[i], f"reward.{i}", model, function)
         identity = calls.backend.identity if calls.deterministic and keep else None
         reward = calls if identity is None else Cached(calls, Kept(cache, identity, keep))
         parts.append(Part(reward, spec.weight, spec.clip, spec.gate))
@@ -130,18 +138,18 @@ def _short(target: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", last)
 
 
-def _calls(spec: Spec, name: str, where: str, model: ModelReward | None) -> Calls:
+def _calls(spec: Spec, name: str, where: str, model: ModelReward | None, function: FunctionBackend | None) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
         what = f"nothing is at least {spec.clip[0]:g} and at most {spec.clip[1]:g}"
         raise UserError(what, where=f"{where}.clip", fix="put the smaller number first")
-    backend, always, together = _backend(spec, where, model)
+    backend, always, together = _backend(spec, where, model, function)
     return Calls(
         name, backend, spec.deterministic or always, batch_size=spec.batch_size, retries=spec.retries,
         concurrency=spec.concurrency if together else 1, patience=TIME_OUTS * spec.timeout,
     )  # fmt: skip
 
 
-def _backend(spec: Spec, where: str, model: ModelReward | None) -> tuple[Backend, bool, bool]:
+def _backend(spec: Spec, where: str, model: ModelReward | None, function: FunctionBackend | None) -> tuple[Backend, bool, bool]:
     """What is called; whether it is deterministic by nature; whether several calls may be under way."""
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
@@ -152,6 +160,8 @@ def _backend(spec: Spec, where: str, model: ModelReward | None) -> tuple[Backend
     if target in RULES:
         return Rules(target, rule_of(target, settings, place), settings, spec.timeout), True, False
     if is_function(target):
+        if function is not None:
+            return function(spec, f"{where}.reward"), False, True
         fn = load_function(target, f"{where}.reward")
         try:
             made = Function(fn, target, settings, spec.timeout)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from valence.reward.threads import Raised, attempt
 from valence.types import Completion, Score
 
 T = TypeVar("T")
@@ -26,12 +27,20 @@ hangs holds a batch up this long, however many retries it has."""
 
 
 class Failed(Exception):
-    """A call gave no scores. ``passes``: it may well do so the next time, not before ``after`` seconds. ``late``: its time was
-    over."""
+    """A call returned no scores. ``passes``: a later call may succeed, not before ``after`` seconds. ``late``: the call exceeded
+    its time limit. ``late`` without ``passes``: it is still running, and nothing can stop it."""
 
     def __init__(self, why: str, *, passes: bool = False, after: float = 0.0, late: bool = False) -> None:
         super().__init__(why)
         self.passes, self.after, self.late = passes, after, late
+
+
+@dataclass(frozen=True, slots=True)
+class FailedCall(Score):
+    """The score of a completion whose call failed as a whole. ``error`` may be about another completion of the same call.
+    ``late``: the call exceeded its time limit."""
+
+    late: bool = False
 
 
 class Backend(Protocol):
@@ -90,7 +99,7 @@ class Calls:
                         await self.sleep(pause(tries, error.after, self.draw))
                         continue
                     tried = f" ({tries + 1} tries)" if tries else ""
-                    return [Score(None, error=f"{error}{tried}")] * len(batch)
+                    return [FailedCall(None, error=f"{error}{tried}", late=error.late)] * len(batch)
                 assert len(scores) == len(batch)
                 return [checked(score) for score in scores]
         raise AssertionError
@@ -114,11 +123,35 @@ async def together(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def checked(score: Score) -> Score:
-    """The same, or a failed one when it or a part of it is no finite number."""
+    """Return the score, or a failed one if its value or one of its parts is not a finite number."""
     if score.value is None:
         return score if score.error else Score(None, score.parts, "it gave no score")
-    wrong = {"it": score.value, **score.parts}
-    for name, value in wrong.items():
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            return Score(None, error=f"{'the score' if name == 'it' else f'its part {name}'} is {value!r}, no finite number")
+    for name, value in {"": score.value, **score.parts}.items():
+        if not _is_finite(value):
+            subject = f"its part {name}" if name else "the score"
+            return Score(None, error=f"{subject} is {describe(value)}, no finite number")
     return score
+
+
+def _is_finite(value: object) -> bool:
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:  # an integer that no float can hold
+        return False
+
+
+def describe(value: object) -> str:
+    """``repr(value)``, or the type's name if that raises. Objects of reward functions may raise anything."""
+    return _text_or_type(repr, value)
+
+
+def describe_error(error: BaseException) -> str:
+    """Type and message of an exception, whatever its ``__str__`` does."""
+    name = type(error).__name__
+    message = _text_or_type(str, error)
+    return f"{name}: {message}" if message else name
+
+
+def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
+    text = attempt(lambda: str(convert(value)))  # even SystemExit: formatting an error must not raise
+    return f"<{type(value).__name__} that cannot be shown>" if isinstance(text, Raised) else text

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valence.reward.calls import BATCH, together
+from valence.reward.calls import BATCH, FailedCall, together
 from valence.types import Completion, Reward, Score
 
 
@@ -71,6 +71,9 @@ class Combined:
                 continue
             numbers[name] = part.of(score)
             given.append((part, numbers[name]))
+        failed_calls = [score for score in scores if isinstance(score, FailedCall)]
+        if failed_calls:
+            return FailedCall(None, numbers, "; ".join(errors), late=any(score.late for score in failed_calls))
         if errors:
             return Score(None, numbers, "; ".join(errors))
         shut = [(part, value) for part, value in given if part.gate is not None and value < part.gate]

@@ -20,8 +20,8 @@ from types import ModuleType
 from typing import Any, cast
 
 from valence.errors import UserError
-from valence.reward.calls import Failed
-from valence.reward.threads import Background, Raised, TimedOut, attempt, in_thread
+from valence.reward.calls import Failed, describe, describe_error
+from valence.reward.threads import Background, Raised, TimedOut, attempt, in_thread, restored_working_directory
 from valence.types import Completion, Message, Score
 
 MOST_ABANDONED = 8
@@ -90,7 +90,10 @@ class Function:
             ) from late  # fmt: skip
         if isinstance(given, Raised):
             raise self._failure(given.error) from given.error
-        return scores_of(given, len(completions), self.place)
+        scores = attempt(partial(scores_of, given, len(completions), self.place))  # what it gave may raise when looked at
+        if isinstance(scores, Raised):
+            raise scores.error if isinstance(scores.error, Failed) else self._failure(scores.error)
+        return scores
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
         given = await in_thread(call, self.seconds, self._abandoned)
@@ -112,9 +115,9 @@ class Function:
         code: Any = getattr(_plain(self.fn), "__code__", None)
         inside = [f for f in own if code is not None and f.filename == code.co_filename] or own
         place = f"{_shown(inside[-1].filename)}:{inside[-1].lineno}" if inside else self.place
-        said = _cut(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        said = _cut(describe_error(error))
         hint = ""
-        if isinstance(error, AttributeError | TypeError) and "Completion" in str(error) and not self._trl:
+        if isinstance(error, AttributeError | TypeError) and "Completion" in said and not self._trl:
             hint = "; it is given Completion objects (.text, .prompt, .info); a parameter `prompts` asks for TRL's lists"
         late = isinstance(error, TimeoutError)
         return Failed(f"raised {said} ({place}){hint}", passes=late or isinstance(error, ConnectionError), late=late)
@@ -122,7 +125,7 @@ class Function:
     # Arguments
 
     @cached_property
-    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
         try:
             return inspect.signature(self.fn).parameters
         except (ValueError, TypeError):  # written in C
@@ -131,11 +134,11 @@ class Function:
 
     @cached_property
     def _named(self) -> list[inspect.Parameter]:
-        return [p for p in self._parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return [p for p in self.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
 
     @cached_property
     def _takes_any(self) -> bool:
-        return any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
+        return any(p.kind is p.VAR_KEYWORD for p in self.parameters.values())
 
     @cached_property
     def _required(self) -> list[str]:
@@ -154,7 +157,7 @@ class Function:
             raise UserError(
                 f"{self.target} has no parameter {unknown[0]!r}", where="settings", fix=f"its parameters are {', '.join(names)}"
             )
-        positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self._parameters.values())
+        positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values())
         if not self._trl and (not positional or len(self._required) > 1):
             wants = ", ".join(self._required[1:]) or "completions"
             raise UserError(
@@ -237,7 +240,7 @@ def _score(value: Any, place: str) -> Score:
     if callable(getattr(value, "item", None)):  # of numpy or torch
         value = attempt(value.item)
     if not isinstance(value, Real):  # truth values are numbers in Python
-        return Score(None, error=_cut(f"gave {value!r}, a {type(value).__name__}, where a number is wanted ({place})"))
+        return Score(None, error=_cut(f"gave {describe(value)}, a {type(value).__name__}, where a number is wanted ({place})"))
     found = attempt(partial(float, value))
     return Score(None, error=f"gave a number that is no float ({place})") if isinstance(found, Raised) else Score(found)
 
@@ -270,7 +273,8 @@ def _import(name: str, target: str, where: str) -> ModuleType:
     folder, place = os.getcwd(), f"{where}: {target}"
     sys.path.insert(0, folder)
     try:
-        module = attempt(partial(importlib.import_module, name))
+        with restored_working_directory():
+            module = attempt(partial(importlib.import_module, name))
     finally:
         sys.path.remove(folder)
         if folder not in sys.path:
@@ -283,7 +287,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
     if isinstance(error, ModuleNotFoundError) and error.name and (name == error.name or name.startswith(f"{error.name}.")):
         what = f"there is no module {error.name!r}, neither in the current folder ({folder}) nor installed"
         raise UserError(what, where=place, fix="name it as `package.module:function`, from the folder that the package is in")
-    said, at = _cut(f"{type(error).__name__}: {error}"), _place_of(error)
+    said, at = _cut(describe_error(error)), _place_of(error)
     fix = "install it in this environment" if isinstance(error, ModuleNotFoundError) else "mend the file"
     raise UserError(f"importing {name} failed at {at}: {said}", where=place, fix=fix) from error
 

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 
 from valence.reward.calls import BATCH, together
-from valence.reward.threads import Background
+from valence.reward.threads import Background, restored_working_directory
 from valence.types import Completion, Reward, Score
 
 POLL = 0.05
@@ -61,7 +61,8 @@ def score_all(
         if stop is not None and came < len(found) and stop():
             raise Stopped(list(found))
 
-    _wait(_driver().submit(every()), look)
+    with restored_working_directory():
+        _wait(_driver().submit(every()), look)
     look()
     return [score for score in found if score is not None]
 

@@ -11,7 +11,7 @@ import math
 import re
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -19,6 +19,15 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from valence.errors import UserError
+from valence.reward.http_limits import (
+    HEAD_SECONDS,
+    MAX_CONNECTIONS,
+    MAX_HEADER_BYTES,
+    RequestGuard,
+    host_names,
+    limited_protocol,
+    raise_connection_limit,
+)
 from valence.reward.serving import Batcher, Busy, Counts, Job, Limits, Rate
 from valence.types import Completion, Reward, Score, content_id
 
@@ -80,8 +89,10 @@ class Problem(BaseModel):
 
 
 STATUSES = {
-    401: "no bearer token, or not this server's", 408: "the body came too slowly", 413: "too large, or too many answers",
-    415: "not JSON", 422: "not what this server reads", 429: "more requests a second than one client may make",
+    400: "not HTTP", 401: "no bearer token, or not this server's", 408: "the request came too slowly",
+    413: "too large, or too many answers", 415: "not JSON", 421: "the host name is not one of this server",
+    422: "not what this server reads", 429: "more requests a second than one client may make",
+    431: "too many or too large headers",
     500: "the reward gave some answers no finite number", 503: "too many answers wait", 504: "not scored in time",
 }  # fmt: skip
 
@@ -101,14 +112,21 @@ def refusal(status: int, error: str, **headers: str) -> Refusal:
 
 class Service:
     """What is done with a request for scores. whole: the reward reads a query as one text (a reward model), and needs no prompt.
-    ends: texts that are no part of an answer where they end a query."""
+    ends: texts that are no part of an answer where they end a query. probe: says why the reward cannot be called, or None."""
 
     def __init__(
-        self, reward: Reward, limits: Limits, *, token: str | None = None, whole: bool = False, ends: Sequence[str] = ENDS
+        self,
+        reward: Reward,
+        limits: Limits,
+        *,
+        token: str | None = None,
+        whole: bool = False,
+        ends: Sequence[str] = ENDS,
+        probe: Callable[[], Awaitable[str | None]] | None = None,
     ) -> None:
         self.reward, self.limits, self.whole, self.ends = reward, limits, whole, tuple(filter(None, ends))
         self.counts = Counts()
-        self.batcher = Batcher(reward, limits, self.counts)
+        self.batcher = Batcher(reward, limits, self.counts, probe)
         self.rate = Rate(limits.rate)
         self.token = None if token is None else token.encode()
         self.reading = 0
@@ -314,7 +332,10 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
         return {"status": "alive", "reward": service.reward.name, "version": version}
 
     async def ready() -> JSONResponse:
-        return JSONResponse({"status": "ready" if batcher.ready else "not ready"}, 200 if batcher.ready else 503)
+        reason = await batcher.why_not_ready()
+        if reason is None:
+            return JSONResponse({"status": "ready"})
+        return JSONResponse({"status": "not ready", "reason": plain(reason)}, 503)
 
     async def metrics(request: Request) -> PlainTextResponse:
         service.check_token(request)
@@ -322,7 +343,7 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
 
     body = {"required": True, "content": {"application/json": {"schema": Query.model_json_schema()}}}
     told: dict[int | str, dict[str, Any]] = {code: {"model": Problem, "description": words} for code, words in STATUSES.items()}
-    late: dict[int | str, dict[str, Any]] = {503: {"description": "a call takes longer than requests wait"}}
+    late: dict[int | str, dict[str, Any]] = {503: {"description": "it does not, and why"}}
     app.post("/get_reward", response_model=Rewards, responses=told, openapi_extra={"requestBody": body})(get_reward)
     app.get("/health", summary="The process answers.")(health)
     app.get("/ready", summary="It scores in time.", responses=late)(ready)
@@ -347,26 +368,58 @@ def listening(host: str, port: int, *, guarded: bool) -> socket.socket:
         raise UserError(f"cannot listen: {error}", where=f"--host {host} --port {port}", fix=fix) from error
 
 
-def web_server(service: Service, place: socket.socket, *, what: str = "", tell: Callable[[str], None] = print) -> "Server":
-    """What serves at this socket until it is told to leave: then requests that are under way are answered first."""
+def web_server(
+    service: Service,
+    place: socket.socket,
+    *,
+    what: str = "",
+    host: str = "",
+    allowed_hosts: Sequence[str] = (),
+    max_connections: int = MAX_CONNECTIONS,
+    tell: Callable[[str], None] = print,
+) -> "Server":
+    """What serves at this socket until it is told to leave: then requests that are under way are answered first.
+
+    host: the name that the socket was asked for. allowed_hosts: further names that clients may use for the server."""
     import uvicorn
 
-    limits, (host, port, *_) = service.limits, place.getsockname()
-    shown = f"[{host}]" if ":" in host else host
+    limits, (address, port, *_) = service.limits, place.getsockname()
+    shown = f"[{address}]" if ":" in address else address
     guard = "with a token" if service.token is not None else "without a token, for this machine only"
     greeting = (
         f"serving {what or service.reward.name} at http://{shown}:{port}/get_reward, {guard}; up to {limits.max_batch} answers "
         f"are scored at once, those that come within {1000 * limits.max_wait:g} ms of each other"
     )
+    app = application(service, tell=tell, greeting=greeting)
     config = uvicorn.Config(
-        application(service, tell=tell, greeting=greeting), log_config=None, log_level="warning", access_log=False, lifespan="on",
-        proxy_headers=False, server_header=False, ws="none", timeout_keep_alive=ALIVE,
+        RequestGuard(app, host_names(host, allowed_hosts)),
+        http=limited_protocol(min(HEAD_SECONDS, limits.timeout), max_connections),
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        timeout_keep_alive=ALIVE,
         timeout_graceful_shutdown=math.ceil(limits.timeout) + 1,
-    )  # fmt: skip
+    )
     return uvicorn.Server(config)
 
 
-def serve(service: Service, *, host: str, port: int, what: str = "", tell: Callable[[str], None] = print) -> None:
+def serve(
+    service: Service,
+    *,
+    host: str,
+    port: int,
+    what: str = "",
+    allowed_hosts: Sequence[str] = (),
+    tell: Callable[[str], None] = print,
+) -> None:
     """Serves until a signal comes: then requests that are under way are answered, and the signal takes its course."""
     with listening(host, port, guarded=service.token is not None) as place:
-        asyncio.run(web_server(service, place, what=what, tell=tell).serve(sockets=[place]))
+        server = web_server(
+            service, place, what=what, host=host, allowed_hosts=allowed_hosts, max_connections=raise_connection_limit(), tell=tell
+        )
+        asyncio.run(server.serve(sockets=[place]))

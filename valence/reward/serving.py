@@ -1,5 +1,5 @@
-"""What a reward server does with requests: answers of several are scored together, each request gets its own scores or says why
-not, and nobody asks for more than his share."""
+"""Batching, limits and counters of a reward server. Answers of several requests are scored in one call; each request gets its own
+scores or its own errors."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import asyncio
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from valence.reward.calls import checked
+from valence.reward.calls import FailedCall, checked, describe_error
 from valence.reward.threads import Background
 from valence.types import Completion, Reward, Score
 
@@ -20,6 +20,12 @@ CLIENTS = 4096
 """Of how many clients the rate is known at a time."""
 CLOSING = 5.0
 """Seconds that a reward may take to give back what it holds."""
+SEPARATE = 4
+"""Requests of a failed call that are repeated one by one at once. More are repeated in groups first."""
+UNUSUAL = 10.0
+"""A call is unusually long when it takes so many times as long as calls do on average ..."""
+USUAL_SECONDS = 5.0
+"""... and longer than this, or than half the time-out of requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,22 +153,42 @@ Item = tuple[Job, int]
 
 
 class Batcher:
-    """Scores the answers of several requests in one call of the reward. A request has all scores of its own answers in their
-    order, and a failure for those that have none; what fails in another's answers does not concern it."""
+    """Scores the answers of several requests in one call of the reward.
 
-    def __init__(self, reward: Reward, limits: Limits, counts: Counts | None = None) -> None:
-        self.reward, self.limits = reward, limits
+    A request gets only the scores and the errors of its own answers. When a call fails as a whole, its error may be about any of
+    its requests, so it is repeated, in groups and then request by request. The reward is given an answer at most three times.
+
+    probe: says why the reward cannot be called now, or None.
+    """
+
+    def __init__(
+        self,
+        reward: Reward,
+        limits: Limits,
+        counts: Counts | None = None,
+        probe: Callable[[], Awaitable[str | None]] | None = None,
+    ) -> None:
+        self.reward, self.limits, self.probe = reward, limits, probe
         self.counts = Counts() if counts is None else counts
         self.waiting: deque[Item] = deque()
         self.tasks: list[asyncio.Task[None]] = []
         self.open = False
-        self.under_way: list[float] = []
-        """Of each call: when the last of its requests ends (time.monotonic)."""
+        self.call_starts: dict[object, float] = {}
+        """Of each call under way: when it began (time.monotonic)."""
 
-    @property
-    def ready(self) -> bool:
-        """Whether answers that come now are scored: it has started, and no call takes longer than requests wait."""
-        return self.open and time.monotonic() <= min(self.under_way, default=math.inf)
+    async def why_not_ready(self) -> str | None:
+        """Why answers that come now would not be scored in time; None if they would."""
+        if not self.open:
+            return "the server is starting or ending"
+        if len(self.waiting) >= self.limits.max_waiting:
+            return f"{len(self.waiting)} answers wait already"
+        calls = self.counts.calls
+        average = calls.total / calls.count if calls.count else 0.0
+        usual = max(min(USUAL_SECONDS, self.limits.timeout / 2), UNUSUAL * average)
+        now = time.monotonic()
+        if sum(now - start > usual for start in self.call_starts.values()) >= self.limits.concurrency:
+            return f"all calls ({self.limits.concurrency}) have been under way for more than {usual:.3g} s"
+        return None if self.probe is None else await self.probe()
 
     async def start(self) -> None:
         self.aside = Background("valence reward")  # a reward that computes does not keep the server from answering
@@ -219,29 +245,57 @@ class Batcher:
             await self.arrived.wait()
 
     async def _score(self, items: list[Item]) -> None:
-        found = await self._call(items)
-        jobs = list(dict.fromkeys(job for job, _ in items))
-        if isinstance(found, str) and len(jobs) > 1:  # whose answers it cannot bear, each request finds out for itself
-            for job in jobs:
-                await self._score([item for item in items if item[0] is job])
-            return
-        for k, (job, index) in enumerate(items):
-            job.settle(index, Score(None, error=found) if isinstance(found, str) else found[k])
+        """Settle each answer. One whose call failed is settled only if no other request was in the call."""
+        failures = await self._settle_in_one_call(items)
+        requests = _by_request(failures)
+        if len(requests) > SEPARATE and not any(failure.late for failure in failures.values()):
+            size = math.isqrt(len(requests) - 1) + 1
+            groups = [requests[start : start + size] for start in range(0, len(requests), size)]
+        else:  # a call that exceeds its time limit costs the most: not once more than needed
+            groups = [requests]
+        for group in groups:
+            if len(groups) > 1 and len(group) > 1:
+                group = _by_request(await self._settle_in_one_call([item for request in group for item in request]))
+            for request in group:
+                await self._settle_in_one_call(request)
 
-    async def _call(self, items: list[Item]) -> list[Score] | str:
-        """The scores, or why there are none. However long it takes: what computes cannot be stopped, and another call beside it
-        would make both slower. Meanwhile requests end at their time."""
-        deadline, started = max(job.deadline for job, _ in items), time.monotonic()
-        self.under_way.append(deadline)
+    async def _settle_in_one_call(self, items: list[Item]) -> dict[Item, FailedCall]:
+        """Call the reward and settle what it says of each answer. Returns the answers that are not settled: those whose call
+        failed while answers of other requests were in it. Does nothing for requests that nobody waits for."""
+        items = [item for item in items if not item[0].gone]
+        if not items:
+            return {}
+        failures = dict[Item, FailedCall]()
+        is_shared = len(_by_request(items)) > 1
+        for item, score in zip(items, await self._call(items), strict=True):
+            if is_shared and isinstance(score, FailedCall):
+                failures[item] = score
+            else:
+                item[0].settle(item[1], score)
+        return failures
+
+    async def _call(self, items: list[Item]) -> list[Score]:
+        """The scores of one call. It may take as long as it likes: a reward in this process cannot be stopped, and another call
+        beside it would make both slower. Meanwhile requests end at their time."""
+        call_id, started = object(), time.monotonic()
+        self.call_starts[call_id] = started
         call = asyncio.wrap_future(self.aside.submit(self.reward([job.completions[index] for job, index in items])))
         try:
-            (found,) = await asyncio.gather(call, return_exceptions=True)
+            (result,) = await asyncio.gather(call, return_exceptions=True)
         finally:
-            self.under_way.remove(deadline)
+            del self.call_starts[call_id]
             self.counts.answers += len(items)
             self.counts.calls.add(time.monotonic() - started)
-        if isinstance(found, BaseException):
-            return f"{self.reward.name}: {type(found).__name__}: {found}"
-        if not isinstance(found, list) or len(found) != len(items):  # pyright: ignore[reportUnnecessaryIsInstance]
-            return f"{self.reward.name}: not a score for each of {len(items)} answers"
-        return [checked(score) for score in found]
+        if isinstance(result, BaseException):
+            return [FailedCall(None, error=f"{self.reward.name}: {describe_error(result)}")] * len(items)
+        if not isinstance(result, list) or len(result) != len(items):  # pyright: ignore[reportUnnecessaryIsInstance]
+            error = f"{self.reward.name}: not a score for each of {len(items)} answers"
+            return [FailedCall(None, error=error)] * len(items)
+        return [checked(score) for score in result]
+
+
+def _by_request(items: Iterable[Item]) -> list[list[Item]]:
+    requests = dict[Job, list[Item]]()
+    for item in items:
+        requests.setdefault(item[0], []).append(item)
+    return list(requests.values())

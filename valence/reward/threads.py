@@ -1,18 +1,25 @@
-"""Other people's code in threads of its own, where nothing that it does ends or stops the program."""
+"""Threads for the code of reward functions, where nothing that it does ends, stops or moves the program."""
 
 from __future__ import annotations
 
 import asyncio
 import concurrent.futures
 import contextlib
+import ctypes
+import os
+import sys
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 LATE = 1.0
 """Seconds within which an event loop that is not blocked has answered."""
+
+
+CLONE_FS = 0x200
+"""Linux: what a thread gives up to have a working directory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,28 @@ def attempt(call: Callable[[], T]) -> T | Raised:
         return Raised(error)
 
 
+def own_working_directory() -> bool:
+    """Give this thread its own working directory, where Linux allows it: otherwise ``os.chdir`` moves the whole process. Not for
+    threads that outlive a call, which the program's own ``os.chdir`` has to reach. Returns whether it worked."""
+    return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
+
+
+@contextlib.contextmanager
+def restored_working_directory() -> Iterator[None]:
+    """Change back to the working directory if the block has left it."""
+    try:
+        folder = os.getcwd()
+    except OSError:  # deleted: nothing to come back to
+        yield
+        return
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if attempt(os.getcwd) != folder:
+                os.chdir(folder)
+
+
 async def in_thread(call: Callable[[], T], seconds: float | None, abandoned: list[threading.Thread] | None = None) -> T | Raised:
     """What a blocking call gives or raises. Raises TimedOut after so many seconds: the thread cannot be ended and is left alone,
     among the ``abandoned``; it does not keep the program from ending."""
@@ -49,6 +78,7 @@ async def in_thread(call: Callable[[], T], seconds: float | None, abandoned: lis
             came.set_result(found)
 
     def run() -> None:
+        own_working_directory()
         found = attempt(call)
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(tell, found)

@@ -1,0 +1,79 @@
+"""Rewards that worker processes import: they score, fail, hang, crash and print. Light, so that workers start soon."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.reward_server.judge import number
+from valence.types import Completion
+
+
+def of_tokens(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
+    """Needs what no server has."""
+    return [float(len(ids)) for _, ids in zip(prompts, completion_ids, strict=True)]
+
+
+def counted(completions: Sequence[Completion], file: str) -> list[float]:
+    """Writes the texts that it judges to a file, one a line."""
+    with Path(file).open("a", encoding="utf-8") as lines:
+        lines.writelines(f"{c.text}\n" for c in completions)
+    return [1.0] * len(completions)
+
+
+def dislikes_bad(completions: Sequence[Completion], file: str = os.devnull) -> list[float]:
+    """Raises an error that quotes each answer of the call when one of them is bad."""
+    counted(completions, file)
+    texts = [c.text for c in completions]
+    if any("bad" in text for text in texts):
+        raise ValueError(f"cannot score {texts}")
+    return [number(text) for text in texts]
+
+
+def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
+    """Does what each answer says, and scores it with this process's id if it says "pid", else as ``number``."""
+    for text in (c.text for c in completions):
+        _obey(text)
+    return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]
+
+
+def _obey(text: str) -> None:
+    if text == "hang":
+        time.sleep(1000)
+    elif text == "hang holding the interpreter":
+        re.match(r"(a+)+$", "a" * 60 + "b")
+    elif text == "crash":
+        os.kill(os.getpid(), 9)
+    elif text == "exit":
+        os._exit(0)
+    elif text == "leave":
+        sys.exit(3)
+    elif text == "print":
+        print("this is printed")
+        print("\x1b[31mand this\n" + "x" * 5000, file=sys.stderr)
+        subprocess.run(["echo", "by another program"], check=True)
+    elif text == "huge":
+        raise ValueError("x" * 1_000_000)
+    elif text.startswith("child "):
+        with subprocess.Popen(["sleep", "1000"]) as child:
+            Path(text.removeprefix("child ")).write_text(str(child.pid), encoding="utf-8")
+    elif text.startswith("wait "):
+        time.sleep(float(text.removeprefix("wait ")))
+
+
+async def obeys_later(completions: Sequence[Completion]) -> list[float]:
+    for text in (c.text for c in completions):
+        if text == "block":
+            time.sleep(1000)
+        if text == "wait":
+            await asyncio.sleep(1000)
+        _obey(text)
+    await asyncio.sleep(0.2)
+    return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]

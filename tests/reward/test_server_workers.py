@@ -1,0 +1,303 @@
+"""Served functions: they fail, hang, crash and print in processes of their own, and only their own requests notice."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from benchmarks.reward_server.connection import Connection
+from tests.reward.served import Served, number, served_as_command, wait_for
+from valence import cli
+from valence.errors import UserError
+from valence.reward.serving import Limits
+
+FUNCTIONS = "tests.reward.served_functions"
+ROOT = Path(cli.__file__).parents[2]
+
+
+def parallel(url: str, queries: list[list[str]]) -> list[tuple[int, Any]]:
+    """Status and reply of each request, sent at the same time."""
+
+    async def ask(query: list[str]) -> tuple[int, Any]:
+        status, _, reply = await Connection(f"{url}/get_reward").post(json.dumps({"query": query}).encode())
+        return status, json.loads(reply)
+
+    async def ask_all() -> list[tuple[int, Any]]:
+        return await asyncio.gather(*map(ask, queries))
+
+    return asyncio.run(ask_all())
+
+
+def ready(server: Served) -> tuple[int, str]:
+    reply = httpx.get(f"{server.url}/ready", timeout=30)
+    return reply.status_code, reply.json().get("reason", "")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+# Requests that fail
+
+
+def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path) -> None:
+    """Of 200 clients every eighth always sends an answer for which the function raises an error that quotes the whole call."""
+    file = tmp_path / "calls.txt"
+
+    async def client(url: str, k: int) -> None:
+        connection = Connection(f"{url}/get_reward")
+        for turn in range(6):
+            texts = [f"client{k:03} {turn} {i}" for i in range(1 + (k + turn) % 3)]
+            is_bad = k % 8 == 0
+            texts[0] += " bad" if is_bad else ""
+            status, _, body = await connection.post(json.dumps({"query": texts}).encode())
+            reply = json.loads(body)
+            if is_bad:
+                assert status == 500
+                assert f"client{k:03}" in reply["error"]
+                assert Counter(body.decode().split("client")[1:]).total() > 0
+                assert {words[:3] for words in body.decode().split("client")[1:]} == {f"{k:03}"}
+            else:
+                assert (status, reply["rewards"]) == (200, [number(text) for text in texts])
+
+    async def clients(url: str) -> None:
+        await asyncio.gather(*(client(url, k) for k in range(200)))
+
+    limits = Limits(timeout=120.0)
+    with served_as_command(f"{FUNCTIONS}:dislikes_bad", f"settings.file={file}", limits=limits) as server:
+        asyncio.run(clients(server.url))
+        assert server.service.counts.requests == {200: 175 * 6, 500: 25 * 6}
+    assert max(Counter(file.read_text().splitlines()).values()) == 3  # an answer is given to the function at most so often
+
+
+@pytest.mark.parametrize("text", ["crash", "exit", "leave", "huge"])
+def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
+    with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_wait=0.3)) as server:
+        replies = parallel(server.url, [["a"], [text], ["b", "c"]])
+        assert [status for status, _ in replies] == [200, 500, 200]
+        assert replies[2][1]["rewards"] == [number("b"), number("c")]
+        assert len(replies[1][1]["error"]) <= 500
+        assert server.post(query=["d"]).json()["rewards"] == [number("d")]
+
+
+# Calls that hang
+
+
+@pytest.mark.parametrize("text", ["hang", "hang holding the interpreter"])
+def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
+    """More of them than a process can abandon; requests that come with one are scored all the same."""
+    with served_as_command(f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(max_wait=0.2, timeout=60)) as server:
+        pids = set[float]()
+        for _ in range(2 if " " in text else 10):
+            (hung, reply), (status, other) = parallel(server.url, [[text], ["pid"]])
+            assert (hung, status) == (500, 200)
+            assert "no answer within 0.3 s" in reply["error"]
+            pids.update(other["rewards"])
+        assert len(pids) > 1
+        wait_for(lambda: ready(server)[0] == 200)
+        assert server.post(query=["next"]).json()["rewards"] == [number("next")]
+        assert not any(is_alive(int(pid)) for pid in pids - {server.post(query=["pid"]).json()["rewards"][0]})
+
+
+def test_ready_says_that_no_call_can_be_taken() -> None:
+    """While all workers hang, while one is started again, and while it cannot be started."""
+    limits = Limits(max_wait=0.0, timeout=4.0, concurrency=2)
+    with served_as_command(f"{FUNCTIONS}:obeys", "timeout=8", "concurrency=2", limits=limits) as server:
+        assert ready(server) == (200, "")
+        with httpx.Client(timeout=30) as first, httpx.Client(timeout=30) as second:
+            threads = [
+                threading.Thread(target=lambda c=c: c.post(f"{server.url}/get_reward", json={"query": ["hang"]}))
+                for c in (first, second)
+            ]
+            threads[0].start()
+            time.sleep(2.5)
+            assert ready(server) == (200, "")  # one of two is left
+            threads[1].start()
+            wait_for(lambda: ready(server)[0] == 503)
+            assert "all calls (2) have been under way" in ready(server)[1]
+            for thread in threads:
+                thread.join()
+        wait_for(lambda: ready(server) == (200, ""))
+        assert server.post(query=["a"]).status_code == 200
+
+
+def test_ready_says_that_the_queue_is_full() -> None:
+    with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_batch=1, max_wait=0.0, max_waiting=2)) as server:
+        replies = list[Any]()
+
+        thread = threading.Thread(target=lambda: replies.append(server.post(query=["wait 1.5", "a", "b"])))
+        thread.start()
+        wait_for(lambda: len(server.service.batcher.waiting) == 2)
+        assert ready(server) == (503, "2 answers wait already")
+        thread.join()
+        assert replies[0].status_code == 200
+        assert ready(server) == (200, "")
+
+
+def test_ready_says_that_the_function_cannot_be_imported_any_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = tmp_path / "function_that_breaks.py"
+    module.write_text("import os\ndef f(completions):\n    os._exit(1)\n")
+    monkeypatch.chdir(tmp_path)
+    with served_as_command("function_that_breaks:f") as server:
+        assert ready(server) == (200, "")
+        module.write_text("import os\nraise RuntimeError('no license')\n")
+        assert server.post(query=["a"]).status_code == 500
+        wait_for(lambda: "no license" in ready(server)[1])
+        assert ready(server)[0] == 503
+        module.write_text("def f(completions):\n    return [1.0] * len(completions)\n")
+        wait_for(lambda: ready(server) == (200, ""))
+        assert server.post(query=["a"]).json()["rewards"] == [1.0]
+
+
+def test_a_worker_that_does_not_answer_a_probe_is_replaced() -> None:
+    with served_as_command(f"{FUNCTIONS}:obeys") as server:
+        (pid,) = server.post(query=["pid"]).json()["rewards"]
+        os.kill(int(pid), signal.SIGSTOP)
+        assert ready(server)[0] == 503
+        wait_for(lambda: ready(server)[0] == 200)
+        assert server.post(query=["pid"]).json()["rewards"] != [pid]
+        assert not is_alive(int(pid))
+
+
+def test_workers_killed_during_calls_are_replaced() -> None:
+    """Somebody kills them all the time. Every reply is the right score or a failure, and in the end all is well."""
+    with served_as_command(f"{FUNCTIONS}:obeys", "concurrency=2", limits=Limits(concurrency=2, timeout=60)) as server:
+        backend = server.reward.parts[0].reward.backend
+        statuses = Counter[int]()
+        for turn in range(12):
+            if turn % 3 == 0:
+                for worker in list(backend.workers):
+                    os.kill(worker.process.pid, signal.SIGKILL)
+            texts = [f"{turn} {i}" for i in range(8)]
+            for text, (status, reply) in zip(texts, parallel(server.url, [[t, "wait 0.01"] for t in texts]), strict=True):
+                statuses[status] += 1
+                assert (status, reply.get("rewards")) in {200: [(200, [number(text), number("wait 0.01")])], 500: [(500, None)]}[
+                    status
+                ]
+        assert statuses[200] >= 60
+        wait_for(lambda: ready(server)[0] == 200)
+        wait_for(lambda: len(backend.workers) == 2)
+
+
+def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_alone() -> None:
+    words = ("timeout=1", "concurrency=8")
+    limits = Limits(max_batch=1, max_wait=0.0, concurrency=8, timeout=60)
+    with served_as_command(f"{FUNCTIONS}:obeys_later", *words, limits=limits) as server:
+        started = time.monotonic()
+        replies = parallel(server.url, [["pid"]] * 8)
+        assert time.monotonic() - started < 8 * 0.2
+        assert len({tuple(reply["rewards"]) for _, reply in replies}) == 1
+        for text, words_ in (("wait", "given up"), ("block", "blocks its event loop")):
+            replies = parallel(server.url, [[text], ["a"], ["b"]])
+            assert [status for status, _ in replies] == [500, 200, 200]
+            assert words_ in replies[0][1]["error"]
+        assert server.post(query=["c"]).json()["rewards"] == [number("c")]
+
+
+# What workers print, what they import, and how they end
+
+
+def test_what_a_function_prints_reaches_the_log_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    with served_as_command(f"{FUNCTIONS}:obeys") as server:
+        assert server.post(query=["print"]).json()["rewards"] == [number("print")]
+        (pid,) = server.post(query=["pid"]).json()["rewards"]
+        seen = ""
+
+        def is_there() -> bool:
+            nonlocal seen
+            shown = capfd.readouterr()
+            assert shown.out == ""
+            seen += shown.err
+            return "by another program" in seen
+
+        wait_for(is_there)
+    lines = seen.splitlines()
+    assert f"worker {int(pid)}: this is printed" in lines
+    assert f"worker {int(pid)}: by another program" in lines
+    assert f"worker {int(pid)}: \u241b[31mand this" in lines
+    assert max(map(len, lines)) < 2100
+
+
+@pytest.mark.parametrize(("source", "told"), [
+    ("raise RuntimeError('no license')", "no license"), ("import os; os._exit(3)", "ended while it imported"),
+    ("import os; os.kill(os.getpid(), 11)", "ended while it imported"), ("import sys; sys.exit(3)", "SystemExit"),
+    ("syntax error", "SyntaxError"), ("g = 1", "has no 'f'"), ("def f(a, b): pass", "cannot be called"),
+    ("def f(completions, completion_ids): pass", "texts, not tokens"),
+])  # fmt: skip
+def test_a_function_that_cannot_be_imported_is_told_at_the_start(
+    source: str, told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_function.py").write_text(source + "\n")
+    with pytest.raises(UserError, match=told), served_as_command("wrong_function:f"):
+        pass
+
+
+@contextmanager
+def command(*words: str, cwd: Path = ROOT) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "valence", "serve-reward", f"{FUNCTIONS}:obeys", "--port", "0", *words], cwd=cwd, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert process.stdout is not None
+    url = process.stdout.readline().partition(" at ")[2].partition(",")[0]
+    try:
+        yield process, url
+    finally:
+        process.kill()
+        process.wait()
+
+
+def background(work: Callable[[], Any]) -> Any:
+
+    return ThreadPoolExecutor(1).submit(work)
+
+
+@pytest.mark.parametrize("text", ["child {}", "hang holding the interpreter"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_outlives_the_server(number: int, text: str, tmp_path: Path) -> None:
+    """Neither workers, whatever they are doing, nor what they have started."""
+    with command("--timeout", "3") as (process, url), httpx.Client(timeout=30) as client:
+        pids = [int(client.post(url, json={"query": ["pid"]}).json()["rewards"][0])]
+        file = tmp_path / "child.txt"
+        background(lambda: httpx.post(url, json={"query": [text.format(file)]}, timeout=30))
+        if text.startswith("child"):
+            wait_for(lambda: file.exists() and file.read_text() != "")
+            pids.append(int(file.read_text()))
+        else:
+            time.sleep(0.5)
+        assert all(map(is_alive, pids))
+        process.send_signal(number)
+        process.wait(30)
+        wait_for(lambda: not any(map(is_alive, pids)))
+
+
+def test_a_signal_to_the_whole_group_lets_calls_end() -> None:
+    """As a service manager sends it: workers leave the ending to the server."""
+    with command() as (process, url):
+        (pid,) = httpx.post(url, json={"query": ["pid"]}).json()["rewards"]
+        reply = background(lambda: httpx.post(url, json={"query": ["wait 1.5"]}, timeout=30))
+        time.sleep(0.5)
+        os.kill(int(pid), signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
+        assert reply.result().json()["rewards"] == [number("wait 1.5")]
+        process.wait(30)
+        wait_for(lambda: not is_alive(int(pid)))

@@ -1,0 +1,213 @@
+"""Limits of a reward server on connections and request heads, which hold before a client is authenticated."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import re
+import resource
+import socket
+import sys
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
+from typing import Any
+
+MAX_HEADER_BYTES = 64 * 2**10
+"""Of the request line and the headers of a request."""
+MAX_HEADERS = 100
+HEAD_SECONDS = 20.0
+"""Until the head of a request is complete, and until a client has taken in a reply."""
+MAX_CONNECTIONS = 4096
+RESERVED_FILES = 128
+"""File descriptors that are not for connections."""
+JSON_AND_CLOSE = [(b"content-type", b"application/json"), (b"connection", b"close")]
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Application = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
+HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d{0,5})?")
+
+
+def host_names(host: str, allowed: Iterable[str] = ()) -> frozenset[str]:
+    """The names that clients may use for a server at ``host``, besides IP addresses. "*": any."""
+    machine = socket.gethostname()
+    return frozenset(name.lower().rstrip(".") for name in ("localhost", machine, host, *allowed) if name)
+
+
+def is_allowed_host(header: str, names: frozenset[str]) -> bool:
+    """Whether a Host header names this server.
+
+    A page whose own name was made to resolve to this server's address (DNS rebinding) sends that name. An IP address cannot be
+    rebound, so any is allowed.
+    """
+    if "*" in names:
+        return True
+    match = HOST.fullmatch(header.strip().lower())
+    if match is None:
+        return False
+    name = match[1].rstrip(".")
+    if name in names or name.endswith(".localhost"):
+        return True
+    try:
+        ipaddress.ip_address(name.strip("[]"))
+    except ValueError:
+        return False
+    return True
+
+
+class RequestGuard:
+    """Refuses requests with too many headers, an ambiguous length or another host's name before the application sees them."""
+
+    def __init__(self, app: Application, names: frozenset[str]) -> None:
+        self.app, self.names = app, names
+
+    async def __call__(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            headers: list[tuple[bytes, bytes]] = scope["headers"]
+            size = len(scope["raw_path"]) + len(scope["query_string"])
+            size += sum(len(name) + len(value) for name, value in headers)
+            if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
+                error = f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes of them"
+                await _refuse(send, 431, error)
+                return
+            names = {name for name, _ in headers}
+            if b"content-length" in names and b"transfer-encoding" in names:
+                await _refuse(send, 400, "the length of the body is given in two ways")  # a proxy may read it in the other way
+                return
+            hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
+            if not all(is_allowed_host(host, self.names) for host in hosts):
+                error = "this server is not known by this host name; name it with --allowed-host"
+                await _refuse(send, 421, error)
+                return
+        await self.app(scope, receive, send)
+
+
+async def _refuse(send: Send, status: int, error: str) -> None:
+    body = json.dumps({"error": error}).encode()
+    headers = [*JSON_AND_CLOSE, (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def raise_connection_limit() -> int:
+    """Let this process open as many files as it may; return how many connections that allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_CONNECTIONS + RESERVED_FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
+
+
+def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Protocol]:
+    """A class of HTTP connections for uvicorn.
+
+    A connection is closed whose request head, or whose reading of a reply, takes longer than ``seconds``. Beyond
+    ``max_connections`` the one that has been without a request for longest is closed, or the new one where there is none.
+    h11 limits the size of what is not complete; httptools, which uvicorn prefers, does not.
+    """
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    idle = dict[Any, None]()
+    """Connections without a request, those first that have been so for longest."""
+
+    class LimitedProtocol(H11Protocol):
+        _head_timer: asyncio.TimerHandle | None = None
+        _write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            if len(self.connections) > max_connections:
+                longest = next(iter(idle), self)
+                idle.pop(longest, None)
+                longest.transport.abort()
+            if not transport.is_closing():
+                idle[self] = None
+                self._start_head_timer()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            idle.pop(self, None)
+            self._stop_head_timer()
+            self._stop_write_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self._has_request():
+                idle.pop(self, None)
+                self._stop_head_timer()
+            else:  # the begin of a head, or the rest of a body
+                self._start_head_timer()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.transport.is_closing():
+                self._limit_writing()
+            elif not self._has_request():
+                idle[self] = None
+                if self.conn.trailing_data[0]:
+                    self._start_head_timer()
+
+        def timeout_keep_alive_handler(self) -> None:
+            super().timeout_keep_alive_handler()
+            self._limit_writing()
+
+        def send_400_response(self, msg: str) -> None:
+            """Called while a RemoteProtocolError of h11 is handled."""
+            error = sys.exc_info()[1]
+            status = getattr(error, "error_status_hint", 400)
+            self._refuse(status if status in (431, 501) else 400, f"{msg} {error}" if error is not None else msg)
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._limit_writing()
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._stop_write_timer()
+
+        def _has_request(self) -> bool:
+            return self.cycle is not None and not self.cycle.response_complete
+
+        def _head_is_late(self) -> None:
+            if self.conn.our_state is h11.IDLE and self.conn.trailing_data[0]:
+                self._refuse(408, f"the head of the request was not complete after {seconds:g} s")
+            else:
+                self.transport.abort()
+
+        def _refuse(self, status: int, error: str) -> None:
+            if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+                self.transport.abort()
+                return
+            body = json.dumps({"error": error}).encode()
+            headers = [*JSON_AND_CLOSE, (b"content-length", b"%d" % len(body))]
+            response = h11.Response(status_code=status, headers=headers)
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+            if self._has_request():  # which needs no reply any more
+                self.cycle.disconnected = True
+                self.cycle.message_event.set()
+            self.transport.close()
+            self._limit_writing()
+
+        def _limit_writing(self) -> None:
+            if self._write_timer is None:
+                self._write_timer = self.loop.call_later(seconds, self.transport.abort)
+
+        def _stop_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+
+        def _start_head_timer(self) -> None:
+            if self._head_timer is None and not self.transport.is_closing():
+                self._head_timer = self.loop.call_later(seconds, self._head_is_late)
+
+        def _stop_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+
+    return LimitedProtocol
