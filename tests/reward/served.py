@@ -70,9 +70,11 @@ class Served:
 
 
 @contextmanager
-def served(reward: Any, limits: Limits = Limits(), web: Mapping[str, Any] = {}, **settings: Any) -> Iterator[Served]:
-    """A server of the reward at a free port. web: settings of the web server."""
-    with served_service(Service(reward, limits, **settings), **web) as server:
+def served(
+    reward: Any, limits: Limits = Limits(), web: Mapping[str, Any] = {}, *, is_ready: bool = True, **settings: Any
+) -> Iterator[Served]:
+    """A server of the reward at a free port. web: settings of the web server. is_ready: what it says."""
+    with served_service(Service(reward, limits, **settings), is_ready, **web) as server:
         yield server
 
 
@@ -86,7 +88,7 @@ def served_as_command(target: str, *overrides: str, limits: Limits = Limits(max_
 
 
 @contextmanager
-def served_service(service: Service, **web: Any) -> Iterator[Served]:
+def served_service(service: Service, is_ready: bool = True, **web: Any) -> Iterator[Served]:
     lines = list[str]()
     with listening("127.0.0.1", 0, guarded=False) as place:
         server = web_server(service, place, tell=lines.append, **web)
@@ -94,7 +96,7 @@ def served_service(service: Service, **web: Any) -> Iterator[Served]:
         thread.start()
         url = f"http://127.0.0.1:{place.getsockname()[1]}"
         try:
-            assert httpx.get(f"{url}/ready", timeout=30).status_code == 200
+            assert httpx.get(f"{url}/ready", timeout=30).status_code == (200 if is_ready else 503)
             yield Served(url, service.reward, service, server, lines)
         finally:
             server.should_exit = True

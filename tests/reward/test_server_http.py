@@ -152,7 +152,7 @@ def test_a_client_that_does_not_read_is_left(hasty: Served) -> None:
             while True:
                 connection.sendall(request * 100)
         wait_for(lambda: not hasty.server.server_state.connections)
-    assert not hasty.server.server_state.tasks
+    wait_for(lambda: not hasty.server.server_state.tasks)
     still_serves(hasty)
 
 

@@ -167,6 +167,16 @@ def test_a_slow_reward_is_waited_for_so_long(blocks: bool) -> None:
     assert texts == [["late", "later"], ["next", "one"]]  # nobody waited any more for what stood behind
 
 
+def test_why_a_server_is_not_ready_is_told_to_those_who_have_the_token() -> None:
+    async def probe() -> str:
+        return "it failed: secret.py:7"
+
+    with served(Numbers(), Limits(max_wait=0.0), token="s3cret", is_ready=False, probe=probe) as server:
+        for headers, shown in ({}, {}), ({"authorization": "Bearer s3cret"}, {"reason": "it failed: secret.py:7"}):
+            reply = httpx.get(f"{server.url}/ready", headers=headers)
+            assert (reply.status_code, reply.json()) == (503, {"status": "not ready", **shown})
+
+
 def test_answers_of_a_client_that_left_are_not_scored() -> None:
     gate = threading.Event()
     body = json.dumps({"query": ["nobody waits"]}).encode()

@@ -75,11 +75,8 @@ def serve_reward(
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
     )  # fmt: skip
     service = _service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
-    serve(service, host=host, port=port, allowed_hosts=allowed_host or [], tell=_write_escaped)
-
-
-def _write_escaped(line: str) -> None:
-    write_line(escape_control(line))
+    hosts = allowed_host or []
+    serve(service, host=host, port=port, allowed_hosts=hosts, tell=lambda line: write_line(escape_control(line)))
 
 
 def _service(
@@ -121,10 +118,8 @@ def _service(
 
 
 def _log(line: str) -> None:
-    from valence.report.console import visible
-
     if sys.stderr is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `2>&-`
-        print(visible(line), file=sys.stderr, flush=True)
+        write_line(escape_control(line), sys.stderr)
 
 
 def _token(variable: str | None) -> str | None:

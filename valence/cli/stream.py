@@ -11,7 +11,7 @@ from typing import IO, Any
 
 from valence.cli.common import MISTAKE, console
 from valence.errors import UserError
-from valence.terminal import json_line, write_line
+from valence.terminal import ResilientStream, json_line, write_line
 
 
 class Stream:
@@ -114,7 +114,7 @@ def _stdout_to_stderr() -> Iterator[IO[str]]:
         except OSError:  # standard error is closed
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         with redirect_stdout(sys.stderr):
-            yield file
+            yield ResilientStream(file, "standard output")  # type: ignore[misc]
     finally:
         with suppress(OSError):  # each line was flushed; one that could not be written was reported
             file.close()

@@ -132,10 +132,16 @@ class Service:
         self.reading = 0
         """Bytes of bodies that are being read."""
 
-    def check_token(self, request: "Request") -> None:
+    def has_token(self, request: "Request") -> bool:
+        """Whether the request has this server's token, if there is one."""
+        if self.token is None:
+            return True
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        right = self.token is None or hmac.compare_digest(given.encode("latin-1"), self.token)
-        if not right or (self.token is not None and scheme.lower() != "bearer"):
+        is_right = hmac.compare_digest(given.encode("latin-1"), self.token)
+        return is_right and scheme.lower() == "bearer"
+
+    def check_token(self, request: "Request") -> None:
+        if not self.has_token(request):
             raise refusal(401, "a bearer token is needed, and it has to be this server's", WWW_Authenticate="Bearer")
 
     async def rewards(self, request: "Request") -> Rewards:
@@ -331,11 +337,12 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
     async def health() -> Mapping[str, str]:
         return {"status": "alive", "reward": service.reward.name, "version": version}
 
-    async def ready() -> JSONResponse:
+    async def ready(request: Request) -> JSONResponse:
         reason = await batcher.why_not_ready()
         if reason is None:
             return JSONResponse({"status": "ready"})
-        return JSONResponse({"status": "not ready", "reason": plain(reason)}, 503)
+        shown = {"reason": plain(reason)} if service.has_token(request) else {}  # it may quote the function's errors
+        return JSONResponse({"status": "not ready", **shown}, 503)
 
     async def metrics(request: Request) -> PlainTextResponse:
         service.check_token(request)
