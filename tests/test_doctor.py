@@ -167,6 +167,12 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(huggingface_hub, "auth_check", refuse)
         assert (found().state, found().needed) == ("problem", True)
+
+    def lose(_: str) -> None:
+        raise RuntimeError("the connection was reset")
+
+    monkeypatch.setattr(huggingface_hub, "auth_check", lose)
+    assert "was reset" in found().said
     monkeypatch.setattr(loading, "hub_problem", lambda: "no answer")
     assert (found().state, found().needed) == ("problem", True)
     assert "HF_ENDPOINT" in found().fix

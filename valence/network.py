@@ -22,7 +22,7 @@ def within(deadline: float, action: Callable[[], str]) -> str:
     def ask() -> None:
         try:
             answers.append(action())
-        except Exception as error:  # libraries raise their own
+        except Exception as error:  # which HTTP library raises depends on the version of huggingface_hub
             answers.append(f"{error}" or type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)

@@ -218,7 +218,7 @@ def score(
         ),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option("--dtype", help="float32, bfloat16 or float64. Default: the recipe's, or auto.")
+        str | None, typer.Option("--dtype", help="float32, bfloat16 or float64. Default: the recipe's; float32 for a model.")
     ] = None,
     max_length: Annotated[int | None, typer.Option("--max-length", help="Longest row, in tokens. Default: 1024.")] = None,
     tokens: Annotated[int | None, typer.Option("--tokens", min=1, help="Tokens that run at once. Default: 8192.")] = None,

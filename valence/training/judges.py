@@ -30,6 +30,7 @@ from valence.engine.scores import Scorer, widen_head
 from valence.errors import UserError
 from valence.losses.metrics import Reward, log_ratio
 from valence.training.build import best_device, check_vocabulary
+from valence.training.choices import with_dtype
 from valence.training.methods import method_in
 from valence.training.restore import restore
 from valence.types import Batch
@@ -142,6 +143,7 @@ def load_judge(
     A recipe's own starting model is no reference; a run has the reward that it trains. Raises UserError when a model cannot be
     loaded or has other tokens.
     """
+    source = with_dtype(source)
     recipe = source.recipe
     own = None if run is None else method_in(recipe).loss.reward
     if own is not None and beta is not None:

@@ -179,8 +179,7 @@ def _placed(target: str, where: str) -> Iterator[None]:
 
 def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
     """The recipe that a reward model is loaded by, and what is changed in that which it has or stands for."""
-    dtype = given.dtype or (None if is_run(target) else "float32")
-    model = {"dtype": dtype, "trust_remote_code": given.trust_remote_code or None}
+    model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
     ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
     ours += [f"data.max_length={given.max_length}", "reference.cache=off"]
     ours += [] if given.as_chat is None else [f"data.as_chat={str(given.as_chat).lower()}"]

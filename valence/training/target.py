@@ -14,6 +14,7 @@ from valence.dist.protocol import Group
 from valence.errors import UserError
 from valence.report.runs import config_of
 from valence.training.build import build_models
+from valence.training.choices import with_dtype
 from valence.training.loop import Run
 from valence.training.methods import method_of
 from valence.training.restore import At, load_run_recipe, restore
@@ -31,10 +32,10 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         )
     if is_run(target):
         return config_of(path)
-    model: dict[str, Any] = {"name": target}
+    model: dict[str, Any] = {"name": target, "dtype": "float32"}  # numbers should not depend on the machine
     if (path / "adapter_config.json").is_file():
         base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
-        model = {"name": _base_of_adapter(path, base), "adapter": target}
+        model |= {"name": _base_of_adapter(path, base), "adapter": target}
         if (path / "tokenizer_config.json").is_file():
             model["tokenizer"] = target
     return {"method": "sft", "model": model}
@@ -67,8 +68,8 @@ def with_files(target: str | dict[str, Any], data: Sequence[str], overrides: Seq
     listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
     ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
     if isinstance(target, str):
-        return load_target(target, [*overrides, *ours])
-    return load_recipe(target, [*overrides, *ours], method_of=method_of, training=False)
+        return with_dtype(load_target(target, [*overrides, *ours]))
+    return with_dtype(load_recipe(target, [*overrides, *ours], method_of=method_of, training=False))
 
 
 def open_run(
