@@ -191,7 +191,7 @@ def test_the_command_prints_a_table_or_json_and_its_status_says_whether_somethin
     assert {frozenset(each) for each in found} == {frozenset(("about", "name", "state", "said", "fix", "needed"))}
     assert [each["name"] for each in found if each["needed"]] == ["model.name"]
     assert valence("doctor", "recipe.yaml", "model.name=./mdoel") == 2
-    assert "to mend it: name an existing folder" in " ".join(capsys.readouterr().out.split())
+    assert "to fix it: name an existing folder" in " ".join(capsys.readouterr().out.split())
 
 
 def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

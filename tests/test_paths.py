@@ -113,7 +113,6 @@ def run(folder: Path, tmp_path: Path, home: Path) -> Path:
     ["report", "run", "--md", "--out", f"{LONG}/x.md"],
     ["report", LONG],
     ["inspect", LONG],
-    ["doctor", LONG],
 ], ids=lambda words: " ".join(word[:20] for word in words))  # fmt: skip
 def test_no_command_ends_with_a_traceback_for_such_a_path(
     words: list[str], run: Path, capsys: pytest.CaptureFixture[str]
@@ -122,3 +121,9 @@ def test_no_command_ends_with_a_traceback_for_such_a_path(
     said = capsys.readouterr().err
     assert said.count("valence: ") == 1
     assert len(said) < 1000
+
+
+def test_doctor_names_such_a_path_in_its_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command("doctor", LONG, "--json") == 2
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["about"], row["state"]) for row in rows if row["state"] == "problem"] == [("recipe", "problem")]

@@ -111,7 +111,7 @@ def test_a_missing_recipe_names_the_nearest(folder: Path):
 @pytest.mark.parametrize("name", ["x" * 300 + ".yaml", "x/" * 3000 + "r.yaml", "a\0b.yaml"])
 def test_paths_that_cannot_be(name: str):
     for error in (complaint(name), complaint(GOOD_WITH_TRAIN | {"data": {"train": name}})):
-        assert re.search("too long|NUL", str(error))
+        assert re.search("file systems allow|NUL", str(error))
         assert len(str(error)) < 500
 
 

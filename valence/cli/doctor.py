@@ -48,13 +48,13 @@ def doctor(
         for each in found:
             said = Text(each.said)
             if each.fix and each.state != "ok":
-                said.append(f"\nto mend it: {each.fix}", style="bold" if each.needed else "")
+                said.append(f"\nto fix it: {each.fix}", style="bold" if each.needed else "")
             table.add_row("" if each.about == about else each.about, each.name, Text(each.state, STYLES[each.state]), said)
             about = each.about
         console.print(table)
         wrong = [each for each in found if each.state == "problem"]
         needed = sum(each.needed for each in wrong)
-        said = f"problems: {len(wrong)}; of these must be mended: {needed}" if wrong else "nothing is wrong"
+        said = f"problems: {len(wrong)}; of these must be fixed: {needed}" if wrong else "nothing is wrong"
         print_message(console, f"\n{said}")
     if any(each.needed and each.state == "problem" for each in found):
         raise typer.Exit(MISTAKE)
