@@ -20,8 +20,13 @@ def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe
 
 
 def with_recorded(source: LoadedRecipe, settings: Mapping[str, Any]) -> LoadedRecipe:
-    """The recipe with the automatic settings that its run had before. ``settings``: as the run recorded them."""
+    """The recipe with the automatic settings that its run had before. ``settings``: as the run recorded them.
+
+    Not those of ``data``: rows were encoded by them already, and a difference is refused on resume.
+    """
     for name, setting in source.settings.items():
+        if name.startswith("data."):
+            continue
         if setting.is_automatic and settings.get(name, setting.value) != setting.value:
             source = source.with_automatic(name, settings[name], "as the run began")
     return source
