@@ -43,7 +43,7 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     """A disk that was full for a moment, just when the best evaluation had been."""
     settings["run"] |= {"save_every": 2, "keep": 1, "keep_best": {}}
     losses = [9.0, 4.0, 3.0, 5.0, 1.0, 4.0, 3.5, 4.0, 4.0, 4.0]  # that of step 4 is the best, and of step 2 before
-    monkeypatch.setattr(measure, "due", lambda run: True)
+    monkeypatch.setattr(measure, "due", lambda run, step=None: True)
     monkeypatch.setattr(measure, "evaluate_and_keep", lambda run: {"eval/loss": losses[run.step]})
     really = store.save_file
 
