@@ -328,13 +328,15 @@ class TokenOut:
     """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
     float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats), ``sum_sq[T]``,
     the sum over the vocabulary of squared probabilities, and ``value[T]``, a value head's estimate of the return from before the
-    token on. ``score[S, A]``: of a reward model, whose logp is 0 throughout."""
+    token on. ``score[S, A]``: of a reward model, whose logp is 0 throughout. ``router_aux_loss``: the load-balancing loss of a
+    mixture of experts over the tokens of the sequences that train, a scalar."""
 
     logp: Tensor
     entropy: Tensor | None = None
     sum_sq: Tensor | None = None
     score: Tensor | None = None
     value: Tensor | None = None
+    router_aux_loss: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,6 +89,7 @@ ALSO_CALLED = {
     "train.learning_rate": "lr actor_learning_rate",
     "train.max_steps": "num_steps",
     "train.micro_batch_tokens": "micro_batch_size micro_train_batch_size",
+    "train.router_aux_loss": "router_aux_loss_coef aux_loss_coef aux_loss_coeff moe_aux_loss_coeff",
     "train.schedule": "lr_scheduler_type lr_scheduler scheduler",
     "train.warmup": "warmup_ratio warmup_steps lr_warmup_ratio",
 }

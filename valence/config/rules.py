@@ -440,6 +440,18 @@ CONTRADICTIONS = (
         "remove it, or set parallel.shard: off and parallel.tensor: 1",
     ),
     Rule(
+        "train.router_aux_loss",
+        lambda c: c.recipe.train.router_aux_loss > 0 and c.splits,
+        "the load-balancing loss is not computed where weights are split over processes",
+        "remove it, or set parallel.shard: off and parallel.tensor: 1",
+    ),
+    Rule(
+        "train.compile",
+        lambda c: c.recipe.train.router_aux_loss > 0 and c.recipe.train.compile == "on",
+        "compiled layers do not return the router logits that train.router_aux_loss needs",
+        "remove train.compile, or train.router_aux_loss",
+    ),
+    Rule(
         "model.quantize",
         lambda c: c.quantizes and c.recipe.model.lora is None and c.recipe.model.adapter is None,
         "weights of 4 bits do not train: an adapter on them does",

@@ -333,7 +333,8 @@ class Train(Section):
     batch_size: PositiveInt = 16
     """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes; with a reward, prompts per round."""
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens that run through the model at once. Never changes the result, only memory and speed. auto: as many as fit the
+    """Tokens that run through the model at once. Changes only memory and speed, not the result (except with adapter dropout or
+    train.router_aux_loss). auto: as many as fit the
     device's free memory and make a step faster; a run that is taken up keeps the number."""
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
@@ -364,12 +365,19 @@ class Train(Section):
     compile: Literal["auto", "on", "off"] = "auto"
     """Compile the model's layers: faster steps after a slow start. auto: in runs that are long enough for it to pay, where there
     is a compiler (on a CPU `g++`)."""
+    router_aux_loss: NonNegativeFloat = 0.0
+    """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv 2101.03961), which is added to
+    the loss of every step; 0: it is not computed. Switch Transformers uses 0.01, most configurations of transformers 0.001. It
+    covers all tokens of the sequences that train, prompts included, and those of `mix`. Above 0 the result depends on how a step
+    is cut into micro-batches: the loss is a product of means over a micro-batch, and the step takes the mean of its
+    micro-batches, weighted by their tokens. Evaluation leaves it out. It cannot be combined with weights that are split over
+    processes or with compiled layers."""
     max_skipped: PositiveInt = 5
     """Stop after so many steps in a row whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
     """With a reward: end the run after so many steps in a row without a gradient, as when the
     completions of every group have the same reward. The run is saved and finished as after its last
-    step. null: go on."""
+    step. null: go on. With train.router_aux_loss above 0 every step has a gradient."""
 
 
 class Parallel(Section):

@@ -18,6 +18,7 @@ from valence.engine.flex import BLOCK, visible
 from valence.engine.gradients import write_embedding_gradients
 from valence.engine.head import Head, TargetLogProb, wide_product
 from valence.engine.layout import split, table
+from valence.engine.router import ROUTER_AUX_LOSS, RouterBalance, num_experts_per_token, token_weights
 from valence.types import Batch, TokenOut, sent
 
 if TYPE_CHECKING:
@@ -128,12 +129,24 @@ class Engine(nn.Module):
     def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
 
-        Only those of sequences that train have a gradient. want: what else to tell, of entropy, sum_sq and value (see TokenOut;
-        sum_sq has no gradient). Raises ValueError for values of an engine without a critic.
+        Only those of sequences that train have a gradient. want: what else to tell, of entropy, sum_sq, value and router_aux_loss
+        (see TokenOut; sum_sq has no gradient). Raises ValueError for values of an engine without a critic.
         """
         if "value" in want and self.critic is None:
             raise ValueError("there is no critic: call valence.engine.values.add_values first")
-        return self._as_forest(batch, want) if self.packs else self._one_by_one(batch, want)
+        balance = self._router_balance(want)
+        want = [name for name in want if name != ROUTER_AUX_LOSS]
+        out = self._as_forest(batch, want, balance) if self.packs else self._one_by_one(batch, want, balance)
+        return out if balance is None else replace(out, router_aux_loss=balance.loss())
+
+    def _router_balance(self, want: Collection[str]) -> RouterBalance | None:
+        """Return what collects the routers' choices in a forward pass, if their loss is wanted."""
+        if ROUTER_AUX_LOSS not in want:
+            return None
+        count = num_experts_per_token(self.causal)
+        if count is None:
+            raise ValueError(f"{type(self.causal).__name__} has no router: see valence.engine.router.check_router")
+        return RouterBalance(count)
 
     @contextmanager
     def _autocast(self) -> Iterator[None]:
@@ -145,10 +158,10 @@ class Engine(nn.Module):
         with torch.autocast(self.device.type, self.compute), narrow:
             yield
 
-    def _as_forest(self, batch: Batch, want: Collection[str]) -> TokenOut:
+    def _as_forest(self, batch: Batch, want: Collection[str], balance: RouterBalance | None) -> TokenOut:
         found: list[_Found] = []
         with self._autocast():
-            hidden = self._hidden(batch)
+            hidden = self._hidden(batch, balance)
             half = (self.compute or hidden.dtype) == torch.bfloat16
             head = Head.of(self.causal, half=half, temperature=self.temperature)
             critic = self.critic if "value" in want else None
@@ -162,39 +175,47 @@ class Engine(nn.Module):
                     found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value))
         return _scatter(batch, found)
 
-    def states(self, batch: Batch) -> Tensor:
-        """The decoder's last hidden states [T, h], packed."""
+    def states(self, batch: Batch, balance: RouterBalance | None = None) -> Tensor:
+        """The decoder's last hidden states [T, h], packed. balance: counts how the tokens are routed."""
         with self._autocast():
-            return self._hidden(batch)
+            return self._hidden(batch, balance)
 
-    def states_alone(self, tokens: Tensor) -> Tensor:
-        """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself."""
+    def states_alone(self, tokens: Tensor, balance: RouterBalance | None = None) -> Tensor:
+        """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself. balance: counts how they are routed."""
         self._forget_lengths()
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         with self._autocast():
-            return decoder(input_ids=tokens[None], use_cache=False).last_hidden_state[0]
+            found = decoder(input_ids=tokens[None], use_cache=False, **_router_outputs(balance))
+            if balance is not None:
+                balance.add(found.router_logits, torch.ones(len(tokens), device=tokens.device))
+            return found.last_hidden_state[0]
 
-    def _hidden(self, batch: Batch) -> Tensor:
+    def _hidden(self, batch: Batch, balance: RouterBalance | None = None) -> Tensor:
         """The decoder's last hidden states [T, h]. Rows that only measured sequences have are run without a gradient, over the
         keys and values of those that train; a few of them go along with the others, which is cheaper than a second pass."""
         grad = torch.is_grad_enabled() and any(batch.trains)
+        counted = None if balance is None else (balance, token_weights(batch))
         with torch.set_grad_enabled(grad):
             if not grad or all(batch.trains):
-                return self._decoded(batch.tokens, batch.pos, table(batch.segments))
+                return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
             fill = partial(filled, device=self.device.type)
             parts = split(batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains, fill)
             if len(parts.rest) <= self.along:
-                return self._decoded(batch.tokens, batch.pos, table(batch.segments))
+                return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
             rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
             memory = Memory(fill(len(rows)))
             with remembering(memory, reading=False):
-                first = self._decoded(batch.tokens[rows], batch.pos[rows], parts.first)
+                ours = None if counted is None else (counted[0], counted[1][rows])
+                first = self._decoded(batch.tokens[rows], batch.pos[rows], parts.first, ours)
             with torch.no_grad(), remembering(memory, reading=True):
                 second = self._decoded(batch.tokens[rest], batch.pos[rest], parts.second)
             return torch.cat([first, second])[torch.cat([rows, rest]).argsort()]
 
-    def _decoded(self, tokens: Tensor, pos: Tensor, forest: Tensor) -> Tensor:
-        """[T, h] of tokens[T] at pos[T]; forest: the table of ``layout.py``."""
+    def _decoded(
+        self, tokens: Tensor, pos: Tensor, forest: Tensor, counted: tuple[RouterBalance, Tensor] | None = None
+    ) -> Tensor:
+        """[T, h] of tokens[T] at pos[T]; forest: the table of ``layout.py``. counted: what counts how the tokens are routed, and
+        their weights [T]."""
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
         # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is a sequence of its own.
@@ -206,12 +227,16 @@ class Engine(nn.Module):
                 torch.cat([tokens, tokens.new_zeros(missing)]),
                 torch.cat([pos, pos.new_zeros(missing)]),
             )
-        more = {"visible": visible(forest, self._windows, self.device)} if self.flexes else {}
+        more: dict[str, Any] = {"visible": visible(forest, self._windows, self.device)} if self.flexes else {}
+        more |= _router_outputs(counted)
         # Without a mask, transformers would look into the positions for one, and wait for the device.
         mask = torch.ones_like(tokens[None])
         found = decoder(
             input_ids=tokens[None], attention_mask=mask, position_ids=pos[None], use_cache=False, forest=forest, **more
         )
+        if counted is not None:
+            balance, weights = counted
+            balance.add(found.router_logits, weights)
         return found.last_hidden_state[0, :count]
 
     @property
@@ -220,7 +245,7 @@ class Engine(nn.Module):
         own = getattr(self.causal.config.get_text_config(), "sliding_window", None)
         return (0, own) if isinstance(own, int) else (0,)
 
-    def _one_by_one(self, batch: Batch, want: Collection[str]) -> TokenOut:
+    def _one_by_one(self, batch: Batch, want: Collection[str], balance: RouterBalance | None) -> TokenOut:
         found: list[_Found] = []
         critic = self.critic if "value" in want else None
         decoder = getattr(self.causal, self.causal.base_model_prefix)
@@ -228,8 +253,11 @@ class Engine(nn.Module):
             read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
             tokens = batch.tokens[path]
             with torch.set_grad_enabled(batch.trains[s] and torch.is_grad_enabled()):
+                counted = balance if batch.trains[s] else None
                 with said_by(decoder) as said:
-                    logits = self._outputs(tokens, read - 1)
+                    logits = self._outputs(tokens, read - 1, **_router_outputs(counted))
+                if counted is not None:
+                    counted.add(said[0].router_logits, torch.ones(len(tokens), device=tokens.device))
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
                 logits = logits if self.temperature == 1 else logits / self.temperature
                 logps = torch.log_softmax(logits, -1) if want else logits
@@ -255,10 +283,11 @@ class Engine(nn.Module):
         a reward model its scores [n, A]."""
         return self._outputs(tokens, at).clone()  # not a view of something larger, by which sharded weights would miss its slope
 
-    def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:
+    def _outputs(self, tokens: Tensor, at: Tensor | None, **more: Any) -> Tensor:
         self._forget_lengths()
+        keep = 0 if at is None else at
         with self._autocast():
-            return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=0 if at is None else at).logits[0]
+            return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=keep, **more).logits[0]
 
     def _forget_lengths(self) -> None:
         """The lengths of earlier sequences must not stay in rotary frequencies."""
@@ -283,6 +312,11 @@ def said_by(module: nn.Module) -> Iterator[list[Any]]:
         yield found
     finally:
         handle.remove()
+
+
+def _router_outputs(collector: object | None) -> dict[str, bool]:
+    """Return the argument by which a model also returns its router logits, where something collects them."""
+    return {} if collector is None else {"output_router_logits": True}
 
 
 def filled(tokens: int, device: str) -> int:

@@ -45,20 +45,25 @@ class Scorer(Engine):
         return torch.cat([self.cuts[:1], self.cuts[:1] + softplus(self.cuts[1:]).cumsum(0)])
 
     def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
-        """The scores of all sequences, of which those that train have a gradient. Log-probabilities are 0; nothing is told of
-        what else may be wanted."""
+        """The scores of all sequences, of which those that train have a gradient. Log-probabilities are 0; of what else may be
+        wanted only router_aux_loss is computed."""
+        balance = self._router_balance(want)
         if self.packs:
             ends = torch.tensor([batch.segments[leaf][1] - 1 for leaf in batch.leaf])
-            score = self._head(self.states(batch)[sent(ends, self.device)])
+            score = self._head(self.states(batch, balance)[sent(ends, self.device)])
         else:
-            found = [self._outputs(batch.tokens[path], None)[-1:] for _, path in self._alone(batch)]
+            states = (
+                self.states_alone(batch.tokens[path], balance if batch.trains[s] else None) for s, path in self._alone(batch)
+            )
+            found = [self._head(hidden)[-1:] for hidden in states]
             score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
         if not all(batch.trains):
             trains = sent(torch.tensor(batch.trains), score.device)
             score = torch.where(trains[:, None], score, score.detach())
-        return TokenOut(score.new_zeros(len(batch.tokens)), score=score)
+        loss = None if balance is None else balance.loss()
+        return TokenOut(score.new_zeros(len(batch.tokens)), score=score, router_aux_loss=loss)
 
-    def _outputs(self, tokens: Tensor, at: Tensor | None) -> Tensor:
+    def _outputs(self, tokens: Tensor, at: Tensor | None, **_: Any) -> Tensor:
         hidden = self.states_alone(tokens)
         return self._head(hidden if at is None else hidden[at])
 

@@ -42,6 +42,7 @@ LEARNING = (
     Chart("Log-probability of answers", ("logps/chosen", "logps/rejected"), "nats, summed over an answer"),
     Chart("Log-probability of a token", ("logps/token",), "nats"),
     Chart("Entropy of the policy", ("entropy",), "nats a token"),
+    Chart("Load-balancing loss of the routers", ("router_aux_loss",), "experts per token when the load is uniform"),
     Chart("Length of answers", ("rollout/length",), "tokens"),
     Chart("Answers cut off, failed, tied", ("rollout/truncated", "rollout/failed", "rollout/tied"),
           "shares; tied: prompts whose answers are all worth the same", axis=SHARE),

@@ -26,6 +26,7 @@ from valence.engine.memory import Split, free_memory
 from valence.engine.models import DTYPES, build_policy, build_reference, load_model, position_limit
 from valence.engine.quantized import is_quantized
 from valence.engine.reference import Frozen, Reference
+from valence.engine.router import check_router
 from valence.engine.scores import is_reward_model
 from valence.engine.shape import shape_of, skeleton, skeleton_of
 from valence.engine.stream import CannotStreamError, Stream, outline
@@ -70,6 +71,8 @@ def build_models(
             _check_same_weights(group, "model", policy)
         check_vocabulary(policy.causal, prepared.tokenizer)
         _check_positions(policy, prepared)
+        if fills and recipe.train.router_aux_loss:
+            check_router(policy)
         if fills and split.single and _compiles(prepared, policy, compiled, group.size):
             compile_layers(policy)
         own = recipe.reference.model if reference is None else None
@@ -222,6 +225,8 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
 
 
 def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None, processes: int) -> bool:
+    if prepared.recipe.train.router_aux_loss:  # compiled layers return no router logits
+        return False
     if chosen and (why := why_not(policy.device)):
         fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
         raise UserError(f"the layers of this run were compiled, and now {why}", where="train.compile", fix=fix)
@@ -235,7 +240,8 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
     asked, why = prepared.recipe.train.compile, why_not(device)
     if asked == "on" and why:
         raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
-    if asked != "auto" or why or "train" not in prepared.corpora or prepared.recipe.model.quantize:
+    not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
+    if asked != "auto" or why or "train" not in prepared.corpora or not_compiled:
         return asked == "on"
     epochs = prepared.total_steps / prepared.steps_per_epoch
     tokens = epochs * sum(unit.tokens for unit in prepared.corpora["train"].units)

@@ -143,7 +143,10 @@ class Run(RunResults):
 
     def _objective(self, method: Method, settings: Mapping[str, Any]) -> Objective:
         reference, budget = self.reference if method.asks_reference else None, self.budget.at(0, "evaluation")
-        return Objective(method, dict(settings), self.policy, reference, self.group, budget, self.recipe.data.max_length)
+        return Objective(
+            method, dict(settings), self.policy, reference, self.group, budget, self.recipe.data.max_length,
+            router_aux_loss=self.recipe.train.router_aux_loss,
+        )  # fmt: skip
 
     def planned_tokens(self) -> int:
         """How many tokens are to run at once, where nothing has said so. All processes call it."""
@@ -253,6 +256,8 @@ class Run(RunResults):
     def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
             self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
+        if self.recipe.train.router_aux_loss > 0:
+            self.say_once("train.router_aux_loss is above 0: the loss of a step depends on how it is cut into micro-batches")
         for said in (self.prepared.ends_early, speed.slow(self.policy.device, DTYPES[self.recipe.model.dtype])):
             if said and self.folder:  # the plan has said it on the terminal
                 self.folder.note("notes", said)

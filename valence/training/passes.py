@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from valence.dist.protocol import Group
+from valence.engine.router import ROUTER_AUX_LOSS, num_trained_tokens
 from valence.engine.scores import Scorer
 from valence.losses import stats
 from valence.losses.average import Average
@@ -53,6 +54,9 @@ class Outcome:
     checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
     rows: list[SequenceRow] = field(default_factory=list[SequenceRow])
     class_sums: Tensor | None = None
+    router_aux_loss: Tensor | None = None
+    """The step's load-balancing loss of routers, without its weight, which is not part of ``loss``: the mean of the
+    micro-batches' values, weighted by their tokens. None: none was computed."""
 
     @property
     def tokens(self) -> int:
@@ -83,6 +87,8 @@ class Pass:
     ends: bool
     entropy: bool
     progress: Callable[[Batch | None], None]
+    router_tokens: int = 0
+    """Tokens of the whole step, over which the load-balancing loss of routers is a mean; 0: it is off."""
 
     def __post_init__(self) -> None:
         self.left = self.hand.rounds
@@ -91,6 +97,10 @@ class Pass:
     def wants(self) -> tuple[str, ...]:
         """Outputs of the policy model that are needed besides log-probabilities."""
         return (*self.of.method.loss.wants(self.of.settings), *(["entropy"] if self.entropy else []))
+
+    @property
+    def _router_wants(self) -> tuple[str, ...]:
+        return (ROUTER_AUX_LOSS,) if self.router_tokens else ()
 
     def alone(self) -> list[Tensor]:
         """The parts of the step's loss that this process's micro-batches have, each by itself."""
@@ -105,13 +115,13 @@ class Pass:
         loss, settings = self.of.method.loss, self.of.settings
         ref = self.of.compared(batch)
         with torch.set_grad_enabled(self.backward):
-            out = self.of.policy(batch, self.wants)
+            out = self.of.policy(batch, (*self.wants, *self._router_wants))
             if not all(batch.trains):
                 self.shared |= self.of._z0(self.of.mismatched_sums(batch.part(trains=False), out, ref), self.outcome)
                 batch = batch.part(trains=True)
             plain, view = loss.read(batch, out, ref, settings, self._shared_of(batch))
             part = loss.total(plain, view, settings, self.count)
-            self._slope(self.weight * part)
+            self._slope(self._with_router_term(self.weight * part, batch, out))
         self._note(batch, out, ref, plain, view, part.detach())
         return part.detach()
 
@@ -147,9 +157,22 @@ class Pass:
     def _again(self, batch: Batch, slope: Tensor | None) -> None:
         """Runs a micro-batch for its gradient alone, given the slope of its log-probabilities; None: it adds nothing."""
         with torch.set_grad_enabled(self.backward):
-            out = self.of.policy(batch)
+            out = self.of.policy(batch, () if slope is None else self._router_wants)
             said = out.logp if out.score is None else out.score
-            self._slope((said * (0 if slope is None else slope)).sum())
+            self._slope(self._with_router_term((said * (0 if slope is None else slope)).sum(), batch, out))
+
+    def _with_router_term(self, part: Tensor, batch: Batch, out: TokenOut) -> Tensor:
+        """Add this micro-batch's share of the weighted load-balancing loss to ``part``, and record the loss."""
+        loss = out.router_aux_loss
+        if loss is None:
+            return part
+        num_tokens = num_trained_tokens(batch)
+        share = num_tokens / self.router_tokens
+        detached, total = loss.detach(), self.outcome.router_aux_loss
+        record = Mean(num_tokens * detached, torch.full_like(detached, num_tokens))
+        self.outcome.metrics.setdefault(ROUTER_AUX_LOSS, []).append(record)
+        self.outcome.router_aux_loss = share * detached if total is None else total + share * detached
+        return part + self.of.router_aux_loss * share * loss
 
     def _slope(self, part: Tensor) -> None:
         """Adds its gradient, where that is wanted. In lockstep the last of a step adds up those of all processes."""

@@ -55,6 +55,9 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
         raise _not_with_split("moments of 8 bits cannot be split over processes", "train.optimizer", "set train.optimizer: adamw")
     if recipe.train.compile == "on":
         raise _not_with_split("layers that are split over processes are not compiled", "train.compile", "remove it")
+    if recipe.train.router_aux_loss:
+        what = "the load-balancing loss is not computed where weights are split over processes"
+        raise _not_with_split(what, "train.router_aux_loss", "remove it")
     if split.offload:
         check_offload(recipe, device)
     return split

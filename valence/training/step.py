@@ -45,6 +45,9 @@ class Objective:
     budget: int
     max_length: int
     shift: stats.RewardShift = field(default_factory=stats.RewardShift)
+    router_aux_loss: float = 0.0
+    """Weight of the load-balancing loss of routers in a step that trains. It is a product of means over the tokens of one
+    micro-batch, so that above 0 the loss of a step depends on ``budget``."""
 
     def batches(self, units: Sequence[Encoded], groups: Sequence[int] | None = None) -> list[Batch]:
         """This process's micro-batches of these units."""
@@ -143,10 +146,12 @@ class Objective:
         ends: bool = True,
         entropy: bool = False,
         progress: Callable[[Batch | None], None] = lambda _: None,
+        router_tokens: int | None = None,
     ) -> Outcome:
-        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss. ends:
-        nothing more is added to them in this step. entropy: also measure that of the policy. progress: called by all
-        processes equally often."""
+        """The loss of a step's units (in canonical order) and its metrics; ``backward`` adds gradients of weight * loss, and of
+        the weighted load-balancing loss of routers. ends: nothing more is added to them in this step. entropy: also measure that
+        of the policy. progress: called by all processes equally often. router_tokens: tokens over which the load-balancing loss
+        is averaged, if not those of these units."""
         extra: list[Encoded] = []
         groups: list[int] | None = None
         if self.method.mismatches:
@@ -173,9 +178,15 @@ class Objective:
         step = Pass(
             self, outcome, hand, count, shared, weight=weight, backward=backward, rows=rows, ends=ends,
             entropy=entropy and not self.method.of_scores, progress=progress,
+            router_tokens=(router_tokens or num_tokens(units)) if backward and self.router_aux_loss else 0,
         )  # fmt: skip
         parts = [step.coupled()] if self.method.loss.couples and (hand.rounds > 1 or self.group.size > 1) else step.alone()
         self._together(outcome, parts, len(batches), sum(ran), largest)
+        if step.router_tokens:
+            local = outcome.router_aux_loss
+            outcome.router_aux_loss = self.group.sum(
+                _wide(torch.zeros((), device=self.policy.device) if local is None else local)
+            )
         return outcome
 
     @property
@@ -226,6 +237,11 @@ class Objective:
         return {"z0": z0}
 
 
+def num_tokens(units: Sequence[Encoded]) -> int:
+    """Return the number of tokens of all sequences, a shared one once per sequence."""
+    return sum(unit.tokens for unit in units)
+
+
 def _wide(values: Tensor) -> Tensor:
     """In float64, where the device has it: the last bits of a sum then do not depend on how the step was cut."""
     return values.to(torch.float32 if values.device.type == "mps" else torch.float64)
@@ -261,6 +277,11 @@ def _with_share(whole: Outcome, share: Share, own: Outcome) -> Outcome:
         largest=max(whole.largest, own.largest),
         metrics=whole.metrics | metrics,
         checks=whole.checks + own.checks,
+        router_aux_loss=(
+            own.router_aux_loss
+            if whole.router_aux_loss is None or own.router_aux_loss is None
+            else whole.router_aux_loss + own.router_aux_loss
+        ),
     )
 
 
@@ -291,14 +312,19 @@ def optimizer_step(
     """
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     clear(trained)
-    outcome = objective.run(units, following, backward=True, ends=not shares, entropy=entropy)
+    router_tokens = num_tokens(units) + sum(num_tokens(share.units) for share in shares)
+    outcome = objective.run(units, following, backward=True, ends=not shares, entropy=entropy, router_tokens=router_tokens)
     learnt = [(objective, outcome)]
     for share in shares:
         last = share is shares[-1]
         with share.objective.policy.tempered(1.0):  # its rows are stored ones, at whatever temperature others are sampled
-            own = share.objective.run(share.units, share.following, backward=True, weight=share.weight, ends=last)
+            own = share.objective.run(
+                share.units, share.following, backward=True, weight=share.weight, ends=last, router_tokens=router_tokens
+            )
         learnt.append((share.objective, own))
         outcome = _with_share(outcome, share, own)
+    if outcome.router_aux_loss is not None:
+        outcome = replace(outcome, loss=outcome.loss + objective.router_aux_loss * outcome.router_aux_loss)
     with no_way_back(objective.group.size > 1):
         objective.group.reduce_gradients(trained)
         norm = objective.group.norm(trained)
