@@ -199,6 +199,7 @@ def test_a_loss_over_all_micro_batches_together_has_the_term_too() -> None:
     _, _, cut_gradient, _ = step(engine, WEIGHT, ROWS, budget=40)
     _, cut_metrics, plain, _ = step(engine, 0.0, ROWS, budget=40)
     assert nothing == 0
+    assert "router_aux_loss" in metrics
     assert "router_aux_loss" not in cut_metrics
     assert float(loss) == pytest.approx(metrics["router_aux_loss"], rel=1e-6)
     assert relative(its_gradient - gradient, cut_gradient - plain) < 1e-4
