@@ -155,7 +155,7 @@ class ChatTemplate:
                 raise UserError(
                     f"the chat template does not read {name}",
                     where=where,
-                    fix="remove it, or use a variable that the template reads, such as enable_thinking",
+                    fix="remove it, or use a variable that the template reads",
                 )
 
     def _every_source(self) -> str:
@@ -238,13 +238,19 @@ class ChatTemplate:
 
     @cached_property
     def markers(self) -> frozenset[str]:
-        """Special tokens that the template prints around turns, other than BOS and EOS."""
+        """Special tokens that the template prints around turns.
+
+        EOS is not one of them, and BOS only where it opens turns, as ``<|im_start|>`` does in SmolLM2: elsewhere they may be
+        ordinary text, such as the HTML tag ``<s>``.
+        """
         try:
             text = self.render([_QUESTION, {"role": "assistant", "content": _SENTINEL}], ask=False)
-            text += self.render([_QUESTION], ask=True)
+            asked = self.render([_QUESTION], ask=True)
         except RowError:
             return frozenset()
+        text += asked
         outer = {self._vocab.bos, *self._vocab.ends}
+        outer -= {i for n, i in self._vocab.special.items() if i == self._vocab.bos and n in asked.removeprefix(n)}
         return frozenset(n for n, i in self._vocab.special.items() if n.strip() and n in text and i not in outer)
 
     # --- prompts and their answers
