@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -154,3 +155,14 @@ def test_characters_that_an_encoding_lacks_are_escaped(encoding: str) -> None:
     terminal.Terminal(file=stream).print("é 日 \ud800")
     written = raw.getvalue().decode(encoding)
     assert written == "é 日 <U+D800>\n".encode(encoding, "backslashreplace").decode(encoding)
+
+
+def test_warnings_of_valence_have_no_source_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with terminal.safe_streams():
+        warnings.warn_explicit("a \x1b[31mcheckpoint is damaged", UserWarning, terminal.__file__, 7)
+        warnings.warn_explicit("from elsewhere", UserWarning, "other.py", 7)
+    err = capfd.readouterr().err
+    assert "valence: warning: a " in err
+    assert "terminal.py" not in err
+    assert "\x1b" not in err
+    assert "other.py:7: UserWarning: from elsewhere" in err

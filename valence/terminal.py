@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from itertools import accumulate
+from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, cast
 
@@ -243,4 +244,6 @@ def print_traceback(kind: type[BaseException], error: BaseException, trace: Trac
 
 
 def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
-    return f"{escape_control(f'{filename}:{lineno}: {category.__name__}: {message}')}\n"
+    is_own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent)
+    text = f"valence: warning: {message}" if is_own else f"{filename}:{lineno}: {category.__name__}: {message}"
+    return f"{escape_control(text)}\n"

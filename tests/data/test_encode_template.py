@@ -66,6 +66,20 @@ def test_special_tokens_written_in_a_row_are_noted() -> None:
         assert notes(enc, row) == {"special_tokens_in_text": 1}
 
 
+def test_text_with_a_bos_that_opens_turns_is_not_wrapped_again() -> None:
+    rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    tokenizer = tiny_tokenizer(CHATML)
+    tokenizer.bos_token = "<|im_start|>"  # as in SmolLM2
+    found = bad(encoder(tokenizer=tokenizer), answered(rendered, "sun"), "template_in_text")
+    assert "data.as_chat: false" in str(found.fix)
+    encoded(encoder(tokenizer=tokenizer, as_chat=False), answered(rendered, "sun"))
+
+
+def test_a_bos_that_only_starts_the_text_may_be_written_in_a_prompt() -> None:
+    assert "<s>" not in ChatTemplate(tiny_tokenizer(BOS)).markers
+    encoded(encoder(BOS), answered("<s>hello", "sun"))  # an HTML tag
+
+
 def test_text_merging_over_the_boundary_is_noted_and_kept_apart() -> None:
     enc = encoder(as_chat=False)
     row = answered("capi", "tal of")
