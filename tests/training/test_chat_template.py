@@ -20,7 +20,6 @@ from tests.training.scoring import read, score, write
 from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
-from valence.data.encode import Encoder
 from valence.engine.models import generation_stops
 from valence.errors import UserError
 from valence.rollout.protocol import Sampling
@@ -123,14 +122,6 @@ def test_text_that_holds_the_templates_markup_is_an_error_with_both_choices(plac
     assert [(unit.prompt_ids, unit.answers) for unit in raw] == [(unit.prompt_ids, unit.answers) for unit in chats]
     write("spoken.jsonl", [{**pair, "prompt": f"What is <b>{pair['prompt']}</b>, or </s>?"} for pair in PAIRS])
     assert prepared(rows="spoken.jsonl").encoder.as_chat
-
-
-def test_a_bos_that_opens_turns_is_markup() -> None:
-    """In SmolLM2 the token that opens each turn is also the BOS. Elsewhere it may be ordinary text."""
-    tokenizer: Any = tiny_tokenizer()
-    assert Encoder(tokenizer, max_length=64).template.markers == {"<|im_start|>"}
-    tokenizer.bos_token = "<|im_start|>"
-    assert Encoder(tokenizer, max_length=64).template.markers == {"<|im_start|>"}
 
 
 def test_an_empty_prompt_is_no_message(place: Path) -> None:
