@@ -6,8 +6,8 @@ import re
 import tomllib
 from pathlib import Path
 
-import valence
 from tests.arch.source import FILES, ROOT
+from valence.errors import DISTRIBUTION
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 OLD_NAME = re.compile(r"pip install[^\n`]*[ '\"]valence(?![-\w/.])")
@@ -19,10 +19,10 @@ def _texts() -> list[Path]:
 
 
 def test_the_distribution_has_a_name_of_its_own() -> None:
-    assert PROJECT["name"] == valence.DISTRIBUTION == "valence-align"
+    assert PROJECT["name"] == DISTRIBUTION == "valence-align"
     assert PROJECT["scripts"] == {"valence": "valence.cli:main"}
     own = [each for extra in PROJECT["optional-dependencies"].values() for each in extra if each.startswith("valence")]
-    assert [each.partition("[")[0] for each in own] == [valence.DISTRIBUTION]
+    assert [each.partition("[")[0] for each in own] == [DISTRIBUTION]
 
 
 def test_nothing_tells_to_install_the_other_project() -> None:

@@ -10,9 +10,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"
 
-DISTRIBUTION = "valence-align"
-"""Name of the package on PyPI and for ``importlib.metadata``: what is called ``valence`` there is another project."""
-
 if TYPE_CHECKING:
     from valence.api import Run, build_run, logprobs, train
     from valence.errors import UserError

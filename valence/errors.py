@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+DISTRIBUTION = "valence-align"
+"""Name of the package on PyPI and for ``importlib.metadata``. The name ``valence`` belongs to another project there."""
+
+
+def install_command(extra: str) -> str:
+    """The shell command that installs an optional dependency of Valence."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'"
+
 
 class UserError(Exception):
     """A mistake in a recipe, in data, or in a request. The command line prints it and exits with status 2.
 
     what: one sentence saying what is wrong.
     where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
-    fix: one sentence saying what would mend it.
+    fix: one sentence saying how to fix it.
     """
 
     def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:

@@ -59,7 +59,7 @@ def refuse_links(path: Path, root: Path) -> None:
 
 
 def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
-    """A file below ``root``, opened unbuffered to be written anew or added to. Raises UserError when it or a folder on the way
+    """A file below ``root``, opened unbuffered, to be overwritten or appended to. Raises UserError when it or a folder on the way
     to it is a symbolic link, and OSError when it cannot be opened."""
     refuse_links(path.parent, root)
     flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_TRUNC)

@@ -14,7 +14,7 @@ from tests.models import tiny
 from tests.report.tracked import ROOT, home
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.report import trackers as trackers_module
 from valence.report.trackers import check
 from valence.training.methods import method_of
@@ -27,7 +27,7 @@ def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.
     for kind in trackers_module.LIBRARIES:
         with pytest.raises(UserError) as error:
             check({"kind": kind})
-        assert f'pip install "valence-align[{kind}]"' in str(error.value.fix)
+        assert install_command(kind) in str(error.value.fix)
 
 
 def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

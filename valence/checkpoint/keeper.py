@@ -79,7 +79,7 @@ class Checkpoints:
         except FileNotFoundError:
             return []
         except OSError as error:
-            fix = "make the folder readable, or start anew with --fresh"
+            fix = "make the folder readable, or start over with --fresh"
             raise UserError(f"the checkpoints cannot be listed ({error.strerror})", where=str(self.folder), fix=fix) from error
 
     def path(self, step: int) -> Path:
@@ -255,7 +255,7 @@ class Checkpoints:
                 f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}" for path, what in damaged.items()
             )
             raise UserError(f"all checkpoints are damaged ({said})", where=str(self.folder),
-                            fix="put back a whole one, or start anew with --fresh")  # fmt: skip
+                            fix="put back a whole one, or start over with --fresh")  # fmt: skip
         return None
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from valence.cli.common import Overrides, app
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def serve_reward(
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
-        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix="pip install 'valence-align[serve]'")
+        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix=install_command("serve"))
     limits = Limits(
         max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,

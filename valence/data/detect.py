@@ -64,7 +64,7 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
 
 
 def listed(names: Iterable[str]) -> str:
-    """The names, with a count in place of those that are too many to read."""
+    """The names, cut to a readable number, with a count of the rest."""
     every = list(names)
     more = len(every) - COLUMNS_SHOWN
     return ", ".join(every[:COLUMNS_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
@@ -115,5 +115,5 @@ def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...
 
 
 def _speaks(f: Format, dialect: Dialect | None) -> bool:
-    """Whether the format reads turns of this dialect. Those of OpenAI and ShareGPT are told apart turn by turn."""
+    """Whether the format reads turns of this dialect. Those of OpenAI and ShareGPT are distinguished turn by turn."""
     return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)

@@ -305,7 +305,7 @@ class _Layout:
 
 @dataclass(slots=True)
 class _Zeros:
-    """Finds labels of 0 beside labels of -1, which may mean that nobody voted."""
+    """Find labels of 0 in a column that also has -1: they may mean that nobody voted."""
 
     column: str | None
     zero: Origin | None = None

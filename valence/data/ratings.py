@@ -12,7 +12,7 @@ from valence.errors import UserError
 
 RATING = "rating"
 VERDICTS = ("label", "score", "scores")
-"""Columns beside which a rating is not read."""
+"""A rating is not read in a file that has one of these columns."""
 
 Part = Literal["label", "score"]
 

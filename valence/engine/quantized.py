@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 
 BYTES = 0.53
 """Of a weight: 4 bits, an 8-bit scale for every 64 of them, a scale of those, and tables; a little more on small layers."""
@@ -23,7 +23,7 @@ def check_library() -> None:
         raise UserError(
             "weights of 4 bits are kept by bitsandbytes, which is not installed",
             where="model.quantize",
-            fix="pip install 'valence-align[eightbit]'",
+            fix=install_command("eightbit"),
         )
 
 

@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from valence import DISTRIBUTION
 from valence.checksums import add_checksum, verify
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.files import make_folder, open_file, refuse_links, write_all
 from valence.report.sinks import SAMPLES, Record, attempt, samples
 
@@ -195,7 +194,7 @@ def check(settings: Mapping[str, Any]) -> str | None:
     kind = str(settings["kind"])
     if find_spec(kind) is None:
         what = f"{kind!r} is not installed"
-        raise UserError(what, where="run.sinks", fix=f'pip install "{DISTRIBUTION}[{kind}]", or leave it out of run.sinks')
+        raise UserError(what, where="run.sinks", fix=f"{install_command(kind)}, or leave it out of run.sinks")
     if kind == "wandb" and wandb_mode(settings) != "offline" and not wandb_key():
         if settings.get("mode") == "online":
             fix = "run `wandb login`, set WANDB_API_KEY, or set the sink's mode to offline"

@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.reward.calls import Failed
 from valence.reward.maths import Maths
 from valence.reward.threads import Raised, TimedOut, attempt, in_thread
 from valence.types import Completion, Score
 
 Rule = Callable[[Completion], float]
-INSTALL = "install Valence with its extra for rewards: pip install 'valence-align[rewards]'"
+INSTALL = install_command("rewards")
 LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "jsonschema"}
 """What rules judge by."""
 SECONDS_OF_A_PATTERN = 5.0

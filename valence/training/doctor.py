@@ -16,10 +16,11 @@ from typing import Any, Literal
 
 import torch
 
-from valence import DISTRIBUTION, __version__
+from valence import __version__
 from valence.dist.backends import backends
 from valence.engine import speed
 from valence.engine.memory import free_memory
+from valence.errors import install_command
 from valence.network import ask_hub
 
 State = Literal["ok", "missing", "problem"]
@@ -97,7 +98,7 @@ def _libraries() -> Iterator[Finding]:
     for extra, modules in lacking.items():
         if modules:
             said = f"{', '.join(modules)} not installed: for {EXTRAS[extra][1]}"
-            yield Finding("libraries", extra, "missing", said, f"pip install '{DISTRIBUTION}[{extra}]'")
+            yield Finding("libraries", extra, "missing", said, install_command(extra))
 
 
 def _devices() -> Iterator[Finding]:

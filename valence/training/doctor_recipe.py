@@ -11,12 +11,11 @@ from pathlib import Path
 
 import torch
 
-from valence import DISTRIBUTION
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.engine import speed
 from valence.engine.loading import is_cached, must_exist
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 from valence.network import DEADLINE, within
 from valence.report.trackers import check
 from valence.training.doctor import EXTRAS, Finding, writable
@@ -104,7 +103,7 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
     for setting, module in wanted.items():
         extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
         if find_spec(module) is None:
-            fix = f"pip install '{DISTRIBUTION}[{extra}]'"
+            fix = install_command(extra)
             yield Finding("recipe", setting, "problem", f"{module} is not installed", fix, needed=True)
         else:
             yield Finding("recipe", setting, "ok", f"{module} is installed")

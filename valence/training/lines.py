@@ -62,7 +62,7 @@ class Lines:
                 found = verify(found)
             self.sums.stat()
         except FileNotFoundError as error:
-            what = f"the file was not written by this command (there is no {Path(error.filename).name} beside it)"
+            what = f"the file was not written by this command (there is no {Path(error.filename).name} in its folder)"
             raise UserError(what, where=str(self.path), fix=ANEW) from None
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"cannot be read ({error})", where=str(self.beside), fix=ANEW) from error

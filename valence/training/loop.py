@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from valence.engine.logprobs import Engine
 from valence.engine.models import DTYPES
 from valence.engine.reference import Following, Reference
 from valence.errors import UserError
+from valence.report.console import number
 from valence.report.live import Dashboard
 from valence.report.online_signs import OnlineWatch
 from valence.report.sinks import FanOut, JsonlSink, Sink
@@ -33,20 +35,23 @@ from valence.training.online.rounds import NothingToLearnError, Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
-from valence.training.results import RunResults
+from valence.training.results import FILES, read_history
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
 from valence.training.step import Objective, Outcome, Share, optimizer_step
 from valence.training.track import Budget, Counters, Selection, Watch, Window
-from valence.types import Completion, Content, Mean
+from valence.types import Chat, Completion, Content, Mean
 
 Callback = Callable[["Run", Mapping[str, Any]], None]
 OptimizerLike = torch.optim.Optimizer | Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 SchedulerLike = Any  # a learning-rate scheduler, or a function of the optimizer that makes one
 
+SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/rewards/auc", "kl")
+"""Metrics in the ``repr`` of a run, if its log has them."""
 
-class Run(RunResults):
+
+class Run:
     """One run: a policy, its reference, the rows, and where the run stands.
 
     ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and ``load_state_dict`` carry a run over
@@ -454,6 +459,53 @@ class Run(RunResults):
         return measure.sample(self, prompts, sampling, n, quiet)
 
     # ------------------------------------------------------------------ state
+
+    @property
+    def directory(self) -> Path:
+        """The run's folder."""
+        return Path(self.recipe.run.dir)
+
+    @property
+    def report(self) -> Path:
+        """The page with curves, samples and warnings."""
+        return self.directory / FILES["report"]
+
+    @property
+    def model_dir(self) -> Path:
+        """The trained model: a folder that transformers loads. It is written at the end of the run."""
+        return self.directory / FILES["model"]
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of the log, oldest first, as ``pandas.DataFrame`` takes them."""
+        return read_history(self.directory)
+
+    def ask(
+        self,
+        prompt: str | Sequence[Mapping[str, Any]],
+        *,
+        max_new_tokens: int = 256,
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> str:
+        """Answer a prompt with the policy as it is now.
+
+        prompt: text or chat messages. Text becomes a user message if it does in training (``data.as_chat``).
+        temperature: 0 takes the most likely token each time.
+
+        Raises UserError for a reward model.
+        """
+        content: Content = prompt if isinstance(prompt, str) else Chat(tuple(dict(message) for message in prompt))
+        how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
+        return self.sample([content], how)[0][0].text
+
+    def __repr__(self) -> str:
+        latest = dict[str, Any]()
+        for record in self.history:
+            latest |= record
+        metrics = [f"{name}={number(latest[name])}" for name in SHOWN if isinstance(latest.get(name), int | float)]
+        steps = f"steps={self.step}/{max(self.step, self.total_steps)}"
+        return f"Run({', '.join([f'method={self.recipe.method!r}', steps, *metrics, f'folder={str(self.directory)!r}'])})"
 
     def state_dict(self) -> dict[str, Any]:
         """All that the rest of the run depends on. While steps are being skipped, it is that from before the first of them."""

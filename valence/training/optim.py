@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from valence.engine.values import PREFIX
-from valence.errors import UserError
+from valence.errors import UserError, install_command
 
 Kind = Literal["adamw", "adamw_8bit"]
 
@@ -26,7 +26,7 @@ def check_optimizer(kind: Kind, dtype: torch.dtype) -> None:
         raise UserError(
             "moments of 8 bits are kept by bitsandbytes, which is not installed",
             where="train.optimizer",
-            fix="pip install 'valence-align[eightbit]'",
+            fix=install_command("eightbit"),
         )
     if dtype == torch.float64:
         raise UserError("weights in float64 have no moments of 8 bits", where="train.optimizer", fix="set train.optimizer: adamw")
