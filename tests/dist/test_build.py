@@ -241,7 +241,7 @@ def test_auto_splits_what_one_process_cannot_hold(place: Path) -> None:
 
 
 def recipe_with(**parallel: Any) -> Any:
-    changes = {"optimizer": "adamw", "compile": "auto"} | parallel.pop("train", {})
+    changes = {"optimizer": "adamw", "compile": "auto", "router_aux_loss": 0.0} | parallel.pop("train", {})
     model = SimpleNamespace(lora=parallel.pop("lora", None), adapter=None)
     asked = {"shard": "auto", "tensor": 1, "reshard": True, "sync": "auto", "offload": False} | parallel
     return SimpleNamespace(parallel=SimpleNamespace(**asked), train=SimpleNamespace(**changes), model=model)
@@ -261,7 +261,7 @@ def test_how_weights_are_split(asked: dict[str, Any], size: int, before: Any, fi
 
 @pytest.mark.parametrize(("asked", "where"), [
     ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"), ({"train": {"compile": "on"}}, "train.compile"),
-    ({"offload": True}, "parallel.offload"),
+    ({"offload": True}, "parallel.offload"), ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),
 ])  # fmt: skip
 def test_what_does_not_go_along_with_it_is_an_error(asked: dict[str, Any], where: str) -> None:
     cpu = torch.device("cpu")
