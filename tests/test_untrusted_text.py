@@ -185,5 +185,5 @@ def test_json_lines_say_the_same_without_raw_controls() -> None:
 
 
 def test_an_error_cannot_add_lines_of_its_own() -> None:
-    shown = str(UserError("bad\nvalence: all is well", where="a\nvalence: b", fix="look"))
+    shown = str(UserError("bad\nvalence: all is well", code="x", where="a\nvalence: b", fix="look"))
     assert [line for line in shown.splitlines() if line.startswith("valence:")] == []

@@ -130,7 +130,12 @@ def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
     name = str(getattr(model, "name_or_path", "") or "")
     if not name and not has_tokenizer:
         fix = "give tokenizer=, or load the model with from_pretrained"
-        raise UserError("the model does not say where it was loaded from, so its tokenizer is not known", where="model", fix=fix)
+        raise UserError(
+            "the model does not say where it was loaded from, so its tokenizer is not known",
+            code="tokenizer-unknown",
+            where="model",
+            fix=fix,
+        )
     return name or type(model).__name__
 
 
@@ -262,7 +267,7 @@ def _starting_weights(run: Run, folder: RunFolder) -> str | None:
     found = model_digest(run.policy, adapter=True)
     if folder.taken_up and found != known:
         fix = "give it as it was then, or start anew with fresh=True"
-        raise UserError("the model given is not as it was when this run began", where="model", fix=fix)
+        raise UserError("the model given is not as it was when this run began", code="model-changed", where="model", fix=fix)
     return found
 
 
@@ -360,7 +365,12 @@ def logprobs(
     loaded = load(sources_from(rows), kind)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     if encoded.unusable:
-        raise UserError(encoded.unusable[0].reason, where=str(encoded.unusable[0].origin), fix=encoded.unusable[0].fix)
+        raise UserError(
+            encoded.unusable[0].reason,
+            code=encoded.unusable[0].code,
+            where=str(encoded.unusable[0].origin),
+            fix=encoded.unusable[0].fix,
+        )
     units = encoded.units
     config: Any = model.config
     before = config._attn_implementation

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 DISTRIBUTION = "valence-align"
 """Name of the package on PyPI and for ``importlib.metadata``. The name ``valence`` belongs to another project there."""
 
@@ -15,12 +17,15 @@ class UserError(Exception):
     """A mistake in a recipe, in data, or in a request. The command line prints it and exits with status 2.
 
     what: one sentence saying what is wrong.
+    code: a short name of the mistake, such as ``setting-unknown``. Messages may change, codes stay.
     where: the place, such as ``feedback.jsonl:12`` or ``recipe.yaml:3 (train.batch_size)``.
     fix: one sentence saying how to fix it.
     """
 
-    def __init__(self, what: str, *, where: str | None = None, fix: str | None = None) -> None:
-        self.what, self.where, self.fix = what, where, fix
+    def __init__(self, what: str, *, code: str, where: str | None = None, fix: str | None = None) -> None:
+        self.what, self.code, self.where, self.fix = what, code, where, fix
+        self.problems: Sequence[UserError] = (self,)
+        """The single mistakes that an error about several of them lists; otherwise the error itself."""
         place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
         lines = [place + what.replace("\n", "\n  ")]  # a line of the text cannot pass for a message of its own
         if fix:

@@ -23,16 +23,18 @@ def check_path(path: str | Path, where: str | None = None) -> None:
         raw = os.fsencode(text)
     except UnicodeEncodeError as error:
         what = "the path holds half a character, which no file name can"
-        raise UserError(what, where=where, fix="write the name out again") from error
+        raise UserError(what, code="path-invalid", where=where, fix="write the name out again") from error
     if b"\0" in raw:
-        raise UserError("the path holds a NUL character, which no file name can", where=where, fix="remove it")
+        raise UserError(
+            "the path holds a NUL character, which no file name can", code="path-invalid", where=where, fix="remove it"
+        )
     longest = max(map(len, raw.split(b"/")))
     if longest > LONGEST_NAME:
         what = f"a name in the path has {longest} bytes, and file systems allow {LONGEST_NAME}"
-        raise UserError(what, where=where, fix="choose a shorter name")
+        raise UserError(what, code="path-too-long", where=where, fix="choose a shorter name")
     if len(raw) > LONGEST_PATH:
         what = f"the path has {len(raw)} bytes, and file systems allow {LONGEST_PATH}"
-        raise UserError(what, where=where, fix="choose a shorter path")
+        raise UserError(what, code="path-too-long", where=where, fix="choose a shorter path")
 
 
 def expand_path(text: str, where: str | None = None) -> str:
@@ -45,7 +47,9 @@ def expand_path(text: str, where: str | None = None) -> str:
         return str(Path(text).expanduser())
     except RuntimeError as error:
         what = f"there is no home folder for {text.split('/')[0]}"
-        raise UserError(what, where=where or text, fix="write the path in full; ./~NAME is a file of that name") from error
+        raise UserError(
+            what, code="path-no-home", where=where or text, fix="write the path in full; ./~NAME is a file of that name"
+        ) from error
 
 
 def refuse_links(path: Path, root: Path) -> None:
@@ -86,4 +90,4 @@ def write_all(file: BinaryIO, content: bytes) -> None:
 
 
 def _is_link(path: Path) -> UserError:
-    return UserError("this is a symbolic link, and is not written through", where=str(path), fix=FIX)
+    return UserError("this is a symbolic link, and is not written through", code="path-is-symlink", where=str(path), fix=FIX)

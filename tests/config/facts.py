@@ -65,5 +65,5 @@ def method_of(name: str, online: bool = False) -> Facts:
     if online and name in ONLINE:
         return ONLINE[name]
     if name not in METHODS:
-        raise UserError(f"there is no method {name!r}", where="elsewhere", fix="methods: kto, dpo, sft")
+        raise UserError(f"there is no method {name!r}", code="method-unknown", where="elsewhere", fix="methods: kto, dpo, sft")
     return METHODS[name]

@@ -67,7 +67,7 @@ def test_rows_by_class_and_file() -> None:
 
 
 def test_rows_not_used_with_reason_and_place() -> None:
-    bad = [BadRow(Origin("a.jsonl", n), "label is 'maybe'", "write true or false") for n in range(10, 17)]
+    bad = [BadRow(Origin("a.jsonl", n), "label is 'maybe'", "write true or false", "row-label-invalid") for n in range(10, 17)]
     long = [judged("sun", "star " * 60, True, 20), judged("sun", "moon " * 60, False, 21)]
     empty = judged("sun", " ", True, 22)
     result = audited([*THUMBS, *long, empty], bad, max_length=40)
@@ -253,7 +253,9 @@ def test_screen_of_sound_data_has_no_findings() -> None:
 
 def test_screen_names_what_was_found_and_where() -> None:
     rows = [*THUMBS[:3], judged("sun", "a star", False, 4), judged("<pad>", "star " * 60, True, 5)]
-    text = render(audited(rows, [BadRow(Origin("a.jsonl", 9), "label is 'maybe'", "write true")], max_length=40))
+    text = render(
+        audited(rows, [BadRow(Origin("a.jsonl", 9), "label is 'maybe'", "write true", "row-label-invalid")], max_length=40)
+    )
     assert "  1  bad row: a.jsonl:9 (label is 'maybe')" in text
     assert "  1  judged the other way elsewhere: a.jsonl:4 against :1" in text
     assert "special tokens" in text
@@ -262,7 +264,7 @@ def test_screen_names_what_was_found_and_where() -> None:
 
 
 def test_screen_keeps_many_reasons_short() -> None:
-    bad = [BadRow(Origin("a.jsonl", n), f"label is {n}", "write true or false") for n in range(30)]
+    bad = [BadRow(Origin("a.jsonl", n), f"label is {n}", "write true or false", "row-label-invalid") for n in range(30)]
     result = audited(THUMBS, bad)
     assert len(result.unused) == 30
     assert "22  for 22 other reasons" in render(result)

@@ -141,7 +141,7 @@ def watched(group: Group, ends: bool, said: str) -> str:
             return ends and time.monotonic() > queued + 0.3
 
     torch.cuda.Event = Event
-    watch = Watch(0.8, lambda place: UserError(f"{place} did not end"))
+    watch = Watch(0.8, lambda place: UserError(f"{place} did not end", code="rank-lost"))
     watch.add(Place(1, "sum"))
     time.sleep(0.5)
     watch.add(Place(2, "gather"))

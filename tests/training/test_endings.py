@@ -95,7 +95,10 @@ def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path
 
 def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
     with monkeypatch.context() as patch:
-        patch.setattr("valence.training.build.load_model", lambda *_, **__: (_ for _ in ()).throw(UserError("no weights")))
+        patch.setattr(
+            "valence.training.build.load_model",
+            lambda *_, **__: (_ for _ in ()).throw(UserError("no weights", code="model-not-loadable")),
+        )
         with pytest.raises(UserError, match="no weights"):
             valence.train(recipe(folder, tmp_path), quiet=True)
     valence.train(recipe(folder, tmp_path), quiet=True)

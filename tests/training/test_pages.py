@@ -65,7 +65,7 @@ def test_a_page_that_cannot_be_written_leaves_nothing_behind(tmp_path: Path) -> 
 
 def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(path: Path, status: str) -> None:
-        raise UserError("no", where="here", fix="mend it")
+        raise UserError("no", code="x", where="here", fix="mend it")
 
     monkeypatch.setattr(page, "write_page", fail)
     said: list[str] = []

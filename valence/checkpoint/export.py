@@ -242,7 +242,9 @@ def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
     for same in names.values():
         if len(same) > 1 and any(_owner(key, layers) for key in same):
             what = f"the adapter is on weights that are tied ({', '.join(same)})"
-            raise UserError(what, where="run.export", fix="export the adapter alone, or with parallel.shard: off")
+            raise UserError(
+                what, code="adapter-tied-weights", where="run.export", fix="export the adapter alone, or with parallel.shard: off"
+            )
         extra = [key for key in same if key in base.all_tied_weights_keys]
         found |= set(extra if len(extra) < len(same) else extra[1:])
     return found

@@ -80,7 +80,9 @@ class Checkpoints:
             return []
         except OSError as error:
             fix = "make the folder readable, or start over with --fresh"
-            raise UserError(f"the checkpoints cannot be listed ({error.strerror})", where=str(self.folder), fix=fix) from error
+            raise UserError(
+                f"the checkpoints cannot be listed ({error.strerror})", code="file-not-readable", where=str(self.folder), fix=fix
+            ) from error
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step}"
@@ -254,7 +256,7 @@ class Checkpoints:
             said = "; ".join(
                 f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}" for path, what in damaged.items()
             )
-            raise UserError(f"all checkpoints are damaged ({said})", where=str(self.folder),
+            raise UserError(f"all checkpoints are damaged ({said})", code="checkpoint-damaged", where=str(self.folder),
                             fix="put back a whole one, or start over with --fresh")  # fmt: skip
         return None
 
@@ -267,7 +269,7 @@ def check(path: Path) -> Saved:
     """A checkpoint whose files are as they were written. Raises Damaged when they are not."""
 
     def damaged(what: str) -> Damaged:
-        return Damaged(f"this checkpoint is damaged: {what}", where=str(path), fix="use another one")
+        return Damaged(f"this checkpoint is damaged: {what}", code="checkpoint-damaged", where=str(path), fix="use another one")
 
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -281,7 +283,10 @@ def check(path: Path) -> Saved:
         raise damaged(f"{MANIFEST} has changed (its own sha256 is another)")
     if form != FORMAT:
         raise UserError(
-            f"its format is {form}, and this version reads {FORMAT}", where=str(path), fix="use the version that saved it"
+            f"its format is {form}, and this version reads {FORMAT}",
+            code="checkpoint-format",
+            where=str(path),
+            fix="use the version that saved it",
         )
     if path.name != f"step-{step}":
         raise damaged(f"it is of step {step}, whatever its name says")
@@ -318,7 +323,9 @@ def _aside(path: Path) -> Path:
         path.rename(free)
     except OSError as error:
         what = f"this checkpoint is damaged, and cannot be renamed ({error.strerror})"
-        raise UserError(what, where=str(path), fix="make the folder writable, or move the checkpoint away") from error
+        raise UserError(
+            what, code="folder-not-writable", where=str(path), fix="make the folder writable, or move the checkpoint away"
+        ) from error
     return free
 
 

@@ -93,7 +93,7 @@ class Lock:
         except OSError as error:
             what = "the folder is read-only" if error.errno in READ_ONLY else "the folder cannot be locked"
             fix = "choose another run.dir, or make this one writable"
-            raise UserError(f"{what} ({error.strerror})", where=str(self.path), fix=fix) from error
+            raise UserError(f"{what} ({error.strerror})", code="file-not-writable", where=str(self.path), fix=fix) from error
 
     def release(self) -> None:
         """Lets others have the folder. Does nothing when this lock does not hold it."""
@@ -155,7 +155,9 @@ class Lock:
 
     def _refusal(self, found: Holder | None) -> UserError:
         what = f"another run is using this folder: {found or 'a process that has not written its name yet'}"
-        return UserError(what, where=str(self.path), fix="wait for it to end, stop it, or choose another run.dir")
+        return UserError(
+            what, code="run-locked", where=str(self.path), fix="wait for it to end, stop it, or choose another run.dir"
+        )
 
 
 _held: dict[tuple[int, int], Lock] = {}

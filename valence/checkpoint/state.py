@@ -43,7 +43,12 @@ class Registry:
         odd = sorted(self.parts.keys() ^ state.keys())
         if odd:
             what = f"the saved state is that of another version (first difference: {odd[0]})"
-            raise UserError(what, where="checkpoint", fix="take it up with the version that saved it, or start anew with --fresh")
+            raise UserError(
+                what,
+                code="checkpoint-version",
+                where="checkpoint",
+                fix="take it up with the version that saved it, or start anew with --fresh",
+            )
         for name, part in self.parts.items():
             if name not in leaving_out:
                 part.load_state_dict(state[name])

@@ -46,7 +46,9 @@ def written_aside(target: Path) -> Iterator[Path]:
         yield aside
         _keep(aside, target)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"cannot be written ({error})", where=str(target), fix="make room, or choose another folder") from error
+        raise UserError(
+            f"cannot be written ({error})", code="file-not-writable", where=str(target), fix="make room, or choose another folder"
+        ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -113,7 +115,7 @@ def agreed(group: Group | None) -> Iterator[None]:
     if isinstance(failed, UserError) and len(set(said)) == 1:
         raise failed  # as all others do
     if said := [f"rank {rank}: {what}" for rank, what in enumerate(said) if what is not None]:
-        raise UserError("; ".join(said), fix="see what that process' host lacks") from failed
+        raise UserError("; ".join(said), code="other-rank-failed", fix="see what that process' host lacks") from failed
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -137,7 +139,10 @@ class Snapshot:
             self.plain = json.dumps(self._described(state, ""))
         except TypeError as error:
             raise UserError(
-                f"state that cannot be saved: {error}", where="checkpoint", fix="use numbers, texts and tensors"
+                f"state that cannot be saved: {error}",
+                code="state-not-savable",
+                where="checkpoint",
+                fix="use numbers, texts and tensors",
             ) from error
         self.size = sum(tensor.nbytes for tensor in self.tensors.values())
 
@@ -222,7 +227,9 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
 
             return {key: rich(item, key in lazy) for key, item in described[DICT]}
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise UserError(f"this is not a whole checkpoint ({error})", where=str(folder), fix="use another one") from error
+        raise UserError(
+            f"this is not a whole checkpoint ({error})", code="checkpoint-damaged", where=str(folder), fix="use another one"
+        ) from error
 
 
 def _unread(folder: Path, into: Mapping[str, Tensor]) -> None:

@@ -58,7 +58,7 @@ def _main() -> None:
         if error.errno != errno.ENAMETOOLONG:
             raise
         where = f"{str(error.filename)[:60]}..."
-        _exit_with(UserError("the name is too long for a file", where=where, fix="choose a shorter one"))
+        _exit_with(UserError("the name is too long for a file", code="path-too-long", where=where, fix="choose a shorter one"))
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
 

@@ -119,7 +119,12 @@ def refuse_dashes(words: Sequence[str]) -> None:
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and re.fullmatch(r"[a-z]\w*(\.\w+)+", name):
             value = value if equals else next(iter(words[i + 1 :]), "VALUE")
-            raise UserError(f"{word} is not an option", where="command line", fix=f"write {name}={value}, without dashes")
+            raise UserError(
+                f"{word} is not an option",
+                code="option-unknown",
+                where="command line",
+                fix=f"write {name}={value}, without dashes",
+            )
 
 
 def command_line() -> str:

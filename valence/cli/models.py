@@ -83,7 +83,12 @@ def evaluate(
     with processes(nproc) as group:
         run = _run_of(target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward)
         if "eval" not in run.prepared.corpora:
-            raise UserError("there are no rows to measure on", where=str(target), fix="give --data, or data.eval in the recipe")
+            raise UserError(
+                "there are no rows to measure on",
+                code="rows-missing",
+                where=str(target),
+                fix="give --data, or data.eval in the recipe",
+            )
         found = run.evaluate()
     table = Table("metric", "value", box=None, pad_edge=False)
     for name, value in found.metrics.items():
@@ -187,9 +192,14 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
     """Raises UserError when there is no adapter that could be written by itself."""
     if adapter and run.prepared.method.of_scores:
         what = "a reward model is written whole: its head is what an adapter would be worth nothing without"
-        raise UserError(what, where=str(run_dir), fix="leave out --adapter")
+        raise UserError(what, code="adapter-not-exportable", where=str(run_dir), fix="leave out --adapter")
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
-        raise UserError("the run trained all weights: there is no adapter", where=str(run_dir), fix="leave out --adapter")
+        raise UserError(
+            "the run trained all weights: there is no adapter",
+            code="adapter-missing",
+            where=str(run_dir),
+            fix="leave out --adapter",
+        )
 
 
 def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
@@ -226,7 +236,12 @@ def _at(step: str | None) -> Any:
     if step is None or step == "best":
         return step
     if not step.isdecimal():
-        raise UserError(f"{step} is neither a step nor the word best", where="--step", fix="name a step of the run's checkpoints")
+        raise UserError(
+            f"{step} is neither a step nor the word best",
+            code="step-invalid",
+            where="--step",
+            fix="name a step of the run's checkpoints",
+        )
     return int(step)
 
 
@@ -241,13 +256,16 @@ def _held_out(files: list[str] | None) -> list[str]:
 def _check_can_be_made(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
-        raise UserError("this exists already", where=str(folder), fix="name a folder that does not exist")
+        raise UserError("this exists already", code="path-exists", where=str(folder), fix="name a folder that does not exist")
     try:
         folder.mkdir(parents=True)
         folder.rmdir()
     except OSError as error:
         raise UserError(
-            f"the folder cannot be made ({error.strerror})", where=str(folder), fix="name one in a place that you may write to"
+            f"the folder cannot be made ({error.strerror})",
+            code="folder-not-writable",
+            where=str(folder),
+            fix="name one in a place that you may write to",
         ) from error
 
 
@@ -256,4 +274,9 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8", errors="backslashreplace")
     except OSError as error:
-        raise UserError(f"cannot write ({error.strerror})", where=str(path), fix="name a file in a folder that exists") from error
+        raise UserError(
+            f"cannot write ({error.strerror})",
+            code="file-not-writable",
+            where=str(path),
+            fix="name a file in a folder that exists",
+        ) from error

@@ -59,4 +59,6 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
         return f"{page.read_text(encoding='utf-8')}{MARK}\n" if copied else str(page)
     except OSError as error:
         fix = "make the folder writable; `--md` writes nothing into it"
-        raise UserError(f"the page cannot be written ({error.strerror})", where=str(run_dir), fix=fix) from error
+        raise UserError(
+            f"the page cannot be written ({error.strerror})", code="file-not-writable", where=str(run_dir), fix=fix
+        ) from error

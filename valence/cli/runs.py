@@ -117,7 +117,7 @@ def resume(
     from valence.report.runs import place_of_run
 
     if any(each.split("=")[0] == "run.dir" for each in overrides or []):
-        raise UserError("a run goes on where it is", where="run.dir", fix="move the folder, and name it")
+        raise UserError("a run goes on where it is", code="option-conflict", where="run.dir", fix="move the folder, and name it")
     folder = run_dir.absolute()
     recipe, place = place_of_run(folder)
     cwd = place if place and place.is_dir() else Path()
@@ -280,7 +280,9 @@ def _by_reward(target: str | None, reward: list[str] | None, overrides: list[str
             return False
     odd = [name for name, value in of_models.items() if value is not None and (name, value) != ("column", "valence")]
     if odd:
-        raise UserError("a reward judges these rows, which does not read it", where=f"--{odd[0]}", fix="leave it out")
+        raise UserError(
+            "a reward judges these rows, which does not read it", code="option-unused", where=f"--{odd[0]}", fix="leave it out"
+        )
     return True
 
 
@@ -288,10 +290,13 @@ def _filled(target: str | None, for_rows: bool, reward: bool) -> str:
     """The recipe whose reference cache is filled. Raises UserError unless `score` was called so."""
     if reward:
         fix = "give --data FILE and --out FILE, and not --verify"
-        raise UserError("--reward judges the answers of rows, and writes them to a file", where="score", fix=fix)
+        raise UserError(
+            "--reward judges the answers of rows, and writes them to a file", code="option-missing", where="score", fix=fix
+        )
     if for_rows or not target or not (Path(target).is_file() or Path(target).suffix in (".yaml", ".yml")):
         raise UserError(
             "rows are scored with --data FILE and --out FILE, a recipe's reference cache is filled with neither",
+            code="option-missing",
             where="score",
             fix="give both (and not --verify), and a model to score with or --reward; or a recipe alone",
         )

@@ -69,7 +69,9 @@ def serve_reward(
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
-        raise UserError(f"{lacking[0]} is not installed", where="serve-reward", fix=install_command("serve"))
+        raise UserError(
+            f"{lacking[0]} is not installed", code="library-missing", where="serve-reward", fix=install_command("serve")
+        )
     limits = Limits(
         max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
@@ -89,11 +91,18 @@ def _service(
     from valence.reward.server import ENDS, Service
 
     if target.startswith(("http://", "https://")):
-        raise UserError("this is a server already", where=target, fix="name it in the recipe's reward section")
+        raise UserError(
+            "this is a server already", code="reward-not-servable", where=target, fix="name it in the recipe's reward section"
+        )
     ours = [f"timeout={limits.timeout}", f"batch_size={limits.max_batch}", f"concurrency={limits.concurrency}", "retries=0"]
     spec = load_reward(target, [*ours, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
-        raise UserError("requests have texts, not tokens", where="settings.unit", fix="give settings.unit=characters, or words")
+        raise UserError(
+            "requests have texts, not tokens",
+            code="reward-needs-tokens",
+            where="settings.unit",
+            fix="give settings.unit=characters, or words",
+        )
     loaded, pools = list[str](), list[WorkerPool]()
 
     def model(name: str, settings: Mapping[str, Any], where: str) -> Backend:
@@ -106,7 +115,12 @@ def _service(
         pool = WorkerPool(spec.reward, spec.settings, spec.timeout, spec.concurrency, where, _log, max_wait=limits.timeout)
         pool.start()
         if "completion_ids" in pool.parameters:
-            raise UserError("requests have texts, not tokens", where=target, fix="serve a function without completion_ids")
+            raise UserError(
+                "requests have texts, not tokens",
+                code="reward-needs-tokens",
+                where=target,
+                fix="serve a function without completion_ids",
+            )
         pools.append(pool)
         return pool
 
@@ -127,5 +141,10 @@ def _token(variable: str | None) -> str | None:
         return None
     token = os.environ.get(variable)
     if not token:
-        raise UserError(f"the environment has no variable {variable}", where="--token-env", fix="set it to a long random text")
+        raise UserError(
+            f"the environment has no variable {variable}",
+            code="environment-variable-missing",
+            where="--token-env",
+            fix="set it to a long random text",
+        )
     return token

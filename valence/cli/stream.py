@@ -55,7 +55,12 @@ class Stream:
 def must_be_open(wanted: bool) -> None:
     """Raises UserError where lines are wanted and there is nothing to write them to."""
     if wanted and sys.stdout is None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
-        raise UserError("the standard output is closed", where="--json", fix="leave --json out, or let it write somewhere")
+        raise UserError(
+            "the standard output is closed",
+            code="output-closed",
+            where="--json",
+            fix="leave --json out, or let it write somewhere",
+        )
 
 
 @contextmanager
@@ -65,7 +70,7 @@ def failing(wanted: bool) -> Iterator[None]:
         yield
     except UserError as error:
         if wanted:
-            Stream(sys.stdout).ended("failed", MISTAKE, error=str(error))
+            Stream(sys.stdout).ended("failed", MISTAKE, error=str(error), code=error.code)
         raise
 
 
@@ -88,7 +93,7 @@ def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
         try:
             yield stream
         except UserError as error:
-            stream.ended("failed", MISTAKE, error=str(error))
+            stream.ended("failed", MISTAKE, error=str(error), code=error.code)
             raise
         finally:
             console.plain = False

@@ -55,7 +55,12 @@ def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
         if name == "model" and index == 0 and isinstance(inner, str):  # the short form of model.name
             inner = values[name] = {"name": inner}
         if not isinstance(inner, dict):
-            raise UserError(f"{'.'.join(path[: index + 1])} is not a section", where=".".join(path), fix="write it as a mapping")
+            raise UserError(
+                f"{'.'.join(path[: index + 1])} is not a section",
+                code="setting-not-a-section",
+                where=".".join(path),
+                fix="write it as a mapping",
+            )
         values = cast(dict[str, Any], inner)
     values[path[-1]] = value
 
@@ -65,7 +70,9 @@ def _as_json(path: tuple[str, ...], value: Any) -> str:
         return json.dumps(value)
     except TypeError:
         what = f"a recipe cannot hold a value of type {type(value).__name__}"
-        raise UserError(what, where=".".join(path), fix="give a number, a text, a list or a mapping") from None
+        raise UserError(
+            what, code="setting-type", where=".".join(path), fix="give a number, a text, a list or a mapping"
+        ) from None
 
 
 __all__ = ["names_a_model", "recipe_from_arguments"]

@@ -21,23 +21,31 @@ def read_recipe_text(path: Path) -> str:
         inside = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
         raise UserError(
             "this is a folder, not a recipe",
+            code="path-is-folder",
             where=str(path),
             fix=f"name a file in it: {', '.join(inside[:5])}" if inside else "name a .yaml file",
         )
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError("there is no such recipe", where=str(path), fix=nearest_file(path)) from None
+        raise UserError("there is no such recipe", code="recipe-not-found", where=str(path), fix=nearest_file(path)) from None
     except OSError as error:
-        raise UserError(f"cannot be read: {error.strerror}", where=str(path), fix="check the file's permissions") from None
+        raise UserError(
+            f"cannot be read: {error.strerror}", code="file-not-readable", where=str(path), fix="check the file's permissions"
+        ) from None
     if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
-        raise UserError("the file starts with a byte order mark", where=f"{path}:1", fix="save it as UTF-8 without BOM")
+        raise UserError(
+            "the file starts with a byte order mark", code="file-encoding", where=f"{path}:1", fix="save it as UTF-8 without BOM"
+        )
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise UserError(
-            f"byte {data[error.start]:#04x} is not UTF-8", where=f"{path}:{line}", fix="save the file as UTF-8"
+            f"byte {data[error.start]:#04x} is not UTF-8",
+            code="file-encoding",
+            where=f"{path}:{line}",
+            fix="save the file as UTF-8",
         ) from None
 
 
@@ -54,7 +62,7 @@ def locate_data(path: str, folder: Path | None) -> str:
     if is_hub_id(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
-    raise UserError(f"there is no file {path}", fix="; ".join(hints))
+    raise UserError(f"there is no file {path}", code="template-not-found", fix="; ".join(hints))
 
 
 def read_chat_template(chosen: str, folder: Path | None) -> str:
@@ -68,11 +76,11 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     try:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:
-        raise UserError(error.what, fix=f"{error.fix}; {fix}") from None
+        raise UserError(error.what, code=error.code, fix=f"{error.fix}; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{chosen} cannot be read ({error})", fix=fix) from None
+        raise UserError(f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix) from None
     if not _is_jinja(text):
-        raise UserError(f"{chosen} is not a Jinja template: it has no {{{{ or {{%", fix=fix)
+        raise UserError(f"{chosen} is not a Jinja template: it has no {{{{ or {{%", code="template-invalid", fix=fix)
     return text
 
 

@@ -75,7 +75,7 @@ class LoadedRecipe:
             if not named:
                 raise
             where = error.where if named[0] in (error.where or "") else named[0]
-            raise UserError(error.what, where=f"{set_here[named[0]].origin} ({where})", fix=error.fix) from error
+            raise UserError(error.what, code=error.code, where=f"{set_here[named[0]].origin} ({where})", fix=error.fix) from error
 
 
 def load_recipe(
@@ -117,7 +117,7 @@ def load_recipe(
             template = read_chat_template(recipe.data.chat_template, folder)
             recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"chat_template": template})})
         except UserError as error:
-            problems.append(UserError(error.what, where=given.where(("data", "chat_template")), fix=error.fix))
+            problems.append(UserError(error.what, code=error.code, where=given.where(("data", "chat_template")), fix=error.fix))
     mix = [
         part.model_copy(
             update={"train": _files_found(part.train, ("mix", i, "train"), given, folder, problems if training else [])}
@@ -135,6 +135,7 @@ def load_recipe(
         problems.append(
             UserError(
                 "there is nothing to train on",
+                code="train-data-missing",
                 where=given.where(("data", "train")),
                 fix="name a file of rows: `train: feedback.jsonl`",
             )
@@ -242,7 +243,7 @@ def _method(
     try:
         facts = method_of(name, not path and bool(given.values.get("reward")))
     except UserError as error:
-        problems.append(UserError(error.what, where=given.where((*path, "method")), fix=error.fix))
+        problems.append(UserError(error.what, code=error.code, where=given.where((*path, "method")), fix=error.fix))
         return None, None
     if not isinstance(cast(dict[str, Any], section).get("loss", {}), dict):
         return facts, None
@@ -316,7 +317,7 @@ def _files_found(
         try:
             return source.model_copy(update={"path": locate_data(source.path, folder)})
         except UserError as error:
-            problems.append(UserError(error.what, where=given.where((*path, "path")), fix=error.fix))
+            problems.append(UserError(error.what, code=error.code, where=given.where((*path, "path")), fix=error.fix))
             return source
 
     return [found(source, (*path, index)) for index, source in enumerate(sources)]
@@ -353,15 +354,15 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
     for index, kind in enumerate(kinds):
         if kind in kinds[:index]:
             place = given.where(("run", "sinks", index))
-            yield UserError(f"{kind} is named twice", where=place, fix="keep one of the two")
+            yield UserError(f"{kind} is named twice", code="setting-duplicate", where=place, fix="keep one of the two")
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
-        yield UserError(rule.why.format(**case.words), where=given.where(path), fix=rule.fix)
+        yield UserError(rule.why.format(**case.words), code="setting-conflict", where=given.where(path), fix=rule.fix)
     for path, method, loss in _losses(case):
         for name, other in method.contradictions(loss).items():
             what = f"it weighs the tokens of a sum over the answer, and with {dotted(path)}.{other} {method.name} reads a mean"
             fix = f"remove one of {dotted(path)}.{name} and {dotted(path)}.{other}"
-            yield UserError(what, where=given.where((*path, name)), fix=fix)
+            yield UserError(what, code="setting-conflict", where=given.where((*path, name)), fix=fix)
 
 
 def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:

@@ -33,11 +33,14 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
     if len(problems) == 1:
         return problems[0]
     lines = [f"  {line}" for problem in problems for line in str(problem).splitlines()]
-    return UserError("\n".join([f"{len(problems)} settings are wrong", *lines]), where=name)
+    what = "\n".join([f"{len(problems)} settings are wrong", *lines])
+    error = UserError(what, code="settings-invalid", where=name)
+    error.problems = tuple(problems)
+    return error
 
 
 def no_effect(given: Given, path: Key, why: str, fix: str) -> UserError:
-    return UserError(f"has no effect: {why}", where=given.where(path), fix=f"remove it, or {fix}")
+    return UserError(f"has no effect: {why}", code="setting-no-effect", where=given.where(path), fix=f"remove it, or {fix}")
 
 
 def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, given: Given) -> UserError:
@@ -48,17 +51,20 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
     if error["type"] == "extra_forbidden":
         names = names_of(at(schema_of(model), path[:-1]))
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
-        return UserError("there is no such setting", where=where, fix=fix)
+        return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
-        return UserError("is missing", where=where, fix=f"add {path[-1]}, {_explain(node)}")
+        return UserError("is missing", code="setting-missing", where=where, fix=f"add {path[-1]}, {_explain(node)}")
     value = _value_at(given.values, full)
     if fix := error.get("ctx", {}).get("fix"):
-        return UserError(f"{as_yaml(value)} {error['msg']}", where=where, fix=fix)
+        return UserError(f"{as_yaml(value)} {error['msg']}", code="setting-value", where=where, fix=fix)
     if error["type"] == "value_error":
         return UserError(
-            f"{as_yaml(value)} is {error['msg'].removeprefix('Value error, ')}", where=where, fix=_remedy(value, node)
+            f"{as_yaml(value)} is {error['msg'].removeprefix('Value error, ')}",
+            code="setting-value",
+            where=where,
+            fix=_remedy(value, node),
         )
-    return UserError(f"{as_yaml(value)} is not {takes(node)}", where=where, fix=_remedy(value, node))
+    return UserError(f"{as_yaml(value)} is not {takes(node)}", code="setting-type", where=where, fix=_remedy(value, node))
 
 
 ALSO_CALLED = {

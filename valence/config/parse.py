@@ -53,15 +53,19 @@ def from_yaml(text: str, name: str) -> Given:
     except (YAMLError, RecursionError) as error:
         line = _line_of(error, text)
         raise UserError(
-            f"not valid YAML: {_problem(error)}", where=f"{name}:{line}", fix=_syntax_fix(error, text.splitlines()[line - 1])
+            f"not valid YAML: {_problem(error)}",
+            code="yaml-syntax",
+            where=f"{name}:{line}",
+            fix=_syntax_fix(error, text.splitlines()[line - 1]),
         ) from None
     if node is None:
-        raise UserError("the recipe is empty", where=name, fix="it needs at least method, model and data")
+        raise UserError("the recipe is empty", code="recipe-empty", where=name, fix="it needs at least method, model and data")
     values = reader.value(node, ())
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "a single value"
         raise UserError(
             f"the recipe is {kind}, not a mapping of sections",
+            code="recipe-not-a-mapping",
             where=f"{name}:1",
             fix="write `method: ...`, `model: ...` and `data: ...` at the left edge",
         )
@@ -84,14 +88,17 @@ def override(given: Given, assignment: str) -> Given:
         fix = "write setting=value, such as train.seed=1 (null for nothing)"
         if os.path.isfile(assignment):
             fix = f"name a file behind what reads it: --data {assignment} where the command has this option, or a setting"
-        raise UserError(f"cannot read {assignment!r}", where=COMMAND_LINE, fix=fix)
+        raise UserError(f"cannot read {assignment!r}", code="override-syntax", where=COMMAND_LINE, fix=fix)
     path = _resolve(given.values, parts)
     reader = _Reader(COMMAND_LINE, lines=False)
     try:
         node = reader.compose(text)
     except (YAMLError, RecursionError) as error:
         raise UserError(
-            f"cannot read {assignment!r}: {_problem(error)}", where=COMMAND_LINE, fix=_syntax_fix(error, text)
+            f"cannot read {assignment!r}: {_problem(error)}",
+            code="override-syntax",
+            where=COMMAND_LINE,
+            fix=_syntax_fix(error, text),
         ) from None
     value = None if node is None else reader.value(node, path)
     places = {k: v for k, v in given.places.items() if k[: len(path)] != path}
@@ -137,12 +144,16 @@ class _Reader:
     def value(self, node: Node, path: Key) -> object:
         if len(path) > _DEEPEST:
             raise UserError(
-                "nested too deeply, or contains itself", where=self._place(node), fix="a recipe has five levels at most"
+                "nested too deeply, or contains itself",
+                code="recipe-too-deep",
+                where=self._place(node),
+                fix="a recipe has five levels at most",
             )
         self._count += 1
         if self._count > _MOST_VALUES:
             raise UserError(
                 f"the document has more than {_MOST_VALUES:,} values once its aliases are expanded",
+                code="recipe-too-large",
                 where=self.places.get(path[:1], self._place(node)),
                 fix="write the values out instead of repeating them with & and *",
             )
@@ -158,12 +169,18 @@ class _Reader:
         values: dict[str, object] = {}
         for key, item in node.value:
             if key.id != "scalar":
-                raise UserError("a name is a list or a mapping", where=self._place(key), fix="a setting's name is one word")
+                raise UserError(
+                    "a name is a list or a mapping",
+                    code="setting-name-invalid",
+                    where=self._place(key),
+                    fix="a setting's name is one word",
+                )
             name = _text(str(key.value), self._place(key))
             inner = (*path, name)
             if name in values:
                 raise UserError(
                     f"{dotted(inner)} is given twice, first at {self.places[inner]}",
+                    code="setting-duplicate",
                     where=self._place(key),
                     fix="remove one of the two",
                 )
@@ -175,13 +192,18 @@ class _Reader:
         where = f"{self._place(node)} ({dotted(path)})"
         tag = str(node.tag).removeprefix("tag:yaml.org,2002:")
         if tag not in _SCALARS:
-            raise UserError(f"the tag {tag} means nothing in a recipe", where=where, fix="remove it, or put the text in quotes")
+            raise UserError(
+                f"the tag {tag} means nothing in a recipe",
+                code="yaml-tag",
+                where=where,
+                fix="remove it, or put the text in quotes",
+            )
         if tag in ("str", "timestamp"):
             return _text(str(node.value), where)
         try:
             return cast(Any, self._yaml).constructor.construct_object(node)
         except (ValueError, KeyError):
-            raise UserError(f"{node.value!r} is no {tag}", where=where, fix=f"remove the tag !!{tag}") from None
+            raise UserError(f"{node.value!r} is no {tag}", code="yaml-tag", where=where, fix=f"remove the tag !!{tag}") from None
 
     def _place(self, node: Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
@@ -222,19 +244,25 @@ def _syntax_fix(error: Exception, line: str) -> str:
 
 def _text(text: str, where: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
-        raise UserError("half of a surrogate pair is no character", where=where, fix="write the whole character")
+        raise UserError(
+            "half of a surrogate pair is no character", code="text-encoding", where=where, fix="write the whole character"
+        )
     return text
 
 
 def _plain(value: object, path: Key, name: str) -> object:
     where = f"{name} ({dotted(path)})"
     if len(path) > _DEEPEST:
-        raise UserError("nested too deeply, or contains itself", where=name, fix="a recipe has five levels at most")
+        raise UserError(
+            "nested too deeply, or contains itself", code="recipe-too-deep", where=name, fix="a recipe has five levels at most"
+        )
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
         for key in items:
             if not isinstance(key, str):
-                raise UserError(f"the name {key!r} is not text", where=where, fix="a setting's name is a str")
+                raise UserError(
+                    f"the name {key!r} is not text", code="setting-name-invalid", where=where, fix="a setting's name is a str"
+                )
         return {_text(str(key), where): _plain(item, (*path, str(key)), name) for key, item in items.items()}
     if isinstance(value, str):
         return _text(value, where)
@@ -246,6 +274,7 @@ def _plain(value: object, path: Key, name: str) -> object:
         return value
     raise UserError(
         f"a {type(value).__name__} cannot be a setting",
+        code="setting-type",
         where=where,
         fix="use numbers, text, True or False, None, lists and dicts",
     )
@@ -262,6 +291,7 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
                 such = f", such as {dotted((*path, 0, part))}" if inside else ""
                 raise UserError(
                     f"{dotted(path)} is a list of {len(items)} and has no {part}",
+                    code="override-index",
                     where=f"{COMMAND_LINE} ({dotted((*path, part))})",
                     fix=f"use an index from 0 to {len(items)} ({len(items)} adds an item){such}",
                 )
@@ -273,6 +303,7 @@ def _resolve(values: Any, parts: Sequence[str]) -> Key:
         else:
             raise UserError(
                 f"{dotted(path)} is {as_yaml(values)}, which has nothing inside",
+                code="override-not-a-section",
                 where=f"{COMMAND_LINE} ({dotted((*path, part))})",
                 fix=f"set {dotted(path)} itself",
             )

@@ -26,6 +26,7 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
         if ours not in COLUMNS:
             raise UserError(
                 f"keys: no format has a column {ours!r}",
+                code="keys-unknown-column",
                 fix=f"write keys as {{the format's name: the file's name}}, with {', '.join(sorted(COLUMNS))}",
             )
     shapes = [_shape(row, keys or {}) for row in rows]
@@ -38,6 +39,7 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
         return fitting[0]
     raise UserError(
         f"the rows fit several formats: {', '.join(fitting)}",
+        code="format-ambiguous",
         fix=f"set format: {' or '.join(fitting)}; the columns that it does not read are left aside",
     )
 
@@ -56,6 +58,7 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
     )
     return UserError(
         f"no format fits the columns {listed(map(repr, found)) or '(none)'}",
+        code="format-unknown-columns",
         fix=(
             "name the columns that hold the parts, beside the path: {path: FILE, keys: {prompt: question, label: verdict}}"
             + (f". Nearest formats: {lacks}" if lacks else "")

@@ -19,7 +19,7 @@ from valence.data.template import (
     has_no_weight,
     renders_as_chat,
 )
-from valence.data.vocab import Marked, RowError, Vocab, any_of
+from valence.data.vocab import Marked, RowError, Vocab, any_of, row_code
 from valence.errors import UserError
 from valence.types import (
     Answer,
@@ -54,6 +54,11 @@ class Unusable:
     fix: str | None = None
     dropped: bool = False
     source: str = ""
+
+    @property
+    def code(self) -> str:
+        """The code of a UserError about this row."""
+        return row_code(self.kind)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +178,7 @@ class Encoder:
         try:
             return self._tokens(self._form(prompt), (), False, _Row()).prompt
         except RowError as error:
-            raise UserError(error.reason, fix=error.fix) from error
+            raise UserError(error.reason, code=error.code, fix=error.fix) from error
 
     def encode(self, example: Example, source: str = "") -> Encoded | Unusable:
         """One example as tokens, or why it cannot be used."""

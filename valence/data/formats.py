@@ -103,6 +103,7 @@ def instruction(row: Columns) -> tuple[Message, ...]:
     if not isinstance(rounds, list) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in rounds):
         raise UserError(
             f"{row.name('history')} is {values.shown(rounds)}, and must be a list of rounds",
+            code="row-value-type",
             fix='write [["instruction", "answer"], ...]',
         )
     name, more = row.name("instruction"), row.get("input")
@@ -133,7 +134,7 @@ def _with_system(row: Columns, turns: Any) -> Any:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
     dialect = values.dialect_of(first) or row.dialect
     if dialect.roles.get(str(first.get(dialect.role))) == "system":
-        raise UserError("the row has a system turn and a system column", fix="keep one of the two")
+        raise UserError("the row has a system turn and a system column", code="row-system-twice", fix="keep one of the two")
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
 
@@ -147,6 +148,7 @@ def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
     if turns[-1]["role"] != "assistant":
         raise UserError(
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
+            code="row-answer-missing",
             fix="end the conversation with an assistant turn, or read it as a prompt with keys: {prompt: messages}",
         )
     if to_learn:
@@ -217,13 +219,19 @@ def pairwise_feedback(row: Columns) -> Preference:
     prompt, (a, b) = exchange(row, "output_A", "output_B")
     rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
     if None not in rewards and rewards[0] == rewards[1]:
-        raise UserError("both outputs have the same reward, so neither is preferred", fix="leave out tied rows")
+        raise UserError(
+            "both outputs have the same reward, so neither is preferred", code="row-pair-tied", fix="leave out tied rows"
+        )
     return _preference(row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a)))
 
 
 def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
     if chosen == rejected:
-        raise UserError("the chosen and the rejected answer are the same", fix="leave out pairs without a difference")
+        raise UserError(
+            "the chosen and the rejected answer are the same",
+            code="row-pair-identical",
+            fix="leave out pairs without a difference",
+        )
     return Preference(
         prompt=prompt,
         chosen=chosen,
@@ -262,6 +270,7 @@ def _sampled(row: Columns, tokens: int) -> Sampled | None:
     if logps and len(logps) != tokens:
         raise UserError(
             f"{row.name('logps')} has {len(logps)} numbers, and the answer {tokens} tokens",
+            code="row-length-mismatch",
             fix="give the log-probability of every token of the answer, its end token included",
         )
     if not logps and not given:
@@ -280,6 +289,7 @@ def ranking(row: Columns) -> Ranking:
     if not isinstance(given, list) or len(given) < 2:
         raise UserError(
             f"{name} is {values.shown(given)}, and must be a list of two or more answers",
+            code="row-value-type",
             fix="give all answers of a prompt in one row, as a list",
         )
     answers = {f"answer {n} of {name}": values.answer(each, name, row.dialect) for n, each in enumerate(given, 1)}
@@ -292,19 +302,23 @@ def _scores(row: Columns, count: int) -> tuple[float, ...]:
     if len(parts) != 1:
         raise UserError(
             f"the row has {'both scores and' if parts else 'no scores and no'} ranks",
+            code="row-scores-and-ranks",
             fix="give every answer a score, or a rank from 1 (the best)",
         )
     given, name = row.get(parts[0]), row.name(parts[0])
     if not isinstance(given, list) or len(given) != count:
         raise UserError(
             f"{name} is {values.shown(given)}, and must be a list of {count} numbers",
+            code="row-value-type",
             fix="give one for every answer, in the same order",
         )
     numbers = tuple(values.number(each, f"number {n} of {name}") for n, each in enumerate(given, 1))
     if parts == ["scores"]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
-        raise UserError(f"{name} is {values.shown(given)}, and must hold whole numbers from 1", fix="rank the best 1")
+        raise UserError(
+            f"{name} is {values.shown(given)}, and must hold whole numbers from 1", code="row-rank-invalid", fix="rank the best 1"
+        )
     return tuple(-rank for rank in numbers)
 
 
@@ -312,7 +326,11 @@ def prompt(row: Columns) -> Prompt:
     """A prompt to answer. Every other column, and the entries of ``info``, become its info."""
     asking = asked(row)
     if isinstance(asking, str) and row.tools:
-        raise UserError("the row has tools, and its prompt is text", fix="write the prompt as a list of chat turns")
+        raise UserError(
+            "the row has tools, and its prompt is text",
+            code="row-tools-without-turns",
+            fix="write the prompt as a list of chat turns",
+        )
     others = {name: value for name, value in row.value.items() if name not in row.columns.values()}
     common: dict[str, Any] = {**row.common, "info": {**row.info, **others}}
     return Prompt(prompt=asking if isinstance(asking, str) else Chat(asking, row.tools), **common)
@@ -412,7 +430,11 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
     f = FORMATS[name]
     for ours in keys:
         if ours not in f.columns:
-            raise UserError(f"keys: the format {name} has no column {ours!r}", fix=f"use its names: {', '.join(f.columns)}")
+            raise UserError(
+                f"keys: the format {name} has no column {ours!r}",
+                code="keys-unknown-column",
+                fix=f"use its names: {', '.join(f.columns)}",
+            )
     return {f.parts.get(column, column): keys.get(column, column) for column in f.columns}
 
 
@@ -426,9 +448,14 @@ def read_example(name: str, value: Mapping[str, Any], origin: Origin, keys: Mapp
     if missing:
         raise UserError(
             f"the row has no {' and no '.join(missing)}, which the format {name} needs",
+            code="row-column-missing",
             fix="add what is missing, or put rows of another format in a file of their own",
         )
     kind = value.get("type")
     if "type" in f.columns and kind is not None and kind != name:
-        raise UserError(f"the row's type is {values.shown(kind)}, not {name}", fix="put each type in a file of its own")
+        raise UserError(
+            f"the row's type is {values.shown(kind)}, not {name}",
+            code="row-type-differs",
+            fix="put each type in a file of its own",
+        )
     return f.read(row)

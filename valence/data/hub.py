@@ -31,11 +31,13 @@ def hub_rows(path: str, split: str | None, subset: str | None = None) -> Iterato
         said = " ".join(str(error).splitlines()[:2])
         fix = next((fix for begins, fix in REMEDIES.items() if said.startswith(begins)), None)
         general = "check the name and your access to it, or download its files and name one of them"
-        raise UserError(f"the hub data set cannot be loaded: {said}", where=path, fix=fix or general) from error
+        raise UserError(
+            f"the hub data set cannot be loaded: {said}", code="hub-dataset", where=path, fix=fix or general
+        ) from error
     if split is None:
         if len(found) > 1:
             fix = f"set split: one of {', '.join(map(str, found))}"
-            raise UserError("the data set has several splits", where=path, fix=fix)
+            raise UserError("the data set has several splits", code="hub-split-missing", where=path, fix=fix)
         ((split, found),) = found.items()
     place = f"{path}/{subset}" if subset else path
     for number, value in enumerate(found, 1):
@@ -54,6 +56,7 @@ def _check_answers(path: str) -> None:
     except httpx.TransportError as error:
         raise UserError(
             f"there is no such file, and the hub does not answer ({error})",
+            code="hub-unreachable",
             where=path,
             fix=("name a file, or go online, or set HF_HUB_OFFLINE=1 to use what was downloaded before"),
         ) from error

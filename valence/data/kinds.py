@@ -52,21 +52,31 @@ def conversion_to(
     """The conversion of this name. Raises UserError when it does not make ``kind``, or does not go with the threshold."""
     conversion = CONVERSIONS.get(name) if name is not None else None
     if name is not None and conversion is None:
-        raise UserError(f"there is no conversion {name!r}", where="data.convert", fix=f"use one of {', '.join(CONVERSIONS)}")
+        raise UserError(
+            f"there is no conversion {name!r}",
+            code="conversion-unknown",
+            where="data.convert",
+            fix=f"use one of {', '.join(CONVERSIONS)}",
+        )
     if conversion is not None and not _serves(conversion.gives, kind):
         raise UserError(
             f"{name} makes {WORDS[conversion.gives]}, and the method needs {WORDS[kind]}",
+            code="conversion-mismatch",
             where="data.convert",
             fix="remove it, or choose another conversion or method",
         )
     use = conversion.threshold if conversion else "none"
     if threshold is None and use == "needed":
         raise UserError(
-            f"{name} needs a threshold", where="data.threshold", fix="set it to the score from which an answer is good"
+            f"{name} needs a threshold",
+            code="threshold-missing",
+            where="data.threshold",
+            fix="set it to the score from which an answer is good",
         )
     if threshold is not None and (use == "none" or not math.isfinite(threshold)):
         raise UserError(
             f"{threshold} has no effect here",
+            code="threshold-no-effect",
             where="data.threshold",
             fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
         )
@@ -95,6 +105,7 @@ def of_kind(
         if is_ready and takes:
             raise UserError(
                 "the row has a label already, and the conversion would make it from the score",
+                code="row-label-and-score",
                 where=str(e.origin),
                 fix="remove data.convert, or set format: scored to read the score alone",
             )
@@ -140,6 +151,7 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         ways.append(f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the answers")
     return UserError(
         f"the rows are {_described(e)}, and the method needs {WORDS[kind]}",
+        code="kind-mismatch",
         where=str(e.origin),
         fix=(
             f"set {', or '.join(ways)}; or choose a method for such rows{_methods(e)}"

@@ -80,7 +80,10 @@ class InMemory:
                 yield value
             else:
                 yield BadRow(
-                    origin, f"the row is a {type(value).__name__}, not a mapping", "give rows as dictionaries or Examples"
+                    origin,
+                    f"the row is a {type(value).__name__}, not a mapping",
+                    "give rows as dictionaries or Examples",
+                    "row-not-an-object",
                 )
 
 
@@ -169,7 +172,12 @@ def load(
     files = [file for files, _, _ in read for file in files]
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
     if twice:
-        raise UserError("this file is listed twice", where=twice[0], fix="list it once, with weight: 2 if it is to count twice")
+        raise UserError(
+            "this file is listed twice",
+            code="file-listed-twice",
+            where=twice[0],
+            fix="list it once, with weight: 2 if it is to count twice",
+        )
     examples, unused = of_kind([e for _, made, _ in read for e in made], kind, conversion, threshold)
     bad = tuple(row for _, _, rows in read for row in rows)
     if not examples:
@@ -208,7 +216,12 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
         elif isinstance(row, BadRow):
             yield row, row
     if absent and source.limit is None:
-        raise UserError(f"keys: no row has a column {min(absent)!r}", where=source.path, fix="name a column that the file has")
+        raise UserError(
+            f"keys: no row has a column {min(absent)!r}",
+            code="keys-missing-column",
+            where=source.path,
+            fix="name a column that the file has",
+        )
 
 
 def _rows(source: Source, limit: int | None, notes: list[str] | None = None) -> Iterator[Row | BadRow | Example]:
@@ -245,6 +258,7 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
             if on_bad_row == "stop":
                 raise UserError(
                     row.reason,
+                    code=row.code,
                     where=str(row.origin),
                     fix=f"{row.fix}; or set data.on_bad_row: skip, which counts and lists such rows",
                 )
@@ -323,6 +337,7 @@ class _Zeros:
         if self.zero and self.minus:
             raise UserError(
                 f"{self.column} is 0 here and -1 at {self.minus}, so 0 may be a row without a verdict",
+                code="label-zero-ambiguous",
                 where=str(self.zero),
                 fix="leave out rows without a verdict, and write the labels as true and false",
             )
@@ -334,6 +349,7 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
         near = difflib.get_close_matches(source.format, FORMATS, n=1)
         raise UserError(
             f"there is no format {source.format!r}",
+            code="format-unknown",
             where=source.path,
             fix=f"did you mean {near[0]}?" if near else f"use one of {', '.join(FORMATS)}",
         )
@@ -353,13 +369,16 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
         for theirs in source.keys.values():
             if all(theirs not in value and lookup(value, theirs) is None for value in head):
                 raise _no_such_column(source.path, theirs, (name for value in head for name in value)) from error
-        raise UserError(error.what, where=error.where or source.path, fix=error.fix) from error
+        raise UserError(error.what, code=error.code, where=error.where or source.path, fix=error.fix) from error
     return _Layout(name, keys, source.weight, named, rating)
 
 
 def _no_such_column(path: str, column: str, found: Iterable[str]) -> UserError:
     return UserError(
-        f"keys: no row has a column {column!r}", where=path, fix=f"name one of its columns: {listed(sorted(set(found)))}"
+        f"keys: no row has a column {column!r}",
+        code="keys-missing-column",
+        where=path,
+        fix=f"name one of its columns: {listed(sorted(set(found)))}",
     )
 
 
@@ -370,18 +389,20 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         example = read_example(layout.format, row.value, row.origin, layout.keys)
     except UserError as error:
         hint = f" (the row looks like the format {other})" if other else ""
-        return BadRow(row.origin, error.what + hint, error.fix or "correct the row or leave it out")
+        return BadRow(row.origin, error.what + hint, error.fix or "correct the row or leave it out", error.code)
     if other is not None:
         return BadRow(
             row.origin,
             f"the row has the format {other}, and the file's first rows have {layout.format}",
             "put rows of another format in a file of their own, or set format",
+            "row-format-differs",
         )
     if layout.rating is None and not layout.is_named and rated_format(row.value, layout.keys):
         return BadRow(
             row.origin,
             f"the row has a {RATING}, and the file's first rows have none",
             f"put judged rows in a file of their own, or set format: {layout.format} to ignore the {RATING}",
+            "row-format-differs",
         )
     return _weighted(example, layout.weight)
 
@@ -391,7 +412,7 @@ def _given(example: Example, source: Source) -> Example | BadRow:
     try:
         _check_numbers(example)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out")
+        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out", error.code)
     return _weighted(example, source.weight)
 
 
@@ -408,6 +429,7 @@ def _check_numbers(example: Example) -> None:
             if len(scores) != len(example.completions) or len(scores) < 2:
                 raise UserError(
                     f"the ranking has {len(example.completions)} completions and {len(scores)} scores",
+                    code="row-length-mismatch",
                     fix="give two or more completions, and a score for each",
                 )
         case _:
@@ -421,7 +443,7 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
     try:
         return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out")
+        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out", error.code)
 
 
 # What remains
@@ -433,6 +455,7 @@ def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence
     where = str(bad[0].origin if bad else unused[0][0].origin) if bad or unused else ", ".join(f.path for f in files)
     return UserError(
         f"of {sum(f.rows for f in files)} rows none can be used{f': {why}' if why else ''}",
+        code="no-usable-rows",
         where=where or "data",
         fix=bad[0].fix if bad else "check that these are the rows the method needs",
     )

@@ -29,6 +29,7 @@ def mismatch(step: Sequence[Encoded], following: Iterable[Encoded] = (), *, max_
         if partner is None:
             raise UserError(
                 "no other example has both another prompt and another completion",
+                code="kl-pairs-missing",
                 where=str(unit.origin),
                 fix="KTO needs at least two distinct prompts with distinct completions; apo_zero_unpaired does not",
             )

@@ -59,10 +59,13 @@ def rows_from(value: Any) -> Rows:
         return value.with_format(None)
     if datasets and isinstance(value, datasets.DatasetDict):
         raise UserError(
-            f"the data set has several splits: {', '.join(value)}", where="rows", fix='give one of them: dataset["train"]'
+            f"the data set has several splits: {', '.join(value)}",
+            code="split-missing",
+            where="rows",
+            fix='give one of them: dataset["train"]',
         )
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise UserError(f"a {type(value).__name__} is not a list of rows", where="rows", fix=ROWS_FIX)
+        raise UserError(f"a {type(value).__name__} is not a list of rows", code="rows-type", where="rows", fix=ROWS_FIX)
     return value
 
 
@@ -73,7 +76,12 @@ class _FrameRows:
         names = [str(name) for name in frame.columns]
         twice = [name for name, count in Counter(names).items() if count > 1]
         if twice:
-            raise UserError(f"the DataFrame has two columns {twice[0]!r}", where="rows", fix="give every column its own name")
+            raise UserError(
+                f"the DataFrame has two columns {twice[0]!r}",
+                code="column-duplicate",
+                where="rows",
+                fix="give every column its own name",
+            )
         self._frame, self._names = frame, names
 
     def __iter__(self) -> Iterator[dict[str, Any]]:

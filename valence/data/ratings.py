@@ -45,6 +45,7 @@ def part_of(ratings: Iterable[object], path: str) -> Part:
     if numbers in ({0.0}, {1.0}):
         raise UserError(
             f"every rating is {min(numbers):g}, which may be a thumb or the end of a scale",
+            code="rating-ambiguous",
             where=path,
             fix=f"say which: keys: {{label: {RATING}}} for thumbs, keys: {{score: {RATING}}} for a scale",
         )

@@ -46,11 +46,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class BadRow:
-    """A row that cannot be used: where it is, what is wrong with it, and what would mend it."""
+    """A row that cannot be used: where it is, what is wrong with it, and how to fix it.
+
+    code: of a UserError about this row.
+    """
 
     origin: Origin
     reason: str
     fix: str
+    code: str
 
 
 def read_rows(
@@ -78,6 +82,7 @@ def _rows(path: str, split: str | None, subset: str | None, notes: list[str]) ->
         name = "subset" if split is None else "split"
         raise UserError(
             f"{name}: {split or subset} is set for a file, and only hub data sets have {name}s",
+            code="split-not-a-hub-dataset",
             where=path,
             fix=f"remove {name}, and keep the rows of each {name} in a file of its own",
         )
@@ -88,7 +93,7 @@ def _rows(path: str, split: str | None, subset: str | None, notes: list[str]) ->
         empty = False
         yield row
     if empty:
-        raise UserError("the file has no rows", where=path, fix="name a file that holds at least one row")
+        raise UserError("the file has no rows", code="file-empty", where=path, fix="name a file that holds at least one row")
 
 
 def _is_hub_id(path: str, file: Path) -> bool:
@@ -108,13 +113,21 @@ def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
             yield from reader(path, stream, notes)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(
-            f"the gzip file is damaged or cut short ({error})", where=path, fix="copy or compress the file again"
+            f"the gzip file is damaged or cut short ({error})",
+            code="file-damaged",
+            where=path,
+            fix="copy or compress the file again",
         ) from error
     except PermissionError as error:
-        raise UserError("no permission to read this file", where=path, fix=f"allow it: chmod +r {path}") from error
+        raise UserError(
+            "no permission to read this file", code="file-not-readable", where=path, fix=f"allow it: chmod +r {path}"
+        ) from error
     except OSError as error:
         raise UserError(
-            f"the file cannot be read ({error.strerror or error})", where=path, fix="check the path and the disk"
+            f"the file cannot be read ({error.strerror or error})",
+            code="file-not-readable",
+            where=path,
+            fix="check the path and the disk",
         ) from error
 
 
@@ -125,14 +138,16 @@ def _check_is_file(path: str, file: Path) -> None:
         inside = sorted(f.name for f in file.iterdir() if _suffix(f) in READERS)
         raise UserError(
             "this is a folder, and a file is needed",
+            code="path-is-folder",
             where=path,
             fix=f"name a file in it, such as {inside[0]}" if inside else "name a data file",
         )
     if file.exists():
-        raise UserError("this is neither a file nor a folder", where=path, fix="name a regular file")
+        raise UserError("this is neither a file nor a folder", code="file-not-regular", where=path, fix="name a regular file")
     if not file.parent.is_dir():
         raise UserError(
             f"there is no such file, nor a folder {file.parent}",
+            code="file-not-found",
             where=path,
             fix="check the path; a relative one starts at the folder that the command runs in",
         )
@@ -141,6 +156,7 @@ def _check_is_file(path: str, file: Path) -> None:
     found = [name for name in names if _suffix(Path(name)) in READERS][:5]
     raise UserError(
         "there is no such file",
+        code="file-not-found",
         where=path,
         fix=(
             f"did you mean {' or '.join(near)}?"
@@ -175,14 +191,20 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
     if suffix not in READERS:
         raise UserError(
             f"files ending in {suffix or 'nothing'} are not read",
+            code="file-suffix-unknown",
             where=path,
             fix=f"use one of {', '.join(READERS)} (each may also end in .gz)",
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
-        raise UserError("the file is UTF-16 or UTF-32, not UTF-8", where=path, fix=f"convert it: {_iconv('UTF-16')}")
+        raise UserError(
+            "the file is UTF-16 or UTF-32, not UTF-8", code="file-encoding", where=path, fix=f"convert it: {_iconv('UTF-16')}"
+        )
     if b"\0" in head and suffix != ".parquet":
         raise UserError(
-            "the file is binary, not text", where=path, fix="unpack or export it to jsonl, csv or parquet (text must be UTF-8)"
+            "the file is binary, not text",
+            code="file-binary",
+            where=path,
+            fix="unpack or export it to jsonl, csv or parquet (text must be UTF-8)",
         )
     if suffix in (".jsonl", ".ndjson") and head.removeprefix(BOM).lstrip().startswith(b"["):
         return _json
@@ -201,9 +223,14 @@ JSON_FAULT_FIX = "write each name once in an object, null for a missing number, 
 
 def _row(value: object, fault: str | None, origin: Origin) -> Row | BadRow:
     if fault is not None:
-        return BadRow(origin, fault, JSON_FAULT_FIX)
+        return BadRow(origin, fault, JSON_FAULT_FIX, "json-invalid")
     if not isinstance(value, dict):
-        return BadRow(origin, f"the row is a JSON {type(value).__name__}, not an object", 'write rows as {"column": value, ...}')
+        return BadRow(
+            origin,
+            f"the row is a JSON {type(value).__name__}, not an object",
+            'write rows as {"column": value, ...}',
+            "row-not-an-object",
+        )
     return Row(value, origin)
 
 
@@ -226,15 +253,19 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
             origin,
             f"the line is not UTF-8 text (byte {line[error.start]:#04x})",
             f"if the file is Latin-1, convert it: {_iconv('LATIN1')}",
+            "file-encoding",
         )
     except json.JSONDecodeError as error:
         return BadRow(
             origin,
             f"the line is not valid JSON: {error.msg}, at column {error.colno}",
             "write one whole JSON object per line, with names and text in double quotes",
+            "json-syntax",
         )
     except ValueError as error:
-        return BadRow(origin, f"the line cannot be read as JSON: {error}", "write shorter numbers and flatter objects")
+        return BadRow(
+            origin, f"the line cannot be read as JSON: {error}", "write shorter numbers and flatter objects", "json-limits"
+        )
     return _row(value, decoder.fault, origin)
 
 
@@ -252,12 +283,16 @@ def _json(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRo
     except json.JSONDecodeError as error:
         raise UserError(
             f"the file is not valid JSON: {error.msg}, at column {error.colno}",
+            code="json-syntax",
             where=f"{path}:{error.lineno}",
             fix=f"mend that place; python -m json.tool {path} checks a whole file",
         ) from error
     except ValueError as error:
         raise UserError(
-            f"the file cannot be read as JSON: {error}", where=path, fix="write shorter numbers and flatter objects"
+            f"the file cannot be read as JSON: {error}",
+            code="json-limits",
+            where=path,
+            fix="write shorter numbers and flatter objects",
         ) from error
 
 
@@ -268,6 +303,7 @@ def _text(path: str, data: bytes, line: int) -> str:
         where = line + data.count(b"\n", 0, error.start)
         raise UserError(
             f"the file is not UTF-8 text (byte {data[error.start]:#04x})",
+            code="file-encoding",
             where=f"{path}:{where}",
             fix=f"if it is Latin-1, convert it: {_iconv('LATIN1')}",
         ) from error
@@ -316,7 +352,10 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     lists = [] if not isinstance(value, dict) else [name for name, part in value.items() if _is_list_of_rows(part)]
     if len(lists) > 1:
         raise UserError(
-            f"the file holds several lists of rows: {', '.join(lists)}", where=path, fix="keep each list in a file of its own"
+            f"the file holds several lists of rows: {', '.join(lists)}",
+            code="file-several-lists",
+            where=path,
+            fix="keep each list in a file of its own",
         )
     if not lists:
         yield _row(value, decoder.fault, Origin(path, 1))
@@ -363,6 +402,7 @@ def _csv(path: str, stream: io.BufferedReader, notes: list[str], *, usual: str) 
     except csv.Error as error:
         raise UserError(
             f"the record cannot be read: {error}",
+            code="csv-syntax",
             where=f"{path}:{start}",
             fix='put the field in double quotes, and write " inside it as ""',
         ) from error
@@ -375,13 +415,14 @@ def _record(path: str, line: int, cells: list[str], header: list[str], delimiter
         Origin(path, line),
         f"the record has {len(cells)} fields, and the header has {len(header)}",
         f"put fields that hold {delimiter!r} in double quotes",
+        "csv-field-count",
     )
 
 
 def _empty_rows(path: str, lines: list[int]) -> Iterator[BadRow]:
     """The empty rows of a table with one column, which are taken from the list."""
     for line in lines:
-        yield BadRow(Origin(path, line), "the row is empty", "remove its line, or write its text")
+        yield BadRow(Origin(path, line), "the row is empty", "remove its line, or write its text", "row-empty")
     lines.clear()
 
 
@@ -412,6 +453,7 @@ def _header(path: str, line: int, cells: list[str]) -> list[str]:
     if twice:
         raise UserError(
             f"the header names a column twice: {', '.join(twice[:5])}",
+            code="column-duplicate",
             where=f"{path}:{line}",
             fix="give every column a name of its own",
         )
@@ -436,7 +478,9 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
     try:
         table = pq.ParquetFile(stream, page_checksum_verification=True)
         if len(set(table.schema_arrow.names)) < len(table.schema_arrow.names):
-            raise UserError("two columns have the same name", where=path, fix="give every column a name of its own")
+            raise UserError(
+                "two columns have the same name", code="column-duplicate", where=path, fix="give every column a name of its own"
+            )
         for batch in table.iter_batches():
             for value in _batch_rows(batch):
                 number += 1
@@ -444,6 +488,7 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"the parquet file cannot be read after row {number} ({str(error).splitlines()[0]})",
+            code="file-damaged",
             where=path,
             fix="write the file again, or check that it is parquet",
         ) from error

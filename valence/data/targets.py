@@ -43,7 +43,10 @@ def with_targets(units: Sequence[Encoded], kind: str, names: Sequence[str]) -> t
 def _lacks(unit: Encoded, kind: str) -> UserError:
     what = f"the row has no {kind}, which the model is to learn"
     return UserError(
-        what, where=str(unit.origin), fix="judge all rows alike, or choose a method or loss.verdict for what they have"
+        what,
+        code="row-target-missing",
+        where=str(unit.origin),
+        fix="judge all rows alike, or choose a method or loss.verdict for what they have",
     )
 
 
@@ -61,6 +64,7 @@ def _targets(unit: Encoded, kind: str, names: Sequence[str]) -> tuple[float, ...
     if unknown:
         raise UserError(
             f"the row has the attribute {unknown[0]!r}, which the model does not score",
+            code="row-attribute-unknown",
             where=str(unit.origin),
             fix=f"the model scores {', '.join(names)}",
         )
@@ -73,4 +77,4 @@ def check_range(units: Sequence[Encoded], low: float, high: float, whole: bool, 
         for target in unit.scores:
             fits = math.isnan(target) or (low <= target <= high and (not whole or target == int(target)))
             if not fits:
-                raise UserError(f"the row has {target:g}, and {what}", where=str(unit.origin), fix=fix)
+                raise UserError(f"the row has {target:g}, and {what}", code="row-target-range", where=str(unit.origin), fix=fix)

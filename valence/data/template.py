@@ -81,6 +81,7 @@ def renders_as_chat(as_chat: AsChat, tokenizer: PreTrainedTokenizerBase) -> bool
     if as_chat is True and not tokenizer.chat_template:
         raise UserError(
             "the tokenizer has no chat template",
+            code="chat-template-missing",
             where="data.as_chat",
             fix="set data.chat_template: chatml, or to the path of a Jinja file; "
             "or set data.as_chat: false to train on plain text",
@@ -114,6 +115,7 @@ def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
     elif not vocab.ends:
         raise UserError(
             "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so a ChatML turn could not end",
+            code="end-token-missing",
             where="data.chat_template",
             fix="set model.tokenizer to one that has either",
         )
@@ -148,12 +150,15 @@ class ChatTemplate:
         for name in self.kwargs:
             where = f"data.chat_template_kwargs.{name}"
             if name in own:
-                raise UserError(f"{name} is not a variable of the template", where=where, fix="remove it")
+                raise UserError(
+                    f"{name} is not a variable of the template", code="template-variable-unknown", where=where, fix="remove it"
+                )
             if not self.exists:
-                raise UserError("the tokenizer has no chat template", where=where, fix=NO_TEMPLATE)
+                raise UserError("the tokenizer has no chat template", code="chat-template-missing", where=where, fix=NO_TEMPLATE)
             if not re.search(rf"\b{re.escape(name)}\b", self._every_source()):
                 raise UserError(
                     f"the chat template does not read {name}",
+                    code="template-variable-unknown",
                     where=where,
                     fix="remove it, or use a variable that the template reads",
                 )
@@ -213,10 +218,10 @@ class ChatTemplate:
         try:
             text = self.render([_QUESTION, answer], ask=False)
         except RowError as error:
-            raise UserError(f"{error.reason} (one user turn and its answer)", fix=fix) from error
+            raise UserError(f"{error.reason} (one user turn and its answer)", code="chat-template-failed", fix=fix) from error
         _, printed, tail = text.rpartition(_SENTINEL)
         if not printed:
-            raise UserError("the chat template does not print the assistant's answer", fix=fix)
+            raise UserError("the chat template does not print the assistant's answer", code="chat-template-no-answer", fix=fix)
         matches = list(self._vocab.unsplit.finditer(tail))
         tokens = [self._vocab.token(match.group()) for match in matches]
         stops = {*self._stops, *self._vocab.ends} if self._stops else set[int]()

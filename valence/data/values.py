@@ -59,7 +59,7 @@ def label(value: object, name: str) -> bool:
     """Thumbs up or down."""
     verdict = thumb(value)
     if verdict is None:
-        raise UserError(f"{name} is {shown(value)}, which is not a label", fix=LABEL_FIX)
+        raise UserError(f"{name} is {shown(value)}, which is not a label", code="row-label-invalid", fix=LABEL_FIX)
     return verdict
 
 
@@ -83,6 +83,7 @@ def number(value: object, name: str) -> float:
         comma = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+,[0-9]+\s*", value)
         raise UserError(
             f"{name} is {shown(value)}, and must be a finite number",
+            code="row-number-invalid",
             fix="write a decimal point instead of the comma" if comma else f"correct {name} or leave the row out",
         )
     return result
@@ -107,6 +108,7 @@ def weight(value: object, name: str) -> float:
     if result < 0:
         raise UserError(
             f"{name} is {result}, and must not be negative",
+            code="row-number-range",
             fix="use a weight of 0 or more; to learn against an answer, judge it false",
         )
     return result
@@ -118,6 +120,7 @@ def probability(value: object, name: str) -> float:
     if not 0 <= result <= 1:
         raise UserError(
             f"{name} is {result:g}, and must be a probability",
+            code="row-number-range",
             fix="give a number from 0 to 1: how likely it is that the chosen answer is the better one",
         )
     return result
@@ -128,11 +131,14 @@ def attributes(value: object, name: str) -> dict[str, float]:
     if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value):
         raise UserError(
             f"{name} is {shown(value)}, and must be an object of attributes with a score each",
+            code="row-value-type",
             fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else needs another name',
         )
     found = {each: number(score, f"{each} in {name}") for each, score in value.items() if score is not None}
     if not found:
-        raise UserError(f"{name} has no score", fix="give at least one attribute a score, or leave the row out")
+        raise UserError(
+            f"{name} has no score", code="row-scores-empty", fix="give at least one attribute a score, or leave the row out"
+        )
     return found
 
 
@@ -144,7 +150,9 @@ def ids(value: object, name: str) -> Ids:
         or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in value)
     ):
         raise UserError(
-            f"{name} is {shown(value)}, and must be a list of token ids", fix="write a list of one or more integers from 0"
+            f"{name} is {shown(value)}, and must be a list of token ids",
+            code="row-tokens-invalid",
+            fix="write a list of one or more integers from 0",
         )
     return Ids(tuple(value))
 
@@ -152,17 +160,27 @@ def ids(value: object, name: str) -> Ids:
 def logps(value: object, name: str) -> tuple[float, ...]:
     """Log-probabilities in nats, as a list."""
     if not isinstance(value, list) or not value:
-        raise UserError(f"{name} is {shown(value)}, and must be a list of log-probabilities", fix="give one for every token")
+        raise UserError(
+            f"{name} is {shown(value)}, and must be a list of log-probabilities",
+            code="row-logps-invalid",
+            fix="give one for every token",
+        )
     found = tuple(number(each, f"number {n} of {name}") for n, each in enumerate(value, 1))
     if max(found) > 1e-3:
-        raise UserError(f"{name} has {max(found)}, and a log-probability is 0 at most", fix="give natural logarithms")
+        raise UserError(
+            f"{name} has {max(found)}, and a log-probability is 0 at most",
+            code="row-logps-invalid",
+            fix="give natural logarithms",
+        )
     return found
 
 
 def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
-        raise UserError(f"{name} is {shown(value)}, and must be an object", fix=f"mend {name} or leave it out")
+        raise UserError(
+            f"{name} is {shown(value)}, and must be an object", code="row-value-type", fix=f"mend {name} or leave it out"
+        )
     return value
 
 
@@ -183,6 +201,7 @@ def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(
             f"{name} is {shown(value)}, and must be a list of objects",
+            code="row-value-type",
             fix="write each tool as the JSON schema that the chat template shows",
         )
     return tuple(value)
@@ -193,6 +212,7 @@ def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
         raise UserError(
             f"{name} is {shown(value)}, and must be a list of chat turns",
+            code="row-value-type",
             fix=f'write [{{"{dialect.role}": "...", "{dialect.content}": "..."}}, ...]',
         )
     return tuple(_turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1))
@@ -202,23 +222,31 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     if not isinstance(value, dict):
         raise UserError(
             f"{name} is {shown(value)}, and must be a chat turn",
+            code="row-value-type",
             fix=f'write {{"{dialect.role}": "user", "{dialect.content}": "..."}}',
         )
     dialect = dialect_of(value) or dialect
     given, content = value.get(dialect.role), value.get(dialect.content)
     role = dialect.roles.get(given) if isinstance(given, str) else None
     if role is None:
-        raise UserError(f"{name} has {dialect.role} {shown(given)}", fix=f"use one of {', '.join(dialect.roles)}")
+        raise UserError(
+            f"{name} has {dialect.role} {shown(given)}", code="row-role-invalid", fix=f"use one of {', '.join(dialect.roles)}"
+        )
     # A table's file format fills in null for what a turn does not have.
     rest = {k: v for k, v in value.items() if k not in (dialect.role, dialect.content) and v is not None}
     if isinstance(content, list):
         content = parts_as_text(content, f"{dialect.content} of {name}") if content else None
     if not isinstance(content, str) and not (content is None and role == "assistant" and rest.get("tool_calls")):
-        raise UserError(f"{name} has {dialect.content} {shown(content)}, and must have text", fix="write one string")
+        raise UserError(
+            f"{name} has {dialect.content} {shown(content)}, and must have text",
+            code="row-content-invalid",
+            fix="write one string",
+        )
     turn_weight = rest.pop("weight", 1)
     if isinstance(turn_weight, bool) or turn_weight not in (0, 1):
         raise UserError(
             f"weight of {name} is {shown(turn_weight)}, and must be 0 or 1",
+            code="row-weight-invalid",
             fix="write 0 for a turn that is not to be learnt; the weight of the whole row has a column of its own",
         )
     ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
@@ -246,10 +274,13 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
         if kind is not None and kind not in TEXT_PARTS:
             raise UserError(
                 f"part {number} of {name} has type {shown(kind)}, and only text can be trained on",
+                code="row-content-parts",
                 fix="leave out rows with images, audio or files, or replace these parts by text",
             )
         if not isinstance(text_of, str):
-            raise UserError(f"part {number} of {name} has no text", fix='write {"type": "text", "text": "..."}')
+            raise UserError(
+                f"part {number} of {name} has no text", code="row-content-parts", fix='write {"type": "text", "text": "..."}'
+            )
         texts.append(text_of)
     return "\n".join(texts)
 
@@ -259,6 +290,7 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
             f"{name} is an object that holds the chat turns in its messages",
+            code="row-nested-messages",
             fix=f"name the place of the turns: keys: {{prompt: {name}.messages}}",
         )
     if is_parts(value):
@@ -266,7 +298,7 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     if not isinstance(value, str):
         return check_prompt(turns([value] if isinstance(value, dict) else value, name, dialect), name)
     if not value:
-        raise UserError(f"{name} is empty", fix="give the text that the answer follows")
+        raise UserError(f"{name} is empty", code="row-prompt-empty", fix="give the text that the answer follows")
     return text(value, name)
 
 
@@ -276,6 +308,7 @@ def check_prompt(given: Sequence[Message], name: str) -> tuple[Message, ...]:
         end = f"ends with a turn of the {given[-1]['role']}" if given else "has no turns"
         raise UserError(
             f"the prompt in {name} {end}, and an answer is to follow",
+            code="row-prompt-end",
             fix="end the prompt with a user (or tool) turn, right before the assistant's answer",
         )
     return tuple(given)
@@ -293,10 +326,11 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
-        raise UserError(f"{name} is {shown(value)}, and must be text", fix="write one string")
+        raise UserError(f"{name} is {shown(value)}, and must be text", code="row-value-type", fix="write one string")
     if CHAT_AS_TEXT.match(value):
         raise UserError(
             f"{name} is a list of chat turns written as text",
+            code="row-turns-as-text",
             fix=("store the list itself, in jsonl or parquet; as text the model would be shown its brackets and quotes"),
         )
     return value
@@ -311,7 +345,11 @@ def exchange(
     """
     if isinstance(asked, str) and all(isinstance(given, str) for given in answers.values()):
         if offered:
-            raise UserError("the row has tools, and its prompt is text", fix="write the prompt as a list of chat turns")
+            raise UserError(
+                "the row has tools, and its prompt is text",
+                code="row-tools-without-turns",
+                fix="write the prompt as a list of chat turns",
+            )
         return asked, tuple(_check_not_empty(str(given), name) for name, given in answers.items())
     opening = ({"role": "user", "content": asked},) if isinstance(asked, str) else asked
     following: list[Content] = []
@@ -323,7 +361,7 @@ def exchange(
 
 def _check_not_empty(given: str, name: str) -> str:
     if not given.strip():
-        raise UserError(f"{name} is empty", fix="leave out rows without an answer")
+        raise UserError(f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer")
     return given
 
 
@@ -336,13 +374,19 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
     if wrong is not None:
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
+            code="row-completion-turns",
             fix="give only the turns that follow the prompt, or repeat the prompt exactly",
         )
     if not given or given[0]["role"] != "assistant" or given[-1]["role"] != "assistant":
-        raise UserError(f"{name} is not an answer of the assistant", fix="begin and end it with an assistant turn")
+        raise UserError(
+            f"{name} is not an answer of the assistant",
+            code="row-completion-turns",
+            fix="begin and end it with an assistant turn",
+        )
     if given and all(turn.get("weight") == 0 for turn in given if turn["role"] == "assistant"):
         raise UserError(
             f"{name} has an answer with weight 0, so there is nothing to learn from it",
+            code="row-weight-zero",
             fix="leave out the row, or remove the weight of the turn that is to be learnt",
         )
     return tuple(given)
@@ -353,7 +397,11 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
     if isinstance(chosen, str) and isinstance(rejected, str):
         head, mark, _ = chosen.rpartition("\n\nAssistant:")
         if not mark or rejected.rpartition("\n\nAssistant:")[0] != head:
-            raise UserError("the row has no prompt, and chosen and rejected do not share one", fix="add a column called prompt")
+            raise UserError(
+                "the row has no prompt, and chosen and rejected do not share one",
+                code="row-prompt-not-shared",
+                fix="add a column called prompt",
+            )
         return head + mark
     first, second = turns(chosen, "chosen", dialect), turns(rejected, "rejected", dialect)
     same = 0
@@ -364,6 +412,7 @@ def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | t
     if not same:
         raise UserError(
             "the row has no prompt, and chosen and rejected do not begin with the same user turn",
+            code="row-prompt-not-shared",
             fix="add a column called prompt, or begin both sides with it",
         )
     return first[:same]

@@ -30,6 +30,7 @@ def shared_verdicts(judgements: Iterable[Judgement], among: Sequence[str] = tupl
         if not shared:
             raise UserError(
                 f"the row has {_named(own)}, and {_named(before)} is what the rows before it share",
+                code="rows-rated-differently",
                 where=str(judgement.origin),
                 fix="train on rows that are all judged alike: by a label, by a score or by attributes; leave out the others",
             )

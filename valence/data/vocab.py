@@ -16,12 +16,22 @@ Marked = tuple[tuple[int, ...], tuple[bool, ...]]
 """Token ids, and for each whether it is in the mask."""
 
 
+def row_code(kind: str) -> str:
+    """The code of a UserError about a row of this kind, such as ``row-too-long``."""
+    return f"row-{kind.replace('_', '-')}"
+
+
 class RowError(Exception):
     """This row cannot be encoded. ``kind``: a short stable name to count by; ``reason``, ``fix``: one sentence each."""
 
     def __init__(self, kind: str, reason: str, fix: str | None = None) -> None:
         super().__init__(reason)
         self.kind, self.reason, self.fix = kind, reason, fix
+
+    @property
+    def code(self) -> str:
+        """The code of a UserError about this row."""
+        return row_code(self.kind)
 
 
 class Vocab:
@@ -40,6 +50,7 @@ class Vocab:
         if self._eos is None:
             raise UserError(
                 "the tokenizer has no end-of-sequence token to end an answer with",
+                code="end-token-missing",
                 fix="set model.tokenizer to one that has it",
             )
         return self._eos

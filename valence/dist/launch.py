@@ -48,7 +48,7 @@ def needed(nproc: int | None) -> bool:
         return nproc is not None
     if int(local) != nproc:
         what = f"{nproc} processes are asked for where {local} have been started"
-        raise UserError(what, where="--nproc", fix="leave it out under torchrun and accelerate launch")
+        raise UserError(what, code="nproc-conflict", where="--nproc", fix="leave it out under torchrun and accelerate launch")
     return False
 
 
@@ -65,7 +65,7 @@ def launch(arguments: Sequence[str], nproc: int, *, program: Sequence[str] = (sy
     Rank 0 has this process's output; what the others say is shown when they fail. Raises UserError for fewer than 1.
     """
     if nproc < 1:
-        raise UserError(f"{nproc} is no number of processes", where="--nproc", fix="give at least 1")
+        raise UserError(f"{nproc} is no number of processes", code="nproc-invalid", where="--nproc", fix="give at least 1")
     asked: list[int] = []
     with ExitStack() as ending:
         for number in SIGNALS:

@@ -78,7 +78,7 @@ class Posts:
             gone = f"rank {next(iter(others))}" if len(others) == 1 else "one of them"
             what = f"{here} did not end {ended}: all processes had come to it, so {gone} has ended or cannot be reached"
         fix = "see what these processes said last, and whether their hosts can be reached"
-        return UserError(what, where=f"rank {self.rank}", fix=fix)
+        return UserError(what, code="rank-lost", where=f"rank {self.rank}", fix=fix)
 
 
 def _address(store: Store) -> str:

@@ -67,7 +67,9 @@ def start(deadline: float | None = None, device: str | None = None) -> Group:
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         what = f"there is no device for process {local_rank} of this host: it has {torch.cuda.device_count()}"
-        raise UserError(what, where="LOCAL_RANK", fix="start no more processes on a host than it has devices")
+        raise UserError(
+            what, code="device-missing", where="LOCAL_RANK", fix="start no more processes on a host than it has devices"
+        )
     wait = _deadline() if deadline is None else deadline
     return Processes(_stores(rank, port, wait), rank, size, local_rank, wait, kind)
 
@@ -80,7 +82,7 @@ def _deadline() -> float:
         seconds = 0.0
     if not 0 < seconds <= LONGEST:
         fix = f"leave it out ({DEADLINE:g}), or set it above 0, to at most {LONGEST:g}"
-        raise UserError(f"{given!r} is no number of seconds", where=DEADLINE_IS, fix=fix)
+        raise UserError(f"{given!r} is no number of seconds", code="environment-variable-invalid", where=DEADLINE_IS, fix=fix)
     return seconds
 
 
@@ -89,7 +91,12 @@ def _number(name: str) -> int:
         return int(os.environ[name])
     except (KeyError, ValueError):
         fix = "start with --nproc N, with torchrun or with accelerate launch, which set it"
-        raise UserError(f"WORLD_SIZE names several processes, but {name} is no number", where=name, fix=fix) from None
+        raise UserError(
+            f"WORLD_SIZE names several processes, but {name} is no number",
+            code="environment-variable-invalid",
+            where=name,
+            fix=fix,
+        ) from None
 
 
 def _stores(rank: int, port: int, deadline: float) -> tuple[dist.Store, dist.Store]:
@@ -115,7 +122,9 @@ def _connect(host: str, port: int, rank: int, deadline: float) -> tuple[dist.Sto
     except RuntimeError as error:
         what = "the port cannot be opened" if keeps else f"rank 0 does not answer within {deadline:g} s"
         fix = "see whether rank 0 has started there, and whether the port is free and can be reached from this host"
-        raise UserError(f"{what} ({str(error).splitlines()[0]})", where=f"{host}:{port}", fix=fix) from error
+        raise UserError(
+            f"{what} ({str(error).splitlines()[0]})", code="rank-connection", where=f"{host}:{port}", fix=fix
+        ) from error
 
 
 class Processes:
@@ -149,7 +158,9 @@ class Processes:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
         except RuntimeError as error:
             fix = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for devices) to the network device by which hosts reach each other"
-            raise UserError(f"cannot connect ({str(error).splitlines()[0]})", where=f"rank {rank}", fix=fix) from error
+            raise UserError(
+                f"cannot connect ({str(error).splitlines()[0]})", code="rank-connection", where=f"rank {rank}", fix=fix
+            ) from error
 
     def _roll_call(self, store: dist.Store) -> None:
         """Returns once all processes are there."""
@@ -165,12 +176,17 @@ class Processes:
             missing = self._posts.absent()
             said = f"not all processes have started within {self.deadline:g} s; missing: rank {', '.join(map(str, missing))}"
             fix = "see what these say, and whether their hosts can reach rank 0's"
-            raise UserError(said, where=f"rank {self.rank}", fix=fix) from error
+            raise UserError(said, code="rank-missing", where=f"rank {self.rank}", fix=fix) from error
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         if self.size % tensor:
             what = f"{self.size} processes are not a multiple of {tensor}"
-            raise UserError(what, where="parallel.tensor", fix=f"give --nproc a multiple of {tensor}, or set it to 1")
+            raise UserError(
+                what,
+                code="tensor-size-mismatch",
+                where="parallel.tensor",
+                fix=f"give --nproc a multiple of {tensor}, or set it to 1",
+            )
         if tensor == 1:
             return self, Single()
         if tensor not in self._splits:

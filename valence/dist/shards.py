@@ -49,7 +49,9 @@ def read(folder: Path, into: Mapping[str, Tensor]) -> None:
         there = reader.read_metadata().state_dict_metadata
         for name, tensor in into.items():
             if why := _lacks(there.get(name), tensor):
-                raise UserError(f"this is not a whole checkpoint ({name} {why})", where=str(folder), fix=fix)
+                raise UserError(
+                    f"this is not a whole checkpoint ({name} {why})", code="checkpoint-damaged", where=str(folder), fix=fix
+                )
         load(dict(into), storage_reader=reader, no_dist=True)
 
 
@@ -83,6 +85,6 @@ def _told(folder: Path, what: str, fix: str) -> Iterator[None]:
             if not isinstance(failed, Exception):
                 raise failed from error  # an interrupt
         ranks = "; ".join(f"rank {rank}: {failed}" for rank, (failed, _) in sorted(error.failures.items()))
-        raise UserError(f"{what} ({ranks})", where=str(folder), fix=fix) from error
+        raise UserError(f"{what} ({ranks})", code="checkpoint-incomplete", where=str(folder), fix=fix) from error
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
-        raise UserError(f"{what} ({error})", where=str(folder), fix=fix) from error
+        raise UserError(f"{what} ({error})", code="checkpoint-damaged", where=str(folder), fix=fix) from error

@@ -61,7 +61,12 @@ class Single:
     def split(self, tensor: int) -> tuple[Group, Group]:
         if tensor != 1:
             fix = f"give --nproc a multiple of {tensor}, or set it to 1"
-            raise UserError(f"one process cannot share its products among {tensor}", where="parallel.tensor", fix=fix)
+            raise UserError(
+                f"one process cannot share its products among {tensor}",
+                code="tensor-size-mismatch",
+                where="parallel.tensor",
+                fix=fix,
+            )
         return self, Single()
 
     def close(self) -> None:

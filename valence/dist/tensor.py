@@ -74,7 +74,12 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
 
 
 def _mistake(what: str) -> UserError:
-    return UserError(what, where=WHERE, fix="set parallel.tensor: 1 (parallel.shard: full splits the weights of any model)")
+    return UserError(
+        what,
+        code="tensor-unsupported",
+        where=WHERE,
+        fix="set parallel.tensor: 1 (parallel.shard: full splits the weights of any model)",
+    )
 
 
 # ---------------------------------------------------------------- what crosses from one process to another

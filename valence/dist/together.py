@@ -25,12 +25,12 @@ def by_first(group: Group, action: Callable[[], Any]) -> Any:
         try:
             told = {"found": action()}
         except UserError as error:
-            group.broadcast({"mistake": [error.what, error.where, error.fix]})
+            group.broadcast({"mistake": [error.what, error.code, error.where, error.fix]})
             raise
     told = group.broadcast(told)
     if "mistake" in told:
-        what, where, fix = told["mistake"]
-        raise UserError(what, where=where, fix=fix)
+        what, code, where, fix = told["mistake"]
+        raise UserError(what, code=code, where=where, fix=fix)
     return told["found"]
 
 
@@ -67,4 +67,9 @@ def same(group: Group, facts: Callable[[], Mapping[str, Any]], fix: str) -> None
         odd = [name for name in sorted(first.keys() | found.keys()) if first.get(name) != found.get(name)]
         if odd:
             more = f" and {len(odd) - 4} more" if len(odd) > 4 else ""
-            raise UserError(f"rank {rank} has another {', '.join(odd[:4])}{more} than rank 0", where=f"rank {rank}", fix=fix)
+            raise UserError(
+                f"rank {rank} has another {', '.join(odd[:4])}{more} than rank 0",
+                code="ranks-differ",
+                where=f"rank {rank}",
+                fix=fix,
+            )

@@ -119,7 +119,9 @@ def _wrapped(model: nn.Module, config: Any) -> nn.Module:
         with _without_its_warning():
             return get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
-        raise UserError(str(error), where="model.lora.targets", fix="name linear layers of this model, or all-linear") from error
+        raise UserError(
+            str(error), code="lora-targets", where="model.lora.targets", fix="name linear layers of this model, or all-linear"
+        ) from error
 
 
 @contextmanager
@@ -149,12 +151,14 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
     if saved.task_type == "SEQ_CLS" != _task(model):
         raise UserError(
             f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
+            code="adapter-kind",
             where="model.adapter",
             fix="name the merged model, such as the folder model/ of the run that trained it",
         )
     if _task(model) == "SEQ_CLS" != saved.task_type:
         raise UserError(
             f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
+            code="adapter-kind",
             where="model.adapter",
             fix="merge it into its model and start from that, or continue the adapter of a reward model",
         )
@@ -172,6 +176,7 @@ def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
             near = difflib.get_close_matches(target, leaves) or leaves
             raise UserError(
                 f"no layer of {type(model).__name__} is named {target!r}",
+                code="lora-targets",
                 where="model.lora.targets",
                 fix=f"name linear layers of this model (near ones: {', '.join(near)}), or all-linear",
             )

@@ -145,6 +145,7 @@ class Cached:
             raise UserError(
                 f"what the reference gives now differs from what was kept by {difference:.2g} nats a token "
                 f"({len(kept)} tokens of {len(pairs)} sequences), more than the {DRIFT[self.precision]:g} of rounding",
+                code="reference-cache-stale",
                 where=f"reference.cache: {self.ledger.folder}",
                 fix="delete this folder or name another, to compute them anew; their files say what made them",
             )

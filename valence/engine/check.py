@@ -72,6 +72,7 @@ def _check_causal(engine: Engine, tokens: Tensor) -> None:
     if _influence(slope[:, -1]):
         raise UserError(
             f"{type(engine.causal).__name__} is not a causal language model: a token's probability depends on later tokens",
+            code="model-not-causal",
             where="model.name",
             fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT has no next-token probabilities",
         )

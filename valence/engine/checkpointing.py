@@ -60,4 +60,6 @@ def _recompute_offloaded(recompute: Callable[..., Any], layer: Any, *inputs: Ten
 
 
 def _mistake(what: str, instead: Checkpointing) -> UserError:
-    return UserError(what, where="train.checkpointing", fix=f"set train.checkpointing: {instead}")
+    return UserError(
+        what, code="checkpointing-unsupported", where="train.checkpointing", fix=f"set train.checkpointing: {instead}"
+    )

@@ -116,7 +116,12 @@ class Ledger:
             raise self._unusable(error) from error
 
     def _unusable(self, error: OSError) -> UserError:
-        return UserError(f"the cache cannot be used ({error})", where=str(self.folder), fix="mend the folder, or name another")
+        return UserError(
+            f"the cache cannot be used ({error})",
+            code="reference-cache-unusable",
+            where=str(self.folder),
+            fix="mend the folder, or name another",
+        )
 
     def _read_index(self, path: Path) -> None:
         """Takes in the rows of an index that are new. An unfinished last row is left alone."""
@@ -149,6 +154,7 @@ class Ledger:
             if found.get(name) != value:
                 raise UserError(
                     f"the {name} of this file is {found.get(name)}, and that of its folder is {value}",
+                    code="reference-cache-foreign",
                     where=str(path),
                     fix="move it, and the .values file of the same name, to where they came from, or delete both",
                 )

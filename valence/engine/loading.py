@@ -30,7 +30,7 @@ def must_exist(name: str, setting: str) -> None:
     if Path(name).is_dir():
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"there is no folder {name!r}", where=setting, fix=NAME_ANOTHER)
+        raise UserError(f"there is no folder {name!r}", code="model-not-found", where=setting, fix=NAME_ANOTHER)
     cached = is_cached(name, setting)
     offline = constants.HF_HUB_OFFLINE
     problem = "HF_HUB_OFFLINE is set" if offline else hub_problem()
@@ -38,6 +38,7 @@ def must_exist(name: str, setting: str) -> None:
         reason = problem if offline else f"{constants.ENDPOINT} cannot be reached ({problem})"
         raise UserError(
             f"{name!r} is not a folder and not in the cache {constants.HF_HUB_CACHE}, and {reason}",
+            code="model-not-found",
             where=setting,
             fix="name a folder with the model, set HF_HOME to the folder of a cache that has it, "
             + ("or unset HF_HUB_OFFLINE" if offline else "or set HF_ENDPOINT to a hub that can be reached"),
@@ -51,13 +52,16 @@ def is_cached(name: str, setting: str) -> bool:
     try:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in IDENTIFYING)
     except HFValidationError as error:
-        raise UserError(f"{name!r} is neither a folder nor a hub id", where=setting, fix=NAME_ANOTHER) from error
+        raise UserError(
+            f"{name!r} is neither a folder nor a hub id", code="model-not-found", where=setting, fix=NAME_ANOTHER
+        ) from error
 
 
 def cannot_load(what: str, name: str, error: Exception) -> UserError:
     first = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
     return UserError(
         f"cannot load the {what} {name!r}: {first}",
+        code="model-not-loadable",
         where="model",
         fix="check that the folder or hub id holds a causal language model, and that you have access to it",
     )

@@ -93,7 +93,12 @@ def load_model(
     if quantize:
         if getattr(config, "quantization_config", None) is not None:
             what = "the model is kept quantized already"
-            raise UserError(what, where=f"model.name: {name}", fix="name the one that it was made of, or remove model.quantize")
+            raise UserError(
+                what,
+                code="model-quantized-already",
+                where=f"model.name: {name}",
+                fix="name the one that it was made of, or remove model.quantize",
+            )
         extra["quantization_config"] = how(dtype)
     try:
         if attributes is None:
@@ -111,7 +116,9 @@ def load_model(
         if "score.weight" in report["missing_keys"]:
             nn.init.zeros_(model.score.weight)
         return model
-    raise UserError(why, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
+    raise UserError(
+        why, code="model-incomplete", where=f"model.name: {name}", fix="use a causal language model, or a reward model"
+    )
 
 
 def read_config(
@@ -148,6 +155,7 @@ def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
     if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not getattr(config, "auto_map", None):
         raise UserError(
             f"transformers knows no {config.model_type} with a head for scores, and could not load what would be saved",
+            code="reward-head-unsupported",
             where=f"model.name: {name}",
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
         )
@@ -157,6 +165,7 @@ def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
     if given and saved != list(attributes) and not (unnamed and len(saved) == len(attributes)):
         raise UserError(
             f"the reward model scores {', '.join(saved)}, the data {', '.join(attributes)}",
+            code="reward-attributes-differ",
             where=f"model.name: {name}",
             fix="use data with the same attributes, or start from a language model",
         )

@@ -22,6 +22,7 @@ def check_library() -> None:
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "weights of 4 bits are kept by bitsandbytes, which is not installed",
+            code="library-missing",
             where="model.quantize",
             fix=install_command("eightbit"),
         )

@@ -116,7 +116,12 @@ class Later:
         if self._loaded is None:
             found = self._load()
             if found.digests() != self._digests:
-                raise UserError("the reference has changed since the run began", where=self.name, fix="start the run anew")
+                raise UserError(
+                    "the reference has changed since the run began",
+                    code="reference-changed",
+                    where=self.name,
+                    fix="start the run anew",
+                )
             self._loaded = found
         return self._loaded(batch)
 

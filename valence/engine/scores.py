@@ -118,7 +118,9 @@ def _first_thresholds(config: Any, levels: int) -> Tensor:
         return (torch.arange(1, levels, dtype=torch.float64) / levels).logit()
     if len(saved) != levels - 1:
         known = len(saved) + 1
-        raise UserError(f"the model was trained on {known} levels", where="loss.levels", fix=f"set it to {known}")
+        raise UserError(
+            f"the model was trained on {known} levels", code="levels-mismatch", where="loss.levels", fix=f"set it to {known}"
+        )
     return torch.tensor(saved, dtype=torch.float64)
 
 

@@ -44,7 +44,9 @@ def automatic_dtype() -> tuple[str, str]:
     if chosen := os.environ.get("VALENCE_DTYPE"):
         if chosen not in ("float32", "bfloat16", "float64"):
             fix = "set it to float32, bfloat16 or float64, or unset it"
-            raise UserError(f"{chosen!r} is not a type of computation", where="VALENCE_DTYPE", fix=fix)
+            raise UserError(
+                f"{chosen!r} is not a type of computation", code="environment-variable-invalid", where="VALENCE_DTYPE", fix=fix
+            )
         return chosen, "auto: VALENCE_DTYPE"
     if torch.cuda.is_available():
         device, narrow = "CUDA device", torch.cuda.is_bf16_supported(including_emulation=False)

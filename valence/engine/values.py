@@ -49,12 +49,15 @@ def add_values(policy: Engine, *, trunk: Literal["separate", "shared"]) -> None:
     Raises UserError for a reward model, for a policy that has a critic, and where weights or products are split over processes.
     """
     if isinstance(policy, Scorer):
-        raise UserError("a reward model has no tokens to value", where="method", fix="train a language model")
+        raise UserError(
+            "a reward model has no tokens to value", code="value-head-unsupported", where="method", fix="train a language model"
+        )
     if policy.critic is not None:
-        raise UserError("the policy has a critic already", where="value")
+        raise UserError("the policy has a critic already", code="value-head-exists", where="value")
     if policy.lockstep or policy.shared:
         raise UserError(
             "values are not computed where weights or products are split over processes",
+            code="value-head-unsupported",
             where="parallel",
             fix="set parallel.shard: off and parallel.tensor: 1, or take a method without values, such as rloo",
         )

@@ -243,7 +243,9 @@ def _trackio(folder: Path) -> Any:
     used = Path(trackio.utils.TRACKIO_DIR).absolute()  # type: ignore[attr-defined]
     if used != folder.absolute():
         what = f"trackio keeps the files of one process in one folder, which is {used} by now"
-        raise UserError(what, where="run.sinks (trackio)", fix="train in a new process, or name that folder")
+        raise UserError(
+            what, code="tracker-folder-fixed", where="run.sinks (trackio)", fix="train in a new process, or name that folder"
+        )
     return trackio
 
 

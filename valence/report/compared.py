@@ -58,13 +58,13 @@ def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None
     for place in places:
         if not place.is_dir():
             what = "this is a file" if place.exists() else "there is no such folder"
-            raise UserError(what, where=str(place), fix="name a run's folder, or a folder that holds runs")
+            raise UserError(what, code="run-not-found", where=str(place), fix="name a run's folder, or a folder that holds runs")
         lines = sorted(list_runs(place, holder), key=lambda line: line.path)
         if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]
         if not lines:
             fix = "name a run's folder (`valence train` printed it), or a folder that holds runs"
-            raise UserError("the folder is no run, and holds none", where=str(place), fix=fix)
+            raise UserError("the folder is no run, and holds none", code="run-not-found", where=str(place), fix=fix)
         for line in lines:
             found.setdefault(line.path.resolve(), line)
     return list(found.values())

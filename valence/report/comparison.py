@@ -35,7 +35,10 @@ def write_out(path: Path, content: str) -> None:
         write_aside(path, content)
     except OSError as error:
         raise UserError(
-            f"cannot be written ({error.strerror})", where=str(path), fix="name a file in a folder that exists"
+            f"cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(path),
+            fix="name a file in a folder that exists",
         ) from error
 
 
@@ -48,7 +51,10 @@ def refuse_others(path: Path) -> None:
         known = False
     if not known:
         raise UserError(
-            "this exists, and is nothing that `valence report` wrote", where=str(path), fix="name another file with --out"
+            "this exists, and is nothing that `valence report` wrote",
+            code="path-exists",
+            where=str(path),
+            fix="name another file with --out",
         )
 
 

@@ -67,7 +67,9 @@ def _audited(found: Json) -> list[str]:
 def read_run(run_dir: Path) -> RunData:
     """Read a run's folder. Files that are absent or damaged leave a gap; damage is listed in ``problems``."""
     if not run_dir.is_dir():
-        raise UserError("there is no such run folder", where=str(run_dir), fix="name the folder that run.dir named")
+        raise UserError(
+            "there is no such run folder", code="run-not-found", where=str(run_dir), fix="name the folder that run.dir named"
+        )
     problems: list[str] = []
     first, last, bands = _evaluations(run_dir / "eval", problems)
     return RunData(

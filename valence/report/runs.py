@@ -74,7 +74,9 @@ def list_runs(folder: Path, holder: Callable[[Path], HolderLike | None]) -> list
     Raises UserError when there is no such folder.
     """
     if not folder.is_dir():
-        raise UserError("there is no such folder", where=str(folder), fix="name a folder that holds runs, or is one")
+        raise UserError(
+            "there is no such folder", code="run-not-found", where=str(folder), fix="name a folder that holds runs, or is one"
+        )
     return sorted(_lines(folder, holder, DEPTH), key=lambda line: (-line.changed, line.path))
 
 
@@ -230,15 +232,19 @@ def config_of(run_dir: Path) -> Path:
     """The recipe that a run keeps. Raises UserError when the folder holds no run, or the recipe has changed."""
     config = run_dir / "config.yaml"
     if not config.is_file():
-        raise UserError("this folder holds no run (no config.yaml)", where=str(run_dir), fix="name a run's folder")
+        raise UserError(
+            "this folder holds no run (no config.yaml)", code="run-not-found", where=str(run_dir), fix="name a run's folder"
+        )
     try:
         verify_text(config.read_bytes().decode("utf-8", errors="replace"))
     except OSError as error:
         fix = "make the file readable"
-        raise UserError(f"the recipe cannot be read ({error.strerror})", where=str(config), fix=fix) from error
+        raise UserError(
+            f"the recipe cannot be read ({error.strerror})", code="file-not-readable", where=str(config), fix=fix
+        ) from error
     except ChecksumError as error:
         fix = "put the file back; if you changed it on purpose, remove its last line"
-        raise UserError(f"the recipe is damaged: {error}", where=str(config), fix=fix) from error
+        raise UserError(f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix) from error
     return config
 
 
@@ -247,7 +253,9 @@ def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
     folder holds no run."""
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.exists() else "there is no such folder"
-        raise UserError(what, where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`")
+        raise UserError(
+            what, code="run-not-found", where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`"
+        )
     recipe = config_of(run_dir)
     try:
         place = verify(json.loads((run_dir / "run.json").read_text(encoding="utf-8")))["cwd"]

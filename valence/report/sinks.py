@@ -76,6 +76,7 @@ class JsonlSink:
         except OSError as error:
             raise UserError(
                 f"cannot write the log ({error.strerror})",
+                code="file-not-writable",
                 where=str(path),
                 fix="choose another run.dir, or make this one writable",
             ) from error

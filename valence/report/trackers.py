@@ -98,7 +98,9 @@ class Tracker:
     def start(self, config: Mapping[str, Any], folder: Path | None, taken_up: bool) -> None:
         """Begins to open the library. Raises UserError without a folder."""
         if folder is None:
-            raise UserError("a tracker needs the folder of a run", where="run.sinks", fix="give the run a folder")
+            raise UserError(
+                "a tracker needs the folder of a run", code="tracker-needs-run", where="run.sinks", fix="give the run a folder"
+            )
         if note := check(self._settings):
             self._say(note)
         for name, value in PRIVATE.items():
@@ -194,11 +196,13 @@ def check(settings: Mapping[str, Any]) -> str | None:
     kind = str(settings["kind"])
     if find_spec(kind) is None:
         what = f"{kind!r} is not installed"
-        raise UserError(what, where="run.sinks", fix=f"{install_command(kind)}, or leave it out of run.sinks")
+        raise UserError(
+            what, code="library-missing", where="run.sinks", fix=f"{install_command(kind)}, or leave it out of run.sinks"
+        )
     if kind == "wandb" and wandb_mode(settings) != "offline" and not wandb_key():
         if settings.get("mode") == "online":
             fix = "run `wandb login`, set WANDB_API_KEY, or set the sink's mode to offline"
-            raise UserError("wandb has no key to log in with", where="run.sinks (wandb)", fix=fix)
+            raise UserError("wandb has no key to log in with", code="tracker-login-missing", where="run.sinks (wandb)", fix=fix)
         return "wandb has no key to log in with: its files stay on this machine until `wandb login` and `wandb sync`"
     return None
 

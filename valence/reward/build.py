@@ -122,10 +122,15 @@ def _names(specs: Sequence[Spec]) -> list[str]:
         where = f"reward.{i}.name"
         if not re.fullmatch(r"[\w.+-]+", name) or name in NAMES_OF_OURS:
             raise UserError(
-                f"{name!r} cannot name a number in the log", where=where, fix="give it another, of letters and digits"
+                f"{name!r} cannot name a number in the log",
+                code="reward-name-invalid",
+                where=where,
+                fix="give it another, of letters and digits",
             )
         if name in names[:i]:
-            raise UserError(f"two rewards have the name {name!r}", where=where, fix="give each a `name`")
+            raise UserError(
+                f"two rewards have the name {name!r}", code="reward-name-duplicate", where=where, fix="give each a `name`"
+            )
     return names
 
 
@@ -141,7 +146,7 @@ def _short(target: str) -> str:
 def _calls(spec: Spec, name: str, where: str, model: ModelReward | None, function: FunctionBackend | None) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
         what = f"nothing is at least {spec.clip[0]:g} and at most {spec.clip[1]:g}"
-        raise UserError(what, where=f"{where}.clip", fix="put the smaller number first")
+        raise UserError(what, code="reward-setting-value", where=f"{where}.clip", fix="put the smaller number first")
     backend, always, together = _backend(spec, where, model, function)
     return Calls(
         name, backend, spec.deterministic or always, batch_size=spec.batch_size, retries=spec.retries,
@@ -156,7 +161,7 @@ def _backend(spec: Spec, where: str, model: ModelReward | None, function: Functi
     if is_server(target):
         return _servers(spec, where), False, True
     if spec.token_env is not None:
-        raise UserError("only servers take a token", where=f"{where}.token_env", fix="remove it")
+        raise UserError("only servers take a token", code="reward-setting-unused", where=f"{where}.token_env", fix="remove it")
     if target in RULES:
         return Rules(target, rule_of(target, settings, place), settings, spec.timeout), True, False
     if is_function(target):
@@ -166,7 +171,7 @@ def _backend(spec: Spec, where: str, model: ModelReward | None, function: Functi
         try:
             made = Function(fn, target, settings, spec.timeout)
         except UserError as error:
-            raise UserError(error.what, where=f"{where}.{error.where or 'reward'}", fix=error.fix) from error
+            raise UserError(error.what, code=error.code, where=f"{where}.{error.where or 'reward'}", fix=error.fix) from error
         return made, False, not made.blocking
     _check_model(target, f"{where}.reward", model)
     assert model is not None
@@ -179,14 +184,17 @@ def _servers(spec: Spec, where: str) -> Servers:
         setting = unknown[0] if unknown else "label"
         raise UserError(
             f"the client of a server has no setting {setting!r}" if unknown else "it names a column",
-            where=f"{where}.settings.{setting}", fix="its one setting is label, the column of the rows that is sent as label",
+            code="reward-setting-unknown", where=f"{where}.settings.{setting}",
+            fix="its one setting is label, the column of the rows that is sent as label",
         )  # fmt: skip
     token = None
     if spec.token_env is not None:
         token = os.environ.get(spec.token_env)
         if not token:
             what = f"the environment has no variable {spec.token_env}"
-            raise UserError(what, where=f"{where}.token_env", fix="set it to the server's token")
+            raise UserError(
+                what, code="environment-variable-missing", where=f"{where}.token_env", fix="set it to the server's token"
+            )
     urls = addresses(spec.reward, f"{where}.reward")
     return Servers(urls, spec.timeout, spec.settings.get("label"), token)
 
@@ -199,14 +207,28 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
     place = f"{where}: {target}"
     if path.is_file() or OF_A_FILE.search(target):
         function = f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
-        raise UserError("this is a file", where=place, fix=f"name a function in it as {function}, or {KINDS}")
+        raise UserError(
+            "this is a file", code="reward-not-found", where=place, fix=f"name a function in it as {function}, or {KINDS}"
+        )
     if HOST.fullmatch(target):
-        raise UserError("this is an address without its scheme", where=place, fix=f"write http://{target}")
+        raise UserError(
+            "this is an address without its scheme", code="reward-not-found", where=place, fix=f"write http://{target}"
+        )
     near = get_close_matches(target, RULES, 1, 0.7)
     if near:
-        raise UserError("there is no rule of this name", where=place, fix=f"did you mean {near[0]}? Else name {KINDS}")
+        raise UserError(
+            "there is no rule of this name",
+            code="reward-not-found",
+            where=place,
+            fix=f"did you mean {near[0]}? Else name {KINDS}",
+        )
     if DOTTED.fullmatch(target):
         package, _, last = target.rpartition(".")
-        raise UserError("this names no reward", where=place, fix=f"write {package}:{last} for a function; name {KINDS}")
+        raise UserError(
+            "this names no reward",
+            code="reward-not-found",
+            where=place,
+            fix=f"write {package}:{last} for a function; name {KINDS}",
+        )
     if model is None:
-        raise UserError("reward models cannot be used here", where=place, fix=f"name {KINDS}")
+        raise UserError("reward models cannot be used here", code="reward-model-unsupported", where=place, fix=f"name {KINDS}")

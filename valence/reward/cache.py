@@ -52,7 +52,9 @@ class Kept:
                     self._append(json.dumps(add_checksum(about)))
             except OSError as error:
                 what = f"scores cannot be kept here ({error.strerror})"
-                raise UserError(what, where=str(self.path.parent), fix="make room, or name another folder") from error
+                raise UserError(
+                    what, code="reward-cache-not-writable", where=str(self.path.parent), fix="make room, or name another folder"
+                ) from error
             self.refresh()
 
     def __len__(self) -> int:

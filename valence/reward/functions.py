@@ -155,13 +155,17 @@ class Function:
         unknown = [name for name in self.settings if name not in names and not self._takes_any]
         if unknown:
             raise UserError(
-                f"{self.target} has no parameter {unknown[0]!r}", where="settings", fix=f"its parameters are {', '.join(names)}"
+                f"{self.target} has no parameter {unknown[0]!r}",
+                code="reward-setting-unknown",
+                where="settings",
+                fix=f"its parameters are {', '.join(names)}",
             )
         positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values())
         if not self._trl and (not positional or len(self._required) > 1):
             wants = ", ".join(self._required[1:]) or "completions"
             raise UserError(
                 f"{self.target} ({self.place}) cannot be called: nothing gives it {wants}",
+                code="reward-signature",
                 fix="write it as `def reward(completions, **context)`, or `def reward(prompts, completions, **columns)`",
             )
 
@@ -257,12 +261,20 @@ def load_function(target: str, where: str) -> Callable[..., Any]:
             near = get_close_matches(part, dir(found), 3, 0.5)
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             file = _shown(getattr(sys.modules[name], "__file__", None) or name)
-            raise UserError(f"{file} has no {part!r}", where=f"{where}: {target}", fix=f"{hint}name a function that is there")
+            raise UserError(
+                f"{file} has no {part!r}",
+                code="reward-not-found",
+                where=f"{where}: {target}",
+                fix=f"{hint}name a function that is there",
+            )
         found = getattr(found, part)
     if inspect.isclass(found) or not callable(found):
         kind = "a class" if inspect.isclass(found) else f"a {type(found).__name__}"
         raise UserError(
-            f"this is {kind}, not a function", where=f"{where}: {target}", fix="name a function, or an instance with __call__"
+            f"this is {kind}, not a function",
+            code="reward-not-callable",
+            where=f"{where}: {target}",
+            fix="name a function, or an instance with __call__",
         )
     return cast(Callable[..., Any], found)
 
@@ -286,10 +298,15 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         raise error
     if isinstance(error, ModuleNotFoundError) and error.name and (name == error.name or name.startswith(f"{error.name}.")):
         what = f"there is no module {error.name!r}, neither in the current folder ({folder}) nor installed"
-        raise UserError(what, where=place, fix="name it as `package.module:function`, from the folder that the package is in")
+        raise UserError(
+            what,
+            code="reward-not-found",
+            where=place,
+            fix="name it as `package.module:function`, from the folder that the package is in",
+        )
     said, at = _cut(describe_error(error)), _place_of(error)
     fix = "install it in this environment" if isinstance(error, ModuleNotFoundError) else "mend the file"
-    raise UserError(f"importing {name} failed at {at}: {said}", where=place, fix=fix) from error
+    raise UserError(f"importing {name} failed at {at}: {said}", code="reward-import-failed", where=place, fix=fix) from error
 
 
 def _place_of(error: BaseException) -> str:

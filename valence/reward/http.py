@@ -291,7 +291,11 @@ def addresses(target: str, where: str) -> list[str]:
         except ValueError:
             good = False
         if not good:
-            raise UserError(f"{url!r} is no address", where=where, fix="write http://host:port/get_reward")
+            raise UserError(
+                f"{url!r} is no address", code="reward-address-invalid", where=where, fix="write http://host:port/get_reward"
+            )
     if len(set(found)) < len(found):
-        raise UserError("an address stands there twice", where=where, fix="name each server once")
+        raise UserError(
+            "an address stands there twice", code="reward-address-duplicate", where=where, fix="name each server once"
+        )
     return found

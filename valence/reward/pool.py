@@ -155,7 +155,7 @@ class WorkerPool:
             worker, facts = await self._start_worker()
         except WorkerEnded as error:
             fix = "see what it printed, and import it with `python -c 'import MODULE'`"
-            raise UserError(_reason(error), where=f"{self.where}: {self.target}", fix=fix) from error
+            raise UserError(_reason(error), code="reward-worker-failed", where=f"{self.where}: {self.target}", fix=fix) from error
         self.parameters, self._identity = facts["parameters"], facts["identity"]
         num_workers = self.concurrency if facts["blocking"] else 1
         self._capacity = 1 if facts["blocking"] else self.concurrency
@@ -195,8 +195,8 @@ class WorkerPool:
             worker.send((self.target, dict(self.settings), self.seconds, self.where))
             message = await worker.receive()
             if "error" in message:
-                what, where, fix = message["error"]
-                raise UserError(what, where=where, fix=fix)
+                what, code, where, fix = message["error"]
+                raise UserError(what, code=code, where=where, fix=fix)
             on_failure.pop_all()
         return worker, message["loaded"]
 

@@ -56,7 +56,7 @@ def contains(
 ) -> Rule:
     """1 when the answer has these words (pieces of text) in it, else 0."""
     if words is not None and not all(words):
-        raise UserError("every answer has an empty text in it", where="words", fix="remove it")
+        raise UserError("every answer has an empty text in it", code="reward-setting-value", where="words", fix="remove it")
 
     def rule(completion: Completion) -> float:
         text = _folded(completion.text, ignore_case)
@@ -78,7 +78,9 @@ def regex(
     try:
         compiled = engine.compile(pattern, engine.DOTALL | (engine.IGNORECASE if ignore_case else 0))
     except engine.error as error:
-        raise UserError(f"this is no regular expression: {error}", where="pattern", fix="mend it") from error
+        raise UserError(
+            f"this is no regular expression: {error}", code="reward-setting-value", where="pattern", fix="mend it"
+        ) from error
 
     def rule(completion: Completion) -> float:
         look = compiled.fullmatch if whole else compiled.search
@@ -99,7 +101,12 @@ def length(
 ) -> Rule:
     """1 when the length is in a range; outside it falls linearly to 0. Of a text without its tokens these cannot be counted."""
     if most is not None and most < least:
-        raise UserError(f"no length is at least {least} and at most {most}", where="most", fix="set least below it")
+        raise UserError(
+            f"no length is at least {least} and at most {most}",
+            code="reward-setting-value",
+            where="most",
+            fix="set least below it",
+        )
 
     def rule(completion: Completion) -> float:
         if unit == "tokens" and completion.text and not completion.tokens:
@@ -198,7 +205,7 @@ def settings_of(name: str) -> type[BaseModel]:
 def unknown_rule(name: str) -> UserError:
     near = get_close_matches(name, RULES, 1, 0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    return UserError(f"there is no rule {name!r}", fix=f"{hint}rules: {', '.join(RULES)}")
+    return UserError(f"there is no rule {name!r}", code="reward-not-found", fix=f"{hint}rules: {', '.join(RULES)}")
 
 
 def said(error: Mapping[str, Any]) -> str:
@@ -215,14 +222,17 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         place = ".".join(map(str, (where, *first["loc"])))
         names = ", ".join(settings_of(name).model_fields)
         raise UserError(
-            f"{said(first)} (reward {name})", where=place, fix=f"its settings are {names}; see `valence rewards {name}`"
+            f"{said(first)} (reward {name})",
+            code="reward-setting-unknown",
+            where=place,
+            fix=f"its settings are {names}; see `valence rewards {name}`",
         ) from error
     try:
         return RULES[name](**{field: getattr(given, field) for field in type(given).model_fields})
     except UserError as error:
-        raise UserError(error.what, where=f"{where}.{error.where}", fix=error.fix) from error
+        raise UserError(error.what, code=error.code, where=f"{where}.{error.where}", fix=error.fix) from error
     except ImportError as error:
-        raise UserError(f"reward {name} needs a library: {error}", where=where, fix=INSTALL) from error
+        raise UserError(f"reward {name} needs a library: {error}", code="library-missing", where=where, fix=INSTALL) from error
 
 
 @dataclass
@@ -296,12 +306,14 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
             loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             what = f"no JSON schema can be read from {schema}: {error}"
-            raise UserError(what, where="schema", fix="name a JSON file") from error
+            raise UserError(what, code="reward-setting-value", where="schema", fix="name a JSON file") from error
     kind = validator_for(loaded)
     try:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
-        raise UserError(f"this is no JSON schema: {error.message}", where="schema", fix="mend it") from error
+        raise UserError(
+            f"this is no JSON schema: {error.message}", code="reward-setting-value", where="schema", fix="mend it"
+        ) from error
     return kind(loaded).is_valid
 
 

@@ -366,13 +366,16 @@ def listening(host: str, port: int, *, guarded: bool) -> socket.socket:
         if not guarded and not own:
             raise UserError(
                 "other machines could have answers scored, and read the scores",
+                code="server-token-missing",
                 where=f"--host {host}",
                 fix="give --token-env, or leave out --host",
             )
         return socket.create_server(address[:2], family=family, backlog=2048)
     except OSError as error:
         fix = "choose another --port (0: any that is free), or end what uses it"
-        raise UserError(f"cannot listen: {error}", where=f"--host {host} --port {port}", fix=fix) from error
+        raise UserError(
+            f"cannot listen: {error}", code="server-cannot-listen", where=f"--host {host} --port {port}", fix=fix
+        ) from error
 
 
 def web_server(

@@ -61,7 +61,7 @@ def _load(connection: socket.socket, target: str, settings: Mapping[str, Any], s
         }
         _send(connection, {"loaded": facts})
     except UserError as error:
-        _send(connection, {"error": [error.what, error.where, error.fix]})
+        _send(connection, {"error": [error.what, error.code, error.where, error.fix]})
         return None
     return function
 

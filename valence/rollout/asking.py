@@ -67,7 +67,7 @@ class Asking:
         """Waits until the server is back. Raises UserError when it is not, or has gone away too often."""
         if attempt >= self.tries:
             what = f"the server went away {attempt} times in a row ({error})"
-            raise UserError(what, where=self.wire.url, fix="see why in its log") from error
+            raise UserError(what, code="rollout-server-lost", where=self.wire.url, fix="see why in its log") from error
         self.say(f"{error}; waiting for the server")
         if self.revive is not None and not self.wire.healthy():
             self.revive()

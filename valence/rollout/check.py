@@ -81,6 +81,7 @@ def compare(ours: Rows, theirs: Rows, threshold: float, *, evidence: Evidence = 
     worst = max(abs(a - b) for a, b in zip(flat(ours), flat(theirs), strict=True))
     raise UserError(
         f"the server's log-probabilities differ from the trainer's by {mean:.3g} nats per token (at most {worst:.3g}). {cause}",
+        code="rollout-logps-mismatch",
         where="rollout.max_mismatch",
         fix=fix,
     )

@@ -77,9 +77,11 @@ class HFGenerator:
         Raises UserError for an empty prompt, and FloatingPointError when the model's logits are not finite.
         """
         if n < 1:
-            raise UserError(f"{n} answers per prompt", where="n", fix="ask for at least 1")
+            raise UserError(f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1")
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError("the prompt has no tokens", where=f"prompt {first + empty[0]}", fix="leave empty prompts out")
+            raise UserError(
+                "the prompt has no tokens", code="prompt-empty", where=f"prompt {first + empty[0]}", fix="leave empty prompts out"
+            )
         # Prompts of similar length run together, the longest first: the peak of memory comes at the start.
         order = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
         size = max(1, self.batch_size // n)
@@ -98,7 +100,9 @@ class HFGenerator:
         """The log-probability of each token of each answer (nats) under softmax(logits / temperature); at temperature 0, as it is
         told of sampled answers, at 1. Raises UserError for an empty prompt."""
         if empty := [i for i, (prompt, _) in enumerate(pairs) if not prompt]:
-            raise UserError("the prompt has no tokens", where=f"prompt {empty[0]}", fix="leave empty prompts out")
+            raise UserError(
+                "the prompt has no tokens", code="prompt-empty", where=f"prompt {empty[0]}", fix="leave empty prompts out"
+            )
         found: dict[int, list[float]] = {}
         order = sorted(range(len(pairs)), key=lambda i: -len(pairs[i][1]))
         with torch.no_grad(), evaluating(self.model):
@@ -177,6 +181,7 @@ class HFGenerator:
             # A recurrent model, which would also read the padding on the left as part of the prompt.
             raise UserError(
                 f"{type(self.model).__name__} keeps no key-value cache, so it cannot be sampled here",
+                code="sampling-unsupported",
                 where="model.name",
                 fix="set run.samples.prompts: 0, and sample from the exported model",
             )
@@ -260,7 +265,7 @@ def default_end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) 
     several: list[Any] = [*(named if isinstance(named, list) else [named]), tokenizer.eos_token_id]
     ids = {int(i) for i in several if i is not None}
     if not ids:
-        raise UserError("neither the model nor its tokenizer names an end token", fix="give end_ids")
+        raise UserError("neither the model nor its tokenizer names an end token", code="end-token-missing", fix="give end_ids")
     return ids
 
 

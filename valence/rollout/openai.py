@@ -66,7 +66,9 @@ class OpenAIGenerator:
         names = [str(each["id"]) for each in self.asking.persist(lambda: self.wire.get("/v1/models"))["data"]]
         if len(names) != 1:
             what = f"the server has {len(names)} models: {', '.join(names[:8])}"
-            raise UserError(what, where=self.wire.url, fix="point rollout.url at a server with one model")
+            raise UserError(
+                what, code="rollout-model-ambiguous", where=self.wire.url, fix="point rollout.url at a server with one model"
+            )
         return names[0]
 
     @cached_property
@@ -87,9 +89,11 @@ class OpenAIGenerator:
         """n completions of each prompt. Without token ids (``gives_tokens``) prompts and answers make a round trip through text,
         and there are no log-probabilities."""
         if n < 1:
-            raise UserError(f"{n} answers per prompt", where="n", fix="ask for at least 1")
+            raise UserError(f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1")
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError("the prompt has no tokens", where=f"prompt {empty[0]}", fix="leave empty prompts out")
+            raise UserError(
+                "the prompt has no tokens", code="prompt-empty", where=f"prompt {empty[0]}", fix="leave empty prompts out"
+            )
         answers: dict[int, Completion] = {}
 
         def body(at: int) -> dict[str, Any]:
@@ -106,11 +110,18 @@ class OpenAIGenerator:
 
     def sync(self, version: int, weights: Callable[[], Named], adapter: Callable[[Path], None] | None = None) -> None:
         """Always raises UserError: this server's weights are its own."""
-        raise UserError("it takes no new weights", where=self.wire.url, fix="use rollout.engine: vllm, or hf")
+        raise UserError(
+            "it takes no new weights",
+            code="rollout-weights-unsupported",
+            where=self.wire.url,
+            fix="use rollout.engine: vllm, or hf",
+        )
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
         """Always raises UserError: the wire has no way to ask for them."""
-        raise UserError("it scores no answers", where=self.wire.url, fix="set rollout.check_prompts: 0")
+        raise UserError(
+            "it scores no answers", code="rollout-scoring-unsupported", where=self.wire.url, fix="set rollout.check_prompts: 0"
+        )
 
     def close(self) -> None:
         """Gives back connections."""

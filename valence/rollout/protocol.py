@@ -34,15 +34,22 @@ class Sampling:
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(f"it is {self.temperature}", where="temperature", fix="use 0 or a positive number")
+            raise UserError(
+                f"it is {self.temperature}", code="sampling-value", where="temperature", fix="use 0 or a positive number"
+            )
         if not 1 <= self.max_new_tokens <= LONGEST:
             raise UserError(
-                f"it is {self.max_new_tokens}", where="max_new_tokens", fix=f"allow at least 1 token and at most {LONGEST}"
+                f"it is {self.max_new_tokens}",
+                code="sampling-value",
+                where="max_new_tokens",
+                fix=f"allow at least 1 token and at most {LONGEST}",
             )
         if not 0 <= self.seed < 2**63:
-            raise UserError(f"it is {self.seed}", where="seed", fix="use a whole number from 0 to below 2**63")
+            raise UserError(
+                f"it is {self.seed}", code="sampling-value", where="seed", fix="use a whole number from 0 to below 2**63"
+            )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"it is {self.top_p}", where="top_p", fix="use a number above 0 and at most 1")
+            raise UserError(f"it is {self.top_p}", code="sampling-value", where="top_p", fix="use a number above 0 and at most 1")
 
 
 Pair = tuple[Sequence[int], Sequence[int]]

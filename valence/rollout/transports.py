@@ -118,6 +118,7 @@ class Whole:
         """What may be the matter with a server that takes no weights."""
         return UserError(
             f"the server did not take the new weights: {error.message}",
+            code="rollout-weights-refused",
             where=error.where,
             fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' and Valence\'s plugin installed '
             "(docs/vllm.md); its log says more",
@@ -310,7 +311,12 @@ class Lora:
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         if adapter is None:
-            raise UserError("the model that is trained has no adapter", where="rollout.transport", fix="use disk, gloo or nccl")
+            raise UserError(
+                "the model that is trained has no adapter",
+                code="rollout-transport-needs-adapter",
+                where="rollout.transport",
+                fix="use disk, gloo or nccl",
+            )
         (self.folder / label).mkdir(parents=True)
         adapter(self.folder / label)
         self.labels.append(label)
@@ -321,6 +327,7 @@ class Lora:
         except Refused as error:
             raise UserError(
                 f"the server did not take the adapter: {error.message}",
+                code="rollout-weights-refused",
                 where=error.where,
                 fix="start it with --enable-lora, a --max-lora-rank of at least model.lora.rank, and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or use another rollout.transport",

@@ -85,9 +85,11 @@ class VLLMGenerator:
         log-probabilities are not finite.
         """
         if n < 1:
-            raise UserError(f"{n} answers per prompt", where="n", fix="ask for at least 1")
+            raise UserError(f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1")
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
-            raise UserError("the prompt has no tokens", where=f"prompt {empty[0]}", fix="leave empty prompts out")
+            raise UserError(
+                "the prompt has no tokens", code="prompt-empty", where=f"prompt {empty[0]}", fix="leave empty prompts out"
+            )
         self._can(sampling)
         answers: dict[int, list[Completion]] = {}
 
@@ -151,6 +153,7 @@ class VLLMGenerator:
         if not self._processed:
             raise UserError(
                 "the server reports log-probabilities before temperature and top_p",
+                code="rollout-logps-unprocessed",
                 where=self.wire.url,
                 fix="start it with --logprobs-mode processed_logprobs",
             )
@@ -221,7 +224,9 @@ class VLLMGenerator:
         return tuple(out)
 
     def _strange(self, what: str) -> UserError:
-        return UserError(what, where=self.wire.url + ROUTE, fix="use a version of vLLM that docs/vllm.md names")
+        return UserError(
+            what, code="rollout-server-version", where=self.wire.url + ROUTE, fix="use a version of vLLM that docs/vllm.md names"
+        )
 
     def _current(self) -> str:
         """The label of the newest weights, once the server has them: one that was started again is sent them first."""

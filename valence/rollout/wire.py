@@ -37,7 +37,12 @@ def address(url: str) -> str:
     """The server's root: ``http://host:8000`` of that, of ``http://host:8000/`` and of ``http://host:8000/v1``."""
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UserError(f"{url!r} is no address of a server", where="rollout.url", fix="write it as http://127.0.0.1:8000")
+        raise UserError(
+            f"{url!r} is no address of a server",
+            code="rollout-url-invalid",
+            where="rollout.url",
+            fix="write it as http://127.0.0.1:8000",
+        )
     return url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
@@ -93,7 +98,10 @@ class Wire:
             return response.json()
         except json.JSONDecodeError as error:
             raise UserError(
-                f"it answers no JSON: {response.text[:200]!r}", where=self.url + path, fix="see that this is a server of models"
+                f"it answers no JSON: {response.text[:200]!r}",
+                code="rollout-server-protocol",
+                where=self.url + path,
+                fix="see that this is a server of models",
             ) from error
 
     def lost(self, error: Exception) -> Lost:
@@ -108,7 +116,7 @@ class Wire:
         else:
             what = f"no answer in {seconds:g} s, and none to {self.url}{self.health} either: the server hangs"
             fix = "look at the end of its log, and start it again; the run goes on from its last checkpoint"
-        return UserError(what, where=self.url + path, fix=fix)
+        return UserError(what, code="rollout-server-hangs", where=self.url + path, fix=fix)
 
     def healthy(self) -> bool:
         """Whether it says that it is well."""
@@ -125,6 +133,7 @@ class Wire:
             if time.monotonic() > until:
                 raise UserError(
                     f"the server went away and is not back after {self.timeout:g} s ({why})",
+                    code="rollout-server-lost",
                     where=self.url,
                     fix="look at the end of its log and start it again, or raise rollout.timeout",
                 )
@@ -140,7 +149,8 @@ class Refused(UserError):
 
     def __init__(self, where: str, status: int, message: str) -> None:
         self.status, self.message = status, message
-        super().__init__(f"the server answers {status}: {message}", where=where, fix=FIXES.get(status, "see the server's log"))
+        fix = FIXES.get(status, "see the server's log")
+        super().__init__(f"the server answers {status}: {message}", code="rollout-server-refused", where=where, fix=fix)
 
 
 FIXES = {

@@ -113,7 +113,7 @@ class _Loads:
         scores = self.prepared.method.of_scores
         if is_reward_model(model) is not scores:
             what = "is a reward model" if not scores else "has no head for scores"
-            raise UserError(f"the model given {what}", where="model", fix=f"give what {recipe.method} trains")
+            raise UserError(f"the model given {what}", code="model-kind", where="model", fix=f"give what {recipe.method} trains")
         _check_quantized(model, spec)
         torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here, whatever loading has drawn
         policy = build_policy(
@@ -125,7 +125,12 @@ class _Loads:
         if self.prepared.method.online and recipe.loss.get("value"):
             if not self.split.single:
                 what = "values are not computed where weights are split over processes"
-                raise UserError(what, where="parallel.shard", fix="set parallel.shard: off and parallel.tensor: 1")
+                raise UserError(
+                    what,
+                    code="value-head-unsupported",
+                    where="parallel.shard",
+                    fix="set parallel.shard: off and parallel.tensor: 1",
+                )
             add_values(policy, trunk=recipe.value.trunk)
         return policy, stream
 
@@ -192,10 +197,10 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
     """Raises UserError when a model is in 4 bits and the recipe does not say so, or the other way round."""
     if is_quantized(model) and not spec.quantize:
         fix = "name the model that it was made of, and set model.quantize: nf4"
-        raise UserError("its weights are kept in 4 bits", where=f"model.name: {spec.name}", fix=fix)
+        raise UserError("its weights are kept in 4 bits", code="model-quantized", where=f"model.name: {spec.name}", fix=fix)
     if spec.quantize and not is_quantized(model):
         fix = "load it so, give its name instead, or remove model.quantize"
-        raise UserError("the model given has no weights of 4 bits", where="model.quantize", fix=fix)
+        raise UserError("the model given has no weights of 4 bits", code="model-quantized", where="model.quantize", fix=fix)
 
 
 def _check_same_weights(group: Group, name: str, engine: Engine) -> None:
@@ -229,7 +234,9 @@ def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None, processes
         return False
     if chosen and (why := why_not(policy.device)):
         fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
-        raise UserError(f"the layers of this run were compiled, and now {why}", where="train.compile", fix=fix)
+        raise UserError(
+            f"the layers of this run were compiled, and now {why}", code="compile-changed", where="train.compile", fix=fix
+        )
     weights = sum(p.numel() for p in policy.parameters())
     return pays_to_compile(prepared, weights, policy.device, processes) if chosen is None else chosen
 
@@ -239,7 +246,9 @@ def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, proc
     reference cache are those of one way to compute them. Raises UserError when they are asked for and cannot be had."""
     asked, why = prepared.recipe.train.compile, why_not(device)
     if asked == "on" and why:
-        raise UserError(why, where="train.compile", fix="install what is missing, or set it to auto or off")
+        raise UserError(
+            why, code="compile-unavailable", where="train.compile", fix="install what is missing, or set it to auto or off"
+        )
     not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
     if asked != "auto" or why or "train" not in prepared.corpora or not_compiled:
         return asked == "on"
@@ -277,7 +286,7 @@ def _check_positions(policy: Engine, prepared: Prepared) -> None:
     length, unit = max(rows, key=lambda row: row[0])
     what = f"this row has {length} tokens, and the model was made for {limit}"
     if length > limit and learned:
-        raise UserError(what, where=str(unit.origin), fix=f"set data.max_length: {limit}")
+        raise UserError(what, code="row-too-long-for-model", where=str(unit.origin), fix=f"set data.max_length: {limit}")
     if length > limit:
         warnings.warn(f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2)
 
@@ -299,6 +308,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
     if len(tokenizer) > _vocabulary(model):
         raise UserError(
             f"the tokenizer knows {len(tokenizer)} tokens, the model only {_vocabulary(model)}",
+            code="tokenizer-mismatch",
             where="model.tokenizer",
             fix="use the tokenizer that belongs to the model",
         )
@@ -309,6 +319,7 @@ def _check_same_vocabulary(policy: Engine, reference: nn.Module, name: str) -> N
     if ours != theirs:
         raise UserError(
             f"policy and reference have vocabularies of {ours} and {theirs} tokens: their log-probabilities do not compare",
+            code="vocabulary-mismatch",
             where=f"reference.model: {name}",
             fix="use a reference with the policy's tokenizer",
         )

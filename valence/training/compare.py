@@ -51,7 +51,12 @@ def refuse(changed: Mapping[str, str], facts: Mapping[str, Any], allow: Sequence
         if not any(_within(name, each) for name in names):
             near = difflib.get_close_matches(each, [*names, *(name.rsplit(".", 1)[-1] for name in names)], 1)
             meant = [name for name in sorted(names) if near and (name == near[0] or name.endswith(f".{near[0]}"))]
-            raise UserError(f"there is no setting {each}", where="--allow", fix=f"did you mean {meant[0]}?" if meant else None)
+            raise UserError(
+                f"there is no setting {each}",
+                code="allow-unknown-setting",
+                where="--allow",
+                fix=f"did you mean {meant[0]}?" if meant else None,
+            )
     known = _accepted(facts, prepared)
     refused = [name for name in changed if name not in known and not any(_within(name, each) for each in allow)]
     if not refused:
@@ -62,6 +67,7 @@ def refuse(changed: Mapping[str, str], facts: Mapping[str, Any], allow: Sequence
     words = " ".join(f"--allow {name}" for name in named)
     raise UserError(
         "\n".join(["the run in this folder was another one:", *said]),
+        code="run-differs",
         where=f"run.dir: {path}",
         fix=f"undo the change; or go on with it all the same: {words}; or start anew: `valence train RECIPE --fresh`; "
         "or choose another run.dir",

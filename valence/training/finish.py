@@ -181,6 +181,7 @@ def _refuse_broken(run: Run) -> None:
     if names := [name for names in gathered(run.world, broken[:1]) for name in names]:
         raise UserError(
             f"the run ended badly: weights are not finite ({names[0]}); no model was written",
+            code="weights-not-finite",
             where=f"step {run.step}",
             fix=measure.BAD,
         )
@@ -241,7 +242,12 @@ def write_model(
     recipe, encoder = run.recipe, run.prepared.encoder
     scores = isinstance(run.policy, Scorer)
     if scores and what == "adapter":
-        raise UserError("an adapter does not say what a reward model's scores are of", where="run.export", fix="write it merged")
+        raise UserError(
+            "an adapter does not say what a reward model's scores are of",
+            code="adapter-not-exportable",
+            where="run.export",
+            fix="write it merged",
+        )
     adapted = recipe.model.lora is not None or recipe.model.adapter is not None
     steps = sorted(run.evaluations)
     log = run.folder.path / "metrics.jsonl" if run.folder else log

@@ -64,15 +64,25 @@ class RunFolder:
             return self._inspect(fresh)
         except OSError as error:
             fix = "make the folder readable, or choose another run.dir"
-            raise UserError(f"the folder cannot be read ({error.strerror})", where=f"run.dir: {self.path}", fix=fix) from error
+            raise UserError(
+                f"the folder cannot be read ({error.strerror})",
+                code="folder-not-readable",
+                where=f"run.dir: {self.path}",
+                fix=fix,
+            ) from error
 
     def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         path = self.path
         if path.exists() and not path.is_dir():
-            raise UserError("this is a file", where=f"run.dir: {path}", fix="name a folder")
+            raise UserError("this is a file", code="path-is-file", where=f"run.dir: {path}", fix="name a folder")
         if path.is_dir() and any(path.iterdir()):
             if not ((path / NAME).is_file() or (path / "run.json").is_file()):
-                raise UserError("the folder holds other files", where=f"run.dir: {path}", fix="name a new or an empty folder")
+                raise UserError(
+                    "the folder holds other files",
+                    code="folder-not-empty",
+                    where=f"run.dir: {path}",
+                    fix="name a new or an empty folder",
+                )
             self._take()
             self._looked = True
             if _holds_work(path) and not fresh:
@@ -101,7 +111,9 @@ class RunFolder:
             self._take()  # before anything else: its file says that this is a run's folder
             if _holds_work(path) and not self._looked:
                 fix = "give the command again: it goes on with it"
-                raise UserError("another program has trained here meanwhile", where=f"run.dir: {path}", fix=fix)
+                raise UserError(
+                    "another program has trained here meanwhile", code="run-modified", where=f"run.dir: {path}", fix=fix
+                )
             if _holds_work(path) and not self.taken_up:
                 free = _free_name(path)
                 path.rename(free)
@@ -115,7 +127,10 @@ class RunFolder:
             (path / "eval").mkdir(exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"cannot make the folder ({error.strerror})", where=f"run.dir: {path}", fix="choose another run.dir"
+                f"cannot make the folder ({error.strerror})",
+                code="folder-not-writable",
+                where=f"run.dir: {path}",
+                fix="choose another run.dir",
             ) from error
 
     def close(self) -> None:
@@ -133,7 +148,10 @@ class RunFolder:
             write_whole(target, raw, self.path)
         except OSError as error:
             raise UserError(
-                f"cannot be written ({error.strerror})", where=str(target), fix="make room, or restore the folder"
+                f"cannot be written ({error.strerror})",
+                code="file-not-writable",
+                where=str(target),
+                fix="make room, or restore the folder",
             ) from error
         return target
 
@@ -228,7 +246,10 @@ def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
     for setting, name in inputs.items():
         if name and Path(name).exists() and Path(name).resolve().is_relative_to(run_dir.resolve()):
             raise UserError(
-                f"{name} lies in the run's own folder, which the run writes", where=setting, fix="choose another run.dir"
+                f"{name} lies in the run's own folder, which the run writes",
+                code="data-in-run-folder",
+                where=setting,
+                fix="choose another run.dir",
             )
 
 

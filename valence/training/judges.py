@@ -149,6 +149,7 @@ def load_judge(
     if own is not None and beta is not None:
         raise UserError(
             f"a run of {recipe.method} is scored with the reward that it trains, under its own settings",
+            code="beta-unused",
             where="--beta",
             fix="leave it out, or score the model that the run wrote, with --reference",
         )
@@ -164,11 +165,18 @@ def load_judge(
         _check_positions(policy, recipe.data.max_length)
         other = recipe.reference.model
         if other is not None and isinstance(policy, Scorer):
-            raise UserError("a reward model is compared with no other", where="reference.model", fix="leave it out")
+            raise UserError(
+                "a reward model is compared with no other", code="reference-unused", where="reference.model", fix="leave it out"
+            )
         if reference is None and other is not None:
             reference = _reference(policy, other, recipe.model, tokenizer)
     if reference is None and beta is not None:
-        raise UserError("there is no reward without a reference", where="--beta", fix="give --reference, or leave out --beta")
+        raise UserError(
+            "there is no reward without a reference",
+            code="beta-needs-reference",
+            where="--beta",
+            fix="give --reference, or leave out --beta",
+        )
     policy.eval()
     if isinstance(policy, Scorer):
         return Rewards(policy)
@@ -183,7 +191,9 @@ def _policy(spec: Model, of_scores: bool) -> Engine:
     dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
     if of_scores and attributes is None:
         fix = "name a run's folder, or the model that it wrote"
-        raise UserError("a reward model without training has a random head", where="model.name", fix=fix)
+        raise UserError(
+            "a reward model without training has a random head", code="reward-model-untrained", where="model.name", fix=fix
+        )
     model = load_model(
         spec.name, dtype=dtype, attributes=attributes, gguf_file=spec.gguf_file, trust_remote_code=spec.trust_remote_code
     )
@@ -219,6 +229,7 @@ def _reference(policy: Engine, name: str, spec: Model, tokenizer: PreTrainedToke
         if theirs.get_vocab() != tokenizer.get_vocab():
             raise UserError(
                 "model and reference have different tokenizers: their log-probabilities do not compare",
+                code="tokenizer-mismatch",
                 where=f"reference.model: {name}",
                 fix="use a reference with the model's tokenizer",
             )
@@ -232,4 +243,9 @@ def _check_positions(policy: Engine, max_length: int) -> None:
     """Raises UserError when rows may be longer than a table of positions."""
     limit, learned = position_limit(policy.causal) or (max_length, False)
     if learned and limit < max_length:
-        raise UserError(f"the model has positions for {limit} tokens", where="data.max_length", fix=f"give --max-length {limit}")
+        raise UserError(
+            f"the model has positions for {limit} tokens",
+            code="max-length-too-large",
+            where="data.max_length",
+            fix=f"give --max-length {limit}",
+        )

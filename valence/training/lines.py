@@ -41,10 +41,14 @@ class Lines:
     ) -> None:
         check_path(path)
         if path.suffix not in (".jsonl", ".ndjson"):
-            raise UserError("what is written are JSON lines", where=str(path), fix="name a file that ends in .jsonl")
+            raise UserError(
+                "what is written are JSON lines", code="output-not-jsonl", where=str(path), fix="name a file that ends in .jsonl"
+            )
         if path.is_dir() or not path.parent.is_dir():
             what = "this is a folder" if path.is_dir() else f"there is no folder {path.parent}"
-            raise UserError(what, where=str(path), fix="name a file, new or old, in a folder that exists")
+            raise UserError(
+                what, code="path-invalid-output", where=str(path), fix="name a file, new or old, in a folder that exists"
+            )
         self.path, self.window, self.fresh, self.append, self.anew = path, window, fresh, append, anew
         self.beside, self.sums = _beside(path), _sums(path)
         self.facts: dict[str, Any] = {}
@@ -63,9 +67,9 @@ class Lines:
             self.sums.stat()
         except FileNotFoundError as error:
             what = f"the file was not written by this command (there is no {Path(error.filename).name} in its folder)"
-            raise UserError(what, where=str(self.path), fix=ANEW) from None
+            raise UserError(what, code="output-foreign", where=str(self.path), fix=ANEW) from None
         except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"cannot be read ({error})", where=str(self.beside), fix=ANEW) from error
+            raise UserError(f"cannot be read ({error})", code="file-not-readable", where=str(self.beside), fix=ANEW) from error
         about = found.pop(ABOUT, None) if isinstance(found, dict) else None
         earlier = found.pop(EARLIER, []) if isinstance(about, dict) else None
         if not isinstance(earlier, list) or not all(isinstance(e, dict) and isinstance(e.get("lines"), int) for e in earlier):
@@ -74,7 +78,12 @@ class Lines:
         return found
 
     def _no_facts(self) -> UserError:
-        return UserError(f"this does not say what the lines of {self.path} depend on", where=str(self.beside), fix=ANEW)
+        return UserError(
+            f"this does not say what the lines of {self.path} depend on",
+            code="output-state-damaged",
+            where=str(self.beside),
+            fix=ANEW,
+        )
 
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Adds facts. Raises UserError when the lines that are there were made with others."""
@@ -88,7 +97,7 @@ class Lines:
             if self.known.get(name) != value and (self.append is None or name in self.append):
                 was = json.dumps(self.known.get(name), ensure_ascii=False)
                 what = f"its lines were made with another {name} ({was}, and now {json.dumps(value, ensure_ascii=False)})"
-                raise UserError(what, where=str(self.path), fix=self.anew)
+                raise UserError(what, code="output-settings-differ", where=str(self.path), fix=self.anew)
 
     def open(self, total: int) -> Lines:
         """Takes the file, to write all lines up to ``total``; ``kept`` of those that are there stay."""
@@ -115,11 +124,19 @@ class Lines:
         found = sum(1 for _ in self._whole()) - sum(part["lines"] for part in self.earlier)
         if found != self.total:
             what = f"of the lines that were to be appended to, {found} of {self.total} are there"
-            raise UserError(what, where=str(self.path), fix="give their own command once more, which goes on with them")
+            raise UserError(
+                what,
+                code="output-lines-missing",
+                where=str(self.path),
+                fix="give their own command once more, which goes on with them",
+            )
         self.earlier = [*self.earlier, {**known, "lines": found}]
         if any({**self.facts, "lines": part["lines"]} == part for part in self.earlier):
             raise UserError(
-                "these lines are in the file already, before others", where=str(self.path), fix="change --seed or --data"
+                "these lines are in the file already, before others",
+                code="output-lines-duplicate",
+                where=str(self.path),
+                fix="change --seed or --data",
             )
 
     def _taken(self) -> IO[bytes]:
@@ -144,14 +161,19 @@ class Lines:
         return file
 
     def _in_use(self) -> UserError:
-        return UserError("another program is writing this file", where=str(self.path), fix="wait for it")
+        return UserError("another program is writing this file", code="output-locked", where=str(self.path), fix="wait for it")
 
     def _count(self, total: int) -> int:
         found = sum(1 for _ in self._whole()) - self.base
         if found < 0:
-            raise UserError(f"{-found} of its lines are gone", where=str(self.path), fix=ANEW)
+            raise UserError(f"{-found} of its lines are gone", code="output-lines-missing", where=str(self.path), fix=ANEW)
         if found > total:
-            raise UserError(f"the file has {found} lines, and there are only {total} rows", where=str(self.path), fix=ANEW)
+            raise UserError(
+                f"the file has {found} lines, and there are only {total} rows",
+                code="output-lines-extra",
+                where=str(self.path),
+                fix=ANEW,
+            )
         return found if found == total else found - found % self.window
 
     def _whole(self) -> Iterator[bytes]:
@@ -166,7 +188,7 @@ class Lines:
             if number > len(sums) or sums[number - 1] != _sum_of(line):
                 what = "this line has changed since it was written (its checksum is wrong)"
                 fix = f"put it back; or remove it and all lines below, and give the same command again; or {ANEW}"
-                raise UserError(what, where=f"{self.path}:{number}", fix=fix)
+                raise UserError(what, code="output-line-damaged", where=f"{self.path}:{number}", fix=fix)
             try:
                 found = json.loads(line.decode())
             except (ValueError, RecursionError):
@@ -177,7 +199,9 @@ class Lines:
 
     def foreign(self, number: int) -> UserError:
         """Of a line (from 1) that is not as it was written."""
-        return UserError("this line was not written by this command", where=f"{self.path}:{number}", fix=ANEW)
+        return UserError(
+            "this line was not written by this command", code="output-line-foreign", where=f"{self.path}:{number}", fix=ANEW
+        )
 
     def go_on(self, about: Mapping[str, Any]) -> None:
         """Cuts what is not kept. about: facts that may change, for whoever looks into the file beside."""
@@ -235,7 +259,9 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
     try:
         as_line(value)
     except ValueError as error:
-        raise UserError(f"the row cannot be written as JSON ({error})", where=str(origin), fix="mend the row") from None
+        raise UserError(
+            f"the row cannot be written as JSON ({error})", code="row-not-json", where=str(origin), fix="mend the row"
+        ) from None
 
 
 def _beside(path: Path) -> Path:
@@ -257,4 +283,4 @@ def _has_content(path: Path) -> bool:
 
 def _cannot(path: Path, error: OSError) -> UserError:
     fix = "make room, or name a file that you may write; what is written is kept, and the same command goes on from there"
-    return UserError(f"cannot write ({error.strerror})", where=str(path), fix=fix)
+    return UserError(f"cannot write ({error.strerror})", code="file-not-writable", where=str(path), fix=fix)

@@ -36,11 +36,16 @@ def look(
     data = source.recipe.data
     files: list[Source] = getattr(data, which)
     if not files:
-        raise UserError("the recipe names no files", where=f"data.{which}", fix="look at another list with --list")
+        raise UserError(
+            "the recipe names no files", code="list-not-in-recipe", where=f"data.{which}", fix="look at another list with --list"
+        )
     rows = list(read_sources(files, data.limit))
     if number > len(rows):
         raise UserError(
-            f"data.{which} has {len(rows)} rows", where=f"--row {number}", fix=f"give --row a number from 1 to {len(rows)}"
+            f"data.{which} has {len(rows)} rows",
+            code="row-number-out-of-range",
+            where=f"--row {number}",
+            fix=f"give --row a number from 1 to {len(rows)}",
         )
     row = rows[number - 1]
     if isinstance(row, Row) and stage in ("row", "all"):
@@ -65,12 +70,13 @@ def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> 
     )  # fmt: skip
     for bad in loaded.bad:
         if bad.origin == origin:
-            raise UserError(bad.reason, where=str(origin), fix=bad.fix)
+            raise UserError(bad.reason, code=bad.code, where=str(origin), fix=bad.fix)
     examples = [example for example in loaded.examples if example.origin == origin]
     if not examples:
         why = next((why for unused, why in loaded.unused if unused == origin), "it is in an example listed under another row")
         raise UserError(
             f"data.convert: {data.convert} makes no example of this row alone: {why}",
+            code="row-not-convertible",
             where=str(origin),
             fix="look at another row",
         )
@@ -87,4 +93,4 @@ def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[Renderabl
     for unit in encoded.units:
         yield show_encoded(unit, encoder.tokenizer)
     for unit in encoded.unusable:
-        raise UserError(f"this row is not used: {unit.reason}", where=str(unit.origin), fix=unit.fix)
+        raise UserError(f"this row is not used: {unit.reason}", code=unit.code, where=str(unit.origin), fix=unit.fix)

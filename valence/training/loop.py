@@ -141,7 +141,12 @@ class Run:
         own = {id(p) for p in policy.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
             what = "the optimizer given holds weights that are not those of the policy (which may be split over processes by now)"
-            raise UserError(what, where="optimizer", fix="give a function of the list of trained weights, which makes it")
+            raise UserError(
+                what,
+                code="optimizer-weights",
+                where="optimizer",
+                fix="give a function of the list of trained weights, which makes it",
+            )
         return optimizer, _made(scheduler, optimizer) or schedule(
             optimizer, kind=train.schedule, warmup=train.warmup, total=max(1, self.total_steps)
         )
@@ -181,7 +186,9 @@ class Run:
         finite, or too many saves failed.
         """
         if self.sampler is None:
-            raise UserError("there is nothing to train on", where="data.train", fix="name a file of rows")
+            raise UserError(
+                "there is nothing to train on", code="train-data-missing", where="data.train", fix="name a file of rows"
+            )
         self._caution()
         settings = {name: setting.value for name, setting in self.prepared.source.settings.items()}
         self.log.start(settings, self.folder.path if self.folder else None, self.folder is not None and self.folder.taken_up)
@@ -211,7 +218,9 @@ class Run:
                 self.stop.where = f"stopped after step {self.step} of {self.total_steps}"
         if stops:
             if self.stop.out_of_time and (self.step, self.counters.settled) == began:
-                raise UserError("nothing was done within run.max_time", where="run.max_time", fix="make it longer")
+                raise UserError(
+                    "nothing was done within run.max_time", code="max-time-too-short", where="run.max_time", fix="make it longer"
+                )
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
 
@@ -351,6 +360,7 @@ class Run:
             self.together = True
             raise UserError(
                 f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
+                code="loss-not-finite",
                 where=f"step {self.step}",
                 fix="look at the rows named above, use model.dtype: float32, or lower train.learning_rate (with --allow "
                 "train.learning_rate the run goes on from before these steps)",

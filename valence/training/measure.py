@@ -40,7 +40,9 @@ def evaluate(run: Run, rows: Any, name: str) -> Evaluation:
     elif name in run.prepared.corpora:
         corpus = run.prepared.corpora[name]
     else:
-        raise UserError(f"there are no rows under data.{name}", where=f"data.{name}", fix="name a file of rows")
+        raise UserError(
+            f"there are no rows under data.{name}", code="rows-missing", where=f"data.{name}", fix="name a file of rows"
+        )
     most = run.recipe.eval.max_examples if name == "eval" else None
     if run.rounds is not None:
         return run.rounds.collector.evaluate(corpus, most)
@@ -70,7 +72,12 @@ def trained_units(run: Run) -> list[Encoded]:
 def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool) -> list[list[Completion]]:
     """See ``Run.sample``."""
     if run.prepared.method.of_scores:
-        raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
+        raise UserError(
+            "a reward model scores answers and gives none",
+            code="reward-model-cannot-generate",
+            where="sample",
+            fix="use `valence score`",
+        )
     encoder = run.prepared.encoder
     generator = HFGenerator(run.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
     asked = [encoder.encode_prompt(prompt) for prompt in prompts]
@@ -90,7 +97,7 @@ def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, qui
 
 def went_bad(error: FloatingPointError, step: int) -> UserError:
     """Of a policy whose answers are no longer numbers."""
-    return UserError(f"the policy cannot be sampled: {error}", where=f"step {step}", fix=BAD)
+    return UserError(f"the policy cannot be sampled: {error}", code="sampling-failed", where=f"step {step}", fix=BAD)
 
 
 def due(run: Run, step: int | None = None) -> bool:

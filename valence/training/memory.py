@@ -43,7 +43,9 @@ def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
                 raise
             if not run.whole:
                 fix = "set model.lora, train.optimizer: adamw_8bit, or train.checkpointing: full"
-                raise UserError("out of memory in the optimizer's step", where=f"step {run.step}", fix=fix) from error
+                raise UserError(
+                    "out of memory in the optimizer's step", code="out-of-memory", where=f"step {run.step}", fix=fix
+                ) from error
         run.budget.halve(run.step, phase)
         tokens = run.budget.at(run.step, phase)
         run.warn(

@@ -178,16 +178,28 @@ def method_of(name: str, online: bool = False) -> Method:
     if name in table:
         return table[name]
     if name in ONLINE:
-        raise UserError(f"{name} learns from the policy's own answers, and nothing judges them", where="method", fix="set reward")
+        raise UserError(
+            f"{name} learns from the policy's own answers, and nothing judges them",
+            code="method-needs-reward",
+            where="method",
+            fix="set reward",
+        )
     if name in METHODS:
         named = [other for other in (f"online_{name}", "rejection", *CREDITS) if other in ONLINE]
         what = f"{name} learns from the answers of its rows, not from the policy's own"
-        raise UserError(what, where="method", fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}")
+        raise UserError(
+            what,
+            code="method-without-reward",
+            where="method",
+            fix=f"remove reward, or choose {', '.join(named[:-1])} or {named[-1]}",
+        )
     every = {**METHODS, **ONLINE}
     written = str(name).lower().replace("-", "_")
     near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
-    raise UserError(f"there is no method {name!r}", where="method", fix=f"{hint}methods: {', '.join(every)}")
+    raise UserError(
+        f"there is no method {name!r}", code="method-unknown", where="method", fix=f"{hint}methods: {', '.join(every)}"
+    )
 
 
 def settings_of_step(recipe: Recipe) -> dict[str, Any]:

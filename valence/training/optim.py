@@ -25,11 +25,17 @@ def check_optimizer(kind: Kind, dtype: torch.dtype) -> None:
     if find_spec("bitsandbytes") is None:
         raise UserError(
             "moments of 8 bits are kept by bitsandbytes, which is not installed",
+            code="library-missing",
             where="train.optimizer",
             fix=install_command("eightbit"),
         )
     if dtype == torch.float64:
-        raise UserError("weights in float64 have no moments of 8 bits", where="train.optimizer", fix="set train.optimizer: adamw")
+        raise UserError(
+            "weights in float64 have no moments of 8 bits",
+            code="optimizer-dtype",
+            where="train.optimizer",
+            fix="set train.optimizer: adamw",
+        )
 
 
 def adamw(

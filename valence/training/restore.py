@@ -87,7 +87,7 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
     if setting.value and setting.origin != COMMAND_LINE:
         name = source.recipe.model.name
         what = f"this run would execute the Python files that come with the model {name}"
-        raise UserError(what, where=setting.origin, fix=TRUST)
+        raise UserError(what, code="code-not-trusted", where=setting.origin, fix=TRUST)
     return source
 
 
@@ -101,7 +101,7 @@ def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
         else:
             continue
         fix = "read the reward's code, or ask who runs the server, then give --trust-reward to allow it"
-        raise UserError(what, where=str(run_dir / "config.yaml"), fix=fix)
+        raise UserError(what, code="server-not-trusted", where=str(run_dir / "config.yaml"), fix=fix)
 
 
 def method_of_run(run_dir: Path) -> Method:
@@ -149,7 +149,12 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
             continue  # the run has removed or written a checkpoint meanwhile
         if not found.has_state:
             fix = "use the model in it, which transformers loads"
-            raise UserError("this checkpoint holds no state (run.save_state was false)", where=str(found.path), fix=fix)
+            raise UserError(
+                "this checkpoint holds no state (run.save_state was false)",
+                code="checkpoint-without-state",
+                where=str(found.path),
+                fix=fix,
+            )
         return found
     raise _removed_too_fast(run_dir)
 
@@ -157,17 +162,32 @@ def _find_checkpoint(run_dir: Path, at: At) -> Saved:
 def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Path) -> Saved:
     """One of these checkpoints, if it is whole."""
     if not steps:
-        raise UserError("the run has no checkpoint", where=str(run_dir), fix="name a run that finished or was interrupted")
+        raise UserError(
+            "the run has no checkpoint",
+            code="checkpoint-not-found",
+            where=str(run_dir),
+            fix="name a run that finished or was interrupted",
+        )
     if at is None:
         return _newest_whole(checkpoints, steps)
     step = at
     if step == "best":
         step = store.load(_newest_whole(checkpoints, steps).path, lazy=HEAVY)["best"]["step"]
         if step is None:
-            raise UserError("no checkpoint is the best one", where=str(run_dir), fix="set run.keep_best before training")
+            raise UserError(
+                "no checkpoint is the best one",
+                code="checkpoint-not-found",
+                where=str(run_dir),
+                fix="set run.keep_best before training",
+            )
     if step not in steps:
         kept = ", ".join(map(str, steps))
-        raise UserError(f"the run has no checkpoint of step {step}", where=str(run_dir), fix=f"name one of {kept}")
+        raise UserError(
+            f"the run has no checkpoint of step {step}",
+            code="checkpoint-not-found",
+            where=str(run_dir),
+            fix=f"name one of {kept}",
+        )
     return check(checkpoints.path(step))
 
 
@@ -191,7 +211,7 @@ def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
 
 def _removed_too_fast(run_dir: Path) -> UserError:
     what = "checkpoints of the run are removed faster than they can be read"
-    return UserError(what, where=str(run_dir), fix="raise run.keep, or wait until the run has ended")
+    return UserError(what, code="checkpoints-pruned", where=str(run_dir), fix="raise run.keep, or wait until the run has ended")
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -202,4 +222,4 @@ def _read(path: Path) -> dict[str, Any]:
         return read_object(path)
     except (OSError, ValueError) as error:
         fix = "put the file back, or remove it: the model card then lacks its content"
-        raise UserError(f"this file is damaged ({error})", where=str(path), fix=fix) from error
+        raise UserError(f"this file is damaged ({error})", code="file-damaged", where=str(path), fix=fix) from error

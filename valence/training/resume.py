@@ -188,12 +188,14 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
     elif saved and not state:
         raise UserError(
             "the checkpoints of this run hold no state to go on from (run.save_state is false)",
+            code="checkpoint-without-state",
             where=str(saved.path),
             fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models are in checkpoints/step-N/model",
         )
     elif found.step > found.total:
         raise UserError(
             f"the run has done {found.step} steps, more than the {found.total} that are asked for now",
+            code="run-beyond-steps",
             where=f"run.dir: {folder.path}",
             fix="raise train.epochs or train.max_steps, or use what is there (`valence export RUN FOLDER`)",
         )
@@ -245,7 +247,7 @@ def take_up(run: Run, earlier: Earlier) -> None:
     except (KeyError, ValueError) as error:
         what = f"the saved state is that of another optimizer or schedule ({error})"
         fix = "give those that the run began with, or start anew (`valence train RECIPE --fresh`)"
-        raise UserError(what, where="checkpoint", fix=fix) from error
+        raise UserError(what, code="checkpoint-version", where="checkpoint", fix=fix) from error
     counters, total = run.counters, run.counters.total
     counters.first, counters.firsts, counters.total = earlier.first, earlier.firsts, run.total_steps
     _budget(run, earlier)

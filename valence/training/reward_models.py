@@ -104,6 +104,7 @@ class ModelScores:
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"there is no memory for {len(batch.tokens)} tokens of the reward model {self.target} at once",
+                    code="out-of-memory",
                     where="reward: settings.tokens", fix="set it lower",
                 ) from error  # fmt: skip
             found |= zip(batch.unit.tolist(), numbers, strict=True)
@@ -139,7 +140,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
     if not isinstance(judge, Rewards):
         what = "this model answers; it gives no scores"
         fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
-        raise UserError(what, where=f"{where}.reward: {target}", fix=fix)
+        raise UserError(what, code="reward-not-a-reward-model", where=f"{where}.reward: {target}", fix=fix)
     _check(judge, given, f"{where}.settings")
     return ModelScores(target, judge, encoder, given)
 
@@ -164,7 +165,9 @@ def _settings(target: str, settings: Mapping[str, Any], where: str) -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
-        raise UserError(f"{said(first)} (reward model {target})", where=place, fix=f"its settings are {names}") from error
+        raise UserError(
+            f"{said(first)} (reward model {target})", code="reward-setting-unknown", where=place, fix=f"its settings are {names}"
+        ) from error
 
 
 @contextmanager
@@ -174,7 +177,7 @@ def _placed(target: str, where: str) -> Iterator[None]:
         yield
     except UserError as error:
         fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
-        raise UserError(error.what, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
+        raise UserError(error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
 
 
 def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
@@ -198,8 +201,14 @@ def _check(judge: Rewards, settings: Settings, where: str) -> None:
         what = f"the model scores {', '.join(names)}" + (f", not {lacking[0]}" if lacking else "")
         raise UserError(
             what,
+            code="reward-attribute",
             where=f"{where}.attribute",
             fix="name one of them, or give several a weight each" if len(names) > 1 else "remove it",
         )
     if settings.normalised and not getattr(config, "reward_std", None):
-        raise UserError("no mean and deviation are saved with the model", where=f"{where}.normalised", fix="remove it")
+        raise UserError(
+            "no mean and deviation are saved with the model",
+            code="reward-not-normalised",
+            where=f"{where}.normalised",
+            fix="remove it",
+        )

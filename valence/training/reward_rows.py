@@ -86,7 +86,12 @@ def score_by_reward(
         prepared = _prepared(target, overrides, needs_tokens)
         if prepared is None and rewards and overrides:
             what = "nothing reads it: the rows have their tokens, and a reward has settings of its own"
-            raise UserError(what, where=overrides[0], fix="leave it out, or give --reward '{reward: NAME, settings: {...}}'")
+            raise UserError(
+                what,
+                code="option-unused",
+                where=overrides[0],
+                fix="leave it out, or give --reward '{reward: NAME, settings: {...}}'",
+            )
         reader = _Reader(sources, prepared and prepared.encoder)
         reward = reward_of(specs, model=reward_model)
         try:
@@ -119,7 +124,7 @@ def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str
     if target is not None:
         found = list(load_target(target, overrides).recipe.reward)
     if not found:
-        raise UserError("there is no reward", where="score", fix="give --reward, or a recipe that has one")
+        raise UserError("there is no reward", code="reward-missing", where="score", fix="give --reward, or a recipe that has one")
     return found
 
 
@@ -140,15 +145,23 @@ def _read_through(sources: Sequence[Source]) -> tuple[int, str]:
         if isinstance(row, BadRow) or isinstance(example, BadRow):
             bad = row if isinstance(row, BadRow) else example
             assert isinstance(bad, BadRow)
-            raise UserError(bad.reason, where=str(bad.origin), fix=bad.fix)
+            raise UserError(bad.reason, code=bad.code, where=str(bad.origin), fix=bad.fix)
         if not isinstance(example, Judgement | Demonstration):
             what = "a reward judges one answer to a prompt, and the row holds something else"
             raise UserError(
-                what, where=str(row.origin), fix="give rows with prompt and completion, as `valence sample` writes them"
+                what,
+                code="row-not-scorable",
+                where=str(row.origin),
+                fix="give rows with prompt and completion, as `valence sample` writes them",
             )
         there = next((name for name in WRITTEN if row.value.get(name) is not None), None)
         if there is not None:
-            raise UserError(f"the row has a column {there!r} already", where=str(row.origin), fix="judge rows without it")
+            raise UserError(
+                f"the row has a column {there!r} already",
+                code="row-column-taken",
+                where=str(row.origin),
+                fix="judge rows without it",
+            )
         check_line(row.value, row.origin)
         if not bare and not _is_sampled(row.value):
             bare = str(row.origin)
@@ -166,7 +179,12 @@ def _prepared(target: str | None, overrides: Sequence[str], where: str) -> Prepa
         return None
     if target is None:
         what = "the row has no prompt_ids and completion_ids beside its text"
-        raise UserError(what, where=where, fix="name a model, recipe or run before --data: its tokenizer makes them")
+        raise UserError(
+            what,
+            code="row-tokens-missing",
+            where=where,
+            fix="name a model, recipe or run before --data: its tokenizer makes them",
+        )
     empty = [f"data.{name}=[]" for name in LISTS]
     return prepare(load_target(target, [*overrides, *empty]), rewards=False)
 
@@ -242,7 +260,7 @@ class _Writer:
                 raise self.lines.foreign(number)
             if {name: each for name, each in line.items() if name not in WRITTEN} != json.loads(as_line(_plain(row.value))):
                 what = f"{self.lines.path}:{number} is not of this row as it is now: the data has changed"
-                raise UserError(what, where=str(row.origin), fix=ANEW)
+                raise UserError(what, code="output-rows-changed", where=str(row.origin), fix=ANEW)
             _add(tally, row, line)
         self.group.broadcast(tally.rows)
         return tally
@@ -285,7 +303,9 @@ def _check_some(window: Sequence[Told], scores: Sequence[Score]) -> None:
     if judged and all(score.value is None for _, score in judged):
         row, score = judged[0]
         what = f"the reward failed for all {len(judged)} answers from here on; the first: {score.error}"
-        raise UserError(what, where=str(row.origin), fix="mend the reward; the same command goes on from here")
+        raise UserError(
+            what, code="reward-failures", where=str(row.origin), fix="mend the reward; the same command goes on from here"
+        )
 
 
 def _line(row: Row, score: Score) -> dict[str, Any]:

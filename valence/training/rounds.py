@@ -84,6 +84,7 @@ def no_way_back(several: bool) -> Iterator[None]:
             raise
         raise UserError(
             "out of memory where the processes wait for each other",
+            code="out-of-memory",
             where="train.micro_batch_tokens",
             fix="set it to half as many, or train.checkpointing: full, and give the same command again",
         ) from error

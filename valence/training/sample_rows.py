@@ -167,7 +167,7 @@ def _sources(target: str, data: Sequence[str], overrides: Sequence[str], *, asks
         return list(recipe.data.eval), recipe
     recipe = load_target(target, overrides).recipe
     if not recipe.reward or not recipe.data.train:
-        raise UserError("there is nothing to answer", where="sample", fix="give --prompt or --data")
+        raise UserError("there is nothing to answer", code="rows-missing", where="sample", fix="give --prompt or --data")
     return list(recipe.data.train), recipe
 
 
@@ -217,7 +217,12 @@ class _Writer:
     def __post_init__(self) -> None:
         run = self.run
         if run.prepared.method.of_scores:
-            raise UserError("a reward model scores answers and gives none", where="sample", fix="use `valence score`")
+            raise UserError(
+                "a reward model scores answers and gives none",
+                code="reward-model-cannot-generate",
+                where="sample",
+                fix="use `valence score`",
+            )
         self.tokens = [self._encoded(prompt) for prompt in self.prompts]
         self.sampler = InProcess(run)
         self.sampler.generator.batch_size = self.at_once
@@ -228,7 +233,7 @@ class _Writer:
         try:
             return self.run.prepared.encoder.encode_prompt(prompt.prompt)
         except UserError as error:
-            raise UserError(error.what, where=str(prompt.origin), fix=error.fix) from error
+            raise UserError(error.what, code=error.code, where=str(prompt.origin), fix=error.fix) from error
 
     def _check_positions(self) -> None:
         limit, learned = position_limit(self.run.policy.causal) or (None, False)
@@ -239,7 +244,7 @@ class _Writer:
         where = str(self.prompts[longest].origin)
         what = f"prompt and answer may have {length} tokens, and the model was made for {limit}"
         if learned:
-            raise UserError(what, where=where, fix="give fewer --max-new-tokens, or leave the prompt out")
+            raise UserError(what, code="prompt-too-long", where=where, fix="give fewer --max-new-tokens, or leave the prompt out")
         warnings.warn(f"{where}: {what}", stacklevel=2)
 
     def facts(self) -> dict[str, Any]:
@@ -262,7 +267,12 @@ class _Writer:
                 raise self.lines.foreign(self.lines.base + at + 1)
             if line.get("prompt_ids") != list(self.tokens[k]):
                 what = f"line {self.lines.base + at + 1} of {self.lines.path} answers another prompt: the data has changed"
-                raise UserError(what, where=str(self.prompts[k].origin), fix="undo the change, or start anew with --fresh")
+                raise UserError(
+                    what,
+                    code="output-rows-changed",
+                    where=str(self.prompts[k].origin),
+                    fix="undo the change, or start anew with --fresh",
+                )
         return int(self.group.broadcast(self.lines.kept // self.n))
 
     def run_from(self, kept: int, console: Console, quiet: bool) -> Counted:
@@ -305,13 +315,17 @@ class _Writer:
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"there is no memory for {len(prompts) * self.n} answers at once",
+                code="out-of-memory",
                 where=str(self.prompts[window.start].origin),
                 fix="give fewer --at-once; the same command goes on from here",
             ) from error
         except FloatingPointError as error:
             where = str(self.prompts[window.start].origin)
             raise UserError(
-                f"{error}, for this prompt or one after it", where=where, fix="look at the model; try float32"
+                f"{error}, for this prompt or one after it",
+                code="sampling-failed",
+                where=where,
+                fix="look at the model; try float32",
             ) from error
 
     def _line(self, k: int, index: int, answer: Completion) -> str:

@@ -115,7 +115,10 @@ def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
     if odd or state["base"] != now["base"]:
         what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
         raise UserError(
-            f"the saved weights are those of another model ({what})", where="checkpoint", fix="use the model of the saved run"
+            f"the saved weights are those of another model ({what})",
+            code="checkpoint-version",
+            where="checkpoint",
+            fix="use the model of the saved run",
         )
     store.put(saved, own)
 
@@ -135,6 +138,7 @@ def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
         name = run.recipe.reference.model or run.recipe.model.name
         raise UserError(
             f"the reference ({name}) is another model than the run began with",
+            code="reference-changed",
             where="reference.model",
             fix="put back the model that it was, or start anew with --fresh",
         )
@@ -239,6 +243,7 @@ class Saver:
         kept = f"the last good one is step-{steps[-1]}" if steps else "there is no earlier one"
         raise UserError(
             f"the state could not be saved ({failed} in a row failed; {kept})",
+            code="checkpoint-not-saved",
             where=str(self.checkpoints.folder),
             fix="make room or mend the folder; the same command then goes on from the last good checkpoint",
         )

@@ -53,13 +53,28 @@ def score(
         methods = [method_in(source.recipe), *(method_of(part.method) for part in source.recipe.mix)]
         if methods[0].online:
             what = f"{source.recipe.method} compares answers that are not there yet"
-            raise UserError(what, where="method", fix="to score stored answers, give --data and --out")
+            raise UserError(what, code="nothing-to-score", where="method", fix="to score stored answers, give --data and --out")
         if not any(method.needs_reference for method in methods):
-            raise UserError(f"{source.recipe.method} reads no reference", where="method", fix="there is nothing to score")
+            raise UserError(
+                f"{source.recipe.method} reads no reference",
+                code="nothing-to-score",
+                where="method",
+                fix="there is nothing to score",
+            )
         if source.recipe.reference.sync_every is not None:
-            raise UserError("the reference moves with the policy", where="reference.sync_every", fix="there is nothing to keep")
+            raise UserError(
+                "the reference moves with the policy",
+                code="nothing-to-score",
+                where="reference.sync_every",
+                fix="there is nothing to keep",
+            )
         if where == "off":
-            raise UserError("there is no cache to fill", where="reference.cache", fix="name a folder, or set it to auto")
+            raise UserError(
+                "there is no cache to fill",
+                code="nothing-to-score",
+                where="reference.cache",
+                fix="name a folder, or set it to auto",
+            )
     warn = partial(print_message, console, style="yellow")
     folder = RunFolder(Path(source.recipe.run.dir), say=warn, group=world) if where == "auto" else None
     stop = Stop(console)
@@ -68,7 +83,7 @@ def score(
             ending.callback(folder.close)
             if folder.taken_up:
                 fix = "choose another run.dir, or name a folder in reference.cache"
-                raise UserError("the folder holds a run already", where=f"run.dir: {folder.path}", fix=fix)
+                raise UserError("the folder holds a run already", code="run-exists", where=f"run.dir: {folder.path}", fix=fix)
         stop.limit(seconds_of(source.recipe.run.max_time or ""))
         prepared = prepare(source)
         if folder:
@@ -82,7 +97,9 @@ def score(
             cached.sync()
         except OSError as error:
             what = f"what was computed cannot be kept ({error.strerror})"
-            raise UserError(what, where=str(cached.folder), fix="make room, and give the same command again") from error
+            raise UserError(
+                what, code="file-not-writable", where=str(cached.folder), fix="make room, and give the same command again"
+            ) from error
         world.barrier("scored")  # what one has computed all can read
     cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
     said = [f"{cached.summary}; kept in {cached.folder}", *([_verified(run, cached, verify)] if verify else [])]

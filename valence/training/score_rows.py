@@ -126,24 +126,31 @@ def score_rows(
 
 def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
     if any(os.path.exists(s.path) and Path(s.path).resolve() == out.resolve() for s in sources):
-        raise UserError("this file is read and cannot be written as well", where=str(out), fix="give another --out")
+        raise UserError(
+            "this file is read and cannot be written as well", code="output-is-input", where=str(out), fix="give another --out"
+        )
 
 
 def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
     """How many rows there are, and a digest of them. Raises UserError for what is wrong with a whole file, and when the new
     column is no new one."""
     if column in COLUMNS:
-        raise UserError(f"formats of rows have a column {column!r}", where="--column", fix="choose another name")
+        raise UserError(
+            f"formats of rows have a column {column!r}", code="column-reserved", where="--column", fix="choose another name"
+        )
     total, digest = 0, hashlib.sha256()
     for row, example in chain.from_iterable(map(stream, sources)):
         total += 1
         digest.update(repr(row).encode(errors="backslashreplace"))
         if isinstance(row, Row) and column in row.value:
             what = f"the row has a column {column!r} already"
-            raise UserError(what, where=str(row.origin), fix="give the new one another name with --column")
+            raise UserError(
+                what, code="row-column-taken", where=str(row.origin), fix="give the new one another name with --column"
+            )
         if isinstance(example, Prompt):
             raise UserError(
                 "the rows are prompts without answers, of which there is nothing to score",
+                code="row-not-scorable",
                 where=str(example.origin),
                 fix="name the column that holds the answers: --data '{path: FILE, keys: {completion: COLUMN}}'",
             )
@@ -235,6 +242,7 @@ class _Writer:
             if (said["origin"], said.get("id")) != (str(row.origin), _id(example)):
                 raise UserError(
                     f"{lines.path}:{number} is not of this row, but of {said['origin']} as that was: the data has changed",
+                    code="output-rows-changed",
                     where=str(row.origin),
                     fix=ANEW,
                 )
@@ -265,6 +273,7 @@ class _Window:
             except torch.OutOfMemoryError as error:
                 raise UserError(
                     f"there is no memory for {len(batch.tokens)} tokens at once",
+                    code="out-of-memory",
                     where=str(self.units[dealt[0]].origin),
                     fix="give fewer --tokens; the same command goes on from here",
                 ) from error
@@ -333,7 +342,10 @@ def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
     not a single row was scored."""
     if tally.failed == tally.rows:
         raise UserError(
-            f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}", where=str(out), fix="see the file"
+            f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}",
+            code="no-usable-rows",
+            where=str(out),
+            fix="see the file",
         )
     earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
     if not quiet:

@@ -250,7 +250,9 @@ def _check_room(max_length: int, answers: int) -> None:
     """Raises UserError when answers of so many tokens leave no room for their prompts."""
     if max_length - answers < 1:
         what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
-        raise UserError(what, where="data.max_length", fix="raise it, or lower rollout.max_new_tokens")
+        raise UserError(
+            what, code="max-length-too-small", where="data.max_length", fix="raise it, or lower rollout.max_new_tokens"
+        )
 
 
 def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
@@ -300,7 +302,7 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
         what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
-        raise UserError(what, where="model.attributes", fix="remove it")
+        raise UserError(what, code="attributes-unused", where="model.attributes", fix="remove it")
     loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
     found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
     settings = {**source.settings, **{name: Setting(value, "the rows", False) for name, value in found.items()}}
@@ -340,10 +342,11 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
-        raise UserError(bad[0].reason, where=str(bad[0].origin), fix=_bad_row_remedy(bad[0].fix))
+        raise UserError(bad[0].reason, code=bad[0].code, where=str(bad[0].origin), fix=_bad_row_remedy(bad[0].fix))
     if not encoded.units:
         raise UserError(
             f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
+            code="no-usable-rows",
             where=str(encoded.unusable[0].origin),
             fix=encoded.unusable[0].fix or "see the audit (`valence check RECIPE`)",
         )
@@ -374,18 +377,24 @@ def _check(prepared: Prepared) -> None:
         check_library()
     kept = recipe.reference.cache
     if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
-        raise UserError(f"{kept} is a file", where="reference.cache", fix="name a folder, new or old")
+        raise UserError(f"{kept} is a file", code="path-is-file", where="reference.cache", fix="name a folder, new or old")
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
         if name.endswith("train") and not any(unit.weight for unit in corpus.units):
-            raise UserError("all rows have the weight 0", where=str(corpus.units[0].origin), fix="give some of them a weight")
+            raise UserError(
+                "all rows have the weight 0",
+                code="rows-weight-zero",
+                where=str(corpus.units[0].origin),
+                fix="give some of them a weight",
+            )
         if method.mismatches and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
             f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",
+            code="step-larger-than-data",
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",
         )
@@ -408,13 +417,17 @@ def _check_columns(method: Method, units: Sequence[Encoded]) -> None:
         if has and reads not in method.loss.reads:
             raise UserError(
                 f"the row has a {column}, which {method.name} does not read",
+                code="row-column-unused",
                 where=str(has[0].origin),
                 fix="remove the column, or use a method that reads it (dpo)",
             )
     even = next((unit for unit in units if unit.soft == 0.5), None)
     if even is not None and method.name == "robust_dpo":  # it divides by 1 - 2e
         raise UserError(
-            "a soft label of 0.5 says nothing, and robust_dpo divides by that", where=str(even.origin), fix="leave the row out"
+            "a soft label of 0.5 says nothing, and robust_dpo divides by that",
+            code="row-soft-label-even",
+            where=str(even.origin),
+            fix="leave the row out",
         )
 
 

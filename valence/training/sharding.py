@@ -38,7 +38,12 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
     parallel = recipe.parallel
     if size % parallel.tensor:
         what = f"{size} processes are not a multiple of {parallel.tensor}"
-        raise UserError(what, where="parallel.tensor", fix=f"give --nproc a multiple of {parallel.tensor}, or set it to 1")
+        raise UserError(
+            what,
+            code="tensor-size-mismatch",
+            where="parallel.tensor",
+            fix=f"give --nproc a multiple of {parallel.tensor}, or set it to 1",
+        )
     ways = size // parallel.tensor
     if parallel.shard == "auto":
         shards = ways > 1 and (not fits() if before is None else before)
@@ -67,11 +72,13 @@ def check_offload(recipe: Recipe, device: torch.device) -> None:
     """Raise UserError where weights would be moved out of the memory of a device that there is not."""
     if recipe.parallel.offload and device.type != "cuda":
         what = "weights are in the host's memory already: there is no CUDA device"
-        raise UserError(what, where="parallel.offload", fix="remove it")
+        raise UserError(what, code="parallel-unsupported", where="parallel.offload", fix="remove it")
 
 
 def _not_with_split(what: str, where: str, fix: str) -> UserError:
-    return UserError(what, where=where, fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1")
+    return UserError(
+        what, code="parallel-unsupported", where=where, fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1"
+    )
 
 
 def trains_whole(recipe: Recipe) -> bool:

@@ -28,7 +28,10 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         return path
     if path.is_file():
         raise UserError(
-            "this is a file", where=target, fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)"
+            "this is a file",
+            code="path-is-file",
+            where=target,
+            fix="name a model's folder or hub id, a run's folder, or a recipe (.yaml)",
         )
     if is_run(target):
         return config_of(path)
@@ -114,7 +117,7 @@ def of_recipe(
 ) -> Run:
     """The run of a recipe before its first step. rewards: load those that it names."""
     if at is not None:
-        raise UserError("a recipe or a model has no checkpoints", where="--step", fix="name a run's folder")
+        raise UserError("a recipe or a model has no checkpoints", code="option-unused", where="--step", fix="name a run's folder")
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     prepared = prepare(source, rewards=rewards)
     return Run(prepared, *build_models(prepared, group=group), console=console, world=group)

@@ -119,7 +119,9 @@ class Selection:
         if self.wanted.metric not in found:
             where = "run.early_stop" if isinstance(self.wanted, EarlyStop) else "run.keep_best"
             names = ", ".join(sorted(found))
-            raise UserError(f"the evaluation has no {self.wanted.metric}", where=where, fix=f"name one of {names}")
+            raise UserError(
+                f"the evaluation has no {self.wanted.metric}", code="metric-unknown", where=where, fix=f"name one of {names}"
+            )
         if step == 0:
             return False
         value = found[self.wanted.metric]
@@ -233,6 +235,7 @@ class Budget:
         if len(self.changes) > 1 or tokens < 2:
             raise UserError(
                 f"out of memory at step {step} ({phase}), also with {tokens} tokens at once",
+                code="out-of-memory",
                 where="train.micro_batch_tokens",
                 fix="set train.checkpointing: full, model.lora, or a smaller data.max_length",
             )

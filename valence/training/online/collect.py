@@ -239,7 +239,7 @@ class Collector:
             if not out_of_memory(error):
                 raise
             what, fix = "out of memory while sampling", "lower it, or rollout.max_new_tokens"
-            raise UserError(what, where=f"rollout.at_once: {self.rollout.at_once}", fix=fix) from error
+            raise UserError(what, code="out-of-memory", where=f"rollout.at_once: {self.rollout.at_once}", fix=fix) from error
 
     @contextmanager
     def _unless_stopped(self) -> Iterator[None]:
@@ -316,6 +316,7 @@ class Collector:
             self.run.together = True
             raise UserError(
                 f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: {failed[0]}",
+                code="reward-failures",
                 where="reward",
                 fix="mend the reward; the same command then goes on from the last step",
             )

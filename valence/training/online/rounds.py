@@ -128,7 +128,7 @@ class Rounds:
         if tally.exclusions and why is SAME:
             why = describe_exclusions(tally.exclusions), _fix_for(tally.exclusions)
         what = f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {why[0]}"
-        raise NothingToLearnError(what, where=f"step {run.step}", fix=why[1])
+        raise NothingToLearnError(what, code="nothing-to-learn", where=f"step {run.step}", fix=why[1])
 
     def _count_excluded(self, groups: Sequence[Answered], tally: Tally) -> None:
         """Count what the method must not train on, where it excludes completions one by one."""

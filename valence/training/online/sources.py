@@ -70,7 +70,12 @@ class InProcess:
             return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
 
     def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
-        raise UserError("this process samples, and cannot train meanwhile", where="rollout.ahead", fix="remove it")
+        raise UserError(
+            "this process samples, and cannot train meanwhile",
+            code="rollout-ahead-unsupported",
+            where="rollout.ahead",
+            fix="remove it",
+        )
 
     def close(self) -> None:
         pass
@@ -85,7 +90,12 @@ class OnServer:
         self.run, self.rollout = run, run.recipe.rollout
         if run.divided:
             what = "weights that are split over processes are not sent to a server"
-            raise UserError(what, where="rollout.engine", fix="set it to hf, or parallel.shard: off and parallel.tensor: 1")
+            raise UserError(
+                what,
+                code="rollout-engine-unsupported",
+                where="rollout.engine",
+                fix="set it to hf, or parallel.shard: off and parallel.tensor: 1",
+            )
         self.server: Server | None = None
         self.generator = self._generator()
         self.synced = -1
