@@ -1,5 +1,6 @@
 # `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
-# `make test`: the whole suite, by two processes.   `make setup`: the environment both use.
+# `make test`: what every commit must pass, in five minutes.   `make test-all`: everything, with mutants and vLLM.
+# `make setup`: the environment that all of them use.
 PYTHON ?= python3
 WORKERS ?= 2
 BIN := .venv/bin
@@ -12,7 +13,7 @@ export HF_HUB_DISABLE_TELEMETRY ?= 1
 # The distribution was called valence: left installed, it would own the same command as valence-align.
 remove_old_name = $(1) -m pip uninstall --disable-pip-version-check -q -y valence 2>/dev/null || true
 
-.PHONY: setup demo test lint docs peers vllm oldest
+.PHONY: setup demo test test-all mutants lint docs peers vllm oldest
 setup: .venv/.ready
 .venv/.ready: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
@@ -24,9 +25,20 @@ setup: .venv/.ready
 demo: setup
 	$(BIN)/python -m examples.demo
 
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+FAST := not slow and not real and not site and not vllm
 test: setup lint
+	$(PYTEST) -m "$(FAST)"
+
+# Tests that need vLLM, Chromium or the network are skipped where these are missing, and fail with VALENCE_REQUIRE_ALL=1.
+test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
-	$(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadgroup
+	$(PYTEST)
+	@$(MAKE) --no-print-directory mutants
+
+# Wrong versions of the package: does the suite of `make test` catch them?
+mutants: setup
+	$(BIN)/python -m tests.mutations
 
 lint: setup
 	$(BIN)/ruff check .
