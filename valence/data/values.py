@@ -380,7 +380,7 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
     if not given or given[0]["role"] != "assistant" or given[-1]["role"] != "assistant":
         raise UserError(
             f"{name} is not an answer of the assistant",
-            code="row-completion-turns",
+            code="row-completion-not-assistant",
             fix="begin and end it with an assistant turn",
         )
     if given and all(turn.get("weight") == 0 for turn in given if turn["role"] == "assistant"):
