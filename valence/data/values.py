@@ -83,7 +83,7 @@ def number(value: object, name: str) -> float:
         comma = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+,[0-9]+\s*", value)
         raise UserError(
             f"{name} is {shown(value)}, and must be a finite number",
-            code="row-number-invalid",
+            code="row-decimal-comma" if comma else "row-number-invalid",
             fix="write a decimal point instead of the comma" if comma else f"correct {name} or leave the row out",
         )
     return result
