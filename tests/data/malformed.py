@@ -84,21 +84,13 @@ CSV = "prompt,completion,label\nSay hi.,Hi!,true\n"
 
 CASES = [
     # These work
-    works("byte order mark", "a.jsonl", b"\xef\xbb\xbf" + GOOD.encode()),
     works(
         "byte order mark before every line",
         "a.jsonl",
         b"\xef\xbb\xbf" + GOOD.encode() + b"\n\xef\xbb\xbf" + GOOD.encode(),
         2,
     ),
-    works("windows line ends", "a.jsonl", GOOD + "\r\n" + GOOD + "\r\n", 2),
-    works("blank lines", "a.jsonl", f"\n\n{GOOD}\n   \n{GOOD}\n\n", 2),
     works("no newline at the end", "a.jsonl", GOOD),
-    works("gzip with the suffix of plain text", "a.jsonl", gzip.compress(GOOD.encode())),
-    works("plain text with the suffix of gzip", "a.jsonl.gz", GOOD),
-    works("an array in a jsonl file", "a.jsonl", f"[{GOOD},\n{GOOD}]", 2),
-    works("lines in a json file", "a.json", f"{GOOD}\n{GOOD}\n", 2),
-    works("rows inside an object", "a.json", f'{{"version": 2, "rows": [{GOOD}]}}'),
     works(
         "unicode line separators inside text",
         "a.jsonl",
@@ -415,22 +407,12 @@ CASES = [
         judged(label="maybe"),
         error("row-label-invalid", "label", "'maybe'", "thumbs_up", "thumbs_down"),
     ),
-    bad_row("a graded label", judged(label=0.7), error("row-label-invalid", "label", "0.7", "score")),
-    bad_row("a label out of range", judged(label=2), error("row-label-invalid", "label", "2")),
-    bad_row("a list of labels", judged(label=[True]), error("row-label-invalid", "label", "[True]")),
     bad_row("a negative weight", judged(weight=-1), error("row-number-range", "weight", "-1")),
     bad_row(
         "a weight that is text",
         judged(weight="heavy"),
         error("row-number-invalid", "weight", "'heavy'"),
     ),
-    bad_row("a weight that is true", judged(weight=True), error("row-number-invalid", "weight", "True")),
-    bad_row(
-        "a weight with a separator",
-        judged(weight="1_000"),
-        error("row-number-invalid", "weight", "'1_000'"),
-    ),
-    bad_row("a weight in other digits", judged(weight="٣"), error("row-number-invalid", "weight", "'٣'")),
     bad_row(
         "a score that is not a number",
         judged(score="nan"),
@@ -472,33 +454,9 @@ CASES = [
         error("row-role-invalid", "turn 1 of prompt", "role"),
     ),
     bad_row(
-        "a part without text",
-        judged(prompt=[{"role": "user", "content": [{"type": "text"}]}]),
-        error("row-content-parts", "part 1 of content of turn 1 of prompt"),
-    ),
-    bad_row(
-        "an image",
-        judged(prompt=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]}]),
-        error("row-content-parts", "part 1 of content of turn 1 of prompt", "'image_url'"),
-    ),
-    bad_row(
         "content without parts",
         judged(prompt=[{"role": "user", "content": []}]),
         error("row-content-invalid", "turn 1 of prompt", "content"),
-    ),
-    bad_row(
-        "an answer that is not to be learnt",
-        {"messages": [USER, {**ASSISTANT, "weight": 0}]},
-        error("row-weight-zero", "messages"),
-        "demonstration",
-        {"messages": [USER, ASSISTANT]},
-    ),
-    bad_row(
-        "half a weight of a turn",
-        {"messages": [USER, {**ASSISTANT, "weight": 0.5}]},
-        error("row-weight-invalid", "turn 2 of messages", "0.5"),
-        "demonstration",
-        {"messages": [USER, ASSISTANT]},
     ),
     bad_row(
         "no content",
@@ -617,13 +575,6 @@ CASES = [
         "scores and ranks",
         {**RANKED, "ranks": [1, 2]},
         error("row-scores-and-ranks", "scores", "ranks"),
-        "ranking",
-        RANKED,
-    ),
-    bad_row(
-        "a score that is null",
-        {**RANKED, "scores": [1, None]},
-        error("row-number-invalid", "number 2 of scores"),
         "ranking",
         RANKED,
     ),

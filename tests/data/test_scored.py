@@ -48,7 +48,8 @@ def test_a_soft_label_reaches_the_tokens(tmp_path: Path, soft: Any):
 def test_a_soft_label_is_a_probability(tmp_path: Path, soft: float):
     with raises_error("row-number-range", where="rows.jsonl:2", fix="from 0 to 1") as raised:
         load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft})
-    assert f"soft is {soft:g}" in raised.error.what
+    assert "soft" in raised.error.what
+    assert f"{soft:g}" in raised.error.what
     loaded = load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft}, on_bad_row="skip")
     assert [bad.origin.line for bad in loaded.bad] == [2]
 
@@ -248,18 +249,18 @@ def ranking(completions: str, *scores: float) -> Ranking:
 
 
 @pytest.mark.parametrize(
-    ("example", "kind", "code", "value"),
+    ("example", "kind", "code", "names"),
     [
-        (judgement(score=math.nan), "scored", "row-number-invalid", "score is nan"),
-        (judgement(attributes={"help": math.inf}), "scored", "row-number-invalid", "help is inf"),
-        (preference(soft=2.0), "preference", "row-number-range", "soft is 2"),
-        (preference(margin=math.nan), "preference", "row-number-invalid", "margin is nan"),
-        (ranking("ab", 1, math.nan), "ranking", "row-number-invalid", "number 2 of scores"),
-        (ranking("ab", 1.0), "ranking", "row-length-mismatch", "2 completions and 1 scores"),
-        (ranking("a", 1.0), "ranking", "row-length-mismatch", "1 completions and 1 scores"),
+        (judgement(score=math.nan), "scored", "row-number-invalid", ["score", "nan"]),
+        (judgement(attributes={"help": math.inf}), "scored", "row-number-invalid", ["help", "inf"]),
+        (preference(soft=2.0), "preference", "row-number-range", ["soft", "2"]),
+        (preference(margin=math.nan), "preference", "row-number-invalid", ["margin", "nan"]),
+        (ranking("ab", 1, math.nan), "ranking", "row-number-invalid", ["number 2 of scores"]),
+        (ranking("ab", 1.0), "ranking", "row-length-mismatch", ["completions", "2", "scores", "1"]),
+        (ranking("a", 1.0), "ranking", "row-length-mismatch", ["completions", "1", "scores"]),
     ],
 )
-def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, code: str, value: str):
+def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, code: str, names: list[str]):
     with raises_error(code, where="rows.jsonl:1") as raised:
         load([InMemory([example])], kind)
-    assert value in raised.error.what
+    assert all(name in raised.error.what for name in names), raised.error

@@ -103,15 +103,6 @@ def test_empty_rows_of_one_column_are_counted(text: str, good: int, bad: list[in
     assert (len(values), lines) == (good, bad)
 
 
-def test_empty_rows_stop_or_are_listed_as_other_bad_rows_are(tmp_path: Path) -> None:
-    file = tmp_path / "a.csv"
-    file.write_text("prompt\na\n\nb\n")
-    with raises_error("row-empty", where="a.csv:3", fix="on_bad_row"):
-        load([Source(str(file))], "prompt")
-    loaded = load([Source(str(file))], "prompt", on_bad_row="skip")
-    assert (loaded.files[0].rows, loaded.files[0].bad, len(loaded.examples)) == (3, 1, 2)
-
-
 def test_a_hundred_thousand_columns_are_read_and_messages_stay_short(tmp_path: Path) -> None:
     """Takes minutes where the time grows with the square of the columns."""
     file = tmp_path / "a.csv"
