@@ -540,7 +540,7 @@ def test_all_problems_come_in_one_message(folder: Path):
     assert len(error.problems) == 4
     for problem in error.problems:
         assert f"{problem.where}: {problem.what}" in error.what
-        assert problem.fix in error.what
+        assert str(problem.fix) in error.what
 
 
 def test_senseless_settings_and_missing_files_come_together(folder: Path):
