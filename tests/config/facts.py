@@ -1,14 +1,18 @@
-"""Made-up methods for the tests of recipes."""
+"""What the tests of recipes share: made-up methods, a recipe, and assertions on its errors."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+import pytest
 from pydantic import BaseModel, Field
 
+from valence.config.describe import settings_table
 from valence.config.learning_rates import LEARNING_RATES, LearningRates
+from valence.config.load import load_recipe
 from valence.config.schema import Section
 from valence.errors import UserError
 
@@ -67,3 +71,40 @@ def method_of(name: str, online: bool = False) -> Facts:
     if name not in METHODS:
         raise UserError(f"there is no method {name!r}", code="method-unknown", where="elsewhere", fix="methods: kto, dpo, sft")
     return METHODS[name]
+
+
+GOOD = """\
+method: kto
+model:
+  name: some/model
+data:
+  train: feedback.jsonl
+  eval: held_out.jsonl
+"""
+
+SETTINGS = {row.name: row for row in (*settings_table(), *settings_table(KtoLoss, "loss."))}
+MEANING = "the meaning of the setting"
+"""Stands for a fix that explains the setting as the table of settings does."""
+
+
+def load_error(source: object, *overrides: str) -> UserError:
+    with pytest.raises(UserError) as caught:
+        load_recipe(source, overrides, method_of=method_of)  # type: ignore[arg-type]
+    for problem in caught.value.problems:
+        assert problem.fix
+        assert problem.where
+    return caught.value
+
+
+def check_recipe_error(error: UserError, where: str, code: str, value: str, fix: str) -> None:
+    """value: what the error quotes. fix: the setting or value that the remedy names, or MEANING."""
+    assert (error.code, error.where) == (code, where), error
+    assert value in error.what, error
+    assert error.problems == (error,)
+    setting = SETTINGS.get(re.sub(r"\.\d+\b", ".N", where.rpartition("(")[2].rstrip(")")))
+    if code == "setting-type" and setting is not None:
+        assert setting.type in error.what, error
+    if fix == MEANING:
+        assert setting is not None
+        fix = setting.meaning
+    assert fix in (error.fix or ""), error

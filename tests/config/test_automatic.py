@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.errors import raises_error
 from valence.config.learning_rates import LEARNING_RATES
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.engine.speed import automatic_dtype
-from valence.errors import UserError
 from valence.training.choices import with_dtype, with_recorded
 from valence.training.methods import METHODS, ONLINE, method_of
 
@@ -84,7 +84,7 @@ def test_the_environment_may_choose_the_type(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("VALENCE_DTYPE", "bfloat16")
     assert with_dtype(loaded()).recipe.model.dtype == "bfloat16"
     monkeypatch.setenv("VALENCE_DTYPE", "float16")
-    with pytest.raises(UserError, match="float16"):
+    with raises_error("environment-variable-invalid", where="VALENCE_DTYPE", fix="bfloat16"):
         with_dtype(loaded())
 
 

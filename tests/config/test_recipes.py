@@ -146,6 +146,7 @@ def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
     assert predicted < 0.8 * HBM / 1e9
 
 
+@pytest.mark.slow
 def test_what_the_recipes_say_of_other_machines(planned: Plans):
     assert gigabytes(planned("llama_8b_lora", 1), 4096) == pytest.approx(22.7, abs=0.1)
     assert gigabytes(planned("llama_8b_lora", 1, "train.checkpointing=off"), 4096) == pytest.approx(50.8, abs=0.1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tests.tiny import CHATML, tiny_tokenizer
+from valence.data.audit_text import REMARKS, WARNINGS
 from valence.data.encode import Encoder, Unusable
 from valence.types import Answer, Chat, Content, Encoded, Judgement, Origin
 
@@ -46,7 +47,10 @@ def bad(enc: Encoder, example: Any, kind: str) -> Unusable:
 
 
 def notes(enc: Encoder, *examples: Any) -> dict[str, int]:
-    return {name: len(rows) for name, rows in enc.encode_all(examples).notes.items()}
+    """The number of rows with each note, every one of which the audit has a sentence for."""
+    counts = {name: len(rows) for name, rows in enc.encode_all(examples).notes.items()}
+    assert counts.keys() <= {*WARNINGS, *REMARKS}
+    return counts
 
 
 def trained(enc: Encoder, answer: Answer) -> str:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from valence.data import audit_text
+from valence.data.audit import Audit
 from valence.data.load import Loaded, load
 
 
@@ -20,6 +23,18 @@ class Source:
     keys: Mapping[str, str] = field(default_factory=dict)
     weight: float = 1.0
     limit: int | None = None
+
+
+def shown_findings(result: Audit) -> set[str]:
+    """The names of the findings that the screen of an audit lists, each with its count."""
+    text = audit_text.render(result)
+    sentences = audit_text.audited(result)["said"]
+    names: set[str] = set()
+    for name, finding in result.findings.items():
+        sentence = sentences[name].removeprefix(f"{finding.count:,} ")
+        if re.search(rf"^ +{finding.count:,}  {re.escape(sentence)}$", text, re.MULTILINE):
+            names.add(name)
+    return names
 
 
 def write(path: Path, *rows: Any) -> str:

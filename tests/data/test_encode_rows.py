@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.data.encoding import HERE, answered, bad, chat, encoded, encoder, notes, text, trained, turn
+from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, CHATML_TOOLS, INST, LAST_UNSTRIPPED, NO_END, tiny_tokenizer
 from valence.data.encode import Unusable
-from valence.errors import UserError
 from valence.types import Answer, Chat, Demonstration, Ids, Judgement, Origin, Preference, Prompt, Ranking
 
 # --- chat rows
@@ -216,9 +216,9 @@ def test_empty_text_prompt_becomes_bos_else_eos_else_a_bad_row() -> None:
         assert notes(enc, row) == {"empty_prompt": 1}
     enc = encoder(tokenizer=tiny_tokenizer(bos=False, eos=False), as_chat=False)
     bad(enc, row, "empty_prompt")
-    with pytest.raises(UserError, match="empty"):
+    with raises_error("row-empty-prompt"):
         enc.encode_prompt("")
-    with pytest.raises(UserError, match="end-of-sequence"):
+    with raises_error("end-token-missing", fix="model.tokenizer"):
         enc.encode(answered("hello", "world"))
 
 

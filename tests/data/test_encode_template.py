@@ -8,9 +8,9 @@ import pytest
 from tokenizers import normalizers
 
 from tests.data.encoding import answered, bad, chat, encoded, encoder, notes, text, turn
+from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, INST, tiny_tokenizer
 from valence.data.template import ChatTemplate, chatml_template, with_template
-from valence.errors import UserError
 from valence.types import Chat, Content, Ids
 
 # --- the template
@@ -26,7 +26,7 @@ def test_chatml_by_name_ends_a_turn_with_one_token() -> None:
     assert text(encoder(tokenizer=other), encoder(tokenizer=other).encode_prompt(chat("hello"))) == (
         "<|im_start|>user\nhello</s>\n<|im_start|>assistant\n"
     )
-    with pytest.raises(UserError, match="end-of-sequence token"):
+    with raises_error("end-token-missing", fix="model.tokenizer"):
         chatml_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
 
 
@@ -106,10 +106,10 @@ def test_tokenizers_that_mark_the_start_of_a_text_do_not_mark_the_start_of_an_an
 def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
     row = answered(chat("hello"), chat("sun", first="assistant"))
     silent = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
-    with pytest.raises(UserError, match="does not print the assistant's answer"):
+    with raises_error("chat-template-no-answer", fix="model.tokenizer"):
         ChatTemplate(tiny_tokenizer(silent)).turn_end  # noqa: B018
     bad(encoder(silent), row, "not_printed")
-    with pytest.raises(UserError, match="cannot print"):
+    with raises_error("chat-template-failed", fix="model.tokenizer"):
         ChatTemplate(tiny_tokenizer("{{ raise_exception('never') }}")).turn_end  # noqa: B018
 
 
@@ -158,6 +158,7 @@ def test_turns_that_the_template_leaves_out_are_a_bad_row() -> None:
     only_two = only_two.replace("{% endfor %}", "{% endif %}{% endfor %}")
     prompt = Chat((turn("system", "be kind"), turn("user", "hello")))
     row = answered(prompt, chat("sun", first="assistant"))
-    assert "leaves out turn 1 (system)" in bad(encoder(only_two), row, "not_printed").reason
+    reason = bad(encoder(only_two), row, "not_printed").reason
+    assert "turn 1 (system)" in reason
     upper = CHATML.replace("m['content']", "(m['content'] | upper if m['role'] == 'system' else m['content'])")
     encoded(encoder(upper), row)  # rewritten, and so read

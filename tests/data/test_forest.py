@@ -149,5 +149,5 @@ def test_what_two_sequences_measure_is_laid_for_each() -> None:
 
 @pytest.mark.parametrize("strands", [[strand("1", "x")], [strand("12", " x"), strand("12", "xx")]])
 def test_a_measured_first_token_is_an_error(strands: list[Strand]) -> None:
-    with pytest.raises(ValueError, match="first token"):
+    with pytest.raises(ValueError):
         plant(strands)

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data.rows import JUDGED, Source, load_rows, write
-from valence.data.convert import CONVERSIONS
+from tests.errors import raises_error
+from valence.data.convert import CONVERSIONS, Unused
 from valence.data.kinds import METHOD_FOR
 from valence.data.load import InMemory, Loaded, load
-from valence.errors import UserError
 from valence.training.methods import method_of
 from valence.types import Demonstration, Judgement, Kind, Origin, Preference, Prompt, Ranking
 
@@ -71,7 +71,7 @@ def test_limits_count_rows_per_file_and_over_all(tmp_path: Path):
 
 def test_a_file_listed_twice_is_refused(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", JUDGED)
-    with pytest.raises(UserError, match="a.jsonl: this file is listed twice\n.*weight: 2"):
+    with raises_error("file-listed-twice", where="a.jsonl", fix="weight: 2"):
         load([Source(path), Source(path, weight=2.0)], "judgement")
 
 
@@ -101,25 +101,26 @@ def test_a_named_format_reads_what_it_needs_of_another(tmp_path: Path):
 
 def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
     for keys in ({"weight": "importance"}, {"completion": "reply"}):
-        with pytest.raises(UserError, match="rows.jsonl: keys: no row has a column '(importance|reply)'\n.*columns: .*prompt"):
-            load_rows(tmp_path, "judgement", {"prompt": "p", "answer": "a", "label": True, "completion": "c"}, keys=keys)
+        row = {"prompt": "p", "answer": "a", "label": True, "completion": "c"}
+        with raises_error("keys-missing-column", where="rows.jsonl", fix="prompt") as raised:
+            load_rows(tmp_path, "judgement", row, keys=keys)
+        assert repr(*keys.values()) in raised.error.what
 
 
 # Bad rows
 
 
 def test_bad_rows_stop_the_reading_at_the_first(tmp_path: Path):
-    with pytest.raises(UserError, match=r"rows.jsonl:2: label is 'maybe'.*\n.*on_bad_row: skip"):
+    with raises_error("row-label-invalid", where="rows.jsonl:2", fix="on_bad_row: skip"):
         load_rows(tmp_path, "judgement", up("a"), {**up("b"), "label": "maybe"}, {**up("c"), "label": None})
 
 
 def test_skipped_bad_rows_are_counted_and_listed(tmp_path: Path):
     loaded = load_rows(tmp_path, "judgement", {}, {**up("a"), "label": "maybe"}, up("b"), up(" "), on_bad_row="skip")
-    assert [str(bad.origin).rpartition(":")[2] for bad in loaded.bad] == ["1", "2", "4"]
-    assert [bad.reason.split(",")[0] for bad in loaded.bad] == [
-        "the row has no prompt and no completion and no label",
-        "label is 'maybe'",
-        "completion is empty",
+    assert [(bad.origin.line, bad.code) for bad in loaded.bad] == [
+        (1, "row-column-missing"),
+        (2, "row-label-invalid"),
+        (4, "row-completion-empty"),
     ]
     assert all(bad.fix for bad in loaded.bad)
     file = loaded.files[0]
@@ -137,19 +138,24 @@ def test_the_format_is_found_behind_many_unreadable_rows(tmp_path: Path):
 
 
 def test_rows_of_another_kind_are_refused_with_the_conversion_that_would_help(tmp_path: Path):
-    cases = [
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, "judgement", "pairs.*\n.*data.convert: pairs_to_judgements"),
-        (up("a"), "preference", r"judged.*\n.*data.convert: judgements_to_pairs.*\(kto\)"),
-        (up("a"), "demonstration", "judged.*imitate\n.*data.convert: chosen_to_demonstrations"),
-        (scored("a", 1.0), "judgement", "score and no label.*\n.*scores_to_judgements and data.threshold"),
-        (ranked(1, 2), "preference", "several scored.*\n.*data.convert: scores_to_pairs"),
-        (up("a"), "prompt", "judged.*prompts alone\n.*format: prompt"),
-        ({"prompt": "p", "reply": "a"}, "judgement", "prompts alone.*\n.*keys on this file.*reply"),
-        ({"prompt": "p", "completion": "a"}, "judgement", "to imitate.*\n.*choose a method for such rows"),
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    cases: list[tuple[dict, str, tuple[str, ...]]] = [
+        (pair, "judgement", ("data.convert: pairs_to_judgements",)),
+        (up("a"), "preference", ("data.convert: judgements_to_pairs", "(kto)")),
+        (up("a"), "demonstration", ("data.convert: chosen_to_demonstrations",)),
+        (scored("a", 1.0), "judgement", ("scores_to_judgements and data.threshold",)),
+        (ranked(1, 2), "preference", ("data.convert: scores_to_pairs",)),
+        (up("a"), "prompt", ("format: prompt",)),
+        ({"prompt": "p", "reply": "a"}, "judgement", ("keys", "(reply)")),
+        ({"prompt": "p", "completion": "a"}, "judgement", ("(sft)",)),
     ]
-    for row, kind, message in cases:
-        with pytest.raises(UserError, match=f"rows.jsonl:1: .*{message}"):
+    for row, kind, ways in cases:
+        with raises_error("kind-mismatch", where="rows.jsonl:1") as raised:
             load_rows(tmp_path, kind, row)
+        fix = str(raised.error.fix)
+        assert all(way in fix for way in ways), raised.error
+        can_be_converted = any("data.convert" in way or "scores_to" in way for way in ways)
+        assert ("data.convert:" in fix) == can_be_converted, raised.error
 
 
 @pytest.mark.parametrize(("kind", "name"), METHOD_FOR.items())
@@ -159,17 +165,18 @@ def test_the_method_that_is_suggested_reads_such_rows(kind: Kind, name: str):
 
 
 def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):
-    with pytest.raises(UserError, match=r"data.convert: pairs_to_judgements makes answers judged"):
+    with raises_error("conversion-mismatch", where="data.convert") as raised:
         load_rows(tmp_path, "preference", JUDGED, convert="pairs_to_judgements")
-    with pytest.raises(UserError, match=r"no conversion 'pairs'"):
+    assert "pairs_to_judgements" in raised.error.what
+    with raises_error("conversion-unknown", where="data.convert", fix=", ".join(CONVERSIONS)):
         load_rows(tmp_path, "preference", JUDGED, convert="pairs")
 
 
 def test_a_threshold_is_given_exactly_where_it_is_read(tmp_path: Path):
-    with pytest.raises(UserError, match=r"data.threshold: scores_to_judgements needs a threshold"):
+    with raises_error("threshold-missing", where="data.threshold"):
         load_rows(tmp_path, "judgement", scored("a", 1), convert="scores_to_judgements")
     for convert, threshold in ((None, 1.0), ("pairs_to_judgements", 1.0), ("scores_to_judgements", float("nan"))):
-        with pytest.raises(UserError, match=r"data.threshold: .* has no effect here"):
+        with raises_error("threshold-no-effect", where="data.threshold"):
             load_rows(tmp_path, "judgement", JUDGED, convert=convert, threshold=threshold)
 
 
@@ -200,8 +207,8 @@ def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_pat
     assert pairs(loaded) == [("p", "u1", "d1"), ("p", "u2", "d1"), ("p", "u3", "d1")]
     assert [e.weight for e in loaded.examples] == [0.75, 0.5, 0.75]
     assert loaded.files[0].unused == {
-        "its prompt has no other answer judged down": 1,
-        "its prompt has no other answer judged up": 1,
+        Unused.NO_OTHER_DOWN: 1,
+        Unused.NO_OTHER_UP: 1,
     }
     assert (loaded.files[0].used, loaded.files[0].examples) == (4, 3)
 
@@ -209,7 +216,7 @@ def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_pat
 def test_judgements_to_pairs_never_pairs_an_answer_with_itself(tmp_path: Path):
     loaded = load_rows(tmp_path, "preference", up("same"), down("same"), up("a"), down("b"), convert="judgements_to_pairs")
     assert pairs(loaded) == [("p", "a", "b")]
-    assert loaded.files[0].unused == {"the same answer is judged both ways": 2}
+    assert loaded.files[0].unused == {Unused.JUDGED_BOTH_WAYS: 2}
 
 
 def test_judgements_to_pairs_joins_the_files_of_a_prompt(tmp_path: Path):
@@ -231,7 +238,7 @@ def test_scores_to_judgements_takes_the_threshold_as_up(tmp_path: Path):
 
 
 def test_scores_never_replace_labels_that_are_there(tmp_path: Path):
-    with pytest.raises(UserError, match=r"rows.jsonl:1: the row has a label already.*\n.*format: scored"):
+    with raises_error("row-label-and-score", where="rows.jsonl:1", fix="format: scored"):
         load_rows(tmp_path, "judgement", up("a", score=0.1), convert="scores_to_judgements", threshold=0.5)
     loaded = load_rows(tmp_path, "judgement", up("a", score=0.1), format="scored", convert="scores_to_judgements", threshold=0.5)
     assert judgements(loaded) == [("a", False)]
@@ -250,9 +257,9 @@ def test_scores_to_pairs_takes_the_best_against_the_worst(tmp_path: Path):
     loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs")
     assert pairs(loaded) == [("p", "best", "worst")]
     assert loaded.files[0].unused == {
-        "its score is between the best and the worst of its prompt": 1,
-        "all answers of its prompt have the same score": 2,
-        "its prompt has no other scored answer": 1,
+        Unused.BETWEEN_BEST_AND_WORST: 1,
+        Unused.SAME_SCORES: 2,
+        Unused.NO_OTHER_SCORED: 1,
     }
 
 
@@ -261,8 +268,8 @@ def test_scores_to_pairs_of_rankings_and_its_smallest_difference(tmp_path: Path)
     loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs", threshold=1.0)
     assert pairs(loaded) == [("p", "answer 1", "answer 0")]
     assert loaded.files[0].unused == {
-        "all answers of its prompt have the same score": 1,
-        "the scores of its prompt differ by less than the threshold": 1,
+        Unused.SAME_SCORES: 1,
+        Unused.DIFFERENCE_BELOW_THRESHOLD: 1,
     }
 
 
@@ -279,12 +286,14 @@ def test_chosen_to_demonstrations(tmp_path: Path):
     ]
     loaded = load([Source(f) for f in files], "demonstration", convert="chosen_to_demonstrations")
     assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == ["a", "c", "answer 1"]
-    assert loaded.files[1].unused == {"judged down": 1}
+    assert loaded.files[1].unused == {Unused.JUDGED_DOWN: 1}
 
 
 def test_a_conversion_that_leaves_nothing_says_why(tmp_path: Path):
-    with pytest.raises(UserError, match="rows.jsonl:1: of 2 rows none can be used: 2 x its prompt has no other answer"):
+    with raises_error("no-usable-rows", where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "preference", up("a"), up("b"), convert="judgements_to_pairs")
+    assert "of 2 rows" in raised.error.what
+    assert f"2 x {Unused.NO_OTHER_DOWN}" in raised.error.what
 
 
 texts = st.sampled_from(["a", "b", "c", "d"])
@@ -344,15 +353,15 @@ def test_examples_in_memory_keep_their_origin_and_mix_with_rows():
 
 def test_examples_in_memory_are_checked_and_converted_like_rows():
     pair = Preference(prompt="p", chosen="a", rejected="b", origin=HERE)
-    with pytest.raises(UserError, match="pairs_to_judgements"):
+    with raises_error("kind-mismatch", fix="data.convert: pairs_to_judgements"):
         load([InMemory([pair])], "judgement")
     assert judgements(load([InMemory([pair])], "judgement", convert="pairs_to_judgements")) == [("a", True), ("b", False)]
-    with pytest.raises(UserError, match="must not be negative"):
+    with raises_error("row-number-range"):
         load([InMemory([replace(pair, weight=-1.0)])], "preference")
-    with pytest.raises(UserError, match="or Examples"):
+    with raises_error("row-not-an-object", fix="Examples"):
         load([InMemory(["text"])], "preference")  # type: ignore[list-item]
 
 
 def test_rows_that_a_conversion_leaves_are_named_with_the_reason(tmp_path: Path):
     loaded = load_rows(tmp_path, "preference", up("a"), down("b"), up("c", "lonely"), convert="judgements_to_pairs")
-    assert loaded.unused == ((Origin(loaded.files[0].path, 3), "its prompt has no other answer judged down"),)
+    assert loaded.unused == ((Origin(loaded.files[0].path, 3), Unused.NO_OTHER_DOWN),)

@@ -12,9 +12,9 @@ import pandas as pd
 import pytest
 
 from tests.data.rows import JUDGED, write
+from tests.errors import raises_error
 from valence.data.load import InMemory, load, sources_from
 from valence.data.objects import as_overrides, rows_from
-from valence.errors import UserError
 from valence.types import Judgement, Origin
 
 ROWS = [{"prompt": "p", "completion": "a", "label": True}, {"prompt": "q", "completion": "b", "label": False}]
@@ -51,20 +51,28 @@ def test_a_frame_of_numpy_values(tmp_path: Path) -> None:
         (True, 0.5, 1.0),
         (False, None, 1.0),
     ]
-    assert [(bad.origin.line, "no label" in bad.reason) for bad in loaded.bad] == [(3, True)]
+    assert [(bad.origin.line, bad.code) for bad in loaded.bad] == [(3, "row-column-missing")]
+    assert "label" in loaded.bad[0].reason
     assert loaded.ignored_columns == {"at": 1}
 
 
-@pytest.mark.parametrize("wrong", [3, None, JUDGED, datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})])
-def test_what_rows_may_not_be(wrong: Any) -> None:
-    with pytest.raises(UserError, match="rows: ") as caught:
+SPLITS = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS)})
+
+
+@pytest.mark.parametrize(
+    ("wrong", "code"),
+    [(3, "rows-type"), (None, "rows-type"), (JUDGED, "rows-type"), (SPLITS, "split-missing")],
+)
+def test_what_rows_may_not_be(wrong: Any, code: str) -> None:
+    with raises_error(code, where="rows") as raised:
         load(sources_from(wrong), "judgement")
-    assert caught.value.fix
+    assert raised.error.fix
 
 
 def test_two_columns_of_one_name_are_refused() -> None:
-    with pytest.raises(UserError, match="two columns 'prompt'"):
+    with raises_error("column-duplicate", where="rows") as raised:
         rows_from(pd.DataFrame([["a", "b"]], columns=["prompt", "prompt"]))
+    assert "'prompt'" in raised.error.what
 
 
 def test_paths_are_read_as_files(tmp_path: Path) -> None:
@@ -72,7 +80,7 @@ def test_paths_are_read_as_files(tmp_path: Path) -> None:
     for given, count in ((paths[0], 1), (Path(paths[0]), 1), (paths, 2), (tuple(map(Path, paths)), 2)):
         loaded = load(sources_from(given), "judgement")
         assert [str(e.origin) for e in loaded.examples] == [f"{path}:1" for path in paths[:count]]
-    with pytest.raises(UserError, match="nothing.jsonl: there is no such file"):
+    with raises_error("file-not-found", where="nothing.jsonl"):
         load(sources_from(tmp_path / "nothing.jsonl"), "judgement")
 
 

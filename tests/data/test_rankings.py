@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -12,17 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data.rows import Source, load_rows, write
+from tests.data.rows import Source, load_rows, shown_findings, write
+from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from valence.config.rules import MAKES, THRESHOLD
 from valence.config.schema import Data
 from valence.data.audit import audit
-from valence.data.audit_text import render
-from valence.data.convert import CONVERSIONS
+from valence.data.convert import CONVERSIONS, Unused
 from valence.data.encode import Encoder
 from valence.data.load import Loaded, load
 from valence.data.sampler import canonical_order
-from valence.errors import UserError
 from valence.types import Judgement, Origin, Preference, Ranking
 
 HERE = Origin("rows.jsonl", 1)
@@ -69,7 +69,7 @@ def test_rankings_are_read_encoded_audited_and_ordered(tmp_path: Path):
     result = audit(loaded, found, encoder)
     assert (result.kind, result.classes, result.weights) == ("ranking", {"rankings": 3}, None)
     assert result.findings["tied_scores"].rows == (str(loaded.examples[1].origin),)
-    assert "the same score, so nothing is learnt from them: " in render(result)
+    assert "tied_scores" in shown_findings(result)
     shuffled = list(found.units)
     Random(1).shuffle(shuffled)
     orders = ([units[i].id for i in canonical_order(units, 3, 0)] for units in (found.units, shuffled))
@@ -78,10 +78,9 @@ def test_rankings_are_read_encoded_audited_and_ordered(tmp_path: Path):
 
 @pytest.mark.parametrize("score", ["nan", "inf", None, True, "failed"])
 def test_a_score_that_is_no_number_is_a_bad_row(tmp_path: Path, score: str | None):
-    with pytest.raises(
-        UserError, match=r"rows.jsonl:2: number 2 of scores is .*, and must be a finite number\n.*leave the row out"
-    ):
+    with raises_error("row-number-invalid", where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "ranking", ranked(1, 2), ranked(1, score))
+    assert "number 2 of scores" in raised.error.what
     loaded = load_rows(tmp_path, "ranking", ranked(1, 2), ranked(1, score), on_bad_row="skip")
     assert (len(loaded.examples), len(loaded.bad)) == (1, 1)
 
@@ -115,9 +114,9 @@ def test_all_pairs_of_scored_answers_count_what_is_left(tmp_path: Path):
     assert pairs(loaded) == [("p", "good", "bad")]
     assert loaded.examples[0].weight == 0.5
     assert loaded.files[0].unused == {
-        "its score is within the threshold of all others of its prompt": 1,
-        "all answers of its prompt have the same score": 2,
-        "its prompt has no other scored answer": 1,
+        Unused.WITHIN_THRESHOLD_OF_ALL: 1,
+        Unused.SAME_SCORES: 2,
+        Unused.NO_OTHER_SCORED: 1,
     }
 
 
@@ -153,7 +152,7 @@ def test_scores_to_rankings_groups_by_prompt(tmp_path: Path):
     loaded = load([Source(path) for path in files], "ranking", convert="scores_to_rankings")
     assert rankings(loaded) == [("r", ("answer 0", "answer 1"), (1.0, 2.0)), ("p", ("x", "y", "x"), (0.5, 2.0, 1.0))]
     assert [e.weight for e in loaded.examples] == [1.0, 0.5]
-    assert loaded.files[0].unused == {"its prompt has no other judged answer": 1}
+    assert loaded.files[0].unused == {Unused.NO_OTHER_JUDGED: 1}
 
 
 def test_labels_become_one_and_minus_one(tmp_path: Path):
@@ -168,8 +167,9 @@ def test_labels_become_one_and_minus_one(tmp_path: Path):
 
 def test_labels_and_scores_are_not_ranked_together(tmp_path: Path):
     files = [write(tmp_path / "a.jsonl", scored("x", 0.5)), write(tmp_path / "b.jsonl", {**scored("y"), "label": True})]
-    with pytest.raises(UserError, match="b.jsonl:1: the row has a label, and a score is what the rows before it share"):
+    with raises_error("rows-rated-differently", where="b.jsonl:1") as raised:
         load([Source(path) for path in files], "ranking", convert="scores_to_rankings")
+    assert re.search(r"\blabel\b.*\bscore\b", raised.error.what)
 
 
 def test_pairs_to_rankings(tmp_path: Path):
@@ -182,7 +182,7 @@ def test_pairs_to_rankings(tmp_path: Path):
     ("row", "convert"), [(PAIR, "pairs_to_rankings"), (scored("a", 1), "scores_to_rankings")], ids=["pairs", "scores"]
 )
 def test_rows_that_could_be_ranked_are_refused_with_the_conversion(tmp_path: Path, row: dict, convert: str):
-    with pytest.raises(UserError, match=f"needs several scored answers to each prompt\n.*data.convert: {convert}"):
+    with raises_error("kind-mismatch", fix=f"data.convert: {convert}"):
         load_rows(tmp_path, "ranking", row)
 
 

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.data.rows import Source, load_rows, write
+from tests.errors import raises_error
 from tests.tiny import CHATML, tiny_tokenizer
 from valence.data.audit import audit
 from valence.data.audit_text import render
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Loaded, load, stream
-from valence.errors import UserError
+from valence.data.sources import DELIMITERS
 from valence.types import Demonstration, Judgement, Preference
 
 TURNS = [{"role": "user", "content": "Say hi."}, {"role": "assistant", "content": "Hi!"}]
@@ -48,7 +50,8 @@ def test_thumbs(ratings: list[Any], expected: list[bool], tmp_path: Path) -> Non
     assert loaded.formats == {loaded.files[0].path: "judged_messages"}
     assert loaded.ignored_columns == {}
     up = expected.count(True)
-    assert loaded.files[0].notes == (f"rating read as thumbs: {up} up, {len(expected) - up} down",)
+    [note] = loaded.files[0].notes
+    assert re.fullmatch(rf"rating .*\bthumbs\b\D*{up} up\D*{len(expected) - up} down", note)
 
 
 @pytest.mark.parametrize("ratings", [[1, 5, 3], [1, 2], [0, 1, -1], [0.5, 1], ["1", "4"], [1, 1, -2], [10, 100]])
@@ -57,8 +60,10 @@ def test_scores(ratings: list[Any], tmp_path: Path) -> None:
     assert scores(loaded) == [float(rating) for rating in ratings]
     assert labels(loaded) == [None] * len(ratings)
     low, high = min(map(float, ratings)), max(map(float, ratings))
-    assert loaded.files[0].notes == (f"rating read as scores from {low:g} to {high:g}",)
-    with pytest.raises(UserError, match="answers with a score and no label"):
+    [note] = loaded.files[0].notes
+    assert re.match(r"rating .*\bscores\b", note)
+    assert re.findall(r"-?[\d.]+", note) == [f"{low:g}", f"{high:g}"]
+    with raises_error("kind-mismatch", fix="scores_to_judgements"):
         load_rows(tmp_path, "judgement", *rated(*ratings))
 
 
@@ -75,21 +80,30 @@ def test_a_1_of_a_scale_is_no_thumb_however_late_the_scale_shows(tmp_path: Path)
 
 @pytest.mark.parametrize("rating", [0, 1, "1", 1.0])
 def test_one_rating_alone_is_not_guessed(rating: Any, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows.jsonl: every rating is [01], .*\n.*label: rating.*score: rating"):
+    with raises_error("rating-ambiguous", where="rows.jsonl", fix="label: rating") as raised:
         load_rows(tmp_path, "judgement", *rated(rating, rating))
+    assert f"{float(rating):g}" in raised.error.what
+    assert "score: rating" in str(raised.error.fix)
     assert labels(load_rows(tmp_path, "judgement", *rated(rating), keys={"label": "rating"})) == [bool(int(rating))]
     assert scores(load_rows(tmp_path, "scored", *rated(rating), keys={"score": "rating"})) == [float(rating)]
 
 
-def test_what_is_neither_is_a_bad_row(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"rows.jsonl:2: rating is 'meh', which is not a label"):
-        load_rows(tmp_path, "judgement", *rated(1, "meh", -1))
-    with pytest.raises(UserError, match=r"rows.jsonl:3: rating is 4, which is not a label"):
-        load_rows(tmp_path, "judgement", *rated("good", "bad", 4))
-    with pytest.raises(UserError, match=r"rows.jsonl:3: rating is 'meh', and must be a finite number"):
-        load_rows(tmp_path, "scored", *rated(1, 5, "meh"))
-    with pytest.raises(UserError, match=r"rows.jsonl:3: the row has no rating"):
-        load_rows(tmp_path, "judgement", *rated(1, -1, None))
+@pytest.mark.parametrize(
+    ("kind", "ratings", "line", "code", "value"),
+    [
+        ("judgement", (1, "meh", -1), 2, "row-label-invalid", "'meh'"),
+        ("judgement", ("good", "bad", 4), 3, "row-label-invalid", "4"),
+        ("scored", (1, 5, "meh"), 3, "row-number-invalid", "'meh'"),
+        ("judgement", (1, -1, None), 3, "row-column-missing", "rating"),
+    ],
+)
+def test_what_is_neither_is_a_bad_row(
+    kind: str, ratings: tuple[Any, ...], line: int, code: str, value: str, tmp_path: Path
+) -> None:
+    with raises_error(code, where=f"rows.jsonl:{line}") as raised:
+        load_rows(tmp_path, kind, *rated(*ratings))
+    assert "rating" in raised.error.what
+    assert value in raised.error.what
 
 
 def test_a_rating_beside_a_label_a_score_or_a_pair_is_not_read(tmp_path: Path) -> None:
@@ -103,7 +117,7 @@ def test_a_rating_beside_a_label_a_score_or_a_pair_is_not_read(tmp_path: Path) -
 
 def test_a_rating_that_only_later_rows_have_is_no_demonstration(tmp_path: Path) -> None:
     rows = [{"messages": TURNS}] * 30
-    with pytest.raises(UserError, match=r"rows.jsonl:31: the row has a rating, and the file's first rows have none"):
+    with raises_error("row-format-differs", where="rows.jsonl:31", fix="format: messages"):
         load_rows(tmp_path, "demonstration", *rows, *rated(-1))
     loaded = load_rows(tmp_path, "demonstration", *rows, *rated(-1), format="messages")
     assert len(loaded.examples) == 31
@@ -119,8 +133,9 @@ def test_renamed_columns_and_other_formats_have_ratings(tmp_path: Path) -> None:
 
 def test_a_0_beside_a_minus_1_is_no_label(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "completion": "a", "label": label} for label in (1, 0, 1, -1)]
-    with pytest.raises(UserError, match=r"rows.jsonl:2: label is 0 here and -1 at .*rows.jsonl:4"):
+    with raises_error("label-zero-ambiguous", where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "judgement", *rows)
+    assert "rows.jsonl:4" in raised.error.what
     assert labels(load_rows(tmp_path, "judgement", *rows[:3])) == [True, False, True]
     assert labels(load_rows(tmp_path, "judgement", *rows[2:])) == [True, False]
 
@@ -130,7 +145,10 @@ def test_the_audit_tells_how_ratings_and_tables_were_read(tmp_path: Path) -> Non
     loaded = load([Source(str(tmp_path / "rows.csv"))], "judgement")
     encoder = Encoder(tiny_tokenizer(CHATML), max_length=99)
     result = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder)
-    notes = ("fields are separated by semicolons", "rating read as thumbs: 1 up, 1 down")
+    notes = loaded.files[0].notes
     assert result.files[0].notes == notes
+    assert DELIMITERS[";"] in notes[0]
+    assert "rating" in notes[1]
+    assert len(notes) == 2
     assert result.to_dict()["files"][0]["notes"] == notes
     assert all(f"rows.csv: {note}\n" in render(result) for note in notes)

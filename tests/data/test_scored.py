@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.data.rows import ASSISTANT, USER, Source, load_rows, write
+from tests.data.rows import ASSISTANT, USER, Source, load_rows, shown_findings, write
+from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from valence.data.audit import audit
-from valence.data.audit_text import render
 from valence.data.detect import detect
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Loaded, load
-from valence.errors import UserError
 from valence.types import Encoded, Judgement, Origin, Preference, Ranking
 
 HERE = Origin("rows.jsonl", 1)
@@ -46,16 +46,19 @@ def test_a_soft_label_reaches_the_tokens(tmp_path: Path, soft: Any):
 
 @pytest.mark.parametrize("soft", [-0.01, 1.01, 75])
 def test_a_soft_label_is_a_probability(tmp_path: Path, soft: float):
-    with pytest.raises(UserError, match=r"rows.jsonl:2: soft is .*, and must be a probability\n.*from 0 to 1"):
+    with raises_error("row-number-range", where="rows.jsonl:2", fix="from 0 to 1") as raised:
         load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft})
+    assert "soft" in raised.error.what
+    assert f"{soft:g}" in raised.error.what
     loaded = load_rows(tmp_path, "preference", PAIR, {**PAIR, "soft": soft}, on_bad_row="skip")
     assert [bad.origin.line for bad in loaded.bad] == [2]
 
 
 @pytest.mark.parametrize("soft", ["nan", True, "high", [0.5]])
 def test_a_soft_label_is_a_finite_number(tmp_path: Path, soft: Any):
-    with pytest.raises(UserError, match=r"rows.jsonl:1: soft is .*, and must be a finite number"):
+    with raises_error("row-number-invalid", where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "preference", {**PAIR, "soft": soft})
+    assert "soft" in raised.error.what
 
 
 def test_the_soft_label_of_token_ids_and_of_another_name(tmp_path: Path):
@@ -140,20 +143,23 @@ def test_helpsteer_has_a_column_for_each_attribute(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("scores", "says"),
+    ("scores", "code", "value"),
     [
-        ([1, 2], r"scores is \[1, 2\], and must be an object of attributes"),
-        (3, "scores is 3, and must be an object"),
-        ({}, "scores has no score"),
-        ({"help": None}, "scores has no score"),
-        ({"help": "nan"}, "help in scores is 'nan', and must be a finite number"),
-        ({"help": {"a": 1}}, "help in scores is .* must be a finite number"),
-        ({"": 1}, "scores is .* must be an object of attributes"),
+        ([1, 2], "row-value-type", "[1, 2]"),
+        (3, "row-value-type", "3"),
+        ({}, "row-scores-empty", ""),
+        ({"help": None}, "row-scores-empty", ""),
+        ({"help": "nan"}, "row-number-invalid", "'nan'"),
+        ({"help": {"a": 1}}, "row-number-invalid", "help"),
+        ({"": 1}, "row-value-type", ""),
     ],
 )
-def test_attributes_that_cannot_be_read(tmp_path: Path, scores: Any, says: str):
-    with pytest.raises(UserError, match=rf"rows.jsonl:1: {says}.*\n.*to fix it"):
+def test_attributes_that_cannot_be_read(tmp_path: Path, scores: Any, code: str, value: str):
+    with raises_error(code, where="rows.jsonl:1") as raised:
         load_rows(tmp_path, "scored", {**ANSWER, "scores": scores}, format="attributes")
+    assert "scores" in raised.error.what
+    assert value in raised.error.what
+    assert raised.error.fix
 
 
 def test_rows_that_lack_an_attribute_of_others_are_remarked_on(tmp_path: Path):
@@ -161,7 +167,7 @@ def test_rows_that_lack_an_attribute_of_others_are_remarked_on(tmp_path: Path):
     encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
     result = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder)
     assert result.findings["missing_attributes"].rows == (str(loaded.examples[1].origin),)
-    assert "lack an attribute that other rows have" in render(result)
+    assert "missing_attributes" in shown_findings(result)
     assert result.classes == {"scored": 2}
     assert "no_mismatch" not in result.findings  # which speaks of labels
 
@@ -179,32 +185,35 @@ def test_labels_and_scores_are_not_mixed(tmp_path: Path):
     rows = [{**ANSWER, "label": True, "score": 1}, {**ANSWER, "label": True}]
     assert len(load_rows(tmp_path, "scored", *rows).examples) == 2
     files = [write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", STARS)]
-    with pytest.raises(UserError, match=r"b.jsonl:1: the row has a score, and a label is what the rows before it share\n.*alike"):
+    with raises_error("rows-rated-differently", where="b.jsonl:1") as raised:
         load([Source(path) for path in files], "scored")
+    assert re.search(r"\bscore\b.*\blabel\b", raised.error.what)
     files = [write(tmp_path / "c.jsonl", STARS), write(tmp_path / "d.jsonl", RATED)]
-    with pytest.raises(UserError, match=r"d.jsonl:1: the row has attributes, and a score is what the rows before it share"):
+    with raises_error("rows-rated-differently", where="d.jsonl:1") as raised:
         load([Source(path) for path in files], "scored")
+    assert re.search(r"\battributes\b.*\bscore\b", raised.error.what)
 
 
 @pytest.mark.parametrize(
-    ("row", "message"),
+    ("row", "fix"),
     [
-        (PAIR, "pairs of.* label, a score or attributes\n.*data.convert: pairs_to_judgements"),
-        ({"prompt": "p", "completions": ["a", "b"], "scores": [1, 2]}, "several scored.*\n.*data.convert: .*rankings_to_scored"),
-        (ANSWER, "answers to imitate.*\n.*choose a method"),
+        (PAIR, "data.convert: pairs_to_judgements"),
+        ({"prompt": "p", "completions": ["a", "b"], "scores": [1, 2]}, "rankings_to_scored"),
+        (ANSWER, "(sft)"),
     ],
 )
-def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(tmp_path: Path, row: dict, message: str):
-    with pytest.raises(UserError, match=rf"rows.jsonl:1: the rows are {message}"):
+def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(tmp_path: Path, row: dict, fix: str):
+    with raises_error("kind-mismatch", where="rows.jsonl:1", fix=fix):
         load_rows(tmp_path, "scored", row)
 
 
 def test_rows_without_a_label_are_refused_where_one_is_needed(tmp_path: Path):
-    with pytest.raises(UserError, match="are answers with attributes and no label, and the method needs answers judged"):
+    with raises_error("kind-mismatch") as raised:
         load_rows(tmp_path, "judgement", RATED)
-    with pytest.raises(UserError, match="answers that nobody judged"):
+    assert "attributes" in raised.error.what
+    with raises_error("kind-mismatch"):
         load([InMemory([Judgement(prompt="p", completion="a", origin=HERE)])], "scored")
-    with pytest.raises(UserError, match="score and no label.*imitate\n.*format: demonstration"):
+    with raises_error("kind-mismatch", fix="format: demonstration"):
         load_rows(tmp_path, "demonstration", STARS)
     assert len(load_rows(tmp_path, "demonstration", STARS, format="demonstration").examples) == 1
 
@@ -214,33 +223,44 @@ def test_conversions_that_make_verdicts_serve_scored_too(tmp_path: Path):
     assert [e.label for e in made if isinstance(e, Judgement)] == [True, False]
     made = load_rows(tmp_path, "scored", STARS, convert="scores_to_judgements", threshold=4).examples
     assert [(e.label, e.score) for e in made if isinstance(e, Judgement)] == [(True, 4.0)]
-    with pytest.raises(
-        UserError, match="data.convert: rankings_to_scored makes answers with a label, a score or attributes, and"
-    ):
+    with raises_error("conversion-mismatch", where="data.convert"):
         load_rows(tmp_path, "judgement", {**ANSWER, "label": True}, convert="rankings_to_scored")
 
 
 def test_a_conversion_does_not_hide_a_mixture(tmp_path: Path):
     files = [write(tmp_path / "pairs.jsonl", PAIR), write(tmp_path / "stars.jsonl", STARS)]
-    with pytest.raises(UserError, match="pairs.jsonl:1: the row has a label, and a score is what the rows before it share"):
+    with raises_error("rows-rated-differently", where="pairs.jsonl:1"):
         load([Source(path) for path in files], "scored", convert="pairs_to_judgements")
 
 
 # Rows in memory
 
 
+def judgement(**more: Any) -> Judgement:
+    return Judgement(prompt="p", completion="a", origin=HERE, **more)
+
+
+def preference(**more: Any) -> Preference:
+    return Preference(prompt="p", chosen="a", rejected="b", origin=HERE, **more)
+
+
+def ranking(completions: str, *scores: float) -> Ranking:
+    return Ranking(prompt="p", completions=tuple(completions), scores=scores, origin=HERE)
+
+
 @pytest.mark.parametrize(
-    ("example", "kind", "says"),
+    ("example", "kind", "code", "names"),
     [
-        (Judgement(prompt="p", completion="a", score=math.nan, origin=HERE), "scored", "score is nan"),
-        (Judgement(prompt="p", completion="a", attributes={"help": math.inf}, origin=HERE), "scored", "help is inf"),
-        (Preference(prompt="p", chosen="a", rejected="b", soft=2.0, origin=HERE), "preference", "soft is 2, and must be a prob"),
-        (Preference(prompt="p", chosen="a", rejected="b", margin=math.nan, origin=HERE), "preference", "margin is nan"),
-        (Ranking(prompt="p", completions=("a", "b"), scores=(1, math.nan), origin=HERE), "ranking", "number 2 of scores is nan"),
-        (Ranking(prompt="p", completions=("a", "b"), scores=(1.0,), origin=HERE), "ranking", "2 completions and 1 scores"),
-        (Ranking(prompt="p", completions=("a",), scores=(1.0,), origin=HERE), "ranking", "1 completions and 1 scores"),
+        (judgement(score=math.nan), "scored", "row-number-invalid", ["score", "nan"]),
+        (judgement(attributes={"help": math.inf}), "scored", "row-number-invalid", ["help", "inf"]),
+        (preference(soft=2.0), "preference", "row-number-range", ["soft", "2"]),
+        (preference(margin=math.nan), "preference", "row-number-invalid", ["margin", "nan"]),
+        (ranking("ab", 1, math.nan), "ranking", "row-number-invalid", ["number 2 of scores"]),
+        (ranking("ab", 1.0), "ranking", "row-length-mismatch", ["completions", "2", "scores", "1"]),
+        (ranking("a", 1.0), "ranking", "row-length-mismatch", ["completions", "1", "scores"]),
     ],
 )
-def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, says: str):
-    with pytest.raises(UserError, match=rf"rows.jsonl:1: .*({says})"):
+def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, code: str, names: list[str]):
+    with raises_error(code, where="rows.jsonl:1") as raised:
         load([InMemory([example])], kind)
+    assert all(name in raised.error.what for name in names), raised.error

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.errors import raises_error
 from valence.data.sources import BadRow, Row, read_rows
-from valence.errors import UserError
 
 ROWS = [{"prompt": "a, b", "completion": 'say "x"\nthen y'}, {"prompt": "ü😀", "completion": "\u2028 and \x0b"}]
 
@@ -160,10 +160,11 @@ def test_a_hub_data_set_with_one_split_needs_no_name_for_it(monkeypatch: pytest.
 def test_a_hub_data_set_with_several_splits_asks_for_one(monkeypatch: pytest.MonkeyPatch):
     use_hub(monkeypatch, lambda name: Splits(train=[{"a": 1}], test=[{"a": 2}]))
     assert [str(row.origin) for row in read_rows("owner/name", split="test")] == ["owner/name[test]:1"]
-    with pytest.raises(UserError, match="owner/name.*split.*\n.*one of train, test"):
+    with raises_error("hub-split-missing", where="owner/name", fix="train, test"):
         list(read_rows("owner/name"))
-    with pytest.raises(UserError, match=r"Unknown split \"dev\". Should be one of \['train', 'test'\](.|\n)*set split"):
+    with raises_error("hub-dataset", where="owner/name", fix="set split") as raised:
         list(read_rows("owner/name", split="dev"))
+    assert "['train', 'test']" in raised.error.what  # what the hub answers
 
 
 def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
@@ -179,13 +180,14 @@ def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
     assert str(row.origin) == "owner/name/main[train]:1"
     assert isinstance(row, Row)
     assert row.value == {"a": "owner/name/main"}
-    with pytest.raises(UserError, match="'main', 'socratic'(.|\n)*set subset"):
+    with raises_error("hub-dataset", where="owner/name", fix="set subset") as raised:
         list(read_rows("owner/name"))
+    assert "'main', 'socratic'" in raised.error.what
 
 
 def test_a_file_has_no_subsets(tmp_path: Path):
     (tmp_path / "rows.jsonl").write_text('{"a": 1}')
-    with pytest.raises(UserError, match="subset: main is set for a file"):
+    with raises_error("split-not-a-hub-dataset", where="rows.jsonl", fix="subset"):
         list(read_rows(tmp_path / "rows.jsonl", subset="main"))
 
 
@@ -194,8 +196,9 @@ def test_what_the_hub_says_is_passed_on(monkeypatch: pytest.MonkeyPatch):
         raise ValueError("Access denied.")
 
     use_hub(monkeypatch, refuse)
-    with pytest.raises(UserError, match="owner/name: .*Access denied.(.|\n)*your access"):
+    with raises_error("hub-dataset", where="owner/name", fix="access") as raised:
         list(read_rows("owner/name"))
+    assert "Access denied." in raised.error.what
 
 
 def test_a_hub_that_refuses_the_connection_is_said_at_once(monkeypatch: pytest.MonkeyPatch):
@@ -204,5 +207,5 @@ def test_a_hub_that_refuses_the_connection_is_said_at_once(monkeypatch: pytest.M
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(UserError, match="owner/name: there is no such file, and the hub does not answer"):
+    with raises_error("hub-unreachable", where="owner/name", fix="HF_HUB_OFFLINE=1"):
         list(read_rows("owner/name"))

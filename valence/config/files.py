@@ -35,7 +35,10 @@ def read_recipe_text(path: Path) -> str:
         ) from None
     if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
-            "the file starts with a byte order mark", code="file-encoding", where=f"{path}:1", fix="save it as UTF-8 without BOM"
+            "the file starts with a byte order mark",
+            code="file-byte-order-mark",
+            where=f"{path}:1",
+            fix="save it as UTF-8 without BOM",
         )
     try:
         return data.decode("utf-8")
@@ -62,7 +65,7 @@ def locate_data(path: str, folder: Path | None) -> str:
     if is_hub_id(path):
         return path
     hints = list(dict.fromkeys(nearest_file(place) for place in places))
-    raise UserError(f"there is no file {path}", code="template-not-found", fix="; ".join(hints))
+    raise UserError(f"there is no file {path}", code="file-not-found", fix="; ".join(hints))
 
 
 def read_chat_template(chosen: str, folder: Path | None) -> str:
@@ -76,7 +79,8 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
     try:
         text = Path(locate_data(chosen, folder)).read_text(encoding="utf-8")
     except UserError as error:
-        raise UserError(error.what, code=error.code, fix=f"{error.fix}; {fix}") from None
+        code = "template-not-found" if error.code == "file-not-found" else error.code
+        raise UserError(error.what, code=code, fix=f"{error.fix}; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix) from None
     if not _is_jinja(text):

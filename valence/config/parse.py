@@ -52,12 +52,8 @@ def from_yaml(text: str, name: str) -> Given:
         node = reader.compose(text)
     except (YAMLError, RecursionError) as error:
         line = _line_of(error, text)
-        raise UserError(
-            f"not valid YAML: {_problem(error)}",
-            code="yaml-syntax",
-            where=f"{name}:{line}",
-            fix=_syntax_fix(error, text.splitlines()[line - 1]),
-        ) from None
+        code, fix = _classify_syntax_error(error, text.splitlines()[line - 1])
+        raise UserError(f"not valid YAML: {_problem(error)}", code=code, where=f"{name}:{line}", fix=fix) from None
     if node is None:
         raise UserError("the recipe is empty", code="recipe-empty", where=name, fix="it needs at least method, model and data")
     values = reader.value(node, ())
@@ -98,7 +94,7 @@ def override(given: Given, assignment: str) -> Given:
             f"cannot read {assignment!r}: {_problem(error)}",
             code="override-syntax",
             where=COMMAND_LINE,
-            fix=_syntax_fix(error, text),
+            fix=_classify_syntax_error(error, text)[1],
         ) from None
     value = None if node is None else reader.value(node, path)
     places = {k: v for k, v in given.places.items() if k[: len(path)] != path}
@@ -227,19 +223,23 @@ def _problem(error: Any) -> str:
     return ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
 
 
-def _syntax_fix(error: Exception, line: str) -> str:
+def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
+    """The code of a syntax error, and how to fix it."""
     problem = _problem(error)
     if "\t" in line[: len(line) - len(line.lstrip())]:
-        return "indent with spaces, never with tabs"
+        return "yaml-tab", "indent with spaces, never with tabs"
     if isinstance(error, ReaderError):
-        return "remove it"
+        return "yaml-character", "remove it"
     if "another document" in problem:
-        return "keep one recipe per file: remove the line ---"
+        return "yaml-several-documents", "keep one recipe per file: remove the line ---"
     if "mapping values are not allowed" in problem:
-        return 'write one `name: value` per line, indented like its neighbours; put text that holds ": " in quotes'
+        fix = 'write one `name: value` per line, indented like its neighbours; put text that holds ": " in quotes'
+        return "yaml-colon", fix
     if "undefined alias" in problem or "cannot start any token" in problem:
-        return "put text that starts with a special character (* & @ % ` !) in quotes"
-    return "close every bracket and quote, and indent the lines of a section alike"
+        fix = "put text that starts with a special character (* & @ % ` !) in quotes"
+        return "yaml-special-character", fix
+    fix = "close every bracket and quote, and indent the lines of a section alike"
+    return ("recipe-too-deep" if isinstance(error, RecursionError) else "yaml-syntax"), fix
 
 
 def _text(text: str, where: str) -> str:

@@ -7,13 +7,39 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from itertools import combinations
 from typing import Literal, TypeVar
 
 from valence.data.verdicts import shared_verdicts
 from valence.types import Content, Demonstration, Example, Judgement, Kind, Preference, Ranking, content_id
 
-Converted = tuple[list[Example], list[tuple[Example, str]]]
+
+class Unused(StrEnum):
+    """Why a conversion makes nothing of a row."""
+
+    UNDECIDED = "its soft label does not say that the chosen answer is the better one"
+    NO_OTHER_JUDGED = "its prompt has no other judged answer"
+    NO_OTHER_UP = "its prompt has no other answer judged up"
+    NO_OTHER_DOWN = "its prompt has no other answer judged down"
+    NO_OTHER_SCORED = "its prompt has no other scored answer"
+    JUDGED_DOWN = "judged down"
+    JUDGED_BOTH_WAYS = "the same answer is judged both ways"
+    SAME_SCORES = "all answers of its prompt have the same score"
+    BETWEEN_BEST_AND_WORST = "its score is between the best and the worst of its prompt"
+    WITHIN_THRESHOLD_OF_ALL = "its score is within the threshold of all others of its prompt"
+    DIFFERENCE_BELOW_THRESHOLD = "the scores of its prompt differ by less than the threshold"
+    SAME_ANSWER = "the best and the worst answer are the same"
+    TRUNCATED = "it was truncated"
+    BELOW_THRESHOLD = "its score is below data.threshold"
+    LOWEST_SCORE = "no other answer to its prompt has a smaller score"
+    NOT_IN_TOP_N = "other answers to its prompt have larger scores"
+    TIED_WITH_EARLIER = "an answer to its prompt with the same score comes before it"
+    REWARD_FAILED = "its reward failed"
+    ALL_REWARDS_FAILED = "its reward failed, and no other answer to its prompt has a score"
+
+
+Converted = tuple[list[Example], list[tuple[Example, Unused]]]
 """What was made, and the rows that nothing was made of, each with the reason."""
 
 T = TypeVar("T", bound=Example)
@@ -24,7 +50,7 @@ def pairs_to_judgements(examples: Sequence[Example], threshold: float | None) ->
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e):
-            unused.append((e, UNDECIDED))
+            unused.append((e, Unused.UNDECIDED))
         elif isinstance(e, Preference):
             made += [
                 Judgement(prompt=e.prompt, completion=side, label=label, weight=e.weight, info=e.info, origin=e.origin)
@@ -38,7 +64,7 @@ def pairs_to_rankings(examples: Sequence[Example], threshold: float | None) -> C
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e):
-            unused.append((e, UNDECIDED))
+            unused.append((e, Unused.UNDECIDED))
         elif isinstance(e, Preference):
             sides = (e.chosen, e.rejected)
             ranking = Ranking(
@@ -70,7 +96,7 @@ def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> 
     by_score = "score" in shared_verdicts(judged, ("score", "label"))
     for group in _by_prompt(judged):
         if len(group) == 1:
-            unused.append((group[0], "its prompt has no other judged answer"))
+            unused.append((group[0], Unused.NO_OTHER_JUDGED))
             continue
         given = (e.score if by_score else (1.0 if e.label else -1.0) for e in group)
         made.append(
@@ -90,7 +116,7 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e) or (isinstance(e, Judgement) and not e.label):
-            unused.append((e, "judged down" if isinstance(e, Judgement) else UNDECIDED))
+            unused.append((e, Unused.JUDGED_DOWN if isinstance(e, Judgement) else Unused.UNDECIDED))
             continue
         if isinstance(e, Preference):
             completion = e.chosen
@@ -125,30 +151,29 @@ def best_to_demonstrations(
             for completion, _, e in allowed[:top_n]
         ]
         excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
-        excluded += [(e, TIED if score == allowed[top_n - 1][1] else BELOW) for _, score, e in allowed[top_n:]]
+        excluded += [
+            (e, Unused.TIED_WITH_EARLIER if score == allowed[top_n - 1][1] else Unused.NOT_IN_TOP_N)
+            for _, score, e in allowed[top_n:]
+        ]
         unused += [(e, why) for e, why in excluded if isinstance(e, Judgement)]
         if len(excluded) == len(scored) and isinstance(group[0], Ranking):
             unused.append((group[0], excluded[0][1]))
     return demonstrations, unused
 
 
-def _not_imitated(answer: Scored, group: Sequence[Scored], threshold: float | None, mask_truncated: bool) -> str:
-    """Why a completion must not be imitated, whatever ``top_n`` is; empty if it may be."""
+def _not_imitated(answer: Scored, group: Sequence[Scored], threshold: float | None, mask_truncated: bool) -> Unused | None:
+    """Why a completion must not be imitated, whatever ``top_n`` is; None if it may be."""
     _, score, example = answer
     if threshold is None or len(group) > 1:
         if len(group) < 2:
-            return "its prompt has no other scored answer"
+            return Unused.NO_OTHER_SCORED
         if group[0][1] == group[-1][1]:
-            return "all answers of its prompt have the same score"
+            return Unused.SAME_SCORES
     if mask_truncated and isinstance(example, Judgement) and example.is_truncated:
-        return "it was truncated"
+        return Unused.TRUNCATED
     if threshold is not None:
-        return "its score is below data.threshold" if score < threshold else ""
-    return "no other answer to its prompt has a smaller score" if score == group[-1][1] else ""
-
-
-BELOW = "other answers to its prompt have larger scores"
-TIED = "an answer to its prompt with the same score comes before it"
+        return Unused.BELOW_THRESHOLD if score < threshold else None
+    return Unused.LOWEST_SCORE if score == group[-1][1] else None
 
 
 def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
@@ -160,10 +185,10 @@ def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) ->
     for group in _by_prompt(e for e in examples if isinstance(e, Judgement)):
         up, down = ([e for e in group if e.label is label] for label in (True, False))
         both = {content_id(e.completion) for e in up} & {content_id(e.completion) for e in down}
-        unused += [(e, "the same answer is judged both ways") for e in group if content_id(e.completion) in both]
+        unused += [(e, Unused.JUDGED_BOTH_WAYS) for e in group if content_id(e.completion) in both]
         up, down = ([e for e in side if content_id(e.completion) not in both] for side in (up, down))
         if not up or not down:
-            unused += [(e, f"its prompt has no other answer judged {'down' if e.label else 'up'}") for e in up + down]
+            unused += [(e, Unused.NO_OTHER_DOWN if e.label else Unused.NO_OTHER_UP) for e in up + down]
             continue
         rounds = ((up[i % len(up)], down[i % len(down)]) for i in range(max(len(up), len(down))))
         made += [_pair(u, u.completion, d, d.completion) for u, d in rounds]
@@ -175,7 +200,7 @@ def scores_to_pairs(examples: Sequence[Example], threshold: float | None) -> Con
 
     ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
     """
-    return _paired(examples, threshold or 0.0, _best_worst, "its score is between the best and the worst of its prompt")
+    return _paired(examples, threshold or 0.0, _best_worst, Unused.BETWEEN_BEST_AND_WORST)
 
 
 def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
@@ -183,7 +208,7 @@ def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) ->
 
     ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
     """
-    return _paired(examples, threshold or 0.0, _all_pairs, "its score is within the threshold of all others of its prompt")
+    return _paired(examples, threshold or 0.0, _all_pairs, Unused.WITHIN_THRESHOLD_OF_ALL)
 
 
 Scored = tuple[Content, float, Judgement | Ranking]
@@ -194,7 +219,7 @@ def _paired(
     examples: Sequence[Example],
     threshold: float,
     choose: Callable[[Sequence[Scored]], Iterable[tuple[Scored, Scored]]],
-    left: str,
+    left: Unused,
 ) -> Converted:
     """The pairs that ``choose`` finds, as far as they tell two answers apart. ``left``: why a row is in no pair of its group."""
     made, unused = _nothing()
@@ -222,9 +247,6 @@ def _nothing() -> Converted:
     return [], []
 
 
-UNDECIDED = "its soft label does not say that the chosen answer is the better one"
-
-
 def _is_undecided(e: Example) -> bool:
     return isinstance(e, Preference) and e.soft is not None and e.soft <= 0.5
 
@@ -245,15 +267,15 @@ def _scored(e: Example) -> list[Scored]:
     return [(e.completion, e.score, e)]
 
 
-def _no_pair(answers: Sequence[Scored], threshold: float) -> str:
+def _no_pair(answers: Sequence[Scored], threshold: float) -> Unused:
     scores = [score for _, score, _ in answers]
     if len(answers) < 2:
-        return "its prompt has no other scored answer"
+        return Unused.NO_OTHER_SCORED
     if max(scores) == min(scores):
-        return "all answers of its prompt have the same score"
+        return Unused.SAME_SCORES
     if max(scores) - min(scores) < threshold:
-        return "the scores of its prompt differ by less than the threshold"
-    return "the best and the worst answer are the same"
+        return Unused.DIFFERENCE_BELOW_THRESHOLD
+    return Unused.SAME_ANSWER
 
 
 def _pair(up: Judgement | Ranking, better: Content, down: Judgement | Ranking, worse: Content) -> Preference:

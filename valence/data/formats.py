@@ -302,7 +302,7 @@ def _scores(row: Columns, count: int) -> tuple[float, ...]:
     if len(parts) != 1:
         raise UserError(
             f"the row has {'both scores and' if parts else 'no scores and no'} ranks",
-            code="row-scores-and-ranks",
+            code="row-scores-and-ranks" if parts else "row-scores-missing",
             fix="give every answer a score, or a rank from 1 (the best)",
         )
     given, name = row.get(parts[0]), row.name(parts[0])

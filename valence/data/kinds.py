@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
-from valence.data.convert import CONVERSIONS, Conversion, best_to_demonstrations
+from valence.data.convert import CONVERSIONS, Conversion, Unused, best_to_demonstrations
 from valence.data.verdicts import shared_verdicts, verdicts
 from valence.errors import UserError
 from valence.types import Demonstration, Example, Judgement, Kind, Preference, Prompt, Ranking, content_id
@@ -36,10 +36,6 @@ METHOD_FOR: dict[Kind, str] = {
     "scored": "pointwise",
 }
 """The method to suggest for rows of each kind."""
-
-
-FAILED = "its reward failed"
-ALL_FAILED = "its reward failed, and no other answer to its prompt has a score"
 
 
 def conversion_to(
@@ -92,7 +88,7 @@ def _serves(made: Kind, kind: Kind) -> bool:
 
 def of_kind(
     examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
-) -> tuple[tuple[Example, ...], list[tuple[Example, str]]]:
+) -> tuple[tuple[Example, ...], list[tuple[Example, Unused]]]:
     """These examples as the kind, and those that the conversion made nothing of, each with the reason. Raises UserError at
     the first that is of another kind and is not converted, and where ``scored`` answers share no sort of verdict."""
     made = conversion.gives if conversion else kind
@@ -119,7 +115,7 @@ def of_kind(
     return found, [*failed, *unused]
 
 
-def _without_failed(examples: Sequence[Example]) -> tuple[list[Example], list[tuple[Example, str]]]:
+def _without_failed(examples: Sequence[Example]) -> tuple[list[Example], list[tuple[Example, Unused]]]:
     """The examples, and those of which no reward could be had, each with what that means for its prompt."""
     failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
     if not failed:
@@ -127,7 +123,7 @@ def _without_failed(examples: Sequence[Example]) -> tuple[list[Example], list[tu
     gone = set(map(id, failed))
     kept = [e for e in examples if id(e) not in gone]
     judged = {content_id(e.prompt) for e in kept}
-    reasons = (FAILED if content_id(e.prompt) in judged else ALL_FAILED for e in failed)
+    reasons = (Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED for e in failed)
     return kept, list(zip(failed, reasons, strict=True))
 
 

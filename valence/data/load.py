@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
+from valence.data.convert import Unused
 from valence.data.detect import detect, is_another_format, listed
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.kinds import conversion_to, of_kind
@@ -449,7 +450,7 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
 # What remains
 
 
-def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, str]]) -> UserError:
+def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, Unused]]) -> UserError:
     reasons = Counter([*(row.reason for row in bad), *(why for _, why in unused)])
     why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
     where = str(bad[0].origin if bad else unused[0][0].origin) if bad or unused else ", ".join(f.path for f in files)

@@ -83,7 +83,7 @@ def number(value: object, name: str) -> float:
         comma = isinstance(value, str) and re.fullmatch(r"\s*[+-]?[0-9]+,[0-9]+\s*", value)
         raise UserError(
             f"{name} is {shown(value)}, and must be a finite number",
-            code="row-number-invalid",
+            code="row-decimal-comma" if comma else "row-number-invalid",
             fix="write a decimal point instead of the comma" if comma else f"correct {name} or leave the row out",
         )
     return result
@@ -380,7 +380,7 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
     if not given or given[0]["role"] != "assistant" or given[-1]["role"] != "assistant":
         raise UserError(
             f"{name} is not an answer of the assistant",
-            code="row-completion-turns",
+            code="row-completion-not-assistant",
             fix="begin and end it with an assistant turn",
         )
     if given and all(turn.get("weight") == 0 for turn in given if turn["role"] == "assistant"):
