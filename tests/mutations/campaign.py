@@ -90,6 +90,7 @@ class Tree:
         finally:
             path.write_bytes(source)
             os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+            shutil.rmtree(self.root / ".hypothesis", ignore_errors=True)  # examples of one mutant
 
 
 class Campaign:

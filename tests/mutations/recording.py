@@ -25,7 +25,7 @@ SUITES = {"fast": ("slow", "vllm", "real", "site"), "all": ("vllm",)}
 """Name of a suite -> markers of tests that are not in it."""
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive",
-    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "VALENCE_REQUIRE_ALL": "0",
 }  # fmt: skip
 OPTIONS = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--tb=line", "--hypothesis-seed=0")
 NOT_COPIED = shutil.ignore_patterns(
@@ -173,53 +173,79 @@ def record(
     package: str = PACKAGE,
     workers: int = 2,
 ) -> Recording:
-    """Runs a suite, or its part in these files and folders, in a marked copy of the tree."""
+    """Run a suite, or its part in these files and folders, in a marked copy of the tree."""
     folder = scratch_folder()
     try:
-        tree = folder / root.name
+        tree = folder / "marked" / root.name
         copy_tree(tree, root)
         blocks = mark_copy(tree, package)
-        environment = {
-            **os.environ, **ENVIRONMENT, "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}",
-            FOLDER: str(folder), SIZE: str(max(len(blocks), 1)), PACKAGE_VARIABLE: package,
-        }  # fmt: skip
-        expression = " and ".join(f"not {marker}" for marker in SUITES[suite])
-        parallel = ["--numprocesses", str(workers), "--dist", "loadgroup"] if workers > 1 else []
-        command = [
-            *(sys.executable, "-m", "pytest", "-p", "tests.mutations.recorder", *OPTIONS),
-            *(f"--basetemp={folder / 'temporary'}", "-m", expression, *parallel, *tests),
-        ]
-        output = folder / "output"
-        with output.open("wb") as file:
-            subprocess.run(
-                command, cwd=tree, env=environment, stdout=file, stderr=file, check=False
-            )
-        recording = read_records(folder, blocks)
-        if not recording.tests:
-            raise RuntimeError(
-                f"no test was recorded:\n{output.read_text(errors='replace')[-4000:]}"
-            )
-        return recording
+        entries = _run_recorder(tree, suite, tests, len(blocks), package, workers)
+        recording = Recording(blocks, *read_records(entries))
+        if not recording.tests and not recording.failed:
+            output = (tree.parent / "output").read_text(encoding="utf-8", errors="replace")
+            raise RuntimeError(f"no test was recorded:\n{output[-4000:]}")
+        if not recording.failed:
+            return recording
+        # Code that is compiled cannot set marks. Its tests pass in an unmarked copy.
+        tree = folder / "unmarked" / root.name
+        copy_tree(tree, root)
+        again = _run_recorder(tree, suite, recording.failed, len(blocks), package, workers)
+        passed = {entry["test"] for entry in again if entry.get("passed")}
+        return with_recovered(recording, [e for e in entries if e.get("test") in passed])
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def read_records(folder: Path, blocks: list[Block]) -> Recording:
-    tests: list[RecordedTest] = []
-    failed: list[str] = []
+def with_recovered(recording: Recording, entries: Sequence[dict[str, Any]]) -> Recording:
+    """With tests that failed because of the marks: they may execute all of each file of which
+    they executed a part."""
+    tests = list(recording.tests)
+    for entry in entries:
+        files = {recording.blocks[number].file for number in entry["blocks"]}
+        numbers = [n for n, block in enumerate(recording.blocks) if block.file in files]
+        tests.append(_test(entry | {"blocks": numbers}))
+    failed = sorted(set(recording.failed) - {test.name for test in tests})
+    tests.sort(key=lambda test: test.name)
+    return Recording(recording.blocks, tests, recording.imported, failed)
+
+
+def _run_recorder(
+    tree: Path, suite: str, tests: Sequence[str], size: int, package: str, workers: int
+) -> list[dict[str, Any]]:
+    """What the plugin has written of a run of these tests."""
+    folder = tree.parent
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        "PYTHONPATH": f"{tree}{os.pathsep}{ROOT}",
+        FOLDER: str(folder),
+        SIZE: str(max(size, 1)),
+        PACKAGE_VARIABLE: package,
+    }
+    expression = " and ".join(f"not {marker}" for marker in SUITES[suite])
+    parallel = ["--numprocesses", str(workers), "--dist", "loadgroup"] if workers > 1 else []
+    command = [
+        *(sys.executable, "-m", "pytest", "-p", "tests.mutations.recorder", *OPTIONS),
+        *(f"--basetemp={folder / 'temporary'}", "-m", expression, *parallel, *tests),
+    ]
+    with (folder / "output").open("wb") as file:
+        subprocess.run(command, cwd=tree, env=environment, stdout=file, stderr=file, check=False)
+    paths = sorted(folder.glob("*.jsonl"))
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").splitlines()]
+    return [json.loads(line) for line in lines]
+
+
+def read_records(
+    entries: Sequence[dict[str, Any]],
+) -> tuple[list[RecordedTest], frozenset[int], list[str]]:
+    """Tests that passed, blocks that run at import, and names of tests that failed."""
     imported: set[int] = set()
-    for path in sorted(folder.glob("*.jsonl")):
-        for line in path.read_text(encoding="utf-8").splitlines():
-            entry: dict[str, Any] = json.loads(line)
-            if "imported" in entry:
-                imported |= set(entry["imported"])
-            elif not entry["passed"]:
-                failed.append(entry["test"])
-            else:
-                tests.append(_test(entry))
-    return Recording(
-        blocks, sorted(tests, key=lambda test: test.name), frozenset(imported), sorted(failed)
-    )
+    for entry in entries:
+        imported |= set(entry.get("imported", ()))
+    of_tests = [entry for entry in entries if "test" in entry]
+    tests = [_test(entry) for entry in of_tests if entry["passed"]]
+    failed = sorted(entry["test"] for entry in of_tests if not entry["passed"])
+    return sorted(tests, key=lambda test: test.name), frozenset(imported), failed
 
 
 def _test(entry: dict[str, Any]) -> RecordedTest:

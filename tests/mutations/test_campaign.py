@@ -81,6 +81,13 @@ def test_choose():
 
 def test_endless():
     assert endless(2) == 0
+
+def test_without_marks():
+    assert endless(1) == 0
+    assert "_block_marks" not in choose.__code__.co_names
+
+def test_broken():
+    assert total([], 0) == 1
 """
 
 
@@ -146,14 +153,19 @@ def test_the_smallest_block_has_a_place() -> None:
 def test_tests_are_known_by_what_they_execute(
     recording: Recording, mutants: dict[str, Mutant]
 ) -> None:
-    assert recording.failed == []
-    assert noticing(recording, mutants["unused::negative#1"]) == set()
-    assert noticing(recording, mutants["endless::condition#1"]) == {"endless"}
-    assert noticing(recording, mutants["choose::constant#2"]) == {"slow"}
-    assert noticing(recording.of_suite("fast"), mutants["choose::constant#2"]) == set()
+    assert recording.failed == ["checks/test_sums.py::test_broken"]
+    assert noticing(recording, mutants["unused::negative#1"]) == {"without_marks"}
+    assert noticing(recording, mutants["endless::condition#1"]) == {"endless", "without_marks"}
+    assert noticing(recording, mutants["choose::constant#2"]) == {"slow", "without_marks"}
+    fast = recording.of_suite("fast")
+    assert noticing(fast, mutants["choose::constant#2"]) == {"without_marks"}
     # Results that tests share count for each of them.
-    assert noticing(recording, mutants["total::deletion#1"]) == {"result", "again"}
-    assert noticing(recording, mutants["size::arithmetic#1"]) == {"size", "size_again"}
+    assert noticing(recording, mutants["total::deletion#1"]) == {"result", "again", "without_marks"}
+    assert noticing(recording, mutants["size::arithmetic#1"]) == {
+        "size",
+        "size_again",
+        "without_marks",
+    }
 
 
 def test_mutants_are_caught_or_survive(
@@ -167,7 +179,7 @@ def test_mutants_are_caught_or_survive(
         results = campaign.run([mutants[name] for name in names], candidates, shown.append)
     assert [result.is_caught for result in results] == [False, True, False]
     assert results[1].trial.test == "checks/test_sums.py::test_result"
-    assert [result.num_candidates for result in results] == [2, 2, 0]
+    assert [result.num_candidates for result in results] == [3, 3, 1]
     assert shown == results
     assert (project / "sums" / "__init__.py").read_text() == SOURCE.lstrip()
 
