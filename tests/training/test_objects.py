@@ -23,7 +23,7 @@ ROWS = [
 
 def losses(folder: Path, rows: Any, held_out: Any) -> list[float]:
     valence.train(
-        {"method": "kto", "model": {"name": "tiny"}, "run": {"dir": str(folder)}},
+        {"method": "kto", "model": {"name": "tiny"}, "run": {"dir": str(folder)}, "train": {"max_steps": 1}},
         model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=0),
         tokenizer=tiny_tokenizer(),
         train=rows,

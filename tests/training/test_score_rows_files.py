@@ -28,7 +28,6 @@ from valence.training import score_rows as module
 from valence.training.judges import LogProbs
 from valence.types import Batch
 
-
 # Stopping and going on
 
 
@@ -155,9 +154,7 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
     ({"overrides": ["data.max_length=99"]}, "max_length"),
     ({"column": "more"}, "column"),
 ])  # fmt: skip
-def test_lines_of_different_settings_do_not_mix(
-    change: dict[str, Any], setting: str, place: Path
-) -> None:
+def test_lines_of_different_settings_do_not_mix(change: dict[str, Any], setting: str, place: Path) -> None:
     score("scored.jsonl")
     before = Path("out.jsonl").read_bytes()
     with raises_error("output-settings-differ", where=f"out.jsonl ({setting})", fix="--fresh"):
