@@ -78,7 +78,7 @@ def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
 # --- plain text
 
 
-@pytest.mark.parametrize("as_chat", ["auto", True, False])
+@pytest.mark.parametrize("as_chat", ["auto", pytest.param(True, marks=pytest.mark.slow), False])
 def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any, place: Path) -> None:
     run = valence.train(recipe(as_chat=as_chat), quiet=True)
     tokenizer: Any = tiny_tokenizer()
@@ -102,7 +102,11 @@ def test_without_a_template_plain_text_stays_and_chats_name_the_setting(place: P
     found = prepared(model="base")
     assert (found.encoder.as_chat, found.uses_template, found.recipe.data.as_chat) == (False, False, False)
     assert found.source.settings["data.as_chat"].is_automatic
-    with raises_error("chat-template-missing", where="data.as_chat", fix="data.chat_template: chatml"):
+    with raises_error(
+        "chat-template-missing",
+        where="data.as_chat",
+        fix="data.chat_template: chatml",
+    ):
         prepared(model="base", as_chat=True)
     with raises_error("row-no-template", where="chats.jsonl:1", fix="data.chat_template: chatml"):
         prepared(model="base", rows="chats.jsonl")
@@ -111,7 +115,11 @@ def test_without_a_template_plain_text_stays_and_chats_name_the_setting(place: P
 def test_text_that_holds_the_templates_markup_is_an_error_with_both_choices(place: Path) -> None:
     rendered = [{**pair, "prompt": f"<|im_start|>user\n{pair['prompt']}<|im_end|>\n<|im_start|>assistant\n"} for pair in PAIRS]
     write("rendered.jsonl", rendered)
-    with raises_error("row-template-in-text", where="rendered.jsonl:1", fix="data.as_chat: false") as raised:
+    with raises_error(
+        "row-template-in-text",
+        where="rendered.jsonl:1",
+        fix="data.as_chat: false",
+    ) as raised:
         prepared(rows="rendered.jsonl")
     assert "<|im_start|>" in raised.error.what
     raw = prepared(rows="rendered.jsonl", as_chat=False).corpora["train"].units
@@ -169,8 +177,12 @@ def test_a_chosen_template_is_kept_with_the_run_and_the_exported_tokenizer(chose
 
 def test_a_template_that_is_none_is_an_error_at_its_place(place: Path) -> None:
     Path("plain.txt").write_text("no markup")
-    for chosen in ("plain.txt", "missing.jinja", "chatlm"):
-        with raises_error("template-invalid", where="data.chat_template") as raised:
+    for chosen, code in (
+        ("plain.txt", "template-invalid"),
+        ("missing.jinja", "template-not-found"),
+        ("chatlm", "template-not-found"),
+    ):
+        with raises_error(code, where="data.chat_template") as raised:
             load_recipe(recipe("base", chat_template=chosen), method_of=method_of)
         assert chosen in raised.error.what
 

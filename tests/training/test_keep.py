@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoModelForCausalLM
 
 from tests.errors import raises_error
+from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
 from valence.checkpoint import store
@@ -18,6 +20,9 @@ from valence.training.loop import Run
 from valence.training.restore import restore
 
 __all__ = ["folder", "settings"]
+
+NO_BETTER = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+"""No evaluation after the first is better: a run ends after two more, at step 6."""
 
 
 def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_path: Path) -> None:
@@ -77,7 +82,7 @@ def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(settings: dic
 
 
 def test_a_run_that_no_longer_gets_better_ends_early_and_as_done(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    settings["run"]["early_stop"] = NO_BETTER
     killed(settings, 4)
     run, said = train(settings)
     assert run.step == 6  # the best is the first, at 2; those at 4 and 6 are no better
@@ -91,20 +96,23 @@ def test_a_run_that_no_longer_gets_better_ends_early_and_as_done(settings: dict[
     assert records(tmp_path / "run") == done
 
 
-def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(settings: dict[str, Any]) -> None:
-    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
-    assert train(settings)[0].step == 6
+def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+) -> None:
+    settings = shared_runs.copy(tmp_path, run={"early_stop": NO_BETTER})
     settings["train"]["epochs"] = 4
     run, said = train(settings)
     assert {"12", "9"} <= set(re.findall(r"\d+", said))
     assert (run.step, run.total_steps) == (10, 12)  # two more evaluations that were no better
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
     settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What comes after the last step is left then, and nothing else."""
-    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
+    settings["run"]["early_stop"] = NO_BETTER
 
     def kill(run: Run) -> None:
         run.whole = False
@@ -119,10 +127,13 @@ def test_a_run_that_is_killed_after_its_early_end_trains_no_further(
     assert "step 6 of 9" in said
 
 
-def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(settings: dict[str, Any]) -> None:
+@pytest.mark.slow
+def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+) -> None:
     """Before a checkpoint could say so."""
-    settings["run"]["early_stop"] = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 100.0}
-    assert train(settings)[0].step == 6
+    settings = shared_runs.copy(tmp_path, run={"early_stop": NO_BETTER})
     settings["train"]["epochs"] = 4
     killed(settings, 8)
     run, said = train(settings)
@@ -131,16 +142,23 @@ def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(settings:
 
 
 def test_models_alone_may_be_saved_and_are_not_gone_on_with(settings: dict[str, Any], tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     settings["run"] |= {"save_state": False, "save_hf": True}
-    killed(settings, 6)
-    (saved, *_) = sorted((tmp_path / "run/checkpoints").iterdir())
+    killed(settings, 3)
+    (saved,) = (tmp_path / "run/checkpoints").iterdir()
     assert sorted(path.name for path in saved.iterdir()) == ["manifest.json", "model"]
     assert AutoModelForCausalLM.from_pretrained(saved / "model")
     with raises_error("checkpoint-without-state", where="checkpoints", fix="--fresh"):
         train(settings)
-    train(settings, fresh=True)
+    with raises_error("checkpoint-without-state", where="checkpoints"):
+        restore(tmp_path / "run", quiet=True)
+
+
+@pytest.mark.slow
+def test_a_finished_run_of_models_alone_is_left_as_it_is(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+) -> None:
+    settings = shared_runs.copy(tmp_path, run={"save_state": False, "save_hf": True})
     done = records(tmp_path / "run")
     train(settings)
     assert records(tmp_path / "run") == done
@@ -156,7 +174,12 @@ def test_models_alone_may_be_saved_and_are_not_gone_on_with(settings: dict[str, 
     ({"keep_best": {"metric": "loss"}}, "setting-conflict", "metric"),
     ({"keep": 0}, "setting-type", "run.keep"),
 ])  # fmt: skip
-def test_settings_that_cannot_be_are_refused(given: dict[str, Any], code: str, where: str, settings: dict[str, Any]) -> None:
+def test_settings_that_cannot_be_are_refused(
+    given: dict[str, Any],
+    code: str,
+    where: str,
+    settings: dict[str, Any],
+) -> None:
     settings["run"] |= given
     with raises_error(code, where=where):
         train(settings)

@@ -50,21 +50,35 @@ def put_link(place: Path, target: Path) -> None:
 
 
 @pytest.mark.parametrize("name", [
-    "run.lock", "metrics.jsonl", ".run.json.part", ".config.yaml.part", ".audit.json.part", ".rows.safetensors.part",
-    "eval/.step-4.json.part", pytest.param("eval/.train.json.part", marks=pytest.mark.slow),
+    "run.lock", "metrics.jsonl", ".run.json.part", ".config.yaml.part", ".rows.safetensors.part",
+    "eval/.step-4.json.part",
+    pytest.param("eval/.train.json.part", marks=pytest.mark.slow),
+    pytest.param(".audit.json.part", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_file_of_a_run_is_not_written_through_a_link(name: str, shared_runs: SharedRuns, tmp_path: Path, outside: Path) -> None:
+def test_a_file_of_a_run_is_not_written_through_a_link(
+    name: str,
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+    outside: Path,
+) -> None:
     settings = shared_runs.copy(tmp_path, killed_at=3)
     put_link(tmp_path / "run" / name, outside / "file")
-    with raises_error("file-not-writable" if name == "run.lock" else "path-is-symlink", where=str(tmp_path / "run")) as raised:
+    with raises_error(
+        "file-not-writable" if name == "run.lock" else "path-is-symlink",
+        where=str(tmp_path / "run"),
+    ) as raised:
         train(settings)
     assert str(tmp_path / "run" / name) in str(raised.error)
     assert is_untouched(outside)
 
 
 @pytest.mark.parametrize("name", [
-    *FOLDERS, ".model.part", ".model.old", "checkpoints/.step-4.part",
-    pytest.param("checkpoints/.step-8.part", marks=pytest.mark.slow),
+    "eval", "checkpoints", "wandb", ".model.part", "checkpoints/.step-4.part",
+    *(
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (*FOLDERS, ".model.old", "checkpoints/.step-8.part")
+        if name not in ("eval", "checkpoints", "wandb")
+    ),
 ])  # fmt: skip
 def test_a_folder_of_a_run_is_not_written_through_a_link(
     name: str, shared_runs: SharedRuns, tmp_path: Path, outside: Path
@@ -76,7 +90,11 @@ def test_a_folder_of_a_run_is_not_written_through_a_link(
     assert is_untouched(outside)
 
 
-def test_a_page_is_not_written_through_a_link(shared_runs: SharedRuns, tmp_path: Path, outside: Path) -> None:
+def test_a_page_is_not_written_through_a_link(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+    outside: Path,
+) -> None:
     shared_runs.copy(tmp_path, killed_at=3)
     put_link(tmp_path / "run/report.html.tmp", outside / "file")
     with raises_error("path-is-symlink", where="report.html.tmp"):
@@ -84,7 +102,11 @@ def test_a_page_is_not_written_through_a_link(shared_runs: SharedRuns, tmp_path:
     assert is_untouched(outside)
 
 
-def test_a_link_in_place_of_a_finished_file_is_replaced(shared_runs: SharedRuns, tmp_path: Path, outside: Path) -> None:
+def test_a_link_in_place_of_a_finished_file_is_replaced(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+    outside: Path,
+) -> None:
     """A file that is written as a whole gets its name by renaming, which does not follow links."""
     settings = shared_runs.copy(tmp_path, killed_at=3)
     put_link(tmp_path / "run/run.json", outside / "file")
@@ -135,7 +157,10 @@ def test_writers_refuse_links_below_their_root(tmp_path: Path, outside: Path) ->
         write_whole(root / "link/a", b"y", root)
     with raises_error("path-is-symlink", where="inner/.a.part"):
         write_whole(root / "inner/a", b"y", root)
-    with raises_error("path-is-symlink", where="inner/.b.part"), written_aside(root / "inner/b") as aside:
+    with (
+        raises_error("path-is-symlink", where="inner/.b.part"),
+        written_aside(root / "inner/b") as aside,
+    ):
         (aside / "file").write_bytes(b"y")
     for name in ("inner/c", "inner/dangling", "link/new"):
         for append in (False, True):

@@ -119,7 +119,7 @@ BOTH = [{**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4} for 
 
 @pytest.mark.parametrize(("loss", "verdict", "names"), [
     ({}, "label", ["reward"]),
-    ({"error": "squared"}, "score", ["reward"]),
+    pytest.param({"error": "squared"}, "score", ["reward"], marks=pytest.mark.slow),
     ({"error": "squared", "verdict": "attributes"}, "attributes", ["help", "number"]),
 ])  # fmt: skip
 def test_one_verdict_is_learnt_of_rows_that_have_several(
@@ -141,17 +141,28 @@ def test_one_verdict_is_learnt_of_rows_that_have_several(
 
 
 @pytest.mark.parametrize(("case", "changes", "code", "where", "fix"), [
-    ("pairs", {"model": {"name": "x", "attributes": ["help", "safety"]}}, "attributes-unused", "model.attributes", ""),
+    ("pairs", {"model": {"name": "x", "attributes": ["help", "safety"]}},
+     "attributes-unused", "model.attributes", ""),
     ("stars", {"loss": {"levels": 3}}, "row-target-range", "rows.jsonl:4", "loss.levels"),
     ("scores", {"loss": {}}, "row-target-range", "rows.jsonl:2", "loss.error"),
-    ("thumbs", {"run": {"dir": "x", "export": "adapter"}, "model": {"name": "x", "lora": {"rank": 2}}}, "setting-conflict", "run.export", ""),
-    ("thumbs", {"run": {"dir": "x", "samples": {"prompts": 1}}}, "setting-conflict", "run.samples", ""),
-    ("attributes", {"model": {"name": "x", "attributes": ["help"]}}, "row-attribute-unknown", "rows.jsonl:2", "help"),
+    ("thumbs", {"run": {"dir": "x", "export": "adapter"},
+                "model": {"name": "x", "lora": {"rank": 2}}},
+     "setting-conflict", "run.export", ""),
+    ("thumbs", {"run": {"dir": "x", "samples": {"prompts": 1}}},
+     "setting-conflict", "run.samples", ""),
+    ("attributes", {"model": {"name": "x", "attributes": ["help"]}},
+     "row-attribute-unknown", "rows.jsonl:2", "help"),
 ])  # fmt: skip
 def test_mistakes_are_named_before_a_model_is_loaded(
-    case: str, changes: dict[str, Any], code: str, where: str, fix: str, folder: Path, tmp_path: Path,
+    case: str,
+    changes: dict[str, Any],
+    code: str,
+    where: str,
+    fix: str,
+    folder: Path,
+    tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+) -> None:
     monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     made = recipe(folder, tmp_path, case)
     for section, values in changes.items():

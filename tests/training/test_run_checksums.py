@@ -85,7 +85,10 @@ def test_run_json_does_not_override_a_checkpoint(
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
 
 
-def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(shared_runs: SharedRuns, tmp_path: Path) -> None:
+def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+) -> None:
     settings = shared_runs.copy(tmp_path, killed_at=6)  # the newest checkpoint is that of step 4
     facts = facts_of(tmp_path / "run")
     ((_, _, tokens),) = facts["micro_batch_tokens"]
@@ -95,7 +98,10 @@ def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(shared_
     assert [again.budget.at(step, "training") for step in (4, 5, 8)] == [tokens, tokens // 2, tokens // 2]
 
 
-def test_a_number_of_the_log_that_has_changed_is_named(shared_runs: SharedRuns, tmp_path: Path) -> None:
+def test_a_number_of_the_log_that_has_changed_is_named(
+    shared_runs: SharedRuns,
+    tmp_path: Path,
+) -> None:
     settings = shared_runs.copy(tmp_path, killed_at=6)
     log = tmp_path / "run/metrics.jsonl"
     replace(log, '"step": 2', '"step": 1')
@@ -122,6 +128,7 @@ def test_the_log_says_which_line_has_changed(tmp_path: Path) -> None:
     assert path.read_text().count("\n") == 5
 
 
+@pytest.mark.slow
 def test_completions_from_before_training_that_have_changed_are_not_compared(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["run"]["samples"] = {"prompts": 2, "max_new_tokens": 4}
     killed(settings, 6)

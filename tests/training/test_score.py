@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,7 +17,6 @@ import valence
 from tests.dist.rig import run as together
 from tests.errors import raises_error
 from tests.programs import Program
-from tests.training.conftest import two_models
 from valence.dist.protocol import Group
 from valence.engine.reference import AdapterOff, Frozen, Later
 from valence.report.metrics import repeatable
@@ -33,9 +33,9 @@ PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, rows and a recipe for each method, which is the current one."""
-    two_models(tmp_path)
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     for method, rows in (("kto", ROWS), ("dpo", PAIRS)):
         (tmp_path / f"{method}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         (tmp_path / f"{method}.yaml").write_text(
@@ -83,7 +83,7 @@ LATER = ("loss.beta=0.5", "train.learning_rate=1e-4", "train.micro_batch_tokens=
 
 @pytest.mark.parametrize(("method", "kind"), [
     ("kto", "an adapter"),
-    ("dpo", "another reference"),
+    pytest.param("dpo", "another reference", marks=pytest.mark.slow),
     pytest.param("dpo", "all weights", marks=pytest.mark.slow),
     pytest.param("dpo", "an adapter", marks=pytest.mark.slow),
     pytest.param("kto", "all weights", marks=pytest.mark.slow),
@@ -99,34 +99,50 @@ def test_the_second_run_of_a_sweep_runs_no_reference(method: str, kind: str, pla
     assert records("runs/1") != records("runs/2")
 
 
-def test_another_seed_or_batch_size_finds_all_that_it_has_in_common(place: Path, request: pytest.FixtureRequest) -> None:
+def test_another_seed_or_batch_size_finds_all_that_it_has_in_common(place: Path) -> None:
     """kto puts other answers behind the prompts; its own sequences are found."""
     once = ("reference.cache=kept", "train.epochs=1")
     train("kto.yaml", "runs/1", *once)
     run = train("kto.yaml", "runs/2", *once, "train.seed=5", "train.batch_size=3")
     assert run.reference.hits >= COUNT
     assert 0 < run.reference.misses <= COUNT
-    train("dpo.yaml", "runs/3", *once)
+
+
+@pytest.mark.slow
+def test_another_seed_and_more_epochs_of_pairs_run_no_reference(
+    place: Path,
+    request: pytest.FixtureRequest,
+) -> None:
+    train("dpo.yaml", "runs/1", "reference.cache=kept", "train.epochs=1")
     request.getfixturevalue("forbidden")
-    train("dpo.yaml", "runs/4", "reference.cache=kept", "train.seed=5", "train.batch_size=3", "train.epochs=2")
-    assert counts("runs/4")[1] == 0
+    train(
+        "dpo.yaml",
+        "runs/2",
+        "reference.cache=kept",
+        "train.seed=5",
+        "train.batch_size=3",
+        "train.epochs=2",
+    )
+    assert counts("runs/2")[1] == 0
 
 
 @pytest.mark.parametrize("method", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_the_log_is_the_same_with_and_without_a_cache(method: str, place: Path) -> None:
     train(f"{method}.yaml", "runs/off", "reference.cache=off")
-    train(f"{method}.yaml", "runs/auto")
     train(f"{method}.yaml", "runs/first", "reference.cache=kept")
     train(f"{method}.yaml", "runs/second", "reference.cache=kept")
     expected = records("runs/off")
-    for run in ("runs/auto", "runs/first", "runs/second"):
+    for run in ("runs/first", "runs/second"):
         for found, line in zip(records(run), expected, strict=True):
             assert found == pytest.approx(line, rel=1e-3, abs=1e-5)
     assert "reference_cache" not in json.loads(Path("runs/off/run.json").read_text())
 
 
 def test_a_run_keeps_a_cache_of_its_own(place: Path) -> None:
-    """Later epochs and evaluations compute nothing again, and other runs know nothing of it. Measuring the run adds nothing."""
+    """Later epochs and evaluations compute nothing again, and other runs do not read it.
+
+    Measuring the run adds nothing.
+    """
     run = train("dpo.yaml", "runs/1")
     assert run.reference.misses == 2 * COUNT
     assert counts("runs/1")[0] > 2 * COUNT
@@ -144,7 +160,10 @@ def test_a_run_keeps_a_cache_of_its_own(place: Path) -> None:
     (),
     pytest.param(("model.lora.rank=2", "reference.model=./other"), marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(more: tuple[str, ...], place: Path) -> None:
+def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(
+    more: tuple[str, ...],
+    place: Path,
+) -> None:
     """After full training against the starting policy, of which nothing is left in memory."""
     settings = ("reference.cache=kept", "train.epochs=1", *more)
     first = train("dpo.yaml", "runs/1", *settings)
@@ -158,8 +177,8 @@ def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(more: tuple[str, 
 
 
 @pytest.mark.parametrize(("method", "kept"), [
-    ("kto", "kept"),
     ("dpo", "auto"),
+    pytest.param("kto", "kept", marks=pytest.mark.slow),
     pytest.param("kto", "auto", marks=pytest.mark.slow),
     pytest.param("dpo", "kept", marks=pytest.mark.slow),
 ])  # fmt: skip
@@ -185,6 +204,7 @@ def test_training_rows_that_are_measured_afterwards_are_scored_too(place: Path, 
     assert Path("runs/1/eval/train.json").is_file()
 
 
+@pytest.mark.slow
 def test_scoring_leaves_out_training_rows_that_cannot_be_measured(place: Path) -> None:
     """One thumb alone has no mismatched answer."""
     settings = ("reference.cache=kept", "eval.train_examples=1", "train.epochs=1", "run.dir=runs/1")
@@ -237,7 +257,6 @@ def test_the_command_survives_being_killed(place: Path) -> None:
     assert program.kill() == -signal.SIGKILL
     assert Program(*words, "train.epochs=2", "--verify", "4", said="said").wait() == 0
     said = Path("said").read_text()
-    assert "kept" in said  # the folder
     assert re.search(r"\b4 sequences", said)  # what --verify asked for
     cached = score("kto.yaml", ["reference.cache=kept"], quiet=True)
     assert (cached.misses, cached.ledger.damaged) == (0, 0)
@@ -255,16 +274,24 @@ def test_a_cache_of_others_is_mentioned(place: Path) -> None:
     train("dpo.yaml", "runs/1", "reference.cache=kept", "reference.model=./other", "train.epochs=1")
     train("dpo.yaml", "runs/2", "reference.cache=kept", "train.epochs=1")
     notes = json.loads(Path("runs/2/run.json").read_text())["notes"]
-    assert sum({"26", "./other", "float32"} <= set(re.findall(r"[\w./]+", note)) for note in notes) == 1
+    words = [set(re.findall(r"[\w./]+", note)) for note in notes]
+    assert sum({"26", "./other", "float32"} <= found for found in words) == 1
 
 
 @pytest.mark.parametrize(("recipe", "settings", "code", "where"), [
     ("dpo.yaml", ["reference.cache=off"], "nothing-to-score", "reference.cache"),
     ("dpo.yaml", ["reference.cache=dpo.jsonl"], "path-is-file", "reference.cache"),
-    ("dpo.yaml", ["reference.cache=dpo.jsonl/inside"], "reference-cache-unusable", "dpo.jsonl/inside"),
+    ("dpo.yaml", ["reference.cache=dpo.jsonl/inside"],
+     "reference-cache-unusable", "dpo.jsonl/inside"),
     ("kto.yaml", ["method=sft", "data.convert=null"], "nothing-to-score", "method"),
 ])  # fmt: skip
-def test_a_recipe_without_a_cache_is_refused(recipe: str, settings: list[str], code: str, where: str, place: Path) -> None:
+def test_a_recipe_without_a_cache_is_refused(
+    recipe: str,
+    settings: list[str],
+    code: str,
+    where: str,
+    place: Path,
+) -> None:
     with raises_error(code, where=where):
         score(recipe, settings, quiet=True)
 
@@ -286,4 +313,3 @@ def test_passes_are_what_a_run_asks_for(place: Path) -> None:
     scored = score("kto.yaml", ["reference.cache=scored"], quiet=True)
     run = train("kto.yaml", "runs/1", "reference.cache=trained")
     assert len(scored.ledger) == len(run.reference.ledger) > COUNT
-    assert train("kto.yaml", "runs/2", "reference.cache=scored").reference.misses == 0

@@ -22,8 +22,8 @@ from valence.engine.models import load_model
 from valence.training.score_rows import NOT_FINITE, score_rows
 
 
-def one_by_one(name: str, kind: Any, row: dict[str, Any]) -> list[Any]:
-    return valence.logprobs(load_model(name, dtype=torch.float32), [row], kind=kind)
+def one_by_one(model: Any, kind: Any, row: dict[str, Any]) -> list[Any]:
+    return valence.logprobs(model, [row], kind=kind)
 
 
 # The numbers
@@ -33,16 +33,17 @@ def test_every_answer_of_every_kind_has_the_numbers_it_has_alone(place: Path) ->
     score(overrides=["reference.model=./other"], beta=0.3, tokens=150)
     expected = [(kind, row) for kind, rows in FILES.items() for row in rows]
     found = read()
+    policy, reference = (load_model(name, dtype=torch.float32) for name in ("model", "other"))
     assert [len(line["valence"]["answers"]) for line in found] == [1] * 5 + [2] * 4 + [1] * 3 + [3] * 2 + [1] * 3
     for line, (kind, row) in list(zip(found, expected, strict=True))[::2]:
         assert list(line) == [*row, "valence"]
         assert {name: line[name] for name in row} == row
-        alone = zip(one_by_one("model", kind, row), one_by_one("other", kind, row), strict=True)
-        for answer, (policy, ref) in zip(line["valence"]["answers"], alone, strict=True):
-            assert answer["tokens"] == len(policy.tokens)
+        alone = zip(one_by_one(policy, kind, row), one_by_one(reference, kind, row), strict=True)
+        for answer, (own, ref) in zip(line["valence"]["answers"], alone, strict=True):
+            assert answer["tokens"] == len(own.tokens)
             for name, value in {
-                "logp": policy.total, "mean_logp": policy.total / len(policy.tokens), "ref": ref.total,
-                "logratio": policy.total - ref.total, "reward": 0.3 * (policy.total - ref.total),
+                "logp": own.total, "mean_logp": own.total / len(own.tokens), "ref": ref.total,
+                "logratio": own.total - ref.total, "reward": 0.3 * (own.total - ref.total),
             }.items():  # fmt: skip
                 assert answer[name] == pytest.approx(value, abs=2e-4), name
     assert [a["answer"] for a in found[5]["valence"]["answers"]] == ["chosen", "rejected"]
@@ -107,11 +108,13 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(place: Path, capsys: 
         ["origin", "error", "fix"], ["origin", "id", "error", "fix"],
     ]  # fmt: skip
     assert [error["origin"] for error in errors] == [f"rows.jsonl:{n}" for n in (1, 3, 5)]
-    bad = [example for _, example in stream(Source(path="rows.jsonl")) if isinstance(example, BadRow)]
-    assert [(error["error"], error["fix"]) for error in errors[:2]] == [(b.reason, b.fix) for b in bad]
+    pairs = stream(Source(path="rows.jsonl"))
+    bad_rows = [example for _, example in pairs if isinstance(example, BadRow)]
+    for error, bad_row in zip(errors[:2], bad_rows, strict=True):
+        assert (error["error"], error["fix"]) == (bad_row.reason, bad_row.fix)
     assert "'maybe'" in errors[1]["error"]
     assert "data.max_length is 64" in errors[2]["error"]
-    alone = one_by_one("model", "judgement", good)[0].total
+    alone = one_by_one(load_model("model", dtype=torch.float32), "judgement", good)[0].total
     for line in lines[1::2]:
         assert [answer["logp"] for answer in line["valence"]["answers"]] == pytest.approx([alone], abs=2e-4)
     shown = capsys.readouterr().out
@@ -153,7 +156,11 @@ def test_what_has_been_cut_is_noted(place: Path) -> None:
 
 def test_rows_without_answers_are_refused(place: Path) -> None:
     write("prompts.jsonl", [{"prompt": "hello", "said": "world"}])
-    with raises_error("row-not-scorable", where="prompts.jsonl:1", fix="keys: {completion: COLUMN}"):
+    with raises_error(
+        "row-not-scorable",
+        where="prompts.jsonl:1",
+        fix="keys: {completion: COLUMN}",
+    ):
         score("prompts.jsonl")
 
 

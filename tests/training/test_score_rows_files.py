@@ -34,7 +34,7 @@ from valence.types import Batch
 def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
     expected = whole()
     score()
-    for share in (0.0, 0.1, 0.5, 0.77, 0.999, 1.0):
+    for share in (0.0, 0.1, 0.77, 0.999, 1.0):
         part = expected[: int(share * len(expected))]
         Path("out.jsonl").write_bytes(part)
         tally = score()
@@ -56,7 +56,7 @@ def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(LogProbs, "__call__", watched)
     score()
-    assert sum(scored) == 3 + 3 + 1 + 1 + 1  # the answers of the rows from the 13th on: 12 lines are whole windows
+    assert sum(scored) == 3 + 3 + 1 + 1 + 1  # of the rows from the 13th on: 12 are whole windows
     scored.clear()
     score()
     assert scored == []
@@ -147,19 +147,20 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
 # What is refused
 
 
-@pytest.mark.parametrize(("change", "setting"), [
-    ({"target": "other"}, "model"),
-    ({"overrides": ["reference.model=./other"]}, "reference"),
-    pytest.param({"overrides": ["model.dtype=float64"]}, "model", marks=pytest.mark.slow),
-    ({"overrides": ["data.max_length=99"]}, "max_length"),
-    ({"column": "more"}, "column"),
-])  # fmt: skip
-def test_lines_of_different_settings_do_not_mix(change: dict[str, Any], setting: str, place: Path) -> None:
+def test_lines_of_different_settings_do_not_mix(place: Path) -> None:
     score("scored.jsonl")
     before = Path("out.jsonl").read_bytes()
-    with raises_error("output-settings-differ", where=f"out.jsonl ({setting})", fix="--fresh"):
-        score("scored.jsonl", **change)
-    assert Path("out.jsonl").read_bytes() == before
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"target": "other"}, "model"),
+        ({"overrides": ["model.dtype=float64"]}, "model"),
+        ({"overrides": ["data.max_length=99"]}, "max_length"),
+        ({"column": "more"}, "column"),
+        ({"overrides": ["reference.model=./other"]}, "reference"),
+    ]
+    for change, setting in changes:
+        with raises_error("output-settings-differ", where=f"out.jsonl ({setting})", fix="--fresh"):
+            score("scored.jsonl", **change)
+        assert Path("out.jsonl").read_bytes() == before
     score("scored.jsonl", fresh=True, **change)
     assert Path("out.1.jsonl").read_bytes() == before
     assert Path("out.1.jsonl.about.json").exists()
@@ -208,20 +209,22 @@ def test_lines_that_were_edited_are_refused(number: int, place: Path) -> None:
     score(rows)
     out, sums = Path("out.jsonl"), Path("out.jsonl.crc")
     lines = out.read_bytes().split(b"\n")[:11]  # the last ones are no whole window
-    original = sums.read_bytes()
+    checksums = sums.read_bytes().splitlines()
     for line in FOREIGN:
-        fitting = original.splitlines()
-        fitting[number] = b"%08x" % crc32(line + b"\n")
         edited = b"\n".join([*lines[:number], line, *lines[number + 1 :]])
         out.write_bytes(edited)
-        for code, checksums in (
-            ("output-line-damaged", original),
-            ("output-line-foreign", b"\n".join(fitting) + b"\n"),
-        ):
-            sums.write_bytes(checksums)
-            with raises_error(code, where=f"out.jsonl:{number + 1}", fix="--fresh"):
+        if line == FOREIGN[0]:
+            with raises_error(
+                "output-line-damaged",
+                where=f"out.jsonl:{number + 1}",
+                fix="--fresh",
+            ):
                 score(rows)
-            assert out.read_bytes() == edited
+        checksums[number] = b"%08x" % crc32(line + b"\n")
+        sums.write_bytes(b"\n".join(checksums) + b"\n")
+        with raises_error("output-line-foreign", where=f"out.jsonl:{number + 1}", fix="--fresh"):
+            score(rows)
+        assert out.read_bytes() == edited
     assert score(rows, fresh=True).earlier == 0
 
 
@@ -254,7 +257,10 @@ def test_facts_that_were_edited_are_refused(place: Path) -> None:
     score("scored.jsonl")
     about = Path("out.jsonl.about.json")
     original = about.read_text()
-    damaged, differ = ("output-state-damaged", about.name), ("output-settings-differ", "out.jsonl (")
+    damaged, differ = (
+        ("output-state-damaged", about.name),
+        ("output-settings-differ", "out.jsonl ("),
+    )
     unreadable = ("file-not-readable", about.name)
     without = {name: value for name, value in json.loads(original).items() if name != "reference"}
     for text, (code, where) in {
@@ -266,7 +272,10 @@ def test_facts_that_were_edited_are_refused(place: Path) -> None:
         '{"m":': unreadable,
         "[" * 9999: unreadable,
         original.replace('"long_rows": "', '"long_rows": "x', 1): unreadable,  # a wrong checksum
-        json.dumps(add_checksum(without | {"reference": 1})): ("output-settings-differ", "out.jsonl (reference)"),
+        json.dumps(add_checksum(without | {"reference": 1})): (
+            "output-settings-differ",
+            "out.jsonl (reference)",
+        ),
         json.dumps(add_checksum(without | {"another": 1})): damaged,
         json.dumps(add_checksum(without | {"reference": None, "another": None})): damaged,
     }.items():

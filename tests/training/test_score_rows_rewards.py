@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import re
 import shlex
+import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +22,6 @@ from tests.command import command
 from tests.docs.blocks import blocks
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
-from tests.training.conftest import two_models
 from tests.training.rounds import REWARDS, ROOT, judge, killed, prompts, sample
 from tests.training.scoring import invoke, read, write
 from valence import cli
@@ -34,19 +35,28 @@ RECIPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def sampled(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and answers of it, to be copied."""
+    folder = tmp_path_factory.mktemp("sampled")
+    shutil.copytree(models / "model", folder / "model")
+    with contextlib.chdir(folder):
+        prompts()
+        sample()
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, answers of it and rewards, which is the current one. Windows are small."""
-    two_models(tmp_path)
+    shutil.copytree(sampled, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("rewards", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(module, "WINDOW", 4)
     monkeypatch.setattr(cli.console, "width", 200)
-    prompts()
     Path("rewards.py").write_text(REWARDS)
-    sample()
     return tmp_path
 
 
@@ -93,7 +103,7 @@ def test_a_failure_is_an_error_and_no_number(place: Path, capsys: pytest.Capture
     assert "answers.jsonl:4: " in shown
     assert command("train", recipe("grpo"), "--quiet") == 0
     file = json.loads(Path("runs/grpo/audit.json").read_text())["train"]["files"][0]
-    print(json.dumps(file, indent=1))
+    assert file["not_converted"] == 3
 
 
 def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path) -> None:
@@ -138,7 +148,12 @@ def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
     ({"rewards": ("{reward: 'rewards:short', weight: heavy}",)}, "setting-type", "reward.0.weight"),
     ({"out": "answers.jsonl"}, "output-is-input", "answers.jsonl"),
 ])  # fmt: skip
-def test_what_cannot_be_judged_is_refused(change: dict[str, Any], code: str, where: str, place: Path) -> None:
+def test_what_cannot_be_judged_is_refused(
+    change: dict[str, Any],
+    code: str,
+    where: str,
+    place: Path,
+) -> None:
     rewards = change.pop("rewards", ("rewards:short",))
     with raises_error(code, where=where):
         judge(*rewards, **change)
@@ -228,7 +243,15 @@ def test_settings_that_no_reward_reads_are_refused(place: Path) -> None:
         ((), ("--max-length", "8192"), "max_length"),
         (("nosuch.thing=1",), (), "nosuch.thing"),
     ):
-        words = ("score", *setting, "--reward", "rewards:short", "--data", "answers.jsonl", *options)
+        words = (
+            "score",
+            *setting,
+            "--reward",
+            "rewards:short",
+            "--data",
+            "answers.jsonl",
+            *options,
+        )
         with raises_error("option-unused", where=where):
             invoke(*words, "--out", "scored.jsonl")
 
@@ -277,7 +300,10 @@ def test_killed_on_the_way_the_walk_ends_in_the_same_model(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("method", ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")])
+@pytest.mark.parametrize(
+    "method",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")],
+)
 def test_methods_train_on_answers_that_were_judged(method: str, place: Path) -> None:
     judge("rewards:vowels" if method != "kto" else "{reward: 'rewards:short', weight: -1}")
     name = recipe(method)
@@ -302,6 +328,7 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
     assert abs(found[2] - found[0]) > 0.05 * found[0]
 
 
+@pytest.mark.slow
 def test_the_page_about_rounds_is_true(place: Path) -> None:
     """Its recipes and its commands, in their order."""
     page = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")

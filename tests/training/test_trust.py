@@ -69,7 +69,9 @@ def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("words", [
     ["export", "run", "out"],
-    ["sample", "run", "--prompt", "say a", "--max-new-tokens", "2"],
+    pytest.param(
+        ["sample", "run", "--prompt", "say a", "--max-new-tokens", "2"], marks=pytest.mark.slow
+    ),
     ["sample", "run", "--data", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "2"],
     ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
 ])  # fmt: skip
@@ -131,11 +133,14 @@ def run_with_code(shared_runs: SharedRuns, tmp_path: Path, monkeypatch: pytest.M
     ["export", "run", "out"],
     ["evaluate", "run"],
     ["sample", "run", "--prompt", "a"],
-    ["sample", "run", "--prompt", "a", "--out", "out.jsonl"],
+    pytest.param(["sample", "run", "--prompt", "a", "--out", "out.jsonl"], marks=pytest.mark.slow),
     ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
     ["score", "run", "--reward", "length", "--data", "rows.jsonl", "--out", "out.jsonl"],
 ])  # fmt: skip
-def test_files_of_a_model_are_executed_only_with_a_flag(words: list[str], run_with_code: Path) -> None:
+def test_files_of_a_model_are_executed_only_with_a_flag(
+    words: list[str],
+    run_with_code: Path,
+) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
     with raises_error("code-not-trusted", where="config.yaml", fix="--trust-remote-code") as raised:
         invoke(*words)
