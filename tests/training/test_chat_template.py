@@ -78,7 +78,7 @@ def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
 # --- plain text
 
 
-@pytest.mark.parametrize("as_chat", ["auto", pytest.param(True, marks=pytest.mark.slow), False])
+@pytest.mark.parametrize("as_chat", ["auto", *(pytest.param(value, marks=pytest.mark.slow) for value in (True, False))])
 def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any, place: Path) -> None:
     run = valence.train(recipe(as_chat=as_chat), quiet=True)
     tokenizer: Any = tiny_tokenizer()
@@ -246,9 +246,9 @@ FAMILIES = {
 
 
 @pytest.mark.parametrize(("family", "rows"), [
-    ("llama", "chats.jsonl"),
+    pytest.param("llama", "chats.jsonl", marks=pytest.mark.slow),
     ("llama base tokenizer", "pairs.jsonl"),
-    ("qwen2.5", "pairs.jsonl"),
+    pytest.param("qwen2.5", "pairs.jsonl", marks=pytest.mark.slow),
     ("gpt-oss", "chats.jsonl"),
     ("glm", "pairs.jsonl"),
     pytest.param("llama", "pairs.jsonl", marks=pytest.mark.slow),

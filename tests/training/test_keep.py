@@ -65,6 +65,7 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     assert sum(re.findall(r"step (\d+)", warning) == ["4", "2"] for warning in warned) == 1
 
 
+@pytest.mark.slow
 def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path: Path) -> None:
     settings["run"]["keep_best"] = {"metric": "eval/loss", "mode": "max"}
     killed(settings, 6)
@@ -81,7 +82,10 @@ def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(settings: dic
     assert raised.error.what.endswith("eval/los")
 
 
-def test_a_run_that_no_longer_gets_better_ends_early_and_as_done(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_run_that_no_longer_gets_better_ends_early_until_made_longer(
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
     settings["run"]["early_stop"] = NO_BETTER
     killed(settings, 4)
     run, said = train(settings)
@@ -94,13 +98,6 @@ def test_a_run_that_no_longer_gets_better_ends_early_and_as_done(settings: dict[
     done = records(tmp_path / "run")
     assert train(settings)[0].step == 6
     assert records(tmp_path / "run") == done
-
-
-def test_a_run_that_ended_early_goes_on_when_it_is_made_longer(
-    shared_runs: SharedRuns,
-    tmp_path: Path,
-) -> None:
-    settings = shared_runs.copy(tmp_path, run={"early_stop": NO_BETTER})
     settings["train"]["epochs"] = 4
     run, said = train(settings)
     assert {"12", "9"} <= set(re.findall(r"\d+", said))

@@ -43,14 +43,12 @@ def test_frames_data_sets_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     frame = pd.DataFrame(ROWS)
     frame.to_csv("rows.csv", index=False, sep=";")
-    frame.to_json("rows.jsonl", orient="records", lines=True)
     expected = losses(tmp_path / "list", ROWS, ROWS[:2])
     assert expected
     for name, rows in {
         "frame": frame,
         "data set": datasets.Dataset.from_list(ROWS),
         "path": Path("rows.csv"),
-        "paths": ["rows.jsonl"],
     }.items():
         assert losses(tmp_path / name, rows, pd.DataFrame(ROWS[:2])) == expected, name
     assert "path: rows.csv" in (tmp_path / "path" / "config.yaml").read_text()

@@ -61,8 +61,8 @@ def recipe(folder: Path, tmp_path: Path, case: str, **model: Any) -> dict[str, A
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", ["pairs", "stars", "attributes", *(
-    pytest.param(case, marks=pytest.mark.slow) for case in ("thumbs", "scores")
+@pytest.mark.parametrize("case", ["pairs", "stars", *(
+    pytest.param(case, marks=pytest.mark.slow) for case in ("thumbs", "scores", "attributes")
 )])  # fmt: skip
 def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folder: Path, tmp_path: Path) -> None:
     lora = {"lora": {"rank": 4}} if case == "stars" else {}

@@ -128,9 +128,8 @@ def test_another_seed_and_more_epochs_of_pairs_run_no_reference(
 
 @pytest.mark.parametrize("method", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_the_log_is_the_same_with_and_without_a_cache(method: str, place: Path) -> None:
-    train(f"{method}.yaml", "runs/off", "reference.cache=off")
-    train(f"{method}.yaml", "runs/first", "reference.cache=kept")
-    train(f"{method}.yaml", "runs/second", "reference.cache=kept")
+    for run, where in {"off": "off", "first": "kept", "second": "kept"}.items():
+        train(f"{method}.yaml", f"runs/{run}", f"reference.cache={where}", "train.epochs=1")
     expected = records("runs/off")
     for run in ("runs/first", "runs/second"):
         for found, line in zip(records(run), expected, strict=True):
@@ -271,9 +270,10 @@ def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_cache_of_others_is_mentioned(place: Path) -> None:
-    train("dpo.yaml", "runs/1", "reference.cache=kept", "reference.model=./other", "train.epochs=1")
-    train("dpo.yaml", "runs/2", "reference.cache=kept", "train.epochs=1")
-    notes = json.loads(Path("runs/2/run.json").read_text())["notes"]
+    settings = ("reference.cache=kept", "train.epochs=1")
+    score("dpo.yaml", [*settings, "reference.model=./other"], quiet=True)
+    train("dpo.yaml", "runs/1", *settings)
+    notes = json.loads(Path("runs/1/run.json").read_text())["notes"]
     words = [set(re.findall(r"[\w./]+", note)) for note in notes]
     assert sum({"26", "./other", "float32"} <= found for found in words) == 1
 

@@ -35,7 +35,7 @@ def test_every_answer_of_every_kind_has_the_numbers_it_has_alone(place: Path) ->
     found = read()
     policy, reference = (load_model(name, dtype=torch.float32) for name in ("model", "other"))
     assert [len(line["valence"]["answers"]) for line in found] == [1] * 5 + [2] * 4 + [1] * 3 + [3] * 2 + [1] * 3
-    for line, (kind, row) in list(zip(found, expected, strict=True))[::2]:
+    for line, (kind, row) in list(zip(found, expected, strict=True))[::3]:
         assert list(line) == [*row, "valence"]
         assert {name: line[name] for name in row} == row
         alone = zip(one_by_one(policy, kind, row), one_by_one(reference, kind, row), strict=True)

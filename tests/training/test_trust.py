@@ -129,30 +129,34 @@ def run_with_code(shared_runs: SharedRuns, tmp_path: Path, monkeypatch: pytest.M
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("words", [
-    ["export", "run", "out"],
-    ["evaluate", "run"],
-    ["sample", "run", "--prompt", "a"],
-    pytest.param(["sample", "run", "--prompt", "a", "--out", "out.jsonl"], marks=pytest.mark.slow),
-    ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
-    ["score", "run", "--reward", "length", "--data", "rows.jsonl", "--out", "out.jsonl"],
-])  # fmt: skip
-def test_files_of_a_model_are_executed_only_with_a_flag(
-    words: list[str],
-    run_with_code: Path,
-) -> None:
+COMMANDS = (
+    "export run out",
+    "evaluate run",
+    "sample run --prompt a",
+    "sample run --prompt a --out out.jsonl",
+    "score run --data rows.jsonl --out out.jsonl",
+    "score run --reward length --data rows.jsonl --out out.jsonl",
+)
+
+
+def test_files_of_a_model_are_not_executed_without_a_flag(run_with_code: Path) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    with raises_error("code-not-trusted", where="config.yaml", fix="--trust-remote-code") as raised:
-        invoke(*words)
-    assert "coded" in raised.error.what
-    assert not Path("mark").exists()
-    with pytest.raises(Exception):  # noqa: B017 - of the library that runs the files, which define nothing
-        assert command(*words, "--trust-remote-code") == 0
-    assert Path("mark").exists()
-
-
-def test_a_run_that_is_a_reward_model_does_not_allow_its_own_code(run_with_code: Path) -> None:
-    with raises_error("code-not-trusted", where="config.yaml") as raised:
+    for words in COMMANDS:
+        with raises_error("code-not-trusted", fix="--trust-remote-code") as raised:
+            invoke(*words.split())
+        assert "coded" in raised.error.what
+        assert "config.yaml" in (raised.error.where or "")
+    with raises_error("code-not-trusted", where="config.yaml"):
         reward_model(str(run_with_code), {}, "reward.0")
-    assert "coded" in raised.error.what
     assert not Path("mark").exists()
+
+
+@pytest.mark.parametrize("words", [
+    COMMANDS[0],
+    *(pytest.param(words, marks=pytest.mark.slow) for words in COMMANDS[1:]),
+])  # fmt: skip
+def test_files_of_a_model_are_executed_with_a_flag(words: str, run_with_code: Path) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(Exception):  # noqa: B017 - of the library that runs the files, which define nothing
+        assert command(*words.split(), "--trust-remote-code") == 0
+    assert Path("mark").exists()
