@@ -78,7 +78,11 @@ def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
 # --- plain text
 
 
-@pytest.mark.parametrize("as_chat", ["auto", *(pytest.param(value, marks=pytest.mark.slow) for value in (True, False))])
+@pytest.mark.parametrize("as_chat", [
+    "auto",
+    pytest.param(True, marks=pytest.mark.slow),
+    pytest.param(False, marks=pytest.mark.slow),
+])  # fmt: skip
 def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any, place: Path) -> None:
     run = valence.train(recipe(as_chat=as_chat), quiet=True)
     tokenizer: Any = tiny_tokenizer()

@@ -161,10 +161,11 @@ def test_lines_of_different_settings_do_not_mix(place: Path) -> None:
         with raises_error("output-settings-differ", where=f"out.jsonl ({setting})", fix="--fresh"):
             score("scored.jsonl", **change)
         assert Path("out.jsonl").read_bytes() == before
-    score("scored.jsonl", fresh=True, **change)
+    last, _ = changes[-1]
+    score("scored.jsonl", fresh=True, **last)
     assert Path("out.1.jsonl").read_bytes() == before
     assert Path("out.1.jsonl.about.json").exists()
-    score("scored.jsonl", **change)
+    score("scored.jsonl", **last)
 
 
 def test_another_beta_is_another_reward(place: Path) -> None:
