@@ -42,6 +42,7 @@ def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_pa
         restore(tmp_path / "run", at=5, quiet=True)
 
 
+@pytest.mark.slow
 def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -99,6 +99,7 @@ def test_the_second_run_of_a_sweep_runs_no_reference(method: str, kind: str, pla
     assert records("runs/1") != records("runs/2")
 
 
+@pytest.mark.slow
 def test_another_seed_or_batch_size_finds_all_that_it_has_in_common(place: Path) -> None:
     """kto puts other answers behind the prompts; its own sequences are found."""
     once = ("reference.cache=kept", "train.epochs=1")

@@ -119,7 +119,7 @@ def test_an_adapter_of_a_reward_model_is_refused(place: Path) -> None:
 
 @pytest.mark.parametrize(("method", "loss"), [
     ("simpo", "beta: 2.5"),
-    ("ipo", "tau: 0.3"),
+    pytest.param("ipo", "tau: 0.3", marks=pytest.mark.slow),
     pytest.param("dpo_norm", "beta: 3.0", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_run_is_scored_with_the_reward_that_it_trains(method: str, loss: str, place: Path) -> None:
