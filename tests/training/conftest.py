@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import copy
+import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.training.resuming import killed, train
 from tests.training.scoring import FILES, write
+from tests.training.test_run import recipe
 from valence import cli
+from valence.checksums import add_checksum
 from valence.training import score_rows as module
 
 
@@ -22,13 +29,77 @@ def two_models(folder: Path) -> None:
         tokenizer.save_pretrained(folder / name)
 
 
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with two models, to be copied."""
+    folder = tmp_path_factory.mktemp("models")
+    two_models(folder)
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two models and a file of each kind of rows, which is the current one. Windows are small."""
-    two_models(tmp_path)
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WINDOW", 4)
     monkeypatch.setattr(cli.console, "width", 200)
     for name, rows in FILES.items():
         write(f"{name}.jsonl", rows)
     return tmp_path
+
+
+def copy_run(run: Path, target: Path) -> None:
+    """Copy a run's folder as if it had been trained in the current folder."""
+    shutil.copytree(run, target)
+    facts = json.loads((target / "run.json").read_text())
+    (target / "run.json").write_text(json.dumps(add_checksum({**facts, "cwd": str(Path.cwd())})))
+
+
+class SharedRuns:
+    """Runs of 9 steps that are trained once, and copied for each test that needs one."""
+
+    def __init__(self, root: Path, model: Path) -> None:
+        self.root, self.model = root, model
+        self.runs: dict[str, dict[str, Any]] = {}
+
+    def copy(
+        self,
+        target: Path,
+        *,
+        killed_at: int | None = None,
+        **sections: Any,
+    ) -> dict[str, Any]:
+        """Copy a run, killed after this step or else finished, to ``target / "run"``.
+
+        sections: more of its recipe. Returns the recipe of the copy: training with it resumes.
+        """
+        key = json.dumps([killed_at, sections], sort_keys=True)
+        if key not in self.runs:
+            self.runs[key] = self._train(self.root / str(len(self.runs)), killed_at, sections)
+        settings = copy.deepcopy(self.runs[key])
+        copy_run(Path(settings["run"]["dir"]), target / "run")
+        settings["run"]["dir"] = str(target / "run")
+        return settings
+
+    def _train(
+        self,
+        folder: Path,
+        killed_at: int | None,
+        sections: dict[str, Any],
+    ) -> dict[str, Any]:
+        folder.mkdir()
+        settings = recipe(self.model, folder, model={"lora": {"rank": 2}}, train={"epochs": 3})
+        settings["run"] |= {"save_every": 2, "log_every": 3}
+        for name, section in sections.items():
+            settings[name] = {**settings[name], **section}
+        if killed_at is None:
+            train(settings, quiet=True)
+        else:
+            killed(settings, killed_at)
+        return settings
+
+
+@pytest.fixture(scope="session")
+def shared_runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SharedRuns:
+    return SharedRuns(tmp_path_factory.mktemp("runs"), models / "model")

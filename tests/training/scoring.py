@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from valence import cli
 from valence.training.score_rows import Tally, score_rows
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
@@ -30,6 +31,11 @@ def read(name: str = "out.jsonl") -> list[dict[str, Any]]:
 
 def score(*data: str, target: str = "model", out: str = "out.jsonl", **how: Any) -> Tally:
     return score_rows(target, data or ALL, Path(out), quiet=True, **how)
+
+
+def invoke(*words: str) -> None:
+    """Run a command in this process, without the handling of its errors: UserError is raised."""
+    cli.app([*words], standalone_mode=False)
 
 
 def whole() -> bytes:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import valence
+from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
 from valence.engine import speed
 from valence.errors import UserError
@@ -17,6 +18,7 @@ from valence.report import page
 from valence.report.html import write_aside
 from valence.report.metrics import repeatable
 from valence.training import pages
+from valence.training.restore import restore
 
 
 class Clock:
@@ -82,8 +84,8 @@ def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path)
     assert {row["source"] for row in found["rows"]} == {str(tmp_path / "train.jsonl")}
     texts = {row["completion"] for row in ROWS}
     assert all(row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys() for row in found["rows"])
-    whole = valence.train(recipe(folder, tmp_path), overrides=["eval.train_examples=0"], quiet=True)
-    rewards = {row["id"]: row["reward"] for row in whole.evaluate(name="train").rows}
+    run = restore(tmp_path / "run", quiet=True)
+    rewards = {row["id"]: row["reward"] for row in run.evaluate(name="train").rows}
     for row in found["rows"]:
         assert row["reward"] == pytest.approx(rewards[row["id"]], abs=1e-6)
 
@@ -92,11 +94,11 @@ def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: 
     """One thumb alone has no mismatched answer."""
     run = valence.train(recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True)
     assert not (tmp_path / "run" / "eval" / "train.json").exists()
-    assert any("training rows were not measured" in said for said in run.facts["notes"])
+    assert sum(f"{tmp_path / 'train.jsonl'}:1" in note for note in run.facts["notes"]) == 1
 
 
-def test_the_log_tells_of_time_and_memory(folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    valence.train(recipe(folder, tmp_path, run={"save_every": 1}), quiet=True)
+def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Path) -> None:
+    shared_runs.copy(tmp_path)
     records: list[dict[str, Any]] = logged(tmp_path / "run")
     assert all(0.1 < record["memory"] < 100 for record in records)
     evaluated = [record for record in records if "eval/loss" in record]

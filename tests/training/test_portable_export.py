@@ -25,7 +25,7 @@ def test_hub_ids_and_relative_paths_stay(name: str, portable: str) -> None:
     assert portable_name(name) == portable
 
 
-@pytest.mark.parametrize("export", ["adapter", "merged"])
+@pytest.mark.parametrize("export", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
 def test_an_exported_model_holds_no_absolute_path(export: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     away = place / "private folder"
     away.mkdir()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,11 +14,11 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 import valence
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.config.load import load_recipe
-from valence.errors import UserError
 from valence.training.build import build_models
 from valence.training.methods import method_of
 from valence.training.plan import make_plan
@@ -55,12 +56,14 @@ def recipe(folder: Path, tmp_path: Path, case: str, **model: Any) -> dict[str, A
     return {
         "method": method, "model": {"name": str(folder), **model}, "loss": loss,
         "data": {"train": str(path), "eval": str(path), "max_length": 64},
-        "train": {"batch_size": 8, "learning_rate": 3e-3, "epochs": 25, "micro_batch_tokens": 60},
+        "train": {"batch_size": 8, "learning_rate": 1e-2, "epochs": 10, "micro_batch_tokens": 200},
         "eval": {"every": 1000}, "run": {"dir": str(tmp_path / "run")},
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["pairs", "stars", *(
+    pytest.param(case, marks=pytest.mark.slow) for case in ("thumbs", "scores", "attributes")
+)])  # fmt: skip
 def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folder: Path, tmp_path: Path) -> None:
     lora = {"lora": {"rank": 4}} if case == "stars" else {}
     run = valence.train(recipe(folder, tmp_path, case, **lora), quiet=True)
@@ -99,7 +102,9 @@ def test_the_plan_counts_the_head_that_is_there(folder: Path, tmp_path: Path) ->
 
 def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> None:
     """Also by the command, which needs the training rows for it."""
-    run = valence.train(recipe(folder, tmp_path, "stars"), quiet=True)
+    settings = recipe(folder, tmp_path, "stars")
+    settings["train"] = {"batch_size": 8, "max_steps": 1}
+    run = valence.train(settings, quiet=True)
     again = restore(tmp_path / "run", overrides=["data.train=[]"])
     assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
     found = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
@@ -114,7 +119,7 @@ BOTH = [{**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4} for 
 
 @pytest.mark.parametrize(("loss", "verdict", "names"), [
     ({}, "label", ["reward"]),
-    ({"error": "squared"}, "score", ["reward"]),
+    pytest.param({"error": "squared"}, "score", ["reward"], marks=pytest.mark.slow),
     ({"error": "squared", "verdict": "attributes"}, "attributes", ["help", "number"]),
 ])  # fmt: skip
 def test_one_verdict_is_learnt_of_rows_that_have_several(
@@ -128,27 +133,40 @@ def test_one_verdict_is_learnt_of_rows_that_have_several(
     assert run.recipe.model.attributes == names
     assert all(len(unit.scores) == len(names) for unit in run.prepared.corpora["eval"].units)
     assert run.evaluate(BOTH).metrics == pytest.approx(run.evaluate().metrics)
-    with pytest.raises(UserError, match=f"no {verdict}"):
+    with raises_error("row-target-missing", where=":1", fix="loss.verdict") as raised:
         run.evaluate([{"prompt": "a ", "completion": "b", **({"score": 1.0} if verdict == "label" else {"label": True})}])
+    assert re.search(rf"\b{verdict}\b", raised.error.what)
     again = restore(tmp_path / "run", overrides=["data.train=[]"])
     assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
 
 
-@pytest.mark.parametrize(("case", "changes", "words"), [
-    ("pairs", {"model": {"name": "x", "attributes": ["help", "safety"]}}, "model.attributes"),
-    ("stars", {"loss": {"levels": 3}}, "from 1 to 3.*loss.levels"),
-    ("scores", {"loss": {}}, "from 0 to 1.*loss.error"),
-    ("thumbs", {"run": {"dir": "x", "export": "adapter"}, "model": {"name": "x", "lora": {"rank": 2}}}, "run.export"),
-    ("thumbs", {"run": {"dir": "x", "samples": {"prompts": 1}}}, "run.samples"),
-    ("attributes", {"model": {"name": "x", "attributes": ["help"]}}, "'number', which the model does not score"),
+@pytest.mark.parametrize(("case", "changes", "code", "where", "fix"), [
+    ("pairs", {"model": {"name": "x", "attributes": ["help", "safety"]}},
+     "attributes-unused", "model.attributes", ""),
+    ("stars", {"loss": {"levels": 3}}, "row-target-range", "rows.jsonl:4", "loss.levels"),
+    ("scores", {"loss": {}}, "row-target-range", "rows.jsonl:2", "loss.error"),
+    ("thumbs", {"run": {"dir": "x", "export": "adapter"},
+                "model": {"name": "x", "lora": {"rank": 2}}},
+     "setting-conflict", "run.export", ""),
+    ("thumbs", {"run": {"dir": "x", "samples": {"prompts": 1}}},
+     "setting-conflict", "run.samples", ""),
+    ("attributes", {"model": {"name": "x", "attributes": ["help"]}},
+     "row-attribute-unknown", "rows.jsonl:2", "help"),
 ])  # fmt: skip
 def test_mistakes_are_named_before_a_model_is_loaded(
-    case: str, changes: dict[str, Any], words: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str,
+    changes: dict[str, Any],
+    code: str,
+    where: str,
+    fix: str,
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     made = recipe(folder, tmp_path, case)
     for section, values in changes.items():
         made[section] = (made[section] | values if values else {}) | ({"name": str(folder)} if section == "model" else {})
     made["run"]["dir"] = str(tmp_path / "run")
-    with pytest.raises(UserError, match=f"(?s){words}"):
+    with raises_error(code, where=where, fix=fix):
         valence.train(made, quiet=True)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,24 +16,23 @@ import torch
 import valence
 from tests.command import command
 from tests.dist.rig import run as together
+from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
-from tests.training.conftest import two_models
 from tests.training.rounds import REWARDS, judge, prompts, sample
-from tests.training.scoring import read, write
+from tests.training.scoring import invoke, read, write
 from valence import cli
 from valence.data.encode import Encoder
 from valence.dist.protocol import Group
 from valence.engine.models import load_model
-from valence.errors import UserError
 from valence.rollout.hf import HFGenerator
 from valence.training import sample_rows as module
 from valence.types import Chat
 
 
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with two models, prompts and rewards, which is the current one."""
-    two_models(tmp_path)
+    shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 200)
     prompts()
@@ -106,15 +107,22 @@ def test_the_answers_to_a_prompt_depend_on_the_seed_and_its_place_alone(place: P
 # Stopping and going on
 
 
-@pytest.mark.parametrize("share", [0.0, 0.2, 0.55, 0.999, 1.0])
-def test_a_file_that_was_cut_is_gone_on_with(share: float, place: Path) -> None:
+def test_a_file_that_was_cut_is_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is sampled twice."""
     expected = bytes_of()
     sample()
-    Path("answers.jsonl").write_bytes(expected[: int(share * len(expected))])
-    counted = sample()
-    assert Path("answers.jsonl").read_bytes() == expected
-    lines = expected[: int(share * len(expected))].count(b"\n")
-    assert counted.earlier == (21 if share == 1 else lines // 6 * 6)
+    for share in (0.2, 0.999, 1.0):
+        if share == 1.0:
+            monkeypatch.setattr(
+                HFGenerator,
+                "generate",
+                lambda *_, **__: pytest.fail("sampled again"),
+            )
+        part = expected[: int(share * len(expected))]
+        Path("answers.jsonl").write_bytes(part)
+        counted = sample()
+        assert Path("answers.jsonl").read_bytes() == expected, share
+        assert counted.earlier == (21 if share == 1 else part.count(b"\n") // 6 * 6), share
 
 
 def test_prompts_that_were_added_are_answered(place: Path) -> None:
@@ -122,12 +130,6 @@ def test_prompts_that_were_added_are_answered(place: Path) -> None:
     prompts(count=10)
     assert sample().earlier == 18
     assert Path("answers.jsonl").read_bytes() == bytes_of()
-
-
-def test_nothing_is_sampled_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample()
-    monkeypatch.setattr(HFGenerator, "generate", lambda *_, **__: pytest.fail("it was sampled again"))
-    assert sample().earlier == 21
 
 
 def in_processes(group: Group, place: Path) -> None:
@@ -138,6 +140,7 @@ def in_processes(group: Group, place: Path) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.slow
 def test_several_processes_write_what_one_does(place: Path) -> None:
     assert [each.error for each in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
     assert Path("two.jsonl").read_bytes() == bytes_of()
@@ -164,7 +167,7 @@ def test_other_answers_of_the_same_model_are_added(place: Path) -> None:
     rows = read("answers.jsonl")
     assert [len({row["sampled"]["by"] for row in part}) for part in (rows[:21], rows[21:42], rows[42:], rows)] == [1, 1, 1, 3]
     assert rows[:21] != rows[21:42]
-    with pytest.raises(UserError, match="these lines are in the file already, before others"):
+    with raises_error("output-lines-duplicate", where="answers.jsonl", fix="--seed"):
         sample(append=True)
 
 
@@ -172,23 +175,24 @@ def test_nothing_is_added_to_what_is_not_complete(place: Path) -> None:
     sample()
     whole = Path("answers.jsonl").read_bytes()
     Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(
-        UserError, match=r"of the lines that were to be appended to, \d+ of 21 are there\n.*own command once more"
-    ):
+    with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
+    there = whole[: len(whole) // 2].count(b"\n")
+    assert re.findall(r"\d+", raised.error.what) == [f"{there}", "21"]
     sample()
     sample(seed=1, append=True)
     Path("answers.jsonl").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(UserError, match=r"\d+ of its lines are gone"):
+    with raises_error("output-lines-missing", where="answers.jsonl") as raised:
         sample(seed=1, append=True)
+    assert re.findall(r"\d+", raised.error.what) == [f"{21 - there}"]
 
 
-@pytest.mark.parametrize("append", [False, True])
-def test_answers_of_another_model_do_not_mix(append: bool, place: Path) -> None:
+def test_answers_of_another_model_do_not_mix(place: Path) -> None:
     sample()
     before = Path("answers.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"answers.jsonl: its lines were made with another model"):
-        sample(target="other", append=append)
+    for append in (False, True):
+        with raises_error("output-settings-differ", where="answers.jsonl (model)"):
+            sample(target="other", append=append)
     assert Path("answers.jsonl").read_bytes() == before
     sample(target="other", fresh=True)
     assert Path("answers.1.jsonl").read_bytes() == before
@@ -197,45 +201,58 @@ def test_answers_of_another_model_do_not_mix(append: bool, place: Path) -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(("how", "said"), [
-    ({"seed": 1}, r"another seed \(0, and now 1\)\n.*--append"),
-    ({"temperature": 0.5}, "another temperature"),
-    ({"n": 2}, "another answers"),
-    ({"max_new_tokens": 7}, "another max_new_tokens"),
-])  # fmt: skip
-def test_answers_that_were_drawn_otherwise_do_not_mix(how: dict[str, Any], said: str, place: Path) -> None:
+def test_answers_that_were_drawn_otherwise_do_not_mix(place: Path) -> None:
     sample()
-    with pytest.raises(UserError, match=said):
-        sample(**how)
+    for how, setting in (
+        ({"seed": 1}, "seed"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"n": 2}, "answers"),
+        ({"max_new_tokens": 7}, "max_new_tokens"),
+    ):
+        where = f"answers.jsonl ({setting})"
+        with raises_error("output-settings-differ", where=where, fix="--append") as raised:
+            sample(**how)
+        assert str(how.popitem()[1]) in raised.error.what  # the value of this call
 
 
 def test_prompts_that_changed_are_seen(place: Path) -> None:
     sample()
     rows = read("prompts.jsonl")
     write("prompts.jsonl", [rows[0], {"prompt": "something else "}, *rows[2:]])
-    with pytest.raises(UserError, match=r"^prompts.jsonl:2: line 4 of answers.jsonl answers another prompt"):
+    with raises_error("output-rows-changed", where="prompts.jsonl:2") as raised:
         sample()
+    assert "line 4 of answers.jsonl" in raised.error.what
     write("prompts.jsonl", rows[:5])
-    with pytest.raises(UserError, match="the file has 21 lines, and there are only 15 rows"):
+    with raises_error("output-lines-extra", where="answers.jsonl") as raised:
         sample()
+    assert re.findall(r"\d+", raised.error.what) == ["21", "15"]
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("model", "--out", "a.jsonl"), "give --prompt or --data"),
-    (("model", "--data", "prompts.jsonl", "--out", "a.json"), "ends in .jsonl"),
-    (("model", "--data", "prompts.jsonl", "--out", "prompts.jsonl"), "is read and cannot be written as well"),
-    (("model", "--data", "nothing.jsonl", "--out", "a.jsonl"), "nothing.jsonl"),
-    (("nowhere", "--prompt", "x", "--out", "a.jsonl"), "nowhere"),
-    (("prompts.jsonl", "--prompt", "x", "--out", "a.jsonl"), "this is a file"),
-    (("model", "--prompt", "x", "--out", "a.jsonl", "--step", "3"), "no checkpoints"),
-    (("model", "--prompt", "x", "--top-p", "2"), "top_p"),
+@pytest.mark.parametrize(("words", "code", "where"), [
+    (("model", "--out", "a.jsonl"), "rows-missing", "sample"),
+    (("model", "--data", "prompts.jsonl", "--out", "a.json"), "output-not-jsonl", "a.json"),
+    (("model", "--data", "prompts.jsonl", "--out", "prompts.jsonl"),
+     "output-is-input", "prompts.jsonl"),
+    (("model", "--data", "nothing.jsonl", "--out", "a.jsonl"), "file-not-found", "nothing.jsonl"),
+    (("nowhere", "--prompt", "x", "--out", "a.jsonl"), "model-not-found", "model"),
+    (("prompts.jsonl", "--prompt", "x", "--out", "a.jsonl"), "path-is-file", "prompts.jsonl"),
+    (("model", "--prompt", "x", "--out", "a.jsonl", "--step", "3"), "option-unused", "--step"),
+    (("model", "--prompt", "x", "--top-p", "2"), "sampling-value", "top_p"),
 ])  # fmt: skip
-def test_a_mistake_is_one_message(words: tuple[str, ...], said: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("sample", *words) == 2
-    shown = capsys.readouterr()
-    assert said in shown.err
-    assert "Traceback" not in shown.err + shown.out
+def test_a_mistake_is_refused(words: tuple[str, ...], code: str, where: str, place: Path) -> None:
+    with raises_error(code, where=where):
+        invoke("sample", *words)
     assert not Path("a.jsonl").exists()
+
+
+def test_a_mistake_is_one_message(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("sample", "model", "--data", "nothing.jsonl", "--out", "a.jsonl")
+    with raises_error("file-not-found") as raised:
+        invoke(*words)
+    assert command(*words) == 2
+    shown = capsys.readouterr()
+    assert "".join(shown.err.split()) == "".join(f"valence: {raised.error}".split())
+    assert shown.out == ""
 
 
 def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +266,7 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
         return inner(self, asked, *how, **more)
 
     monkeypatch.setattr(HFGenerator, "generate", fail)
-    with pytest.raises(UserError, match="no memory for 6 answers at once\n.*fewer --at-once"):
+    with raises_error("out-of-memory", where="prompts.jsonl:3", fix="--at-once"):
         sample()
     monkeypatch.undo()
     monkeypatch.chdir(place)

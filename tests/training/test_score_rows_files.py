@@ -11,11 +11,13 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import pytest
 import torch
 
 from tests.command import command
+from tests.errors import raises_error
 from tests.programs import Program
 from tests.training.scoring import ALL, FILES, read, score, whole, write
 from valence import cli
@@ -23,22 +25,22 @@ from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.training import score_rows as module
-
-ROOT = Path(__file__).parents[2]
-
+from valence.training.judges import LogProbs
+from valence.types import Batch
 
 # Stopping and going on
 
 
-@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.77, 0.999, 1.0])
-def test_a_file_that_was_cut_is_gone_on_with(share: float, place: Path) -> None:
+def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
     expected = whole()
     score()
-    Path("out.jsonl").write_bytes(expected[: int(share * len(expected))])
-    tally = score()
-    assert Path("out.jsonl").read_bytes() == expected
-    lines = expected[: int(share * len(expected))].count(b"\n")
-    assert (tally.rows, tally.earlier) == (17, 17 if share == 1 else lines // 4 * 4)
+    for share in (0.0, 0.1, 0.77, 0.999, 1.0):
+        part = expected[: int(share * len(expected))]
+        Path("out.jsonl").write_bytes(part)
+        tally = score()
+        assert Path("out.jsonl").read_bytes() == expected, share
+        kept = 17 if share == 1 else part.count(b"\n") // 4 * 4
+        assert (tally.rows, tally.earlier) == (17, kept), share
 
 
 def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -46,17 +48,18 @@ def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch)
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
     scored: list[int] = []
-    inner = module._Window.score
+    inner = LogProbs.__call__
 
-    def watched(self: Any, *how: Any) -> Iterator[tuple[int, int]]:
-        scored.append(len(self.units))
-        return inner(self, *how)
+    def watched(self: LogProbs, batch: Batch) -> Any:
+        scored.append(batch.sequences)
+        return inner(self, batch)
 
-    monkeypatch.setattr(module._Window, "score", watched)
+    monkeypatch.setattr(LogProbs, "__call__", watched)
     score()
-    assert scored == [4, 1]
+    assert sum(scored) == 3 + 3 + 1 + 1 + 1  # of the rows from the 13th on: 12 are whole windows
+    scored.clear()
     score()
-    assert scored == [4, 1]
+    assert scored == []
 
 
 def test_rows_that_were_added_to_the_data_are_scored(place: Path) -> None:
@@ -72,6 +75,7 @@ def small_windows() -> None:
     cli.main()
 
 
+@pytest.mark.slow
 def test_a_program_that_is_killed_loses_a_window_at_most(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = write("rows.jsonl", [{"prompt": f"question {i} ", "completion": f"{i * i} " * 20} for i in range(600)])
     out, program = Path("out.jsonl"), Program("score", "model", "--data", rows, "--out", "out.jsonl", main=small_windows)
@@ -85,7 +89,7 @@ def test_a_program_that_is_killed_loses_a_window_at_most(place: Path, monkeypatc
     assert out.read_bytes() == Path("whole.jsonl").read_bytes()
 
 
-def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = whole()
     lines: list[int] = []
     inner = module.Lines.write
@@ -99,7 +103,6 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(module.Lines, "write", stopping)
     words = ("score", "model", *(word for path in ALL for word in ("--data", path)), "--out", "out.jsonl")
     assert command(*words) == 130
-    assert "the same command goes on from there" in capsys.readouterr().out
     assert len(read()) == 8
     monkeypatch.undo()
     monkeypatch.chdir(place)
@@ -131,8 +134,8 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(module.load_judge.__globals__["LogProbs"], "__call__", fail)
-    with pytest.raises(UserError, match="fewer --tokens"):
+    monkeypatch.setattr(LogProbs, "__call__", fail)
+    with raises_error("out-of-memory", where="judgement.jsonl:1", fix="--tokens"):
         score()
     monkeypatch.undo()
     monkeypatch.chdir(place)
@@ -144,31 +147,34 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
 # What is refused
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"target": "other"}, "another model"),
-    ({"overrides": ["reference.model=./other"]}, "another reference"),
-    ({"overrides": ["model.dtype=float64"]}, "another model"),
-    ({"overrides": ["data.max_length=99"]}, r"another max_length \(1024, and now 99\)"),
-    ({"column": "more"}, "another column"),
-])  # fmt: skip
-def test_lines_of_different_settings_do_not_mix(change: dict[str, Any], said: str, place: Path) -> None:
+def test_lines_of_different_settings_do_not_mix(place: Path) -> None:
     score("scored.jsonl")
     before = Path("out.jsonl").read_bytes()
-    with pytest.raises(UserError, match=rf"(?s)out.jsonl: its lines were made with {said}.*--fresh"):
-        score("scored.jsonl", **change)
-    assert Path("out.jsonl").read_bytes() == before
-    score("scored.jsonl", fresh=True, **change)
+    changes: list[tuple[dict[str, Any], str]] = [
+        ({"target": "other"}, "model"),
+        ({"overrides": ["model.dtype=float64"]}, "model"),
+        ({"overrides": ["data.max_length=99"]}, "max_length"),
+        ({"column": "more"}, "column"),
+        ({"overrides": ["reference.model=./other"]}, "reference"),
+    ]
+    for change, setting in changes:
+        with raises_error("output-settings-differ", where=f"out.jsonl ({setting})", fix="--fresh"):
+            score("scored.jsonl", **change)
+        assert Path("out.jsonl").read_bytes() == before
+    last, _ = changes[-1]
+    score("scored.jsonl", fresh=True, **last)
     assert Path("out.1.jsonl").read_bytes() == before
     assert Path("out.1.jsonl.about.json").exists()
-    score("scored.jsonl", **change)
+    score("scored.jsonl", **last)
 
 
 def test_another_beta_is_another_reward(place: Path) -> None:
     how: dict[str, Any] = {"overrides": ["reference.model=./other"]}
     score("scored.jsonl", beta=0.2, **how)
-    with pytest.raises(UserError, match=r"another beta \(0.2, and now 0.1\)"):
+    with raises_error("output-settings-differ", where="out.jsonl (beta)") as raised:
         score("scored.jsonl", **how)
-    with pytest.raises(UserError, match="no reward without a reference"):
+    assert re.findall(r"\d\.\d", raised.error.what) == ["0.2", "0.1"]
+    with raises_error("beta-needs-reference", where="--beta"):
         score("scored.jsonl", beta=0.2, out="new.jsonl")
 
 
@@ -176,34 +182,57 @@ def test_data_that_changed_is_seen(place: Path) -> None:
     score("scored.jsonl")
     rows = FILES["scored"]
     write("scored.jsonl", [*rows[:2], {**rows[2], "completion": "worlds"}])
-    with pytest.raises(UserError, match="the data has changed"):
+    with raises_error("output-rows-changed", where="scored.jsonl:3"):
         score("scored.jsonl")
-    write("scored.jsonl", [{**rows[0], "completion": "worlds"}, *rows[1:]])
-    with pytest.raises(UserError, match=r"^scored.jsonl:1: out.jsonl:1 is not of this row, but of scored.jsonl:1 as that was"):
-        score("scored.jsonl")
-    write("scored.jsonl", [{**rows[0], "completion": ""}, *rows[1:]])
-    with pytest.raises(UserError, match=r"^scored.jsonl:1: out.jsonl:1 is not of this row"):
-        score("scored.jsonl")
+    for completion in ("worlds", ""):  # another answer; a row that cannot be scored
+        write("scored.jsonl", [{**rows[0], "completion": completion}, *rows[1:]])
+        with raises_error("output-rows-changed", where="scored.jsonl:1") as raised:
+            score("scored.jsonl")
+        assert "out.jsonl:1" in raised.error.what
     write("scored.jsonl", rows[:2])
-    with pytest.raises(UserError, match="the file has 3 lines, and there are only 2 rows"):
+    with raises_error("output-lines-extra", where="out.jsonl") as raised:
         score("scored.jsonl")
+    assert re.findall(r"\d+", raised.error.what) == ["3", "2"]
 
 
-@pytest.mark.parametrize("number", [1, 7])
-@pytest.mark.parametrize("line", [
+FOREIGN = (
     b"garbage", b"\xff\xfe", b"[1]", b"{}", b"", b"[" * 9999, b'{"origin": 1}', b'{"origin" nonsense', b'{"valence": 1}',
     b'{"origin": "rows.jsonl:1", "answers": []}', b'{"valence": {"origin": "rows.jsonl:1"}}',
     b'{"valence": {"origin": 1, "answers": []}}', b'{"valence": {"origin": [], "error": "", "fix": ""}}',
+)  # fmt: skip
+"""Lines that this command does not write."""
+
+
+@pytest.mark.parametrize(("number", "foreign"), [
+    (1, FOREIGN[::3]),
+    pytest.param(7, FOREIGN, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_lines_that_were_edited_are_refused(line: bytes, number: int, place: Path) -> None:
+def test_lines_that_were_edited_are_refused(
+    number: int,
+    foreign: tuple[bytes, ...],
+    place: Path,
+) -> None:
+    """Also with a checksum that fits, in the first window and in the second."""
     rows = write("rows.jsonl", FILES["judgement"] * 3)
     score(rows)
-    lines = Path("out.jsonl").read_bytes().split(b"\n")[:11]  # the last ones are no whole window
-    lines[number] = line
-    Path("out.jsonl").write_bytes(edited := b"\n".join(lines))
-    with pytest.raises(UserError, match=rf"^out.jsonl:{number + 1}: .*\n.*--fresh"):
-        score(rows)
-    assert Path("out.jsonl").read_bytes() == edited
+    out, sums = Path("out.jsonl"), Path("out.jsonl.crc")
+    lines = out.read_bytes().split(b"\n")[:11]  # the last ones are no whole window
+    checksums = sums.read_bytes().splitlines()
+    for line in foreign:
+        edited = b"\n".join([*lines[:number], line, *lines[number + 1 :]])
+        out.write_bytes(edited)
+        if line == foreign[0]:
+            with raises_error(
+                "output-line-damaged",
+                where=f"out.jsonl:{number + 1}",
+                fix="--fresh",
+            ):
+                score(rows)
+        checksums[number] = b"%08x" % crc32(line + b"\n")
+        sums.write_bytes(b"\n".join(checksums) + b"\n")
+        with raises_error("output-line-foreign", where=f"out.jsonl:{number + 1}", fix="--fresh"):
+            score(rows)
+        assert out.read_bytes() == edited
     assert score(rows, fresh=True).earlier == 0
 
 
@@ -215,7 +244,7 @@ def test_a_number_that_has_changed_is_refused_and_named(place: Path) -> None:
     lines = [*whole[:4], re.sub(rb'("logp": -?\d)', rb"\g<1>1", whole[4], count=1), *whole[5:]]
     Path("out.jsonl").write_bytes(b"\n".join(lines))
     assert lines[4] != whole[4]
-    with pytest.raises(UserError, match=r"^out.jsonl:5: .*checksum"):
+    with raises_error("output-line-damaged", where="out.jsonl:5"):
         score(rows)
     Path("out.jsonl").write_bytes(b"\n".join(whole[:4]) + b"\n")  # as the error advises
     assert score(rows).rows == len(FILES["judgement"]) * 3
@@ -225,50 +254,56 @@ def test_a_file_without_its_checksums_is_not_gone_on_with(place: Path) -> None:
     score("scored.jsonl")
     Path("out.jsonl.crc").unlink()
     kept = Path("out.jsonl").read_bytes()
-    with pytest.raises(UserError, match=r"out.jsonl.crc.*\n.*--fresh"):
+    with raises_error("output-foreign", where="out.jsonl", fix="--fresh") as raised:
         score("scored.jsonl")
+    assert "out.jsonl.crc" in raised.error.what
     assert Path("out.jsonl").read_bytes() == kept
 
 
-def test_facts_whose_checksum_is_wrong_are_refused(place: Path) -> None:
+def test_facts_that_were_edited_are_refused(place: Path) -> None:
+    """Whether they are no facts, have a wrong checksum, or one that fits."""
     score("scored.jsonl")
     about = Path("out.jsonl.about.json")
-    about.write_text(about.read_text().replace('"long_rows": "', '"long_rows": "x', 1))
-    with pytest.raises(UserError, match=r"^out.jsonl.about.json: .*checksum"):
-        score("scored.jsonl")
+    original = about.read_text()
+    damaged, differ = (
+        ("output-state-damaged", about.name),
+        ("output-settings-differ", "out.jsonl ("),
+    )
+    unreadable = ("file-not-readable", about.name)
+    without = {name: value for name, value in json.loads(original).items() if name != "reference"}
+    for text, (code, where) in {
+        "[]": damaged,
+        "null": damaged,
+        "{}": damaged,
+        '{"about": 1}': damaged,
+        '{"about": {}}': differ,
+        '{"m":': unreadable,
+        "[" * 9999: unreadable,
+        original.replace('"long_rows": "', '"long_rows": "x', 1): unreadable,  # a wrong checksum
+        json.dumps(add_checksum(without | {"reference": 1})): (
+            "output-settings-differ",
+            "out.jsonl (reference)",
+        ),
+        json.dumps(add_checksum(without | {"another": 1})): damaged,
+        json.dumps(add_checksum(without | {"reference": None, "another": None})): damaged,
+    }.items():
+        about.write_text(text)
+        with raises_error(code, where=where, fix="--fresh"):
+            score("scored.jsonl")
+        assert about.read_text() == text
 
 
-@pytest.mark.parametrize("text", ["{}", "[]", "null", '{"about": {}}', '{"about": 1}', '{"m":', "[" * 9999])
-def test_facts_that_were_edited_are_refused(text: str, place: Path) -> None:
-    score("scored.jsonl")
-    Path("out.jsonl.about.json").write_text(text)
-    for target in ("model", "other"):
-        with pytest.raises(UserError, match=r"^out.jsonl(.about.json)?: .*\n.*--fresh"):
-            score("scored.jsonl", target=target)
-    assert Path("out.jsonl.about.json").read_text() == text
-
-
-@pytest.mark.parametrize("more", [{"reference": 1}, {"another": 1}, {"reference": None, "another": None}])
-def test_facts_are_those_that_are_expected(more: dict[str, Any], place: Path) -> None:
-    score("scored.jsonl")
-    about = Path("out.jsonl.about.json")
-    facts = json.loads(about.read_text())
-    about.write_text(json.dumps(add_checksum({name: value for name, value in facts.items() if name != "reference"} | more)))
-    with pytest.raises(UserError, match=r"another reference|does not say what the lines of out.jsonl depend on"):
-        score("scored.jsonl")
-
-
-@pytest.mark.parametrize(("out", "said"), [
-    ("scored.jsonl", "is read and cannot be written as well"),
-    ("judgement.jsonl", "was not written by this command"),
-    ("new.json", "ends in .jsonl"),
-    ("no/new.jsonl", "there is no folder no"),
+@pytest.mark.parametrize(("out", "code"), [
+    ("scored.jsonl", "output-is-input"),
+    ("judgement.jsonl", "output-foreign"),
+    ("new.json", "output-not-jsonl"),
+    ("no/new.jsonl", "path-invalid-output"),
 ])  # fmt: skip
 def test_a_file_that_cannot_be_had_is_refused_before_a_model_is_loaded(
-    out: str, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    out: str, code: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "load_judge", lambda *_, **__: pytest.fail("a model was loaded"))
-    with pytest.raises(UserError, match=said):
+    with raises_error(code, where=out):
         score("scored.jsonl", out=out)
 
 
@@ -276,7 +311,7 @@ def test_two_programs_do_not_write_one_file(place: Path) -> None:
     score("scored.jsonl")
     with Path("out.jsonl").open("ab") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(UserError, match="another program is writing"):
+        with raises_error("output-locked", where="out.jsonl"):
             score("scored.jsonl")
 
 
@@ -289,20 +324,20 @@ def test_facts_that_change_while_a_model_is_loaded_are_seen(place: Path, monkeyp
         return inner(*how, **more)
 
     monkeypatch.setattr(module, "load_judge", slow)
-    with pytest.raises(UserError, match="another model"):
+    with raises_error("output-settings-differ", where="out.jsonl (model)"):
         score("scored.jsonl")
     score("scored.jsonl", target="other")
 
 
 def test_a_file_is_not_moved_aside_while_it_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    inner, refused = module.Lines.write, list[str]()
+    inner, refused = module.Lines.write, list[UserError]()
 
     def meanwhile(self: Any, made: Any) -> None:
         inner(self, made)
         monkeypatch.setattr(module.Lines, "write", inner)
-        with pytest.raises(UserError, match="another program is writing") as error:
+        with raises_error("output-locked", where="out.jsonl") as raised:
             score(target="other", fresh=True)
-        refused.append(str(error.value))
+        refused.append(raised.error)
 
     monkeypatch.setattr(module.Lines, "write", meanwhile)
     score()
@@ -320,7 +355,7 @@ def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(place: Path,
         flock(file, how)
 
     monkeypatch.setattr(fcntl, "flock", late)
-    with pytest.raises(UserError, match="another program is writing"):
+    with raises_error("output-locked", where="out.jsonl"):
         score("scored.jsonl")
 
 
@@ -329,7 +364,7 @@ def test_a_full_disk_is_said_so_and_gone_on_from(place: Path) -> None:
     before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
-        with pytest.raises(UserError, match=r"^out.jsonl: cannot write \(File too large\)"):
+        with raises_error("file-not-writable", where="out.jsonl"):
             score(rows)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
 import shlex
+import shutil
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +20,11 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from tests.command import command
 from tests.docs.blocks import blocks
-from tests.models import tiny
+from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, ROOT, judge, killed, prompts, sample
-from tests.training.scoring import read, write
+from tests.training.scoring import invoke, read, write
 from valence import cli
-from valence.errors import UserError
 from valence.training import reward_rows as module
 
 RECIPES = {
@@ -33,21 +35,28 @@ RECIPES = {
 }
 
 
+@pytest.fixture(scope="module")
+def sampled(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and answers of it, to be copied."""
+    folder = tmp_path_factory.mktemp("sampled")
+    shutil.copytree(models / "model", folder / "model")
+    with contextlib.chdir(folder):
+        prompts()
+        sample()
+    return folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def place(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, answers of it and rewards, which is the current one. Windows are small."""
-    tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[operator]
-    tokenizer.save_pretrained(tmp_path / "model")
+    shutil.copytree(sampled, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     for name in ("rewards", "broken"):
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(module, "WINDOW", 4)
     monkeypatch.setattr(cli.console, "width", 200)
-    prompts()
     Path("rewards.py").write_text(REWARDS)
-    sample()
     return tmp_path
 
 
@@ -89,14 +98,12 @@ def test_a_failure_is_an_error_and_no_number(place: Path, capsys: pytest.Capture
     assert len(failed) == 3
     assert all(row["score"] is None and row["error"] for row in failed)
     assert all("error" not in row and row["score"] == row["index"] for row in rows if row not in failed)
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "18 of 21 rows are scored in scored.jsonl" in shown
+    shown = capsys.readouterr().out
+    assert {"18", "21"} <= set(re.findall(r"\d+", shown))
     assert "answers.jsonl:4: " in shown
-    name = recipe("grpo")
-    assert command("check", name) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert "its reward failed, and no other answer to its prompt has a score" in shown
-    assert command("train", name, "--quiet") == 0
+    assert command("train", recipe("grpo"), "--quiet") == 0
+    file = json.loads(Path("runs/grpo/audit.json").read_text())["train"]["files"][0]
+    assert file["not_converted"] == 3
 
 
 def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path) -> None:
@@ -105,8 +112,9 @@ def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path
         "        raise OSError('the server is down')\n    return [1.0] * len(completions)\n"
     )
     Path("down").touch()
-    with pytest.raises(UserError, match=r"answers.jsonl:13: the reward failed for all 4 answers from here on.*server is down"):
+    with raises_error("reward-failures", where="answers.jsonl:13") as raised:
         judge("{reward: 'broken:fn', retries: 0}")
+    assert "the server is down" in raised.error.what  # what the reward raised
     assert len(read("scored.jsonl")) == 12
     Path("down").unlink()
     assert judge("{reward: 'broken:fn', retries: 0}").earlier == 12
@@ -126,7 +134,7 @@ def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
     rows = [{"prompt": "1 + 1 = ", "completion": "2", "answer": 2}, {"prompt": [{"role": "user", "content": "hello"}],
             "completion": "world a", "answer": 7}]  # fmt: skip
     write("text.jsonl", rows)
-    with pytest.raises(UserError, match=r"text.jsonl:1: the row has no prompt_ids and completion_ids.*\n.*name a model"):
+    with raises_error("row-tokens-missing", where="text.jsonl:1", fix="--data"):
         judge("rewards:vowels", data=("text.jsonl",))
     judge("rewards:vowels", data=("text.jsonl",), target="model")
     assert read("scored.jsonl") == [
@@ -134,47 +142,54 @@ def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"data": ("prompts.jsonl",)}, "a reward judges one answer to a prompt"),
-    ({"rewards": ("nothing:here",)}, "nothing"),
-    ({"rewards": ("{reward: 'rewards:short', weight: heavy}",)}, "weight"),
-    ({"out": "answers.jsonl"}, "is read and cannot be written as well"),
+@pytest.mark.parametrize(("change", "code", "where"), [
+    ({"data": ("prompts.jsonl",)}, "row-not-scorable", "prompts.jsonl:1"),
+    ({"rewards": ("nothing:here",)}, "reward-not-found", "reward.0.reward: nothing:here"),
+    ({"rewards": ("{reward: 'rewards:short', weight: heavy}",)}, "setting-type", "reward.0.weight"),
+    ({"out": "answers.jsonl"}, "output-is-input", "answers.jsonl"),
 ])  # fmt: skip
-def test_what_cannot_be_judged_is_refused(change: dict[str, Any], said: str, place: Path) -> None:
+def test_what_cannot_be_judged_is_refused(
+    change: dict[str, Any],
+    code: str,
+    where: str,
+    place: Path,
+) -> None:
     rewards = change.pop("rewards", ("rewards:short",))
-    with pytest.raises(UserError, match=said):
+    with raises_error(code, where=where):
         judge(*rewards, **change)
 
 
 def test_rows_are_judged_once(place: Path) -> None:
     judge()
-    with pytest.raises(UserError, match="scored.jsonl:1: the row has a column 'score' already"):
+    with raises_error("row-column-taken", where="scored.jsonl:1") as raised:
         judge(data=("scored.jsonl",), out="again.jsonl")
+    assert "'score'" in raised.error.what
 
 
 # Stopping and going on
 
 
-@pytest.mark.parametrize("share", [0.0, 0.3, 0.9, 1.0])
-def test_a_file_that_was_cut_is_gone_on_with(share: float, place: Path) -> None:
+def test_a_file_that_was_cut_is_gone_on_with(place: Path) -> None:
     judge("rewards:odd")
     expected = Path("scored.jsonl").read_bytes()
-    Path("scored.jsonl").write_bytes(expected[: int(share * len(expected))])
-    tally = judge("rewards:odd")
-    assert Path("scored.jsonl").read_bytes() == expected
-    assert (tally.rows, tally.failed) == (21, 3)
-    lines = expected[: int(share * len(expected))].count(b"\n")
-    assert tally.earlier == (21 if share == 1 else lines // 4 * 4)
+    for share in (0.0, 0.3, 0.9, 1.0):
+        part = expected[: int(share * len(expected))]
+        Path("scored.jsonl").write_bytes(part)
+        tally = judge("rewards:odd")
+        assert Path("scored.jsonl").read_bytes() == expected, share
+        assert (tally.rows, tally.failed) == (21, 3), share
+        assert tally.earlier == (21 if share == 1 else part.count(b"\n") // 4 * 4), share
 
 
 def test_other_rewards_and_other_rows_do_not_mix(place: Path) -> None:
     judge()
-    with pytest.raises(UserError, match="another reward"):
+    with raises_error("output-settings-differ", where="scored.jsonl (reward)"):
         judge("rewards:vowels")
     rows = read("answers.jsonl")
     write("answers.jsonl", [rows[0], {**rows[1], "completion": "other"}, *rows[2:]])
-    with pytest.raises(UserError, match="answers.jsonl:2: scored.jsonl:2 is not of this row as it is now"):
+    with raises_error("output-rows-changed", where="answers.jsonl:2") as raised:
         judge()
+    assert "scored.jsonl:2" in raised.error.what
 
 
 def test_another_reward_model_or_schema_in_the_same_place_is_noticed(place: Path) -> None:
@@ -182,7 +197,7 @@ def test_another_reward_model_or_schema_in_the_same_place_is_noticed(place: Path
     rule = "{reward: json_schema, settings: {schema: schema.json}}"
     judge(rule)
     Path("schema.json").write_text('{"type": "number"}')
-    with pytest.raises(UserError, match="made with another judges"):
+    with raises_error("output-settings-differ", where="scored.jsonl (judges)"):
         judge(rule)
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -191,7 +206,7 @@ def test_another_reward_model_or_schema_in_the_same_place_is_noticed(place: Path
         tiny_tokenizer().save_pretrained("judge")
         if seed == 1:
             judge("./judge", out="by_model.jsonl")
-    with pytest.raises(UserError, match="made with another judges"):
+    with raises_error("output-settings-differ", where="by_model.jsonl (judges)"):
         judge("./judge", out="by_model.jsonl")
 
 
@@ -205,7 +220,7 @@ def test_rows_in_tokens_of_another_tokenizer_do_not_mix(place: Path) -> None:
     write("text.jsonl", [{"prompt": "1 + 1 = ", "completion": "2", "answer": 2}])
     judge("rewards:vowels", data=("text.jsonl",), target="model")
     tiny_tokenizer(chatml_tokens=False).save_pretrained("model")
-    with pytest.raises(UserError, match="made with another tokenizer"):
+    with raises_error("output-settings-differ", where="scored.jsonl (tokenizer)"):
         judge("rewards:vowels", data=("text.jsonl",), target="model")
 
 
@@ -218,14 +233,27 @@ def test_columns_that_json_has_no_form_for_are_written_as_text_and_gone_on_with(
     assert judge("rewards:short", data=("answers.parquet",)).earlier == 6
     rows[3]["at"] = None
     Dataset.from_list([row | {"extra": math.nan} for row in rows]).to_parquet("odd.parquet")
-    with pytest.raises(UserError, match=r"odd.parquet:1: the row cannot be written as JSON"):
+    with raises_error("row-not-json", where="odd.parquet:1"):
         judge("rewards:short", data=("odd.parquet",), out="odd.jsonl")
 
 
 def test_settings_that_no_reward_reads_are_refused(place: Path) -> None:
-    for extra in (("--dtype", "bfloat16"), ("--max-length", "8192"), ("nosuch.thing=1",)):
-        asked = ("score", *(e for e in extra if "=" in e), "--reward", "rewards:short", "--data", "answers.jsonl")
-        assert command(*asked, "--out", "scored.jsonl", *(e for e in extra if "=" not in e)) == 2
+    for setting, options, where in (
+        ((), ("--dtype", "bfloat16"), "dtype"),
+        ((), ("--max-length", "8192"), "max_length"),
+        (("nosuch.thing=1",), (), "nosuch.thing"),
+    ):
+        words = (
+            "score",
+            *setting,
+            "--reward",
+            "rewards:short",
+            "--data",
+            "answers.jsonl",
+            *options,
+        )
+        with raises_error("option-unused", where=where):
+            invoke(*words, "--out", "scored.jsonl")
 
 
 def test_answers_that_were_added_are_judged(place: Path) -> None:
@@ -239,6 +267,7 @@ def test_answers_that_were_added_are_judged(place: Path) -> None:
 # From prompts to a trained model
 
 
+@pytest.mark.slow
 def test_killed_on_the_way_the_walk_ends_in_the_same_model(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,7 +300,10 @@ def test_killed_on_the_way_the_walk_ends_in_the_same_model(
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("method", RECIPES)
+@pytest.mark.parametrize(
+    "method",
+    ["grpo", *(pytest.param(name, marks=pytest.mark.slow) for name in RECIPES if name != "grpo")],
+)
 def test_methods_train_on_answers_that_were_judged(method: str, place: Path) -> None:
     judge("rewards:vowels" if method != "kto" else "{reward: 'rewards:short', weight: -1}")
     name = recipe(method)
@@ -296,6 +328,7 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
     assert abs(found[2] - found[0]) > 0.05 * found[0]
 
 
+@pytest.mark.slow
 def test_the_page_about_rounds_is_true(place: Path) -> None:
     """Its recipes and its commands, in their order."""
     page = (ROOT / "docs" / "rounds.md").read_text(encoding="utf-8")

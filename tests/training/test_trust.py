@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +13,12 @@ from ruamel.yaml import YAML
 
 import valence
 from tests.command import command
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
-from tests.training.test_run import folder, recipe
-from valence.errors import UserError
-from valence.reward import rules
+from tests.training.conftest import SharedRuns, copy_run
+from tests.training.scoring import invoke
+from tests.training.test_run import folder
 from valence.training.restore import restore
 from valence.training.reward_models import reward_model
 
@@ -33,23 +34,32 @@ def change(run: Path, **sections: Any) -> None:
     yaml.dump(kept, run / "config.yaml")
 
 
-@pytest.fixture
-def online_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A run whose folder names a reward function that leaves a mark when its module is imported."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def trained_online(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with a reward that is no code, beside its prompts."""
+    place = tmp_path_factory.mktemp("online")
     rows = "".join(json.dumps({"prompt": f"say {word}"}) + "\n" for word in ("a", "b", "c", "d"))
-    (tmp_path / "prompts.jsonl").write_text(rows)
+    (place / "prompts.jsonl").write_text(rows)
     settings = {
         "method": "grpo",
         "model": {"name": str(folder)},
         "reward": [{"reward": "length"}],
-        "data": {"train": "prompts.jsonl", "eval": "prompts.jsonl"},
+        "data": {"train": str(place / "prompts.jsonl"), "eval": str(place / "prompts.jsonl")},
         "rollout": {"max_new_tokens": 4, "num_rollouts": 2},
         "train": {"batch_size": 2, "max_steps": 1},
         "eval": {"at_start": False},
-        "run": {"dir": str(tmp_path / "run")},
+        "run": {"dir": str(place / "run")},
     }
     valence.train(settings, quiet=True)
+    return place / "run"
+
+
+@pytest.fixture
+def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose folder names a reward function that leaves a mark when its module is imported."""
+    monkeypatch.chdir(tmp_path)
+    copy_run(trained_online, tmp_path / "run")
+    shutil.copy(trained_online.parent / "prompts.jsonl", tmp_path)
     (tmp_path / "foreign_reward.py").write_text(
         "from pathlib import Path\nPath('mark').touch()\n\ndef score(completions, **_):\n    return [1.0] * len(completions)\n"
     )
@@ -59,7 +69,9 @@ def online_run(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("words", [
     ["export", "run", "out"],
-    ["sample", "run", "--prompt", "say a", "--max-new-tokens", "2"],
+    pytest.param(
+        ["sample", "run", "--prompt", "say a", "--max-new-tokens", "2"], marks=pytest.mark.slow
+    ),
     ["sample", "run", "--data", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "2"],
     ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
 ])  # fmt: skip
@@ -69,28 +81,26 @@ def test_a_command_that_needs_no_reward_does_not_import_it(words: list[str], onl
     assert not Path("mark").exists()
 
 
-def test_evaluating_a_run_imports_its_reward_only_with_a_flag(online_run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("evaluate", "run") == 2
-    said = capsys.readouterr().err
-    assert "foreign_reward:score" in said
-    assert "--trust-reward" in said
+def test_evaluating_a_run_imports_its_reward_only_with_a_flag(online_run: Path) -> None:
+    with raises_error("code-not-trusted", where="config.yaml", fix="--trust-reward") as raised:
+        invoke("evaluate", "run")
+    assert "foreign_reward:score" in raised.error.what
     assert not Path("mark").exists()
     assert command("evaluate", "run", "--trust-reward") == 0
     assert Path("mark").exists()
 
 
-@pytest.mark.parametrize(("reward", "allowed"), [
-    ("http://127.0.0.1:9/get_reward", False), ("length", True), ("foreign_reward:score", False),
-])  # fmt: skip
-def test_only_rewards_that_are_code_or_servers_need_the_flag(reward: str, allowed: bool, online_run: Path) -> None:
-    change(online_run, reward=[{"reward": reward}])
-    assert "length" in rules.RULES
-    if allowed:
-        assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
-        return
-    with pytest.raises(UserError, match=re.escape(reward)) as error:
-        restore(online_run, quiet=True, rewards=True)
-    assert "--trust-reward" in str(error.value.fix)
+def test_only_rewards_that_are_code_or_servers_need_the_flag(online_run: Path) -> None:
+    for reward, code in (
+        ("http://127.0.0.1:9/get_reward", "server-not-trusted"),
+        ("foreign_reward:score", "code-not-trusted"),
+    ):
+        change(online_run, reward=[{"reward": reward}])
+        with raises_error(code, where="config.yaml", fix="--trust-reward") as raised:
+            restore(online_run, quiet=True, rewards=True)
+        assert reward in raised.error.what
+    change(online_run, reward=[{"reward": "length"}])
+    assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
 
 
 def test_evaluating_a_run_starts_no_program_that_its_folder_names(online_run: Path) -> None:
@@ -103,10 +113,10 @@ def test_evaluating_a_run_starts_no_program_that_its_folder_names(online_run: Pa
 
 
 @pytest.fixture
-def run_with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def run_with_code(shared_runs: SharedRuns, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run whose folder names a model that comes with Python files, and allows to execute them."""
     monkeypatch.chdir(tmp_path)
-    valence.train(recipe(folder, tmp_path, train={"max_steps": 1}), quiet=True)
+    shared_runs.copy(tmp_path)
     tokenizer = tiny_tokenizer()
     model: Any = tiny(vocab_size=len(tokenizer), dtype=torch.float32)
     model.save_pretrained("coded")
@@ -119,29 +129,34 @@ def run_with_code(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("words", [
-    ["export", "run", "out"],
-    ["evaluate", "run"],
-    ["sample", "run", "--prompt", "a"],
-    ["sample", "run", "--prompt", "a", "--out", "out.jsonl"],
-    ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
-    ["score", "run", "--reward", "length", "--data", "rows.jsonl", "--out", "out.jsonl"],
-])  # fmt: skip
-def test_files_of_a_model_are_executed_only_with_a_flag(
-    words: list[str], run_with_code: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+COMMANDS = (
+    "export run out",
+    "evaluate run",
+    "sample run --prompt a",
+    "sample run --prompt a --out out.jsonl",
+    "score run --data rows.jsonl --out out.jsonl",
+    "score run --reward length --data rows.jsonl --out out.jsonl",
+)
+
+
+def test_files_of_a_model_are_not_executed_without_a_flag(run_with_code: Path) -> None:
     Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    assert command(*words) == 2
-    said = capsys.readouterr().err
-    assert "coded" in said
-    assert "--trust-remote-code" in said
-    assert not Path("mark").exists()
-    with pytest.raises(Exception):  # noqa: B017 - of the library that runs the files, which define nothing
-        assert command(*words, "--trust-remote-code") == 0
-    assert Path("mark").exists()
-
-
-def test_a_run_that_is_a_reward_model_does_not_allow_its_own_code(run_with_code: Path) -> None:
-    with pytest.raises(UserError, match="coded"):
+    for words in COMMANDS:
+        with raises_error("code-not-trusted", fix="--trust-remote-code") as raised:
+            invoke(*words.split())
+        assert "coded" in raised.error.what
+        assert "config.yaml" in (raised.error.where or "")
+    with raises_error("code-not-trusted", where="config.yaml"):
         reward_model(str(run_with_code), {}, "reward.0")
     assert not Path("mark").exists()
+
+
+@pytest.mark.parametrize("words", [
+    COMMANDS[0],
+    *(pytest.param(words, marks=pytest.mark.slow) for words in COMMANDS[1:]),
+])  # fmt: skip
+def test_files_of_a_model_are_executed_with_a_flag(words: str, run_with_code: Path) -> None:
+    Path("rows.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
+    with pytest.raises(Exception):  # noqa: B017 - of the library that runs the files, which define nothing
+        assert command(*words.split(), "--trust-remote-code") == 0
+    assert Path("mark").exists()

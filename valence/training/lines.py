@@ -97,7 +97,12 @@ class Lines:
             if self.known.get(name) != value and (self.append is None or name in self.append):
                 was = json.dumps(self.known.get(name), ensure_ascii=False)
                 what = f"its lines were made with another {name} ({was}, and now {json.dumps(value, ensure_ascii=False)})"
-                raise UserError(what, code="output-settings-differ", where=str(self.path), fix=self.anew)
+                raise UserError(
+                    what,
+                    code="output-settings-differ",
+                    where=f"{self.path} ({name})",
+                    fix=self.anew,
+                )
 
     def open(self, total: int) -> Lines:
         """Takes the file, to write all lines up to ``total``; ``kept`` of those that are there stay."""

@@ -94,14 +94,16 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
     """Raises UserError for a reward of a run's folder that is code, or a server that would be sent prompts and completions."""
     for spec in recipe.reward:
+        code = "code-not-trusted"
         if is_function(spec.reward) or spec.settings.get("trust_remote_code"):
             what = f"this run would execute the reward {spec.reward}"
         elif is_server(spec.reward):
             what = f"this run would send prompts and completions to the reward server {spec.reward}"
+            code = "server-not-trusted"
         else:
             continue
         fix = "read the reward's code, or ask who runs the server, then give --trust-reward to allow it"
-        raise UserError(what, code="server-not-trusted", where=str(run_dir / "config.yaml"), fix=fix)
+        raise UserError(what, code=code, where=str(run_dir / "config.yaml"), fix=fix)
 
 
 def method_of_run(run_dir: Path) -> Method:
