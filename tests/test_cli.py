@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.command import ROWS, place
 from tests.command import command as valence
-from tests.places import ROWS, place
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.training import plan

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.command import command as valence
-from tests.places import place
+from tests.command import place
 from valence.cli.stream import Stream
 
 __all__ = ["place"]

@@ -10,9 +10,8 @@ import pytest
 
 from tests.reward.kit import answers, error, reward, values
 from tests.reward.kit import server as reward_server
-from tests.rollout.client import PROMPTS, Words
-from tests.rollout.fake import END, serving
 from tests.rollout.test_openai import Completions
+from tests.rollout.vllm_server import END, PROMPTS, Words, serving
 from valence.errors import UserError
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling

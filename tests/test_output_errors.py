@@ -15,8 +15,7 @@ import pytest
 
 import valence
 from tests.arch.source import ROOT
-from tests.command import command
-from tests.places import place
+from tests.command import command, place
 from valence import terminal
 
 __all__ = ["place"]

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import valence
+from tests.command import ROWS, place
 from tests.models import tiny
-from tests.places import ROWS, place
 from tests.tiny import tiny_tokenizer
 from valence.config.arguments import recipe_from_arguments
 from valence.errors import UserError

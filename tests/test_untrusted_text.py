@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tests.command import command
-from tests.places import place
+from tests.command import command, place
 from valence import terminal
 from valence.errors import UserError
 

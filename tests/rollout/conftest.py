@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.client import generator
-from tests.rollout.fake import Fake, serving
+from tests.rollout.vllm_server import Fake, generator, serving
 from valence.rollout.transports import Disk
 from valence.rollout.vllm import VLLMGenerator
 

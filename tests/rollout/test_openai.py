@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.client import Words
-from tests.rollout.fake import END, Fake, serving
+from tests.rollout.vllm_server import END, Fake, Words, serving
 from valence.errors import UserError
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling

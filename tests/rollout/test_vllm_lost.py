@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.client import FREE, PROMPTS, generator, weights
-from tests.rollout.fake import Drop, Fake, hang, serving
+from tests.rollout.vllm_server import FREE, PROMPTS, Drop, Fake, generator, hang, serving, weights
 from valence.errors import UserError
 from valence.rollout.protocol import Sampling
 from valence.rollout.transports import Disk

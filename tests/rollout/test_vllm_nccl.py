@@ -14,9 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.rollout.client import UPDATE, WEIGHTS, generator
-from tests.rollout.environment import HERE, needs_vllm
-from tests.rollout.fake import Fake
+from tests.rollout.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
 from valence.errors import UserError
 from valence.rollout.transports import Nccl
 

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.client import FREE, PROMPTS, weights
-from tests.rollout.fake import END, Fake
+from tests.rollout.vllm_server import END, FREE, PROMPTS, Fake, weights
 from valence.errors import UserError
 from valence.rollout.protocol import Sampling
 from valence.rollout.vllm import VLLMGenerator

@@ -25,7 +25,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.docs.walk import all_lines
-from tests.rollout.environment import HERE, needs_vllm
+from tests.rollout.vllm_server import HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
 from valence.errors import UserError
 from valence.rollout.check import Evidence, check, difference

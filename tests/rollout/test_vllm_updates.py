@@ -11,8 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.rollout.client import PROMPTS, UPDATE, WEIGHTS, generator, weights
-from tests.rollout.fake import Drop, Fake, hang
+from tests.rollout.vllm_server import PROMPTS, UPDATE, WEIGHTS, Drop, Fake, generator, hang, weights
 from valence.errors import UserError
 from valence.rollout.protocol import Sampling
 from valence.rollout.transports import FAILED, Disk, Gloo, Lora

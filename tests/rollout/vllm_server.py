@@ -1,22 +1,39 @@
-"""A stand-in for a vLLM server: the same routes, and tokens that follow from the seed. It can hang, fail and forget."""
+"""A stand-in for a vLLM server, a client of it, and the environment in which a real server runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tests.arch.source import ROOT
+from valence.rollout.protocol import Sampling
+from valence.rollout.servers import PYTHON
+from valence.rollout.transports import Transport
+from valence.rollout.vllm import VLLMGenerator
+
+HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
+"""The Python of the environment with vLLM, which has its own torch and transformers."""
+needs_vllm = pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one")
 
 Reply = tuple[int, Any]
 END = 3
 
 
 class Fake:
-    """State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop, or return the reply."""
+    """A server with the same routes, and tokens that follow from the seed. It can hang, fail and forget.
+
+    State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop, or return the reply."""
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
@@ -154,3 +171,33 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     finally:
         server.shutdown()
         server.server_close()
+
+
+PROMPTS = [(5, 6, 7), (8, 9)]
+FREE = Sampling(temperature=0.7, max_new_tokens=2, seed=4)
+WEIGHTS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([7], dtype=torch.bfloat16),
+    "c": torch.tensor(3, dtype=torch.int64),
+}
+UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+class Words:
+    """A tokenizer that writes token 7 as "7" and leaves the end token out."""
+
+    eos_token_id = END
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(i) for i in ids if i != END or not skip_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def generator(url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any) -> VLLMGenerator:
+    return VLLMGenerator(url, transport, Words(), end_ids=[END], timeout=timeout, **settings)  # type: ignore[arg-type]
+
+
+def weights() -> Any:
+    return WEIGHTS.items()
