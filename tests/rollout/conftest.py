@@ -12,6 +12,13 @@ from valence.rollout.transports import Disk
 from valence.rollout.vllm import VLLMGenerator
 
 
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client looks often whether a server that went away is back."""
+    monkeypatch.setattr("valence.rollout.wire.POLL", 0.01)
+    monkeypatch.setattr("valence.rollout.servers.POLL", 0.01)
+
+
 @pytest.fixture
 def fake() -> Iterator[Fake]:
     with serving(Fake()) as server:

@@ -1,3 +1,5 @@
+"""Sampling and scoring with a model of this process."""
+
 from __future__ import annotations
 
 import math
@@ -9,25 +11,16 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache, Gemma2Config, GPT2Config, LlamaConfig
 
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.rollout.vllm_server import END, Words
 from valence.rollout import HFGenerator, Sampling, hf, kv
 from valence.rollout.hf import draw
 from valence.types import Ids, Origin, Prompt
 
-VOCABULARY, END = 61, 3
+VOCABULARY = 61
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (5, 6, 9, 20)]
 FREE = Sampling(temperature=0.9, max_new_tokens=12, seed=4)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
-
-
-class Words:
-    """A tokenizer that writes token 7 as "7" and leaves the end token out."""
-
-    eos_token_id = END
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        assert skip_special_tokens
-        return " ".join(str(i) for i in ids if i != END)
 
 
 def tiny(kind: str = "llama") -> Any:
@@ -204,9 +197,9 @@ def test_new_weights_carry_a_version() -> None:
 
 def test_bad_requests_are_named() -> None:
     sample = generator(tiny())
-    with pytest.raises(UserError, match="prompt 1"):
+    with raises_error("prompt-empty", where="prompt 1"):
         sample.generate([(4,), ()], 1, GREEDY)
-    with pytest.raises(UserError, match="at least 1"):
+    with raises_error("sampling-value", where="n"):
         sample.generate(PROMPTS, 0, GREEDY)
 
 
@@ -224,7 +217,7 @@ def test_bad_requests_are_named() -> None:
     ],
 )
 def test_sampling_out_of_range_is_named(name: str, value: float) -> None:
-    with pytest.raises(UserError, match=name):
+    with raises_error("sampling-value", where=name):
         Sampling(**{name: value})  # type: ignore[arg-type]
 
 
@@ -233,8 +226,9 @@ def test_a_model_without_a_cache_of_keys_is_refused() -> None:
 
     small: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
     model = AutoModelForCausalLM.from_config(MambaConfig(**small, eos_token_id=END), dtype=torch.float32)
-    with pytest.raises(UserError, match="Mamba.* keeps no key-value cache"):
+    with raises_error("sampling-unsupported", where="model.name", fix="run.samples.prompts") as raised:
         generator(model).generate(PROMPTS, 1, GREEDY)
+    assert type(model).__name__ in raised.error.what
 
 
 def test_no_prompts_no_answers() -> None:
@@ -384,7 +378,7 @@ def test_answers_are_measured_as_one_forward_measures_them(model: Any, most: int
         for (prompt, answer), each in zip(pairs, found, strict=True):
             assert each == pytest.approx(oracle(model, prompt, answer, temperature) if answer else [], abs=2e-4)
     assert generator(model).logps([]) == []
-    with pytest.raises(UserError, match="prompt 1"):
+    with raises_error("prompt-empty", where="prompt 1"):
         generator(model).logps([((4,), (5,)), ((), (5,))])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -33,7 +32,8 @@ END = 3
 class Fake:
     """A server with the same routes, and tokens that follow from the seed. It can hang, fail and forget.
 
-    State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop, or return the reply."""
+    State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
+    or return the reply. ``stopped``: set once it serves no longer."""
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
@@ -41,6 +41,12 @@ class Fake:
         self.asked: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
+        self.stopped = threading.Event()
+
+    def hang(self, body: Any) -> None:
+        """Never answers, for ``on``."""
+        self.stopped.wait()
+        raise Drop
 
     def paths(self) -> list[str]:
         """What was asked for, in order, without looks at its health."""
@@ -129,11 +135,6 @@ class Drop(Exception):
     """The connection ends without an answer."""
 
 
-def hang(seconds: float) -> Callable[[Any], None]:
-    """No answer for so long."""
-    return lambda body: time.sleep(seconds)
-
-
 @contextmanager
 def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     """Runs it; port 0: one that is free."""
@@ -169,6 +170,7 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     try:
         yield fake
     finally:
+        fake.stopped.set()
         server.shutdown()
         server.server_close()
 
