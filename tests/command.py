@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 import pytest
@@ -49,13 +52,21 @@ def _run(words: tuple[str, ...]) -> None:
         cli.main()
 
 
+@cache
+def _saved_model() -> TemporaryDirectory[str]:
+    """A folder with a tiny model and its tokenizer, until this process ends."""
+    folder = TemporaryDirectory()
+    tokenizer = tiny_tokenizer()
+    model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
+    model.save_pretrained(folder.name)
+    tokenizer.save_pretrained(folder.name)
+    return folder
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with a model, rows and a recipe, which is the current one."""
-    tokenizer = tiny_tokenizer()
-    model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
-    model.save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
+    shutil.copytree(_saved_model().name, tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     (tmp_path / "recipe.yaml").write_text(
         "method: kto\n"

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import valence
 from tests.command import ROWS, place
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence.config.arguments import recipe_from_arguments
@@ -48,7 +49,7 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
     assert answer == again[0].text
 
     assert valence.train(method="kto", model="./model", train=ROWS, quiet=True, **SETTINGS).finished
-    with pytest.raises(UserError, match="train.seed"):
+    with raises_error("run-differs", fix="train.seed"):
         valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **{"train.seed": 7})
     fresh = valence.train(method="kto", model="./model", train=ROWS, fresh=True, quiet=True, **SETTINGS, **{"train.seed": 7})
     assert not fresh.finished
@@ -69,9 +70,8 @@ def test_a_loaded_model_replaces_the_name(place: Path) -> None:
     run = valence.train(method="kto", model=model, train=ROWS, quiet=True, **SETTINGS)
     assert run.recipe.model.name == "./model"
     unnamed = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
-    with pytest.raises(UserError) as error:
+    with raises_error("tokenizer-unknown", where="model"):
         valence.train(method="kto", model=unnamed, train=ROWS, fresh=True, quiet=True, **SETTINGS)
-    assert error.value.where == "model"
     run = valence.train(method="kto", model=unnamed, tokenizer=tiny_tokenizer(), train=ROWS, fresh=True, quiet=True, **SETTINGS)
     assert run.step == 2
     assert run.ask("question 1", max_new_tokens=2) is not None
@@ -96,18 +96,17 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
         assert found.model.name == "./model"
 
 
-@pytest.mark.parametrize(("settings", "what"), [
-    ({"lerning_rate": 1}, "lerning_rate"),
-    ({"train.lerning_rate": 1}, "learning_rate"),
-    ({"loss": {"betta": 1}}, "beta"),
-    ({"train.batch_size": "many"}, "train.batch_size"),
-    ({"data": {"max_length": object()}}, "data.max_length"),
-    ({"train": {"batch_size": 4}}, "train"),
+@pytest.mark.parametrize(("settings", "code", "where", "fix"), [
+    ({"lerning_rate": 1}, "setting-unknown", "lerning_rate", ""),
+    ({"train.lerning_rate": 1}, "setting-unknown", "train.lerning_rate", "learning_rate"),
+    ({"loss": {"betta": 1}}, "setting-unknown", "loss.betta", "beta"),
+    ({"train.batch_size": "many"}, "setting-type", "train.batch_size", ""),
+    ({"data": {"max_length": object()}}, "setting-type", "data.max_length", ""),
+    ({"train": {"batch_size": 4}}, "train-data-missing", "data.train", ""),
 ])  # fmt: skip
-def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], what: str, place: Path) -> None:
-    with pytest.raises(UserError) as error:
+def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], code: str, where: str, fix: str, place: Path) -> None:
+    with raises_error(code, where=where, fix=fix):
         valence.train(method="kto", model="./model", **settings)
-    assert what in str(error.value)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError):
         valence.train("recipe.yaml", **({"model": "./model"} | settings | {"train.sed": 1}))
     assert not Path("runs").exists()
