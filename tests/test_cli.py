@@ -323,6 +323,7 @@ def test_quiet_scoring_still_tells_which_rows_failed(
     assert "rows.jsonl:3" in shown.err
 
 
+@pytest.mark.slow
 def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     """SIGINT from outside, while a long run trains."""
     program = Program("train", "recipe.yaml", "train.epochs=100000", said=place / "said")

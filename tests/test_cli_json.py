@@ -65,6 +65,10 @@ def test_json_ends_with_a_mistake_or_a_stop(
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (last["status"], last["exit_status"], last["run"], last["model"]) == ("interrupted", 130, "runs/first", None)
     assert records[-1]["step"] == 3
+    saved = [path.name for path in (place / "runs/first/checkpoints").iterdir()]
+    assert "step-3" in saved
+    assert json.loads((place / "runs/first/run.json").read_text())["status"] == "interrupted"
+    assert (place / "runs/first/report.html").is_file()
     assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 0
     first, *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["resumed"], last["status"]) == (True, "done")

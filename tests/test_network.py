@@ -11,8 +11,7 @@ import pytest
 from tests.errors import raises_error
 from tests.reward.kit import answers, error, reward, values
 from tests.reward.kit import server as reward_server
-from tests.rollout.test_openai import Completions
-from tests.rollout.vllm_server import END, PROMPTS, Words, serving
+from tests.rollout.vllm_server import END, PROMPTS, Completions, Words, serving
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
 from valence.rollout.wire import Lost, Wire

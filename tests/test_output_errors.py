@@ -56,7 +56,7 @@ def warnings_of(folder: Path) -> list[str]:
     return facts.get("warnings", [])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EPIPE])
+@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow), errno.EPIPE])
 def test_a_run_ends_well_when_its_output_fails(code: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     stream = Failing(code)
     monkeypatch.setattr(sys, "stdout", stream)

@@ -16,6 +16,7 @@ from valence.rollout.vllm import VLLMGenerator
 def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     """A client looks often whether a server that went away is back."""
     monkeypatch.setattr("valence.rollout.wire.POLL", 0.01)
+    monkeypatch.setattr("valence.rollout.wire.LONGEST", 0.02)
     monkeypatch.setattr("valence.rollout.servers.POLL", 0.01)
 
 

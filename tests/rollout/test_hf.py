@@ -18,6 +18,7 @@ from valence.rollout.hf import draw
 from valence.types import Ids, Origin, Prompt
 
 VOCABULARY = 61
+ENDS = set(range(20, 32))
 PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14), (15,), (5, 6, 9, 20)]
 FREE = Sampling(temperature=0.9, max_new_tokens=12, seed=4)
 GREEDY = Sampling(temperature=0.0, max_new_tokens=12)
@@ -43,7 +44,7 @@ def tiny(kind: str = "llama") -> Any:
     return model
 
 
-@pytest.fixture(params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny(request.param)
 
@@ -113,7 +114,7 @@ def test_seeds_reproduce_and_differ() -> None:
 
 def test_an_answer_ends_with_its_first_end_token() -> None:
     model = tiny()
-    ends = set(range(20, 32))
+    ends = ENDS
     answers = [a for row in generator(model, end_ids=ends).generate(PROMPTS, 8, FREE) for a in row]
     stopped = [a for a in answers if a.stop == "eos"]
     assert stopped
@@ -125,14 +126,6 @@ def test_an_answer_ends_with_its_first_end_token() -> None:
         assert not ends & set(answer.tokens)
         assert len(answer.tokens) == FREE.max_new_tokens
     assert all(len(a.tokens) == len(a.logps) for a in answers)
-
-
-def test_rows_that_go_on_are_untouched_when_others_end() -> None:
-    model = tiny()
-    ends = set(range(20, 32))
-    for prompt, answers in zip(PROMPTS, generator(model, end_ids=ends).generate(PROMPTS, 8, FREE), strict=True):
-        for answer in answers:
-            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
 
 
 def test_end_tokens_come_from_tokenizer_and_generation_config() -> None:
@@ -286,10 +279,7 @@ def test_drawing_leaves_the_logits_as_they_are() -> None:
         assert torch.equal(logits, before)
 
 
-ENDS = set(range(20, 32))
-
-
-@pytest.mark.parametrize("room", [1, 3, 64])
+@pytest.mark.parametrize("room", [pytest.param(1, marks=pytest.mark.slow), 3, 64])
 def test_keys_and_values_are_kept_where_they_belong(model: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever memory has to grow, and whichever rows end before."""
     monkeypatch.setattr(kv, "ROOM", room)

@@ -9,28 +9,9 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from tests.rollout.vllm_server import END, PROMPTS, Fake, Words, serving
+from tests.rollout.vllm_server import END, PROMPTS, Completions, Fake, Words, serving
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
-
-
-class Completions(Fake):
-    """A completions endpoint. ``speaks``: token ids."""
-
-    def __init__(self, *, speaks: bool) -> None:
-        super().__init__()
-        self.speaks = speaks
-
-    def v1_completions(self, body: Any) -> tuple[int, Any]:
-        if not self.speaks and "return_token_ids" in body:
-            return 400, {"error": {"message": "unknown argument return_token_ids"}}
-        first = 10 + body["seed"] % 50
-        ended = body["seed"] % 2 == 0
-        if not self.speaks:
-            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
-        tokens = [first, END if ended else 8][: body["max_tokens"]]
-        choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": [-1.5] * len(tokens)}}
-        return 200, {"choices": [choice]}
 
 
 @pytest.fixture(params=[True, False], ids=["tokens", "text"])

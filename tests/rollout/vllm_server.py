@@ -1,4 +1,4 @@
-"""A stand-in for a vLLM server, a client of it, and the environment in which a real server runs."""
+"""Stand-ins for servers of models, a client of them, and the environment in which a real vLLM server runs."""
 
 from __future__ import annotations
 
@@ -129,6 +129,25 @@ class Fake:
             "logprobs": {"content": [{"token_id": token, "logprob": 0.0 if certain else -float(token)} for token in tokens]},
             "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
         }
+
+
+class Completions(Fake):
+    """A completions endpoint. ``speaks``: token ids."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        super().__init__()
+        self.speaks = speaks
+
+    def v1_completions(self, body: Any) -> tuple[int, Any]:
+        if not self.speaks and "return_token_ids" in body:
+            return 400, {"error": {"message": "unknown argument return_token_ids"}}
+        first = 10 + body["seed"] % 50
+        ended = body["seed"] % 2 == 0
+        if not self.speaks:
+            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
+        tokens = [first, END if ended else 8][: body["max_tokens"]]
+        choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": [-1.5] * len(tokens)}}
+        return 200, {"choices": [choice]}
 
 
 class Drop(Exception):
