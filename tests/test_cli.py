@@ -32,8 +32,6 @@ def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.Captu
     assert valence("evaluate", "runs/first", "--out", "found.json") == 0
     found = json.loads((place / "found.json").read_text())
     assert found["metrics"] == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
-    assert valence("evaluate", "runs/first", "--data", "rows.jsonl", "--out", "all.json") == 0
-    assert len(json.loads((place / "all.json").read_text())["rows"]) == 10
     assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
     assert json.loads((place / "start.json").read_text())["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-6)
 
@@ -46,8 +44,6 @@ def test_train_then_evaluate_sample_and_export(place: Path, capsys: pytest.Captu
     assert valence("sample", "runs/first", "--data", "rows.jsonl", "--max-new-tokens", "2", "--out", "more.jsonl") == 0
     assert len((place / "more.jsonl").read_text().splitlines()) == 10
 
-    assert valence("export", "runs/first", "whole") == 0
-    assert (place / "whole/model.safetensors").is_file()
     assert valence("export", "runs/first", "small", "--adapter") == 0
     assert (place / "small/adapter_model.safetensors").is_file()
     check_error(command_error("export", "runs/first", "small"), "path-exists", where="small")
@@ -59,6 +55,7 @@ def test_a_run_is_used_without_the_data_it_was_trained_on(place: Path, capsys: p
     (place / "rows.jsonl").rename(place / "heldé😀.jsonl")
     assert valence("sample", "runs/first", "--prompt", "hello", "--max-new-tokens", "2") == 0
     assert valence("export", "runs/first", "whole") == 0
+    assert (place / "whole/model.safetensors").is_file()
     assert valence("evaluate", "runs/first", "--data", "heldé😀.jsonl", "--out", "all.json") == 0
     assert len(json.loads((place / "all.json").read_text())["rows"]) == 10
     capsys.readouterr()

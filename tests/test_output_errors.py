@@ -67,7 +67,7 @@ def test_a_run_ends_well_when_its_output_fails(code: int, place: Path, monkeypat
     assert capsys.readouterr().err.count(os.strerror(code)) == (code != errno.EPIPE)
 
 
-@pytest.mark.parametrize("words", [(), ("--json",)])
+@pytest.mark.parametrize("words", [pytest.param((), marks=pytest.mark.slow), ("--json",)])
 def test_records_for_programs_that_cannot_be_written_end_no_run(
     words: tuple[str, ...], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -138,7 +138,15 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[/x]" in shown
 
 
-@pytest.mark.parametrize("pattern", ["[/x]", "[bold", r"\[a-z]+[/]", ":smile:"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[/x]",
+        "[bold",
+        pytest.param(r"\[a-z]+[/]", marks=pytest.mark.slow),
+        pytest.param(":smile:", marks=pytest.mark.slow),
+    ],
+)
 def test_check_shows_a_setting_that_looks_like_markup(pattern: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6)))
     reward = json.dumps([{"reward": "regex", "settings": {"pattern": pattern if pattern != "[bold" else r"\[bold"}}])

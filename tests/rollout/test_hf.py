@@ -44,7 +44,7 @@ def tiny(kind: str = "llama") -> Any:
     return model
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", "gpt2"])
+@pytest.fixture(scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny(request.param)
 
@@ -357,7 +357,7 @@ def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
     assert all(module.training for module in model.modules())
 
 
-@pytest.mark.parametrize("most", [1, 9, 512])
+@pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 9, 512])
 def test_answers_are_measured_as_one_forward_measures_them(model: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hf, "LOGITS", most)
     answers = [(7, 8, 9, 10), (), (11,), (12, 13, 14, 15, 16, 17)]

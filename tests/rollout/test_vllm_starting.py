@@ -77,6 +77,7 @@ def test_it_serves_is_revived_and_is_stopped_with_its_children(tmp_path: Path, f
     server.stop()
 
 
+@pytest.mark.slow
 def test_it_ends_with_the_run_however_that_ends(tmp_path: Path, folder: Path) -> None:
     code = (
         "import signal; from valence.rollout.servers import Server\n"
