@@ -63,12 +63,11 @@ def _saved_model() -> TemporaryDirectory[str]:
     return folder
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, rows and a recipe, which is the current one."""
-    shutil.copytree(_saved_model().name, tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "recipe.yaml").write_text(
+def write_place(folder: Path) -> None:
+    """Write a model, rows and a recipe into a folder."""
+    shutil.copytree(_saved_model().name, folder / "model")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (folder / "recipe.yaml").write_text(
         "method: kto\n"
         "model: {name: ./model, lora: {rank: 2}}\n"
         "data: {train: [{path: rows.jsonl}], eval: [{path: rows.jsonl, limit: 4}],"
@@ -76,6 +75,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "train: {batch_size: 5, learning_rate: 1e-3}\n"
         "run: {dir: runs/first}\n"
     )
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a model, rows and a recipe, which is the current one."""
+    write_place(tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 160)
     return tmp_path

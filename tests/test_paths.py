@@ -9,15 +9,14 @@ from typing import Any
 import pytest
 
 import valence
-from tests.command import command, command_error
+from tests.command import command, command_error, place, write_place
 from tests.errors import check_error, raises_error
-from tests.training.test_run import folder, recipe
 from valence.config.load import load_recipe
 from valence.training.folder import RunFolder
 from valence.training.lines import Lines
 from valence.training.methods import method_of
 
-__all__ = ["folder"]
+__all__ = ["place"]
 
 LONG = "x" * 300
 BAD = {
@@ -36,11 +35,11 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "home"
 
 
-def test_a_run_is_in_the_home_folder_where_its_recipe_says_so(folder: Path, tmp_path: Path, home: Path) -> None:
-    settings = recipe(folder, tmp_path, run={"dir": "~/runs/first"}, train={"max_steps": 1})
-    valence.train(settings, quiet=True)
+def test_a_run_is_in_the_home_folder_where_its_recipe_says_so(place: Path, home: Path) -> None:
+    overrides = ["run.dir=~/runs/first", "train.max_steps=1"]
+    valence.train("recipe.yaml", overrides=overrides, quiet=True)
     assert (home / "runs/first/model").is_dir()
-    assert not (tmp_path / "~").exists()
+    assert not (place / "~").exists()
     assert command("resume", str(home / "runs/first")) == 0
 
 
@@ -91,12 +90,15 @@ def test_objects_that_write_refuse_such_a_path(bad: str, code: str, tmp_path: Pa
 
 
 @pytest.fixture(scope="module")
-def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with rows, a recipe and a finished run. No test here changes it."""
-    place = tmp_path_factory.mktemp("trained")
-    valence.train(recipe(folder, place, train={"max_steps": 1}), quiet=True)
-    (place / "recipe.yaml").write_text(json.dumps(recipe(folder, place)))
-    return place
+    folder = tmp_path_factory.mktemp("trained")
+    write_place(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        overrides = ["run.dir=run", "train.max_steps=1", "data.limit=5"]
+        valence.train("recipe.yaml", overrides=overrides, quiet=True)
+    return folder
 
 
 @pytest.mark.parametrize("words", [
@@ -115,7 +117,7 @@ def trained(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     ["sample", "run", "--prompt", "a", "--max-new-tokens", "1", "--out", f"{LONG}.jsonl"],
     ["sample", LONG, "--prompt", "a"],
     ["sample", "run", "--data", '{path: "a\\0b"}', "--out", "out.jsonl"],
-    ["score", "run", "--data", "train.jsonl", "--out", f"{LONG}.jsonl"],
+    ["score", "run", "--data", "rows.jsonl", "--out", f"{LONG}.jsonl"],
     ["score", "recipe.yaml", f"reference.cache={LONG}"],
     ["report", "run", "--out", LONG],
     ["report", "run", "--md", "--out", f"{LONG}/x.md"],
