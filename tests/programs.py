@@ -1,11 +1,11 @@
-"""``valence`` and other Python programs in processes forked from one that has already imported torch.
+"""Python programs in processes forked from one that has already imported torch.
 
-Importing torch and transformers takes seconds. Tests of programs that start from nothing are elsewhere.
+Importing torch and transformers takes seconds. Programs that start from nothing have other tests.
 
 - ``Program`` runs ``valence``, or a function, in such a process.
-- ``Copies`` makes an interpreter for programs that start ``python -m MODULE`` themselves, as torchrun
-  does. It is a client of a few lines: it sends its words, folder, environment and streams to a server
-  that forks a copy, passes signals on, and ends as the copy does.
+- ``Copies`` makes an interpreter for programs that start ``python -m MODULE`` themselves, as
+  torchrun does. It is a client of a few lines: it sends its words, folder, environment and streams
+  to a server that forks a copy, passes signals on, and ends as the copy does.
 """
 
 from __future__ import annotations
@@ -129,10 +129,13 @@ os._exit(status)
 
 
 class Copies:
-    """What makes copies, until ``end``. python: the client, to be called as an interpreter with `-m MODULE WORD...`."""
+    """Forks copies until ``end``.
+
+    python: the client, to be called as an interpreter with `-m MODULE WORD...`.
+    """
 
     def __init__(self) -> None:
-        self._folder = TemporaryDirectory()  # one with a short name, which that of a socket has to have
+        self._folder = TemporaryDirectory()  # its name is short, as that of a socket must be
         folder = Path(self._folder.name)
         self.python, at = folder / "python", folder / "socket"
         self.python.write_text(f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -ISu \"$0\" \"$@\"\n'''\n{CLIENT}")

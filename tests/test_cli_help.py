@@ -37,7 +37,9 @@ finally:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     commands = {command.name: command for command in get_command(cli.app).commands.values()}  # type: ignore[attr-defined]
     assert list(commands) == list(COMMANDS)
     assert valence("--help") == 0
@@ -84,7 +86,14 @@ def completed(
             return re.findall(r'^(?:_arguments .\*: :\(\()?"([^"]*)"', shown, re.MULTILINE)
         return [line.split("\t")[0] for line in shown.splitlines() if line]
 
-    for name in ("one.yaml", "more/two.yml", "more/rows.jsonl", "runs/first/run.json", "runs/first/config.yaml", ".hid/x.yaml"):
+    for name in (
+        "one.yaml",
+        "more/two.yml",
+        "more/rows.jsonl",
+        "runs/first/run.json",
+        "runs/first/config.yaml",
+        ".hid/x.yaml",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     monkeypatch.chdir(tmp_path)

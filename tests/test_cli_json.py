@@ -35,7 +35,11 @@ def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(place: Path, ca
     shown = capsys.readouterr()
     assert shown.err == ""
     (done,) = map(json.loads, shown.out.splitlines())
-    assert (done["event"], done["run"], done["status"]) == ("done", str(place / "runs/first"), "done")
+    assert (done["event"], done["run"], done["status"]) == (
+        "done",
+        str(place / "runs/first"),
+        "done",
+    )
 
 
 def _refuse(word: str) -> None:
@@ -48,7 +52,12 @@ def test_json_ends_with_a_mistake_or_a_stop(
     assert valence("train", "recipe.yaml", "train.sed=1", "--json") == 2
     shown = capsys.readouterr()
     (line,) = map(json.loads, shown.out.splitlines())
-    assert (line["event"], line["status"], line["exit_status"], line["run"]) == ("done", "failed", 2, None)
+    assert (line["event"], line["status"], line["exit_status"], line["run"]) == (
+        "done",
+        "failed",
+        2,
+        None,
+    )
     assert line["code"] == "setting-unknown"
     assert "train.sed" in line["error"]
     assert "train.sed" in shown.err
@@ -63,7 +72,12 @@ def test_json_ends_with_a_mistake_or_a_stop(
         patched.setattr(Stream, "log", stopped)
         assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (last["status"], last["exit_status"], last["run"], last["model"]) == ("interrupted", 130, "runs/first", None)
+    assert (last["status"], last["exit_status"], last["run"], last["model"]) == (
+        "interrupted",
+        130,
+        "runs/first",
+        None,
+    )
     assert records[-1]["step"] == 3
     saved = [path.name for path in (place / "runs/first/checkpoints").iterdir()]
     assert "step-3" in saved

@@ -44,7 +44,17 @@ def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> 
     assert [about for about in dict.fromkeys(each.about for each in found) if about != "environment"] == [
         "machine", "libraries", "devices", "tools", "folders", "network",
     ]  # fmt: skip
-    assert {"python", "cores", "disk free", "torch", "transformers", "peft", "cpu", "gloo", "runs"} <= {e.name for e in found}
+    assert {
+        "python",
+        "cores",
+        "disk free",
+        "torch",
+        "transformers",
+        "peft",
+        "cpu",
+        "gloo",
+        "runs",
+    } <= {e.name for e in found}
     assert all(each.said for each in found)
     assert all(each.fix for each in found if each.state == "problem")
     assert not any(each.needed for each in found if each.state == "problem")
@@ -60,15 +70,22 @@ def test_the_extras_are_those_of_the_installation() -> None:
         assert list(modules) == packages
 
 
-def test_a_library_that_is_missing_is_named_with_what_it_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_missing_is_named_with_what_it_is_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None if name == "fastapi" else object())
     found = {each.name: each for each in examine()}
-    assert (found["serve"].state, found["serve"].fix) == ("missing", "pip install 'valence-align[serve]'")
+    assert (found["serve"].state, found["serve"].fix) == (
+        "missing",
+        "pip install 'valence-align[serve]'",
+    )
     assert "serve-reward" in found["serve"].said
     assert "serve" not in found["extras"].said
 
 
-def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_that_does_not_know_bfloat16_is_told_and_no_problem(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     advice = "it is slow: set model.dtype: float32"
     for slow in (advice, ""):
         monkeypatch.setattr(speed, "slow", lambda *_, slow=slow: slow)
@@ -170,7 +187,10 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     for error in (errors.GatedRepoError, errors.RepositoryNotFoundError):
 
         def refuse(_: str, error: type[errors.HfHubHTTPError] = error) -> None:
-            raise error("no", response=httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid")))
+            raise error(
+                "no",
+                response=httpx.Response(403, request=httpx.Request("GET", "https://hub.invalid")),
+            )
 
         monkeypatch.setattr(huggingface_hub, "auth_check", refuse)
         assert (found().state, found().needed) == ("problem", True)

@@ -123,7 +123,12 @@ def test_a_full_disk_behind_the_output_ends_no_run(place: Path) -> None:
 
 
 UNUSUAL = "é 日本 \u202e"
-LATIN_1 = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHONIOENCODING": "latin-1"}
+LATIN_1 = {
+    "LC_ALL": "C",
+    "PYTHONUTF8": "0",
+    "PYTHONCOERCECLOCALE": "0",
+    "PYTHONIOENCODING": "latin-1",
+}
 
 
 @pytest.mark.slow
@@ -167,7 +172,14 @@ def test_warnings_of_valence_have_no_source_line() -> None:
         "    warnings.warn_explicit('a \\x1b[31mcheckpoint is damaged', UserWarning, terminal.__file__, 7)\n"
         "    warnings.warn_explicit('from elsewhere', UserWarning, 'other.py', 7)\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, encoding="utf-8", check=True, cwd=ROOT)
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=True,
+        cwd=ROOT,
+    )
     own, other = done.stderr.splitlines()
     assert own.startswith("valence: warning: a ")
     assert "\x1b" not in done.stderr

@@ -129,7 +129,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ["sample", "run", "--data", f"{LONG}.jsonl", "--out", "out.jsonl"],
 ], ids=lambda words: " ".join(word[:20] for word in words))  # fmt: skip
 def test_no_command_ends_with_a_traceback_for_such_a_path(
-    words: list[str], trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: list[str],
+    trained: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(trained)
     error = command_error(*words)

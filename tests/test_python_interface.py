@@ -32,7 +32,12 @@ SETTINGS: dict[str, Any] = {
 
 def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = valence.train(method="kto", model="./model", train=ROWS, **SETTINGS)
-    assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == ("kto", 0.2, 5, 2)
+    assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == (
+        "kto",
+        0.2,
+        5,
+        2,
+    )
     assert run.model_dir == Path("runs/python/model")
     AutoModelForCausalLM.from_pretrained(run.model_dir)
     assert run.report.is_file()
@@ -51,7 +56,15 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
     assert valence.train(method="kto", model="./model", train=ROWS, quiet=True, **SETTINGS).finished
     with raises_error("run-differs", fix="train.seed"):
         valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **{"train.seed": 7})
-    fresh = valence.train(method="kto", model="./model", train=ROWS, fresh=True, quiet=True, **SETTINGS, **{"train.seed": 7})
+    fresh = valence.train(
+        method="kto",
+        model="./model",
+        train=ROWS,
+        fresh=True,
+        quiet=True,
+        **SETTINGS,
+        **{"train.seed": 7},
+    )
     assert not fresh.finished
     assert fresh.recipe.train.seed == 7
     capsys.readouterr()
@@ -72,7 +85,15 @@ def test_a_loaded_model_replaces_the_name(place: Path) -> None:
     unnamed = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
     with raises_error("tokenizer-unknown", where="model"):
         valence.train(method="kto", model=unnamed, train=ROWS, fresh=True, quiet=True, **SETTINGS)
-    run = valence.train(method="kto", model=unnamed, tokenizer=tiny_tokenizer(), train=ROWS, fresh=True, quiet=True, **SETTINGS)
+    run = valence.train(
+        method="kto",
+        model=unnamed,
+        tokenizer=tiny_tokenizer(),
+        train=ROWS,
+        fresh=True,
+        quiet=True,
+        **SETTINGS,
+    )
     assert run.step == 2
     assert run.ask("question 1", max_new_tokens=2) is not None
 
@@ -85,14 +106,26 @@ def test_text_is_continued_where_the_run_trains_on_text(place: Path) -> None:
 
 
 def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> None:
-    for recipe in ("recipe.yaml", {"method": "kto", "model": {"name": "./model"}, "train": {"batch_size": 3, "seed": 1}}):
-        settings = {"train": {"batch_size": 4, "seed": 2}, "run.dir": Path("runs/three"), "loss": {"beta": 0.3}}
+    for recipe in (
+        "recipe.yaml",
+        {"method": "kto", "model": {"name": "./model"}, "train": {"batch_size": 3, "seed": 1}},
+    ):
+        settings = {
+            "train": {"batch_size": 4, "seed": 2},
+            "run.dir": Path("runs/three"),
+            "loss": {"beta": 0.3},
+        }
         source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
         from valence.config.load import load_recipe
         from valence.training.methods import method_of
 
         found = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
-        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (4, 3, "runs/three", 0.3)
+        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (
+            4,
+            3,
+            "runs/three",
+            0.3,
+        )
         assert found.model.name == "./model"
 
 

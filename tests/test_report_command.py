@@ -82,7 +82,9 @@ def test_what_lies_there_already_is_not_written_over(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "code"), [
-    (("nowhere",), "run-not-found"), (("runs", "empty"), "run-not-found"), (("runs", "file"), "path-is-file"),
+    (("nowhere",), "run-not-found"),
+    (("runs", "empty"), "run-not-found"),
+    (("runs", "file"), "path-is-file"),
 ])  # fmt: skip
 def test_what_is_no_run_is_refused(place: Path, words: tuple[str, ...], code: str) -> None:
     (place / "empty").mkdir()

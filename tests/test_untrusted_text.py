@@ -88,8 +88,27 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
                   ("report", folder, "runs/other", "--md"), ("evaluate", folder)):  # fmt: skip
         run(capsys, *words)
     run(capsys, "sample", folder, "--prompt", HOSTILE, "--max-new-tokens", "24", "-n", "3")
-    run(capsys, "sample", folder, "--prompt", HOSTILE, "--max-new-tokens", "2", "--out", f"{NAME}-answers.jsonl")
-    run(capsys, "score", "model", "--data", f"{NAME}.jsonl", "--out", f"{NAME}-scores.jsonl", status=2)
+    run(
+        capsys,
+        "sample",
+        folder,
+        "--prompt",
+        HOSTILE,
+        "--max-new-tokens",
+        "2",
+        "--out",
+        f"{NAME}-answers.jsonl",
+    )
+    run(
+        capsys,
+        "score",
+        "model",
+        "--data",
+        f"{NAME}.jsonl",
+        "--out",
+        f"{NAME}-scores.jsonl",
+        status=2,
+    )
     run(capsys, "export", folder, f"{NAME}-model")
     monkeypatch.setattr("valence.training.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)])
     assert "[/x]" in run(capsys, "sample", folder, "--prompt", "x")
@@ -126,7 +145,16 @@ def test_errors_of_a_reward_are_harmless(
     (hostile_place / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     for name, status in (("fails", 2), ("some", 0)):
         reward = f"{{reward: 'hostile_reward:{name}', retries: 0}}"
-        words = ("score", "model", "--reward", reward, "--data", "answers.jsonl", "--out", f"{name}.jsonl")
+        words = (
+            "score",
+            "model",
+            "--reward",
+            reward,
+            "--data",
+            "answers.jsonl",
+            "--out",
+            f"{name}.jsonl",
+        )
         assert "[/x]" in run(capsys, *words, status=status)
 
 

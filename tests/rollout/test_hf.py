@@ -28,8 +28,18 @@ def tiny(kind: str = "llama") -> Any:
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    small: dict[str, Any] = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": END, "pad_token_id": 0}
-    heads: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}
+    small: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "bos_token_id": 1,
+        "eos_token_id": END,
+        "pad_token_id": 0,
+    }
+    heads: dict[str, Any] = {
+        "num_hidden_layers": 2,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     configs = {
         "llama": lambda: LlamaConfig(**small, **heads, intermediate_size=48),
         "gemma2": lambda: Gemma2Config(**small, **heads, intermediate_size=48, head_dim=8, sliding_window=4),
@@ -180,7 +190,10 @@ def test_new_weights_carry_a_version() -> None:
         other.get_input_embeddings().weight.mul_(-1)
     sample = generator(model)
     sample.load_weights(3, dict(other.named_parameters()))
-    mine, theirs = sample.generate(PROMPTS, 1, GREEDY), generator(other).generate(PROMPTS, 1, GREEDY)
+    mine, theirs = (
+        sample.generate(PROMPTS, 1, GREEDY),
+        generator(other).generate(PROMPTS, 1, GREEDY),
+    )
     assert [r[0].tokens for r in mine] == [r[0].tokens for r in theirs]
     assert {r[0].version for r in mine} == {3}
     with pytest.raises(KeyError, match=r"no\.such"):
@@ -217,7 +230,12 @@ def test_sampling_out_of_range_is_named(name: str, value: float) -> None:
 def test_a_model_without_a_cache_of_keys_is_refused() -> None:
     from transformers import AutoModelForCausalLM, MambaConfig
 
-    small: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 1, "state_size": 4}
+    small: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": 16,
+        "num_hidden_layers": 1,
+        "state_size": 4,
+    }
     model = AutoModelForCausalLM.from_config(MambaConfig(**small, eos_token_id=END), dtype=torch.float32)
     with raises_error("sampling-unsupported", where="model.name", fix="run.samples.prompts") as raised:
         generator(model).generate(PROMPTS, 1, GREEDY)
@@ -274,7 +292,12 @@ def test_any_vocabulary_is_drawn_from_by_its_distribution(size: int) -> None:
 def test_drawing_leaves_the_logits_as_they_are() -> None:
     logits = torch.randn(3, 300)
     before = logits.clone()
-    for sampling in (Sampling(), Sampling(temperature=0.5), Sampling(top_p=0.5), Sampling(temperature=0)):
+    for sampling in (
+        Sampling(),
+        Sampling(temperature=0.5),
+        Sampling(top_p=0.5),
+        Sampling(temperature=0),
+    ):
         draw(logits, torch.rand(3), sampling)
         assert torch.equal(logits, before)
 
@@ -321,7 +344,10 @@ def test_slices_of_a_list_of_prompts_are_answered_as_the_whole() -> None:
     sample = generator(tiny())
     whole = sample.generate(PROMPTS, 3, FREE)
     for cut in range(1, len(PROMPTS)):
-        parts = sample.generate(PROMPTS[:cut], 3, FREE), sample.generate(PROMPTS[cut:], 3, FREE, first=cut)
+        parts = (
+            sample.generate(PROMPTS[:cut], 3, FREE),
+            sample.generate(PROMPTS[cut:], 3, FREE, first=cut),
+        )
         assert [[a.tokens for a in row] for part in parts for row in part] == [[a.tokens for a in row] for row in whole]
     elsewhere = sample.generate(PROMPTS[1:], 3, FREE)
     assert [[a.tokens for a in row] for row in elsewhere] != [[a.tokens for a in row] for row in whole[1:]]

@@ -29,9 +29,17 @@ def test_the_mean_difference_over_tokens() -> None:
     ("theirs", "evidence", "setting"),
     [
         (FAR, {**SAME}, "--no-enable-prefix-caching"),
-        (FAR, {"temperature": 0.5, "read": FAR, "ours_read": FAR}, "--logprobs-mode processed_logprobs"),
+        (
+            FAR,
+            {"temperature": 0.5, "read": FAR, "ours_read": FAR},
+            "--logprobs-mode processed_logprobs",
+        ),
         (FAR, {"temperature": 0.5, **SAME}, "--no-enable-prefix-caching"),
-        (NEAR, {"dtypes": ("float32", "bfloat16"), "read": NEAR, "ours_read": OURS}, "--dtype float32"),
+        (
+            NEAR,
+            {"dtypes": ("float32", "bfloat16"), "read": NEAR, "ours_read": OURS},
+            "--dtype float32",
+        ),
         (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "ours_read": OURS}, "model.name"),
         (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "ours_read": OURS}, "model.name"),
         (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "rollout.transport for whole"),

@@ -104,7 +104,10 @@ def test_a_server_that_takes_connections_and_never_answers(tmp_path: Path, monke
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         sampler = generator(url, Disk(tmp_path), timeout=0.4)
-        for ask in (lambda: sampler.generate(PROMPTS, 1, Sampling()), lambda: sampler.sync(1, weights)):
+        for ask in (
+            lambda: sampler.generate(PROMPTS, 1, Sampling()),
+            lambda: sampler.sync(1, weights),
+        ):
             with raises_error("rollout-server-hangs", where=url) as raised:
                 ask()
             assert "0.4 s" in raised.error.what

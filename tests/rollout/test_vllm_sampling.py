@@ -29,7 +29,14 @@ def test_tokens_in_and_out(fake: Fake, sampler: VLLMGenerator) -> None:
         assert {answer.prompt_id for answer in row} == {content_id("prompt", Ids(prompt))}
     settings = bodies[PROMPTS[0]]["sampling_params"]
     # Unsaid, these would be the model's own defaults.
-    assert {"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"} <= set(settings)
+    assert {
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "ignore_eos",
+    } <= set(settings)
     assert settings["stop_token_ids"] == [END]
     assert (settings["temperature"], settings["max_tokens"], settings["top_p"]) == (0.7, 2, 1.0)
 
@@ -106,7 +113,10 @@ def test_an_aborted_answer_is_asked_for_again(fake: Fake, sampler: VLLMGenerator
 
 
 def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
-    fake.on["/inference/v1/generate"] = lambda body: (400, {"error": {"message": "the prompt is longer than 512"}})
+    fake.on["/inference/v1/generate"] = lambda body: (
+        400,
+        {"error": {"message": "the prompt is longer than 512"}},
+    )
     with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         sampler.generate(PROMPTS, 1, Sampling())
     assert "longer than 512" in raised.error.what

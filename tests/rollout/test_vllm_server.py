@@ -102,7 +102,10 @@ class Side:
     def furthest(self, rows: list[list[Completion]], temperature: float) -> float:
         """Largest difference of a sampled token's log-probability."""
         pairs = [(prompt, answer.tokens) for prompt, row in zip(PROMPTS, rows, strict=True) for answer in row]
-        ours, theirs = self.measure(pairs, temperature), [answer.logps for row in rows for answer in row]
+        ours, theirs = (
+            self.measure(pairs, temperature),
+            [answer.logps for row in rows for answer in row],
+        )
         return max(abs(a - b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True))
 
 
@@ -115,7 +118,13 @@ class Shown(Server):
         at = words.index("vllm.entrypoints.openai.api_server")
         assert words[at - 2 : at] == ["python", "-m"]
         self.named = dict(word.split("=") for word in words[: at - 2])
-        self.arguments = [*words[at + 1 :], "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+        self.arguments = [
+            *words[at + 1 :],
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--no-enable-chunked-prefill",
+        ]
 
     def variables(self) -> dict[str, str]:
         found = super().variables()
@@ -151,11 +160,18 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
     root = tmp_path_factory.mktemp("vllm")
 
     shown = dict(
-        zip(["disk", "lora"], [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text], strict=True)
+        zip(
+            ["disk", "lora"],
+            [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text],
+            strict=True,
+        )
     )
 
     def start(name: str) -> Server:
-        few = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # they share two cores
+        few = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }  # they share two cores
         given: dict[str, Any] = {"folder": root / f"{name}-log", "python": HERE, "environment": few}
         if name in shown:
             server = Shown(shown[name], root / name, **given)
@@ -247,7 +263,9 @@ def test_a_part_of_the_vocabulary(sides: dict[str, Side]) -> None:
 def test_greedy_answers_are_the_librarys(sides: dict[str, Side]) -> None:
     side = sides["disk"]
     for prompt, row in zip(
-        PROMPTS, side.generator.generate(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=8)), strict=True
+        PROMPTS,
+        side.generator.generate(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=8)),
+        strict=True,
     ):
         with torch.no_grad():
             ids = torch.tensor([prompt])
@@ -304,7 +322,12 @@ def test_another_models_weights_are_noticed(sides: dict[str, Side]) -> None:
     other = tiny(tied=True)
     with raises_error("rollout-logps-mismatch", where="rollout.max_mismatch"):
         check(
-            side.generator, PROMPTS, FREE, lambda pairs, t: side.measure(pairs, t, other), CLOSE, evidence=Evidence(agreed=True)
+            side.generator,
+            PROMPTS,
+            FREE,
+            lambda pairs, t: side.measure(pairs, t, other),
+            CLOSE,
+            evidence=Evidence(agreed=True),
         )
 
 

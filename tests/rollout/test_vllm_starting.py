@@ -135,7 +135,14 @@ def test_what_a_server_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest
     (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
     with raises_error("rollout-server-stopped"):
-        Server("model", folder=folder, python=python(tmp_path, shows), transport="gloo", dtype="float32", length=64).start()
+        Server(
+            "model",
+            folder=folder,
+            python=python(tmp_path, shows),
+            transport="gloo",
+            dtype="float32",
+            length=64,
+        ).start()
     log = (folder / "vllm.log").read_text()
     assert "('VLLM_SERVER_DEV_MODE', '1')" in log
     assert "('TORCHDYNAMO_DISABLE', '1')" in log
@@ -160,5 +167,12 @@ def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:
         " if p.name == 'valence_here']; point.load(); import sys; print('valence' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     assert done.stdout == "False\n"

@@ -38,7 +38,10 @@ def test_tokens_from_before_and_after_an_update_are_told_apart(fake: Fake, sampl
     plain = fake.choice
 
     def mixed(settings: Any, index: int) -> dict[str, Any]:
-        spans = [{"version": old, "start": 0, "end": 1}, {"version": fake.version, "start": 1, "end": 2}]
+        spans = [
+            {"version": old, "start": 0, "end": 1},
+            {"version": fake.version, "start": 1, "end": 2},
+        ]
         return {**plain(settings, index), "weight_versions": spans}
 
     fake.choice = mixed  # type: ignore[method-assign]
@@ -61,7 +64,10 @@ def test_answers_of_weights_that_were_not_sent_are_asked_for_again(fake: Fake, s
 
 
 def test_a_failed_update_never_leaves_the_server_paused(fake: Fake, sampler: VLLMGenerator) -> None:
-    fake.on["/update_weights"] = lambda body: (500, {"error": {"message": "the new weights lack lm_head.weight"}})
+    fake.on["/update_weights"] = lambda body: (
+        500,
+        {"error": {"message": "the new weights lack lm_head.weight"}},
+    )
     where = f"{fake.url}/update_weights"
     with raises_error("rollout-weights-refused", where=where, fix="docs/vllm.md") as raised:
         sampler.sync(1, weights)

@@ -72,9 +72,11 @@ class Fake:
         }
         if path in simple:
             return simple[path]()
-        return getattr(self, path.strip("/").replace("/", "_").replace(".", "_"), lambda body: (404, {"detail": "Not Found"}))(
-            body
-        )
+        return getattr(
+            self,
+            path.strip("/").replace("/", "_").replace(".", "_"),
+            lambda body: (404, {"detail": "Not Found"}),
+        )(body)
 
     def pause(self, body: Any) -> Reply:
         self.paused = True
@@ -113,7 +115,10 @@ class Fake:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         settings = body["sampling_params"]
         if "prompt_logprobs" in settings:
-            rows = [None, *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:]))]
+            rows = [
+                None,
+                *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:])),
+            ]
             return 200, {"choices": [], "prompt_logprobs": rows}
         return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
 
@@ -146,7 +151,11 @@ class Completions(Fake):
         if not self.speaks:
             return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
         tokens = [first, END if ended else 8][: body["max_tokens"]]
-        choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": [-1.5] * len(tokens)}}
+        choice = {
+            "finish_reason": "length",
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": [-1.5] * len(tokens)},
+        }
         return 200, {"choices": [choice]}
 
 
