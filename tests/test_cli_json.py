@@ -134,7 +134,7 @@ with safe_streams(), streaming(True) as stream:
 PRINTED = ("printed", "by another program", "without a line break")
 
 
-@pytest.mark.parametrize("behind", ["", "2>&-"])
+@pytest.mark.parametrize("behind", ["", pytest.param("2>&-", marks=pytest.mark.slow)])
 def test_what_others_print_is_not_among_the_records(tmp_path: Path, behind: str) -> None:
     (tmp_path / "streams.py").write_text(STREAMS)
     done = in_a_shell(tmp_path, "streams.py", behind)

@@ -170,7 +170,7 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     "pattern",
     [
         "[/x]",
-        "[bold",
+        pytest.param("[bold", marks=pytest.mark.slow),
         pytest.param(r"\[a-z]+[/]", marks=pytest.mark.slow),
         pytest.param(":smile:", marks=pytest.mark.slow),
     ],
