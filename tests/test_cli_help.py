@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from typer.main import get_command
 
+from tests.arch.source import ROOT
 from tests.command import command as valence
 from valence import cli
 from valence.cli import complete
@@ -19,12 +21,25 @@ from valence.cli.guide import COMMANDS, HELP
 from valence.training.methods import METHODS, ONLINE
 
 
-def test_help_does_not_wait_for_torch() -> None:
-    code = "import sys, valence.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[1])
+def test_help_and_completion_do_not_wait_for_torch() -> None:
+    """In a process of its own, as this one has imported torch."""
+    code = """
+import sys
+from valence import cli
+from valence.cli import complete
+assert complete.methods("online_k") == ["online_kto"]
+sys.argv = ["valence", "train", "--help"]
+try:
+    cli.main()
+finally:
+    assert not {"torch", "transformers"} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
 
 
-def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_example(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     commands = {command.name: command for command in get_command(cli.app).commands.values()}  # type: ignore[attr-defined]
     assert list(commands) == list(COMMANDS)
     assert valence("--help") == 0
@@ -43,39 +58,53 @@ def test_every_command_is_in_the_help_with_a_panel_a_plain_sentence_and_an_examp
 SHELLS = ("bash", "zsh", "fish")
 
 
-def completed(shell: str, line: str, place: Path) -> list[str]:
-    """What a shell is told when the last word of a line is to be completed, by a process that may load no torch."""
-    code = (
-        "import sys, valence.cli\nsys.argv = ['valence']\ntry:\n    valence.cli.main()\n"
-        "finally:\n    assert 'torch' not in sys.modules"
-    )
-    asked = {
-        "_VALENCE_COMPLETE": f"complete_{shell}", "COMP_WORDS": line.replace("=", " = "), "_TYPER_COMPLETE_ARGS": line,
-        "COMP_CWORD": str(len(line.replace("=", " = ").split(" ")) - 1), "_TYPER_COMPLETE_FISH_ACTION": "get-args",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
-    }  # fmt: skip
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=place, env={**os.environ, **asked}, capture_output=True, text=True, check=True
-    )
-    if shell == "zsh":
-        return re.findall(r'^(?:_arguments .\*: :\(\()?"([^"]*)"', done.stdout, re.MULTILINE)
-    return [line.split("\t")[0] for line in done.stdout.splitlines() if line]
-
-
 @pytest.fixture
-def files(tmp_path: Path) -> Path:
-    """Two recipes, and a run's folder with the settings it keeps."""
-    for name in ("one.yaml", "more/two.yml", "more/rows.jsonl", "runs/first/run.json", "runs/first/config.yaml", ".hid/x.yaml"):
+def completed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[[str, str], list[str]]:
+    """What a shell is told when the last word of a line is to be completed.
+
+    In a folder with two recipes, and a run's folder with the settings it keeps.
+    """
+
+    def complete_line(shell: str, line: str) -> list[str]:
+        words = line.replace("=", " = ")
+        variables = {
+            "_VALENCE_COMPLETE": f"complete_{shell}",
+            "COMP_WORDS": words,
+            "COMP_CWORD": str(len(words.split(" ")) - 1),
+            "_TYPER_COMPLETE_ARGS": line,
+            "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+            "COLUMNS": "80",
+        }
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setitem(sys.modules, "__main__", ModuleType("__main__"))  # else it is pytest's
+        valence()
+        shown = capsys.readouterr().out
+        if shell == "zsh":
+            return re.findall(r'^(?:_arguments .\*: :\(\()?"([^"]*)"', shown, re.MULTILINE)
+        return [line.split("\t")[0] for line in shown.splitlines() if line]
+
+    for name in (
+        "one.yaml",
+        "more/two.yml",
+        "more/rows.jsonl",
+        "runs/first/run.json",
+        "runs/first/config.yaml",
+        ".hid/x.yaml",
+    ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
-    return tmp_path
+    monkeypatch.chdir(tmp_path)
+    return complete_line
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, files: Path) -> None:
-    assert completed(shell, "valence tr", files) == ["train"]
-    assert {"--fresh", "--json"} <= set(completed(shell, "valence train --", files))
-    assert completed(shell, "valence train one.yaml train.see", files) == ["train.seed="]
+def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, completed: Callable[[str, str], list[str]]) -> None:
+    assert completed(shell, "valence tr") == ["train"]
+    assert {"--fresh", "--json"} <= set(completed(shell, "valence train --"))
+    assert completed(shell, "valence train one.yaml train.see") == ["train.seed="]
 
 
 @pytest.mark.parametrize(("line", "found"), [
@@ -90,8 +119,8 @@ def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, fi
     ("valence train one.yaml train.compile=o", ["on", "off"]),
     ("valence train nowhere/x", []),
 ])  # fmt: skip
-def test_a_shell_completes_files_and_names(line: str, found: list[str], files: Path) -> None:
-    assert completed("bash", line, files) == found
+def test_a_shell_completes_files_and_names(line: str, found: list[str], completed: Callable[[str, str], list[str]]) -> None:
+    assert completed("bash", line) == found
 
 
 def test_methods_are_those_that_there_are() -> None:

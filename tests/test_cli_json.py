@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.arch.source import ROOT
 from tests.command import command as valence
-from tests.places import place
+from tests.command import place
 from valence.cli.stream import Stream
 
 __all__ = ["place"]
@@ -29,12 +30,16 @@ def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(place: Path, ca
         "event": "done", "run": "runs/first", "model": "runs/first/model", "report": "runs/first/report.html",
         "status": "done", "exit_status": 0,
     }  # fmt: skip
-    assert "training 2/2" in shown.err
+    assert "2/2" in shown.err
     assert valence("resume", "runs/first", "--json", "--quiet") == 0
     shown = capsys.readouterr()
     assert shown.err == ""
     (done,) = map(json.loads, shown.out.splitlines())
-    assert (done["event"], done["run"], done["status"]) == ("done", str(place / "runs/first"), "done")
+    assert (done["event"], done["run"], done["status"]) == (
+        "done",
+        str(place / "runs/first"),
+        "done",
+    )
 
 
 def _refuse(word: str) -> None:
@@ -47,7 +52,13 @@ def test_json_ends_with_a_mistake_or_a_stop(
     assert valence("train", "recipe.yaml", "train.sed=1", "--json") == 2
     shown = capsys.readouterr()
     (line,) = map(json.loads, shown.out.splitlines())
-    assert (line["event"], line["status"], line["exit_status"], line["run"]) == ("done", "failed", 2, None)
+    assert (line["event"], line["status"], line["exit_status"], line["run"]) == (
+        "done",
+        "failed",
+        2,
+        None,
+    )
+    assert line["code"] == "setting-unknown"
     assert "train.sed" in line["error"]
     assert "train.sed" in shown.err
     log = Stream.log
@@ -61,8 +72,17 @@ def test_json_ends_with_a_mistake_or_a_stop(
         patched.setattr(Stream, "log", stopped)
         assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
-    assert (last["status"], last["exit_status"], last["run"], last["model"]) == ("interrupted", 130, "runs/first", None)
+    assert (last["status"], last["exit_status"], last["run"], last["model"]) == (
+        "interrupted",
+        130,
+        "runs/first",
+        None,
+    )
     assert records[-1]["step"] == 3
+    saved = [path.name for path in (place / "runs/first/checkpoints").iterdir()]
+    assert "step-3" in saved
+    assert json.loads((place / "runs/first/run.json").read_text())["status"] == "interrupted"
+    assert (place / "runs/first/report.html").is_file()
     assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 0
     first, *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (first["resumed"], last["status"]) == (True, "done")
@@ -79,32 +99,69 @@ def test_json_ends_with_a_mistake_or_a_stop(
 
 
 def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProcess[str]:
+    """Python with these words, and ``behind`` them what the shell does with its output."""
     return subprocess.run(
-        f"set -o pipefail; '{sys.executable}' -m valence {words} {behind}",
+        f"set -o pipefail; '{sys.executable}' {words} {behind}",
         cwd=place, shell=True, executable=shutil.which("bash"), capture_output=True, text=True, check=False,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
 
 
-def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(place: Path) -> None:
-    (place / "runs/none").mkdir(parents=True)
-    (place / "runs/none/run.json").write_text("{}")
-    unread = in_a_shell(place, "runs --json", "| true")
+def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(tmp_path: Path) -> None:
+    (tmp_path / "runs/none").mkdir(parents=True)
+    (tmp_path / "runs/none/run.json").write_text("{}")
+    unread = in_a_shell(tmp_path, "-m valence runs --json", "| true")
     assert (unread.returncode, unread.stderr) == (0, "")
-    closed = in_a_shell(place, "train recipe.yaml --json", ">&-")
+    closed = in_a_shell(tmp_path, "-m valence train recipe.yaml --json", ">&-")
     assert closed.returncode == 2
-    assert "--json: the standard output is closed" in closed.stderr
-    assert not (place / "runs/first").exists()
+    assert closed.stderr.startswith("valence: --json: ")
 
 
+STREAMS = """
+import os, subprocess
+from pathlib import Path
+from valence.cli.stream import streaming
+from valence.terminal import safe_streams
+with safe_streams(), streaming(True) as stream:
+    for _ in range(2000):  # more than a pipe holds
+        stream.start({}, Path("runs/first"), False)
+    print("printed")
+    subprocess.run(["echo", "by another program"])
+    os.write(1, b"without a line break")
+    stream.done(Path("runs/first"))
+"""
+"""Records of a run and what others print meanwhile, without a run."""
+PRINTED = ("printed", "by another program", "without a line break")
+
+
+@pytest.mark.parametrize("behind", ["", pytest.param("2>&-", marks=pytest.mark.slow)])
+def test_what_others_print_is_not_among_the_records(tmp_path: Path, behind: str) -> None:
+    (tmp_path / "streams.py").write_text(STREAMS)
+    done = in_a_shell(tmp_path, "streams.py", behind)
+    assert done.returncode == 0, done.stderr
+    events = [json.loads(line)["event"] for line in done.stdout.splitlines()]
+    assert events == ["started"] * 2000 + ["done"]
+    assert [text in done.stderr for text in PRINTED] == [not behind] * 3
+
+
+def test_a_reader_that_goes_away_ends_nothing(tmp_path: Path) -> None:
+    (tmp_path / "streams.py").write_text(STREAMS)
+    done = in_a_shell(tmp_path, "streams.py", "| head -1")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["event"] == "started"
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.slow
 def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
-    done = in_a_shell(place, "train recipe.yaml --json --quiet", "| head -1")
+    done = in_a_shell(place, "-m valence train recipe.yaml --json --quiet", "| head -1")
     assert done.returncode == 0
     assert all(line.startswith("data.eval: ") for line in done.stderr.splitlines())
     assert json.loads(done.stdout)["event"] == "started"
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("behind", ["", "2>&-"])
 def test_what_processes_of_a_reward_print_is_not_among_the_records(place: Path, behind: str) -> None:
     (place / "talks.py").write_text(
@@ -124,9 +181,9 @@ def test_what_processes_of_a_reward_print_is_not_among_the_records(place: Path, 
         "train: {batch_size: 4, max_steps: 1, learning_rate: 1e-3}\n"
         "run: {dir: runs/first}\n"
     )
-    done = in_a_shell(place, "train recipe.yaml --json", behind)
+    done = in_a_shell(place, "-m valence train recipe.yaml --json", behind)
     assert done.returncode == 0, done.stderr
     events = [json.loads(line).get("event") for line in done.stdout.splitlines()]
     assert (events[0], events[-1]) == ("started", "done")
-    for text in ("imported", "printed", "by another program", "without a line break"):
+    for text in ("imported", *PRINTED):
         assert (text in done.stderr) == (not behind)

@@ -8,12 +8,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.errors import raises_error
 from tests.reward.kit import answers, error, reward, values
 from tests.reward.kit import server as reward_server
-from tests.rollout.client import PROMPTS, Words
-from tests.rollout.fake import END, serving
-from tests.rollout.test_openai import Completions
-from valence.errors import UserError
+from tests.rollout.vllm_server import END, PROMPTS, Completions, Words, serving
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
 from valence.rollout.wire import Lost, Wire
@@ -59,11 +57,11 @@ def test_what_cannot_be_used_matters_to_what_is_far_alone(name: str, value: str,
     with serving(Completions(speaks=True)) as fake, reward_server() as told:
         assert Wire(fake.url, 5.0).healthy()
         assert values(reward(told.url), answers(1)) == [0.0]
-    with pytest.raises(UserError, match=r"proxies or certificates(.|\n)*unset them"):
+    with raises_error("network-environment", where="https://far.invalid", fix=name):
         Wire("https://far.invalid", 5.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*it is asked again, or another one:UserWarning")
+@pytest.mark.filterwarnings("ignore::UserWarning")  # a server that is lost is asked again
 def test_what_is_far_is_asked_through_the_proxy(asked: list[str]) -> None:
     with pytest.raises(Lost):
         Wire("https://far.invalid", 5.0).get("/v1/models")

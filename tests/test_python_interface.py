@@ -10,8 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import valence
+from tests.command import ROWS, place
+from tests.errors import raises_error
 from tests.models import tiny
-from tests.places import ROWS, place
 from tests.tiny import tiny_tokenizer
 from valence.config.arguments import recipe_from_arguments
 from valence.errors import UserError
@@ -31,7 +32,12 @@ SETTINGS: dict[str, Any] = {
 
 def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = valence.train(method="kto", model="./model", train=ROWS, **SETTINGS)
-    assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == ("kto", 0.2, 5, 2)
+    assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == (
+        "kto",
+        0.2,
+        5,
+        2,
+    )
     assert run.model_dir == Path("runs/python/model")
     AutoModelForCausalLM.from_pretrained(run.model_dir)
     assert run.report.is_file()
@@ -48,9 +54,17 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
     assert answer == again[0].text
 
     assert valence.train(method="kto", model="./model", train=ROWS, quiet=True, **SETTINGS).finished
-    with pytest.raises(UserError, match="train.seed"):
+    with raises_error("run-differs", fix="train.seed"):
         valence.train(method="kto", model="./model", train=ROWS, **SETTINGS, **{"train.seed": 7})
-    fresh = valence.train(method="kto", model="./model", train=ROWS, fresh=True, quiet=True, **SETTINGS, **{"train.seed": 7})
+    fresh = valence.train(
+        method="kto",
+        model="./model",
+        train=ROWS,
+        fresh=True,
+        quiet=True,
+        **SETTINGS,
+        **{"train.seed": 7},
+    )
     assert not fresh.finished
     assert fresh.recipe.train.seed == 7
     capsys.readouterr()
@@ -69,10 +83,17 @@ def test_a_loaded_model_replaces_the_name(place: Path) -> None:
     run = valence.train(method="kto", model=model, train=ROWS, quiet=True, **SETTINGS)
     assert run.recipe.model.name == "./model"
     unnamed = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
-    with pytest.raises(UserError) as error:
+    with raises_error("tokenizer-unknown", where="model"):
         valence.train(method="kto", model=unnamed, train=ROWS, fresh=True, quiet=True, **SETTINGS)
-    assert error.value.where == "model"
-    run = valence.train(method="kto", model=unnamed, tokenizer=tiny_tokenizer(), train=ROWS, fresh=True, quiet=True, **SETTINGS)
+    run = valence.train(
+        method="kto",
+        model=unnamed,
+        tokenizer=tiny_tokenizer(),
+        train=ROWS,
+        fresh=True,
+        quiet=True,
+        **SETTINGS,
+    )
     assert run.step == 2
     assert run.ask("question 1", max_new_tokens=2) is not None
 
@@ -85,29 +106,40 @@ def test_text_is_continued_where_the_run_trains_on_text(place: Path) -> None:
 
 
 def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> None:
-    for recipe in ("recipe.yaml", {"method": "kto", "model": {"name": "./model"}, "train": {"batch_size": 3, "seed": 1}}):
-        settings = {"train": {"batch_size": 4, "seed": 2}, "run.dir": Path("runs/three"), "loss": {"beta": 0.3}}
+    for recipe in (
+        "recipe.yaml",
+        {"method": "kto", "model": {"name": "./model"}, "train": {"batch_size": 3, "seed": 1}},
+    ):
+        settings = {
+            "train": {"batch_size": 4, "seed": 2},
+            "run.dir": Path("runs/three"),
+            "loss": {"beta": 0.3},
+        }
         source, overrides = recipe_from_arguments(recipe, ["train.seed=3"], settings)
         from valence.config.load import load_recipe
         from valence.training.methods import method_of
 
         found = load_recipe(source, overrides, method_of=method_of, in_memory=["train"]).recipe
-        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (4, 3, "runs/three", 0.3)
+        assert (found.train.batch_size, found.train.seed, found.run.dir, found.loss["beta"]) == (
+            4,
+            3,
+            "runs/three",
+            0.3,
+        )
         assert found.model.name == "./model"
 
 
-@pytest.mark.parametrize(("settings", "what"), [
-    ({"lerning_rate": 1}, "lerning_rate"),
-    ({"train.lerning_rate": 1}, "learning_rate"),
-    ({"loss": {"betta": 1}}, "beta"),
-    ({"train.batch_size": "many"}, "train.batch_size"),
-    ({"data": {"max_length": object()}}, "data.max_length"),
-    ({"train": {"batch_size": 4}}, "train"),
+@pytest.mark.parametrize(("settings", "code", "where", "fix"), [
+    ({"lerning_rate": 1}, "setting-unknown", "lerning_rate", ""),
+    ({"train.lerning_rate": 1}, "setting-unknown", "train.lerning_rate", "learning_rate"),
+    ({"loss": {"betta": 1}}, "setting-unknown", "loss.betta", "beta"),
+    ({"train.batch_size": "many"}, "setting-type", "train.batch_size", ""),
+    ({"data": {"max_length": object()}}, "setting-type", "data.max_length", ""),
+    ({"train": {"batch_size": 4}}, "train-data-missing", "data.train", ""),
 ])  # fmt: skip
-def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], what: str, place: Path) -> None:
-    with pytest.raises(UserError) as error:
+def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], code: str, where: str, fix: str, place: Path) -> None:
+    with raises_error(code, where=where, fix=fix):
         valence.train(method="kto", model="./model", **settings)
-    assert what in str(error.value)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError):
         valence.train("recipe.yaml", **({"model": "./model"} | settings | {"train.sed": 1}))
     assert not Path("runs").exists()

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.command import command
+from tests.command import command, command_error
+from tests.errors import check_error
 
 
 def a_run(folder: Path, auc: float = 0.5) -> Path:
@@ -55,16 +56,17 @@ def test_several_runs_are_compared_by_names_that_tell_them_apart(place: Path, ca
     assert report("runs", "other/first") == 0
     assert capsys.readouterr().out == "comparison.html\n"
     page = (place / "comparison.html").read_text()
-    assert "Runs: runs/first, second, other/first." in page
+    assert "runs/first, second, other/first" in page
     assert report("runs", "--out", "mine.html") == 0
-    assert "2 runs compared" in (place / "mine.html").read_text()
+    assert "first, second" in (page := (place / "mine.html").read_text())
+    assert "other/first" not in page
 
 
 def test_markdown_is_printed_or_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report("runs", "--md") == 0
     assert "| first | kto | done |" in capsys.readouterr().out
     assert report("runs/first", "--md") == 0
-    assert "**kto** trained" in capsys.readouterr().out
+    assert "**kto**" in capsys.readouterr().out
     assert not (place / "runs/first/report.html").exists()
     assert report("runs", "--md", "--out", "compared.md") == 0
     assert capsys.readouterr().out == "compared.md\n"
@@ -72,35 +74,31 @@ def test_markdown_is_printed_or_written(place: Path, capsys: pytest.CaptureFixtu
     assert sorted(path.name for path in place.iterdir()) == ["compared.md", "other", "runs"]
 
 
-def test_what_lies_there_already_is_not_written_over(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_lies_there_already_is_not_written_over(place: Path) -> None:
     (place / "comparison.html").write_text("mine")
-    assert report("runs") == 2
-    assert "nothing that `valence report` wrote" in capsys.readouterr().err
+    for words in (("runs",), ("runs/first", "--out", "comparison.html")):
+        check_error(command_error("report", *words), "path-exists", where="comparison.html")
     assert (place / "comparison.html").read_text() == "mine"
-    assert report("runs/first", "--out", "comparison.html") == 2
 
 
-@pytest.mark.parametrize(("words", "said"), [
-    (("nowhere",), "there is no such folder"), (("runs", "empty"), "holds none"), (("runs", "file"), "this is a file"),
+@pytest.mark.parametrize(("words", "code"), [
+    (("nowhere",), "run-not-found"),
+    (("runs", "empty"), "run-not-found"),
+    (("runs", "file"), "path-is-file"),
 ])  # fmt: skip
-def test_what_is_no_run_is_refused(place: Path, capsys: pytest.CaptureFixture[str], words: tuple[str, ...], said: str) -> None:
+def test_what_is_no_run_is_refused(place: Path, words: tuple[str, ...], code: str) -> None:
     (place / "empty").mkdir()
     (place / "file").write_text("")
-    assert report(*words) == 2
-    shown = capsys.readouterr().err
-    assert said in shown
-    assert words[-1] in shown
+    check_error(command_error("report", *words), code, where=words[-1])
     assert not (place / "comparison.html").exists()
 
 
-def test_a_folder_that_cannot_be_written_to_is_named(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_cannot_be_written_to_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("valence.report.html.os.replace", refused)
-    assert report("runs/first") == 2
-    assert "the page cannot be written (Permission denied)" in capsys.readouterr().err
-    assert report("runs") == 2
-    assert "cannot be written (Permission denied)" in capsys.readouterr().err
+    for words, where in ((("runs/first",), "runs/first"), (("runs",), "comparison.html")):
+        error = command_error("report", *words)
+        check_error(error, "file-not-writable", where=where)
+        assert "Permission denied" in error.what

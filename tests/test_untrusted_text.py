@@ -12,8 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tests.command import command
-from tests.places import place
+from tests.command import command, place
 from valence import terminal
 from valence.errors import UserError
 
@@ -89,8 +88,27 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
                   ("report", folder, "runs/other", "--md"), ("evaluate", folder)):  # fmt: skip
         run(capsys, *words)
     run(capsys, "sample", folder, "--prompt", HOSTILE, "--max-new-tokens", "24", "-n", "3")
-    run(capsys, "sample", folder, "--prompt", HOSTILE, "--max-new-tokens", "2", "--out", f"{NAME}-answers.jsonl")
-    run(capsys, "score", "model", "--data", f"{NAME}.jsonl", "--out", f"{NAME}-scores.jsonl", status=2)
+    run(
+        capsys,
+        "sample",
+        folder,
+        "--prompt",
+        HOSTILE,
+        "--max-new-tokens",
+        "2",
+        "--out",
+        f"{NAME}-answers.jsonl",
+    )
+    run(
+        capsys,
+        "score",
+        "model",
+        "--data",
+        f"{NAME}.jsonl",
+        "--out",
+        f"{NAME}-scores.jsonl",
+        status=2,
+    )
     run(capsys, "export", folder, f"{NAME}-model")
     monkeypatch.setattr("valence.training.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)])
     assert "[/x]" in run(capsys, "sample", folder, "--prompt", "x")
@@ -127,7 +145,16 @@ def test_errors_of_a_reward_are_harmless(
     (hostile_place / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
     for name, status in (("fails", 2), ("some", 0)):
         reward = f"{{reward: 'hostile_reward:{name}', retries: 0}}"
-        words = ("score", "model", "--reward", reward, "--data", "answers.jsonl", "--out", f"{name}.jsonl")
+        words = (
+            "score",
+            "model",
+            "--reward",
+            reward,
+            "--data",
+            "answers.jsonl",
+            "--out",
+            f"{name}.jsonl",
+        )
         assert "[/x]" in run(capsys, *words, status=status)
 
 
@@ -139,7 +166,15 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
     assert "[/x]" in shown
 
 
-@pytest.mark.parametrize("pattern", ["[/x]", "[bold", r"\[a-z]+[/]", ":smile:"])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "[/x]",
+        pytest.param("[bold", marks=pytest.mark.slow),
+        pytest.param(r"\[a-z]+[/]", marks=pytest.mark.slow),
+        pytest.param(":smile:", marks=pytest.mark.slow),
+    ],
+)
 def test_check_shows_a_setting_that_looks_like_markup(pattern: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6)))
     reward = json.dumps([{"reward": "regex", "settings": {"pattern": pattern if pattern != "[bold" else r"\[bold"}}])

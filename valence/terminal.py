@@ -78,12 +78,13 @@ def json_line(value: Any) -> str:
 
 # ---------------------------------------------------------------- streams that cannot be written
 
-_output_errors: dict[str, str] = {}
+stream_errors: dict[str, str] = {}
+"""Why a stream could not be written, one sentence for each by the stream's name."""
 
 
 def output_errors() -> tuple[str, ...]:
     """What could not be printed so far, one sentence for each stream."""
-    return tuple(_output_errors.values())
+    return tuple(stream_errors.values())
 
 
 class ResilientStream:
@@ -125,9 +126,9 @@ class ResilientStream:
 
     def _failed(self, error: OSError) -> None:
         reason = error.strerror or str(error)
-        if self._name not in _output_errors:
+        if self._name not in stream_errors:
             atexit.register(self.discard_unwritten)  # else the interpreter fails on its way out, with status 120
-        _output_errors.setdefault(self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost")
+        stream_errors.setdefault(self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost")
         if error.errno == errno.EPIPE:
             discard(self._stream)
 

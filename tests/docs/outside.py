@@ -18,8 +18,8 @@ from typing import Any
 
 from ruamel.yaml import YAML
 
-from tests.copies import Copies
 from tests.docs.blocks import ROOT
+from tests.programs import Copies
 
 PYTHON = shlex.quote(sys.executable)
 PROCESSES = re.compile(r"(--(?:nproc|nproc-per-node|num_processes)[ =]+)\d+")

@@ -7,10 +7,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.client import generator
-from tests.rollout.fake import Fake, serving
+from tests.rollout.vllm_server import Fake, generator, serving
 from valence.rollout.transports import Disk
 from valence.rollout.vllm import VLLMGenerator
+
+
+@pytest.fixture(autouse=True)
+def no_long_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client looks often whether a server that went away is back."""
+    monkeypatch.setattr("valence.rollout.wire.POLL", 0.01)
+    monkeypatch.setattr("valence.rollout.wire.LONGEST", 0.02)
+    monkeypatch.setattr("valence.rollout.servers.POLL", 0.01)
 
 
 @pytest.fixture

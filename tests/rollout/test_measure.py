@@ -1,3 +1,5 @@
+"""The statistics that the demo shows, against those of scipy."""
+
 from __future__ import annotations
 
 import numpy as np

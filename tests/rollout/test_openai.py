@@ -8,32 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.client import Words
-from tests.rollout.fake import END, Fake, serving
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.rollout.vllm_server import END, PROMPTS, Completions, Fake, Words, serving
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
-
-PROMPTS = [(5, 6, 7), (8, 9)]
-
-
-class Completions(Fake):
-    """A completions endpoint. ``speaks``: token ids."""
-
-    def __init__(self, *, speaks: bool) -> None:
-        super().__init__()
-        self.speaks = speaks
-
-    def v1_completions(self, body: Any) -> tuple[int, Any]:
-        if not self.speaks and "return_token_ids" in body:
-            return 400, {"error": {"message": "unknown argument return_token_ids"}}
-        first = 10 + body["seed"] % 50
-        ended = body["seed"] % 2 == 0
-        if not self.speaks:
-            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
-        tokens = [first, END if ended else 8][: body["max_tokens"]]
-        choice = {"finish_reason": "length", "token_ids": tokens, "logprobs": {"token_logprobs": [-1.5] * len(tokens)}}
-        return 200, {"choices": [choice]}
 
 
 @pytest.fixture(params=[True, False], ids=["tokens", "text"])
@@ -97,25 +75,28 @@ def test_answers_where_an_event_loop_runs(server: Completions) -> None:
     assert asyncio.run(program()) == generator(server).generate(PROMPTS, 2, Sampling(seed=1))
 
 
-def test_a_busy_server_is_asked_again(server: Completions, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("valence.rollout.wire.POLL", 0.01)
+def test_a_busy_server_is_asked_again(server: Completions) -> None:
     sampler, busy = generator(server), [1, 1, 1]
     sampler.gives_tokens  # noqa: B018 (asks once)
     server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}}) if busy and busy.pop() else None
     assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
     server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}})
-    with pytest.raises(UserError, match="8 times in a row .*slow down"):
+    server.asked.clear()
+    with raises_error("rollout-server-lost", where=server.url) as raised:
         sampler.generate([(5,)], 1, Sampling())
+    assert "slow down" in raised.error.what
+    assert server.paths().count("/v1/completions") == 8
 
 
 def test_refusals(server: Completions) -> None:
     server.on["/v1/completions"] = lambda body: (401, {"error": {"message": "no key"}})
-    with pytest.raises(UserError, match="no key") as error:
+    with raises_error("rollout-server-refused", where=server.url, fix="OPENAI_API_KEY") as raised:
         generator(server).generate([(5,)], 1, Sampling())
-    assert "OPENAI_API_KEY" in str(error.value)
+    assert "no key" in raised.error.what
     server.adapters = ["one", "two"]
-    with pytest.raises(UserError, match="2 models: one, two"):
+    with raises_error("rollout-model-ambiguous", where=server.url, fix="rollout.url") as raised:
         generator(server).generate([(5,)], 1, Sampling())
+    assert "one, two" in raised.error.what
     assert generator(server, model="two").model == "two"
 
 
@@ -126,10 +107,10 @@ def test_the_key_is_sent(server: Completions, monkeypatch: pytest.MonkeyPatch) -
 
 def test_it_has_weights_of_its_own(server: Completions) -> None:
     sampler = generator(server)
-    with pytest.raises(UserError, match=r"rollout\.engine: vllm"):
+    with raises_error("rollout-weights-unsupported", where=server.url, fix="rollout.engine"):
         sampler.sync(1, lambda: [])
-    with pytest.raises(UserError, match="check_prompts"):
+    with raises_error("rollout-scoring-unsupported", fix="rollout.check_prompts"):
         sampler.logps([((1,), (2,))])
-    with pytest.raises(UserError, match="prompt 0"):
+    with raises_error("prompt-empty", where="prompt 0"):
         sampler.generate([()], 1, Sampling())
     sampler.close()

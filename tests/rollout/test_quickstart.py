@@ -1,3 +1,5 @@
+"""The rule behind the thumbs of the quickstart, its files, and what the demo shows."""
+
 from __future__ import annotations
 
 import io

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from valence.errors import UserError
+from tests.errors import raises_error
 from valence.rollout.check import Evidence, check, compare, difference
 from valence.rollout.protocol import Sampling
 from valence.types import Completion
@@ -26,24 +26,32 @@ def test_the_mean_difference_over_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    ("theirs", "evidence", "said"),
+    ("theirs", "evidence", "setting"),
     [
-        (FAR, {**SAME}, "stale prefix caches"),
-        (FAR, {"temperature": 0.5, "read": FAR, "ours_read": FAR}, "--logprobs-mode processed_logprobs"),
-        (FAR, {"temperature": 0.5, **SAME}, "stale prefix caches"),
-        (NEAR, {"dtypes": ("float32", "bfloat16"), "read": NEAR, "ours_read": OURS}, "--dtype float32"),
-        (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "ours_read": OURS}, "another model"),
-        (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "ours_read": OURS}, "another model or another tokenizer"),
-        (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "an adapter with settings"),
-        (FAR, {"agreed": True, "tied": True, "read": FAR, "ours_read": OURS}, "tied to its embeddings"),
-        (FAR, {"agreed": True, "read": FAR, "ours_read": OURS}, "only a part of the weights"),
-        (FAR, {}, "another model"),
+        (FAR, {**SAME}, "--no-enable-prefix-caching"),
+        (
+            FAR,
+            {"temperature": 0.5, "read": FAR, "ours_read": FAR},
+            "--logprobs-mode processed_logprobs",
+        ),
+        (FAR, {"temperature": 0.5, **SAME}, "--no-enable-prefix-caching"),
+        (
+            NEAR,
+            {"dtypes": ("float32", "bfloat16"), "read": NEAR, "ours_read": OURS},
+            "--dtype float32",
+        ),
+        (FAR, {"dtypes": ("float32", "bfloat16"), "read": FAR, "ours_read": OURS}, "model.name"),
+        (FAR, {"dtypes": ("float32", "float32"), "read": FAR, "ours_read": OURS}, "model.name"),
+        (FAR, {"adapter": True, "read": FAR, "ours_read": OURS}, "rollout.transport for whole"),
+        (FAR, {"agreed": True, "tied": True, "read": FAR, "ours_read": OURS}, "docs/vllm.md"),
+        (FAR, {"agreed": True, "read": FAR, "ours_read": OURS}, "use another rollout.transport"),
+        (FAR, {}, "model.name"),
     ],
 )
-def test_the_cause_that_fits_is_named(theirs: Any, evidence: Any, said: str) -> None:
-    with pytest.raises(UserError, match=said) as error:
+def test_the_fix_is_that_of_the_cause_that_fits(theirs: Any, evidence: Any, setting: str) -> None:
+    with raises_error("rollout-logps-mismatch", where="rollout.max_mismatch", fix=setting) as raised:
         compare(OURS, theirs, 0.01, evidence=Evidence(**evidence))
-    assert "nats per token" in str(error.value)
+    assert f"{difference(OURS, theirs):.3g}" in raised.error.what
 
 
 class Server:
@@ -77,6 +85,6 @@ def test_a_check_asks_for_more_only_where_there_is_a_difference() -> None:
     assert (fine.scored, asked) == (0, [0.7])
     # A part of the vocabulary would have other log-probabilities than the trainer's.
     assert (fine.asked[0].top_p, fine.asked[0].temperature) == (1.0, 0.7)
-    with pytest.raises(UserError, match="stale prefix caches"):
+    with raises_error("rollout-logps-mismatch", fix="--no-enable-prefix-caching"):
         check(far, [(4,)], run, measure, 0.1)  # type: ignore[arg-type]
     assert (far.scored, asked) == (1, [0.7, 0.7, 1.0])

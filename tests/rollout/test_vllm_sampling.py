@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.rollout.client import FREE, PROMPTS, weights
-from tests.rollout.fake import END, Fake
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.rollout.vllm_server import END, FREE, PROMPTS, Fake, weights
 from valence.rollout.protocol import Sampling
 from valence.rollout.vllm import VLLMGenerator
 from valence.rollout.wire import address
@@ -30,7 +29,14 @@ def test_tokens_in_and_out(fake: Fake, sampler: VLLMGenerator) -> None:
         assert {answer.prompt_id for answer in row} == {content_id("prompt", Ids(prompt))}
     settings = bodies[PROMPTS[0]]["sampling_params"]
     # Unsaid, these would be the model's own defaults.
-    assert {"top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "ignore_eos"} <= set(settings)
+    assert {
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "ignore_eos",
+    } <= set(settings)
     assert settings["stop_token_ids"] == [END]
     assert (settings["temperature"], settings["max_tokens"], settings["top_p"]) == (0.7, 2, 1.0)
 
@@ -49,9 +55,9 @@ def test_seeds_differ_by_prompt_and_seed_and_repeat(fake: Fake, sampler: VLLMGen
 
 def test_nothing_to_ask(sampler: VLLMGenerator) -> None:
     assert sampler.generate([], 2, Sampling()) == []
-    with pytest.raises(UserError, match="prompt 1"):
+    with raises_error("prompt-empty", where="prompt 1"):
         sampler.generate([(4,), ()], 1, Sampling())
-    with pytest.raises(UserError, match="at least 1"):
+    with raises_error("sampling-value", where="n"):
         sampler.generate(PROMPTS, 0, Sampling())
 
 
@@ -61,7 +67,8 @@ def test_log_probabilities_of_given_answers(sampler: VLLMGenerator) -> None:
 
 def test_log_probabilities_of_another_distribution_are_refused(fake: Fake, sampler: VLLMGenerator) -> None:
     fake.mode = "raw_logprobs"
-    with pytest.raises(UserError, match="--logprobs-mode processed_logprobs"):
+    fix = "--logprobs-mode processed_logprobs"
+    with raises_error("rollout-logps-unprocessed", where=fake.url, fix=fix):
         sampler.generate(PROMPTS, 1, FREE)
     assert sampler.generate(PROMPTS, 1, Sampling(temperature=1.0, max_new_tokens=2))
 
@@ -77,19 +84,20 @@ def test_log_probabilities_that_are_no_numbers(fake: Fake, sampler: VLLMGenerato
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    "change",
     [
-        ({"finish_reason": "stop", "token_ids": [10, 11]}, "do not belong together"),
-        ({"finish_reason": "stop"}, "stopped at token"),
-        ({"index": 4}, "asked for 1 answers"),
-        ({"weight_versions": None}, "which weights"),
+        {"finish_reason": "stop", "token_ids": [10, 11]},
+        {"finish_reason": "stop"},
+        {"index": 4},
+        {"weight_versions": None},
     ],
+    ids=["tokens without log-probabilities", "no end token", "index", "weights"],
 )
-def test_answers_that_make_no_sense(fake: Fake, sampler: VLLMGenerator, change: Any, said: str) -> None:
+def test_answers_that_make_no_sense(fake: Fake, sampler: VLLMGenerator, change: Any) -> None:
     sampler.sync(1, weights)
     plain = fake.choice
     fake.choice = lambda settings, index: {**plain(settings, index), **change}  # type: ignore[method-assign]
-    with pytest.raises(UserError, match=said):
+    with raises_error("rollout-server-version", where=fake.url, fix="docs/vllm.md"):
         sampler.generate([(5,)], 1, Sampling())
 
 
@@ -105,17 +113,20 @@ def test_an_aborted_answer_is_asked_for_again(fake: Fake, sampler: VLLMGenerator
 
 
 def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
-    fake.on["/inference/v1/generate"] = lambda body: (400, {"error": {"message": "the prompt is longer than 512"}})
-    with pytest.raises(UserError, match="longer than 512") as error:
+    fake.on["/inference/v1/generate"] = lambda body: (
+        400,
+        {"error": {"message": "the prompt is longer than 512"}},
+    )
+    with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         sampler.generate(PROMPTS, 1, Sampling())
-    assert "rollout.max_new_tokens" in str(error.value)
+    assert "longer than 512" in raised.error.what
     fake.on["/inference/v1/generate"] = lambda body: (404, {"detail": "Not Found"})
-    with pytest.raises(UserError, match=r"docs/vllm\.md"):
+    with raises_error("rollout-server-refused", fix="docs/vllm.md"):
         sampler.generate(PROMPTS, 1, Sampling())
 
 
 def test_addresses() -> None:
     assert {address(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")} == {"http://a:1"}
     for wrong in ("localhost:8000", "ftp://a", ""):
-        with pytest.raises(UserError, match=r"rollout\.url"):
+        with raises_error("rollout-url-invalid", where="rollout.url"):
             address(wrong)

@@ -19,15 +19,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.docs.walk import all_lines
-from tests.rollout.environment import HERE, needs_vllm
+from tests.errors import raises_error
+from tests.rollout.vllm_server import HERE, needs_vllm
 from tests.tiny import tiny_tokenizer
-from valence.errors import UserError
 from valence.rollout.check import Evidence, check, difference
 from valence.rollout.openai import OpenAIGenerator
 from valence.rollout.protocol import Sampling
@@ -101,7 +102,10 @@ class Side:
     def furthest(self, rows: list[list[Completion]], temperature: float) -> float:
         """Largest difference of a sampled token's log-probability."""
         pairs = [(prompt, answer.tokens) for prompt, row in zip(PROMPTS, rows, strict=True) for answer in row]
-        ours, theirs = self.measure(pairs, temperature), [answer.logps for row in rows for answer in row]
+        ours, theirs = (
+            self.measure(pairs, temperature),
+            [answer.logps for row in rows for answer in row],
+        )
         return max(abs(a - b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True))
 
 
@@ -114,10 +118,16 @@ class Shown(Server):
         at = words.index("vllm.entrypoints.openai.api_server")
         assert words[at - 2 : at] == ["python", "-m"]
         self.named = dict(word.split("=") for word in words[: at - 2])
-        self.arguments = [*words[at + 1 :], "--dtype", "float32", "--enforce-eager", "--no-enable-chunked-prefill"]
+        self.arguments = [
+            *words[at + 1 :],
+            "--dtype",
+            "float32",
+            "--enforce-eager",
+            "--no-enable-chunked-prefill",
+        ]
 
-    def _environment(self) -> dict[str, str]:
-        found = super()._environment()
+    def variables(self) -> dict[str, str]:
+        found = super().variables()
         return {name: value for name, value in found.items() if name not in ANYWHERE or name in OFFLINE} | self.named
 
 
@@ -150,11 +160,18 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
     root = tmp_path_factory.mktemp("vllm")
 
     shown = dict(
-        zip(["disk", "lora"], [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text], strict=True)
+        zip(
+            ["disk", "lora"],
+            [line.text for line in all_lines("docs/vllm.md") if "api_server" in line.text],
+            strict=True,
+        )
     )
 
     def start(name: str) -> Server:
-        few = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}  # they share two cores
+        few = {
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": "1",
+        }  # they share two cores
         given: dict[str, Any] = {"folder": root / f"{name}-log", "python": HERE, "environment": few}
         if name in shown:
             server = Shown(shown[name], root / name, **given)
@@ -246,7 +263,9 @@ def test_a_part_of_the_vocabulary(sides: dict[str, Side]) -> None:
 def test_greedy_answers_are_the_librarys(sides: dict[str, Side]) -> None:
     side = sides["disk"]
     for prompt, row in zip(
-        PROMPTS, side.generator.generate(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=8)), strict=True
+        PROMPTS,
+        side.generator.generate(PROMPTS, 1, Sampling(temperature=0.0, max_new_tokens=8)),
+        strict=True,
     ):
         with torch.no_grad():
             ids = torch.tensor([prompt])
@@ -301,30 +320,39 @@ def test_another_models_weights_are_noticed(sides: dict[str, Side]) -> None:
     side = sides["disk"]
     side.step()
     other = tiny(tied=True)
-    with pytest.raises(UserError, match="differ from the trainer's by"):
+    with raises_error("rollout-logps-mismatch", where="rollout.max_mismatch"):
         check(
-            side.generator, PROMPTS, FREE, lambda pairs, t: side.measure(pairs, t, other), CLOSE, evidence=Evidence(agreed=True)
+            side.generator,
+            PROMPTS,
+            FREE,
+            lambda pairs, t: side.measure(pairs, t, other),
+            CLOSE,
+            evidence=Evidence(agreed=True),
         )
 
 
 def test_weights_that_do_not_fit_are_refused_and_the_server_goes_on(sides: dict[str, Side]) -> None:
     side = sides["disk"]
     lacking = [(name, weights) for name, weights in side.model.named_parameters() if "down_proj" not in name]
-    with pytest.raises(UserError, match="the new weights lack .*down_proj"):
+    with raises_error("rollout-weights-refused", where=side.server.url) as raised:
         side.generator.sync(99, lambda: lacking)
+    assert "down_proj" in raised.error.what
     side.step()
     assert side.furthest(side.generator.generate(PROMPTS, 1, FREE), FREE.temperature) < CLOSE
 
 
 def test_what_the_server_refuses(sides: dict[str, Side], tmp_path: Path) -> None:
     side = sides["disk"]
-    with pytest.raises(UserError, match="512"):
+    with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         side.generator.generate([(5,) * 600], 1, FREE)
+    assert "512" in raised.error.what
     lora = VLLMGenerator(side.server.url, Lora(tmp_path), TOKENIZER, end_ids=[END], timeout=30)
-    with pytest.raises(UserError, match=r"did not take the adapter(.|\n)*--enable-lora"):
+    with raises_error("rollout-weights-refused", fix="--enable-lora"):
         lora.sync(1, lambda: [], lambda folder: None)
-    with pytest.raises(UserError, match=r"did not take the new weights(.|\n)*--weight-transfer-config"):
-        VLLMGenerator(sides["lora"].server.url, Gloo(20), TOKENIZER, end_ids=[END], timeout=20).sync(1, lambda: [])
+    url = sides["lora"].server.url
+    gloo = VLLMGenerator(url, Gloo(20), TOKENIZER, end_ids=[END], timeout=20)
+    with raises_error("rollout-weights-refused", where=url, fix="--weight-transfer-config"):
+        gloo.sync(1, lambda: [])
 
 
 def test_as_a_completions_endpoint(sides: dict[str, Side]) -> None:
@@ -334,6 +362,13 @@ def test_as_a_completions_endpoint(sides: dict[str, Side]) -> None:
     rows = sampler.generate(PROMPTS, 2, FREE)
     assert side.furthest(rows, FREE.temperature) < CLOSE
     sampler.close()
+
+
+def num_running(server: Server) -> float:
+    """How many answers the server is writing at this moment."""
+    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
+    counts = [line for line in lines if line.startswith("vllm:num_requests_running")]
+    return sum(float(line.rpartition(" ")[2]) for line in counts)
 
 
 def test_killed_and_started_again(sides: dict[str, Side]) -> None:
@@ -347,13 +382,15 @@ def test_killed_and_started_again(sides: dict[str, Side]) -> None:
     long = Sampling(temperature=1.0, max_new_tokens=200, seed=3)
     thread = threading.Thread(target=lambda: rows.extend(side.generator.generate(PROMPTS, 8, long)))
     thread.start()
-    time.sleep(0.3)
+    until = time.monotonic() + 60
+    while thread.is_alive() and not num_running(side.server) and time.monotonic() < until:
+        pass
     os.killpg(process.pid, signal.SIGKILL)
     thread.join()
     assert side.furthest(rows, 1.0) < CLOSE
     assert {answer.version for row in rows for answer in row} == {side.version}
     again = side.generator.generate(PROMPTS, 2, FREE)
-    assert any("was sent again" in note for note in side.notes)
+    assert any(f"version {side.version}" in note for note in side.notes)
     assert [[a.tokens for a in row] for row in again] == [[a.tokens for a in row] for row in expected]
     side.step()
     assert side.furthest(side.generator.generate(PROMPTS, 1, FREE), FREE.temperature) < CLOSE

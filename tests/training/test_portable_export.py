@@ -10,8 +10,7 @@ import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from tests.command import command
-from tests.places import place
+from tests.command import command, place
 from valence.checkpoint.export import portable_name
 
 __all__ = ["place"]

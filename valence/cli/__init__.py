@@ -67,7 +67,7 @@ def _exit_with(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
         time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
     print_message(Terminal(stderr=True), f"valence: {error}")
-    sys.exit(MISTAKE)
+    raise SystemExit(MISTAKE) from error
 
 
 def _version(asked: bool) -> None:

@@ -111,13 +111,14 @@ def _stdout_to_stderr() -> Iterator[IO[str]]:
         with redirect_stdout(sys.stderr):
             yield stdout
         return
+    try:
+        os.fstat(2)
+    except OSError:  # standard error is closed, and the next file that is opened would become it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     kept = os.dup(1)  # not inherited by other programs
     file = os.fdopen(kept, "w", encoding=stdout.encoding, errors=stdout.errors, closefd=False)
     try:
-        try:
-            os.dup2(2, 1)
-        except OSError:  # standard error is closed
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        os.dup2(2, 1)
         with redirect_stdout(sys.stderr):
             yield ResilientStream(file, "standard output")  # type: ignore[misc]
     finally:

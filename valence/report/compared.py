@@ -57,8 +57,11 @@ def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None
     found: dict[Path, RunLine] = {}
     for place in places:
         if not place.is_dir():
-            what = "this is a file" if place.exists() else "there is no such folder"
-            raise UserError(what, code="run-not-found", where=str(place), fix="name a run's folder, or a folder that holds runs")
+            is_file = place.exists()
+            what = "this is a file" if is_file else "there is no such folder"
+            code = "path-is-file" if is_file else "run-not-found"
+            fix = "name a run's folder, or a folder that holds runs"
+            raise UserError(what, code=code, where=str(place), fix=fix)
         lines = sorted(list_runs(place, holder), key=lambda line: line.path)
         if not lines and ((place / "metrics.jsonl").is_file() or (place / "config.yaml").is_file()):
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]

@@ -112,7 +112,7 @@ def explained(ours: Rows, theirs: Rows, threshold: float, evidence: Evidence) ->
             "They have never agreed, so that this may be another model or another tokenizer than the trainer's"
             + (", or an adapter with settings that vLLM does not take" if evidence.adapter else ""),
             "start the server with the model that the recipe names in model.name"
-            + (", or with a transport for whole weights" if evidence.adapter else ""),
+            + (", or with a rollout.transport for whole weights" if evidence.adapter else ""),
         )
     if evidence.tied:
         return (

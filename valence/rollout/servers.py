@@ -121,7 +121,7 @@ class Server:
             stdin=subprocess.PIPE,
             stdout=self._written,
             stderr=subprocess.STDOUT,
-            env=self._environment(),
+            env=self.variables(),
             cwd=self.folder,
             start_new_session=True,
         )
@@ -160,7 +160,8 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _environment(self) -> dict[str, str]:
+    def variables(self) -> dict[str, str]:
+        """The environment variables of the server's process."""
         own = {name: value for name, value in os.environ.items() if name not in OF_TRAINERS}
         plugin = plugin_folder(self.folder / "plugin")
         return {**(ON_CPU if self.cpu else {}), **own, **ANYWHERE, "PYTHONPATH": str(plugin), **self.environment}
@@ -185,7 +186,7 @@ class Server:
         self.stop()
         raise UserError(
             f"the vLLM server stopped while starting (status {code}); its log ends with\n{self.tail()}",
-            code="rollout-server-not-started",
+            code="rollout-server-stopped",
             where=str(self.log),
             fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server {' '.join(self.arguments)}",
         )

@@ -111,12 +111,14 @@ class Wire:
     def hangs(self, path: str, seconds: float) -> UserError:
         """What to say of a request that got no answer: is the server slow, or stuck?"""
         if self.healthy():
+            code = "rollout-server-slow"
             what = f"no answer in {seconds:g} s, though the server says that it is well"
             fix = "raise rollout.timeout, or lower rollout.max_new_tokens or rollout.num_rollouts; its log says how busy it is"
         else:
+            code = "rollout-server-hangs"
             what = f"no answer in {seconds:g} s, and none to {self.url}{self.health} either: the server hangs"
             fix = "look at the end of its log, and start it again; the run goes on from its last checkpoint"
-        return UserError(what, code="rollout-server-hangs", where=self.url + path, fix=fix)
+        return UserError(what, code=code, where=self.url + path, fix=fix)
 
     def healthy(self) -> bool:
         """Whether it says that it is well."""

@@ -73,10 +73,12 @@ def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> 
             raise UserError(bad.reason, code=bad.code, where=str(origin), fix=bad.fix)
     examples = [example for example in loaded.examples if example.origin == origin]
     if not examples:
-        why = next((why for unused, why in loaded.unused if unused == origin), "it is in an example listed under another row")
+        why = next((why for unused, why in loaded.unused if unused == origin), "")
+        code = "row-not-convertible" if why else "row-in-other-example"
+        why = why or "it is in an example listed under another row"
         raise UserError(
             f"data.convert: {data.convert} makes no example of this row alone: {why}",
-            code="row-not-convertible",
+            code=code,
             where=str(origin),
             fix="look at another row",
         )

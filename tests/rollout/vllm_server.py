@@ -1,22 +1,39 @@
-"""A stand-in for a vLLM server: the same routes, and tokens that follow from the seed. It can hang, fail and forget."""
+"""Stand-ins for servers of models, a client of them, and the environment in which a real vLLM server runs."""
 
 from __future__ import annotations
 
 import json
+import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tests.arch.source import ROOT
+from valence.rollout.protocol import Sampling
+from valence.rollout.servers import PYTHON
+from valence.rollout.transports import Transport
+from valence.rollout.vllm import VLLMGenerator
+
+HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
+"""The Python of the environment with vLLM, which has its own torch and transformers."""
+needs_vllm = pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one")
 
 Reply = tuple[int, Any]
 END = 3
 
 
 class Fake:
-    """State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop, or return the reply."""
+    """A server with the same routes, and tokens that follow from the seed. It can hang, fail and forget.
+
+    State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
+    or return the reply. ``stopped``: set once it serves no longer."""
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
@@ -24,6 +41,12 @@ class Fake:
         self.asked: list[tuple[str, Any]] = []
         self.on: dict[str, Callable[[Any], Reply | None]] = {}
         self.url = ""
+        self.stopped = threading.Event()
+
+    def hang(self, body: Any) -> None:
+        """Never answers, for ``on``."""
+        self.stopped.wait()
+        raise Drop
 
     def paths(self) -> list[str]:
         """What was asked for, in order, without looks at its health."""
@@ -49,9 +72,11 @@ class Fake:
         }
         if path in simple:
             return simple[path]()
-        return getattr(self, path.strip("/").replace("/", "_").replace(".", "_"), lambda body: (404, {"detail": "Not Found"}))(
-            body
-        )
+        return getattr(
+            self,
+            path.strip("/").replace("/", "_").replace(".", "_"),
+            lambda body: (404, {"detail": "Not Found"}),
+        )(body)
 
     def pause(self, body: Any) -> Reply:
         self.paused = True
@@ -90,7 +115,10 @@ class Fake:
             return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
         settings = body["sampling_params"]
         if "prompt_logprobs" in settings:
-            rows = [None, *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:]))]
+            rows = [
+                None,
+                *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:])),
+            ]
             return 200, {"choices": [], "prompt_logprobs": rows}
         return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
 
@@ -108,13 +136,31 @@ class Fake:
         }
 
 
+class Completions(Fake):
+    """A completions endpoint. ``speaks``: token ids."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        super().__init__()
+        self.speaks = speaks
+
+    def v1_completions(self, body: Any) -> tuple[int, Any]:
+        if not self.speaks and "return_token_ids" in body:
+            return 400, {"error": {"message": "unknown argument return_token_ids"}}
+        first = 10 + body["seed"] % 50
+        ended = body["seed"] % 2 == 0
+        if not self.speaks:
+            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
+        tokens = [first, END if ended else 8][: body["max_tokens"]]
+        choice = {
+            "finish_reason": "length",
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": [-1.5] * len(tokens)},
+        }
+        return 200, {"choices": [choice]}
+
+
 class Drop(Exception):
     """The connection ends without an answer."""
-
-
-def hang(seconds: float) -> Callable[[Any], None]:
-    """No answer for so long."""
-    return lambda body: time.sleep(seconds)
 
 
 @contextmanager
@@ -152,5 +198,36 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
     try:
         yield fake
     finally:
+        fake.stopped.set()
         server.shutdown()
         server.server_close()
+
+
+PROMPTS = [(5, 6, 7), (8, 9)]
+FREE = Sampling(temperature=0.7, max_new_tokens=2, seed=4)
+WEIGHTS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([7], dtype=torch.bfloat16),
+    "c": torch.tensor(3, dtype=torch.int64),
+}
+UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+class Words:
+    """A tokenizer that writes token 7 as "7" and leaves the end token out."""
+
+    eos_token_id = END
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(i) for i in ids if i != END or not skip_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def generator(url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any) -> VLLMGenerator:
+    return VLLMGenerator(url, transport, Words(), end_ids=[END], timeout=timeout, **settings)  # type: ignore[arg-type]
+
+
+def weights() -> Any:
+    return WEIGHTS.items()
