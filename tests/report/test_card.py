@@ -46,7 +46,7 @@ def html(card):
 def sections(card):
     """The HTML of each section by its title; what stands above the first one under an empty title."""
     first, *others = html(card).split("<h2>")
-    return {"": first} | {title: body for title, body in (other.split("</h2>", 1) for other in others)}
+    return {"": first} | dict(other.split("</h2>", 1) for other in others)
 
 
 def items(html):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from valence.types import Completion, Score
 
 @dataclass
 class Numbers:
-    """Gives each answer its number. ``score``: what it says instead of some; ``calls``: the answers of each call so far."""
+    """Gives each answer its number. ``score``: what it gives instead; ``calls``: the answers of each call so far."""
 
     score: Callable[[Completion], Score] = lambda c: Score(number(c.text))
     gate: threading.Event | None = None
@@ -44,13 +43,6 @@ class Numbers:
 
     async def close(self) -> None:
         self.closed = True
-
-
-def wait_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.01)
 
 
 @dataclass
@@ -81,9 +73,9 @@ def served(
 @contextmanager
 def served_as_command(target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST) -> Iterator[Served]:
     """A server of what the command would serve."""
-    from valence.cli.serve import _service
+    from valence.cli.serve import reward_service
 
-    with served_service(_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
+    with served_service(reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
         yield server
 
 

@@ -184,7 +184,7 @@ def _servers(spec: Spec, where: str) -> Servers:
         setting = unknown[0] if unknown else "label"
         raise UserError(
             f"the client of a server has no setting {setting!r}" if unknown else "it names a column",
-            code="reward-setting-unknown", where=f"{where}.settings.{setting}",
+            code="reward-setting-unknown" if unknown else "reward-setting-value", where=f"{where}.settings.{setting}",
             fix="its one setting is label, the column of the rows that is sent as label",
         )  # fmt: skip
     token = None

@@ -300,7 +300,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         what = f"there is no module {error.name!r}, neither in the current folder ({folder}) nor installed"
         raise UserError(
             what,
-            code="reward-not-found",
+            code="reward-module-not-found",
             where=place,
             fix="name it as `package.module:function`, from the folder that the package is in",
         )
