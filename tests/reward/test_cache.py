@@ -193,7 +193,7 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     assert third.get("k2") in (None, Score(2.0, {"p": 1.0}))
 
 
-@pytest.mark.filterwarnings("ignore:.*jsonl:4:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*jsonl:UserWarning")
 @pytest.mark.parametrize("line", [
     "{}", "[]", "1", '{"key": "x", "value": "1.0", "parts": {}}', '{"key": "x", "value": null, "parts": {}}',
     '{"key": "x", "value": NaN, "parts": {}}', '{"key": "x", "value": true, "parts": {}}', '{"key": 1, "value": 1, "parts": {}}',

@@ -17,7 +17,7 @@ import pytest
 
 from tests.errors import raises_error
 from tests.reward.kit import has_words, wait_for
-from tests.reward.served import Numbers, Served, number, served
+from tests.reward.served import Numbers, Served, http_get, http_post, http_request, number, served
 from valence.reward.server import ENDS, answer_in, listening
 from valence.reward.serving import Limits, Rate
 from valence.types import Completion, Score
@@ -123,7 +123,7 @@ def test_numbers_arrive_as_they_are() -> None:
 ])  # fmt: skip
 def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: list[object]) -> None:
     asked = len(plain.reward.calls)
-    found = httpx.post(f"{plain.url}/get_reward", content=body, headers=JSON)
+    found = http_post(f"{plain.url}/get_reward", content=body, headers=JSON)
     assert found.status_code == 422
     assert has_words(found.json()["error"], *words)
     assert len(plain.reward.calls) == asked
@@ -139,20 +139,20 @@ def test_queries_without_their_prompt_are_named(plain: Served) -> None:
 def test_only_json_is_read(plain: Served, kind: str | None) -> None:
     """What a page of another site can have a browser send is none."""
     headers = {} if kind is None else {"content-type": kind}
-    assert httpx.post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
     named = {"content-type": "Application/JSON; charset=utf-8"}
-    assert httpx.post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
 
 
 def test_other_paths_and_methods(plain: Served) -> None:
     for method, path, status in (("GET", "/get_reward", 405), ("POST", "/other", 404), ("PUT", "/health", 405)):
-        found = httpx.request(method, plain.url + path)
+        found = http_request(method, plain.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
 
 def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
     for size in (100_001, 1_000_000):
-        found = httpx.post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
+        found = http_post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
         assert found.status_code == 413
         assert has_words(found.json()["error"], 100_000)
 
@@ -165,7 +165,7 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
             yield b" " * 100_000
 
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it may be cut off while it writes
-        assert httpx.post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
+        assert http_post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
     assert sent < 500 * 100_000
     assert plain.service.reading == 0
     assert plain.post(query=["still there"]).status_code == 200
@@ -180,7 +180,7 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
             )
             connection.sendall(head + b" " * 990)
         wait_for(lambda: server.service.reading == 8 * 990)
-        found = httpx.post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
+        found = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
         assert (found.status_code, found.headers["retry-after"]) == (503, "1")
         for connection in begun:
             connection.close()
@@ -221,7 +221,7 @@ def test_too_many_requests_are_told_when_to_come_back() -> None:
         assert server.post(query=["a"]).status_code == 200
         found = server.post(query=["a"])
         assert (found.status_code, found.headers["retry-after"]) == (429, "1")
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert http_get(f"{server.url}/health").status_code == 200
 
 
 def test_only_so_many_answers_wait() -> None:
@@ -252,7 +252,7 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         def status(path: str, header: bytes | None) -> int:
             headers = [(b"content-type", b"application/json"), *([(b"authorization", header)] if header is not None else [])]
             method, content = ("POST", b'{"query": ["a"]}') if path == "/get_reward" else ("GET", None)
-            return httpx.request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
+            return http_request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
 
         right = "Bearer s3cret-é".encode()
         wrong = (None, b"", b"Bearer", b"Bearer s3cret", right + b"x", right[7:], b"Basic " + right[7:])
@@ -262,7 +262,7 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
             assert status(path, b"bearer " + right[7:]) == 200
         assert {b for _, b in compared} == {right[7:]}  # never by a comparison that ends with the first difference
         assert status("/health", None) == status("/ready", None) == 200
-        found = httpx.post(f"{server.url}/get_reward", content=b"x" * 1000)
+        found = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
         assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
         assert len(server.reward.calls) == 2
 
@@ -299,8 +299,8 @@ def test_health_and_metrics() -> None:
         server.post(query=["a", "b", "c"])
         server.post(query=["a", "bad"])
         server.post(query="malformed")
-        assert httpx.get(f"{server.url}/health").json()["reward"] == "numbers"
-        found = httpx.get(f"{server.url}/metrics")
+        assert http_get(f"{server.url}/health").json()["reward"] == "numbers"
+        found = http_get(f"{server.url}/metrics")
         assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
         sample = re.compile(r'[a-z_]+(?:\{[a-z]+="[^"]+"\})? [0-9.e+-]+')
         lines = found.text.splitlines()
@@ -325,7 +325,7 @@ def test_it_prints_its_address_and_how_many_answers_it_scored() -> None:
 
 
 def test_the_schema_names_every_status(plain: Served) -> None:
-    found = httpx.get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
+    found = http_get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
     assert {int(code) for code in found["responses"]} == {
         200, 400, 401, 408, 413, 415, 421, 422, 429, 431, 500, 503, 504,
     }  # fmt: skip

@@ -9,11 +9,10 @@ import select
 import socket
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
 from tests.reward.kit import wait_for
-from tests.reward.served import Numbers, Served, number, served
+from tests.reward.served import Numbers, Served, http_get, number, served
 from valence.reward.http_limits import MAX_HEADERS, host_names, is_allowed_host
 from valence.reward.serving import Limits
 
@@ -263,4 +262,4 @@ def test_smuggled_requests_are_not_answered(plain: Served) -> None:
     asked = len(plain.reward.calls)
     exchange(plain, POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GOOD)
     assert len(plain.reward.calls) == asked
-    assert httpx.get(f"{plain.url}/health").status_code == 200
+    assert http_get(f"{plain.url}/health").status_code == 200

@@ -29,7 +29,7 @@ from tests.command import command
 from tests.errors import raises_error
 from tests.models import tiny
 from tests.reward.kit import has_words, wait_for
-from tests.reward.served import Numbers, number, served, served_as_command
+from tests.reward.served import Numbers, http_get, http_post, number, served, served_as_command
 from tests.tiny import tiny_tokenizer
 from valence import cli
 from valence.cli.serve import serve_reward
@@ -164,11 +164,11 @@ def test_a_slow_reward_has_a_deadline(blocks: bool) -> None:
         late = server.post(query=["late", "later"])
         assert late.status_code == 504
         assert has_words(late.json()["error"], 2, "0.4 s")
-        assert httpx.get(f"{server.url}/health").status_code == 200
-        assert httpx.get(f"{server.url}/ready").status_code == 503
+        assert http_get(f"{server.url}/health").status_code == 200
+        assert http_get(f"{server.url}/ready").status_code == 503
         assert server.post(query=["waits behind it"]).status_code == 504
         gate.set()
-        wait_for(lambda: httpx.get(f"{server.url}/ready").status_code == 200)
+        wait_for(lambda: http_get(f"{server.url}/ready").status_code == 200)
         assert server.post(query=["next", "one"]).json()["rewards"] == [number("next"), number("one")]
     texts = [[c.text for c in call] for call in server.reward.calls]
     assert texts == [["late", "later"], ["next", "one"]]  # nobody waited any more for what stood behind
@@ -180,7 +180,7 @@ def test_why_a_server_is_not_ready_is_shown_to_those_who_have_the_token() -> Non
 
     with served(Numbers(), Limits(max_wait=0.0), token="s3cret", is_ready=False, probe=probe) as server:
         for headers, shown in ({}, {}), ({"authorization": "Bearer s3cret"}, {"reason": "it failed: secret.py:7"}):
-            reply = httpx.get(f"{server.url}/ready", headers=headers)
+            reply = http_get(f"{server.url}/ready", headers=headers)
             assert (reply.status_code, reply.json()) == (503, {"status": "not ready", **shown})
 
 
@@ -254,7 +254,7 @@ def test_a_signal_waits_for_requests_that_are_under_way(tmp_path: Path) -> None:
     server = Command("--port", "0", function="tests.reward.served_functions:obeys")
     assert server.url.startswith("http://127.0.0.1:")
     query, begun, found = [f"touch {tmp_path / 'begun'}", "wait 1"], tmp_path / "begun", list[httpx.Response]()
-    thread = threading.Thread(target=lambda: found.append(httpx.post(server.url, json={"query": query}, timeout=30)))
+    thread = threading.Thread(target=lambda: found.append(http_post(server.url, json={"query": query}, timeout=30)))
     thread.start()
     wait_for(begun.exists)
     status, rest = server.end(signal.SIGTERM)
@@ -263,7 +263,7 @@ def test_a_signal_waits_for_requests_that_are_under_way(tmp_path: Path) -> None:
     assert status == -signal.SIGTERM
     assert re.findall(r"\d+", rest) == ["2", "0"]
     with pytest.raises(httpx.ConnectError):
-        httpx.get(server.url)
+        http_get(server.url)
 
 
 @pytest.mark.slow
@@ -296,7 +296,7 @@ def test_a_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert "s3cret" not in server.line
         url = server.url.replace("0.0.0.0", "127.0.0.1")
-        assert httpx.post(url, json={"query": ["a"]}).status_code == 401
+        assert http_post(url, json={"query": ["a"]}).status_code == 401
         monkeypatch.setenv("MINE", "s3cret")
         (score,) = score_all(reward_of([load_reward(url, ["token_env=MINE"])]), [answer("a")])
         assert score.value == number("a")
@@ -313,7 +313,7 @@ FUNCTIONS = "tests.reward.served_functions"
     (["exact_mach"], {}, "reward-not-found", "exact_mach", "exact_match"),
     (["http://localhost:1/get_reward"], {}, "reward-not-servable", "http://localhost:1/get_reward", None),
     (["length"], {}, "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
-    (["exact_match", "setings.answer=label"], {}, "?", None, "settings"),
+    (["exact_match", "setings.answer=label"], {}, "setting-unknown", "setings", "settings?"),
     (["no_such.module:fn"], {}, "reward-module-not-found", "no_such.module:fn", None),
     ([f"{FUNCTIONS}:of_tokens"], {}, "reward-needs-tokens", f"{FUNCTIONS}:of_tokens", "completion_ids"),
     (["exact_match", "token_env=HOME"], {}, "reward-setting-unused", "token_env", None),

@@ -13,7 +13,7 @@ from valence.errors import UserError
 from valence.reward.cache import MOST, Cached, Kept, digest
 from valence.reward.calls import TIME_OUTS, Backend, Calls
 from valence.reward.combine import Combined, Part
-from valence.reward.functions import Function, load_function
+from valence.reward.functions import Function, function_of
 from valence.reward.http import Servers, addresses
 from valence.reward.rules import RULES, Rules, rule_of
 
@@ -167,11 +167,7 @@ def _backend(spec: Spec, where: str, model: ModelReward | None, function: Functi
     if is_function(target):
         if function is not None:
             return function(spec, f"{where}.reward"), False, True
-        fn = load_function(target, f"{where}.reward")
-        try:
-            made = Function(fn, target, settings, spec.timeout)
-        except UserError as error:
-            raise UserError(error.what, code=error.code, where=f"{where}.{error.where or 'reward'}", fix=error.fix) from error
+        made = function_of(target, settings, spec.timeout, where)
         return made, False, not made.blocking
     _check_model(target, f"{where}.reward", model)
     assert model is not None
