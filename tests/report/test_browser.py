@@ -96,8 +96,8 @@ def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 def draw_all(page: Page) -> None:
-    """Opens what is folded, and goes past every chart, each of which is drawn when it comes near: two frames of the browser at
-    each are enough for it to see that."""
+    """Opens what is folded, and goes past every chart, each of which is drawn when it comes near.
+    The browser needs two frames to see that one is near."""
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.evaluate(
         "async () => { for (const each of document.querySelectorAll('.chart')) { each.scrollIntoView();"

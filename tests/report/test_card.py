@@ -44,7 +44,7 @@ def html(card):
 
 
 def sections(card):
-    """The HTML of each section by its title; what stands above the first one under an empty title."""
+    """The HTML of each section by its title. The part above the first one has an empty title."""
     first, *others = html(card).split("<h2>")
     return {"": first} | dict(other.split("</h2>", 1) for other in others)
 

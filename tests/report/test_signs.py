@@ -272,7 +272,7 @@ ODD = (None, [], "x", {"a": 1}, True, "nan")
 
 
 def write_odd(folder: Path, name: str, odd: Sequence[object]) -> None:
-    """Writes the pages of a run with stored and one with own answers, whose rows have these values under a name."""
+    """Write the pages of two runs, with stored and own answers, whose rows have these values."""
     run = read_run(write_run(folder, "thumbs", rows=24, times=2))
     for make in (thumbs_rows, own_rows):
         rows = [{**row, name: odd[i % len(odd)]} for i, row in enumerate(make(1.0, 24))]

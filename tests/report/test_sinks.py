@@ -164,11 +164,13 @@ def test_an_error_anywhere_is_reported_once_and_the_others_go_on(method, tmp_pat
 
 
 class Slow(Memory):
-    """Has some records left when it is closed, and closes when it is asked for them so often. A look at it takes a while."""
+    """Has so many records left when it is closed: one less each time it is asked, if it gets on.
+    On the clock of the module each question takes so many times CLOSING."""
 
     def __init__(self, monkeypatch, *, left, takes=0.7, gets_on=True):
         super().__init__()
-        self.left, self.takes, self.gets_on, self.now, self.done = left, takes, gets_on, 0.0, threading.Event()
+        self.left, self.takes, self.gets_on = left, takes, gets_on
+        self.now, self.done = 0.0, threading.Event()
         monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: self.now))
 
     @property

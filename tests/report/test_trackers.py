@@ -130,7 +130,7 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
 
 
 def has_step(run: Path, step: int) -> bool:
-    """Whether the files of wandb and trackio hold the loss of a step: what a library holds back is lost when it is killed."""
+    """Whether the files of wandb and trackio hold the loss of a step, which both buffer."""
     if ("loss", step) not in history_of(run / "wandb")[0]:
         return False
     with sqlite3.connect(run / "trackio/valence.db") as database:

@@ -1,4 +1,4 @@
-"""Trackers that a recipe names: what is lacking or wrong is an error before the run, and the guide's own example runs."""
+"""Trackers that a recipe names: mistakes are errors before the run, and the guide's example runs."""
 
 from __future__ import annotations
 

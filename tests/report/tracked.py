@@ -65,7 +65,7 @@ class Killed:
         if closes:
             fan.close("done")
         else:
-            tracker.table(SAMPLES, last, [])  # which is nothing: once it is taken, all before has been handed over
+            tracker.table(SAMPLES, last, [])  # an empty one: when it is taken, all before are done
             until = time.monotonic() + 20
             while tracker.waiting and time.monotonic() < until:
                 time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""What the tests of rewards share: completions, entries of a recipe, and a server that replies as a script says."""
+"""Helpers of the tests of rewards: completions, entries of a recipe, and a scripted server."""
 
 from __future__ import annotations
 
@@ -109,8 +109,8 @@ Script = Callable[[dict[str, Any], int], Reply]
 
 
 class Told(ThreadingHTTPServer):
-    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a time, ``connections``: how many
-    were made, ``open``: how many there are."""
+    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a
+    time, ``connections``: how many were made, ``open``: how many there are."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -28,7 +28,8 @@ http_get, http_post = partial(http_request, "GET"), partial(http_request, "POST"
 
 @dataclass
 class Numbers:
-    """Gives each answer its number. ``score``: what it gives instead; ``calls``: the answers of each call so far."""
+    """Gives each answer its number. ``score``: what it gives instead; ``calls``: the answers of
+    each call so far."""
 
     score: Callable[[Completion], Score] = lambda c: Score(number(c.text))
     gate: threading.Event | None = None

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def dislikes_bad(completions: Sequence[Completion], file: str = os.devnull) -> l
 
 
 def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Does what each answer asks for, and scores it with this process's id if it says "pid", else as ``number``."""
+    """Does what each answer asks for. Its score is ``number``; that of "pid" is the process's id."""
     for text in (c.text for c in completions):
         _obey(text)
     return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]
@@ -49,7 +50,7 @@ def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def _obey(text: str) -> None:
     if text == "hang":
-        time.sleep(1000)
+        threading.Event().wait()
     elif text == "hang holding the interpreter":
         re.match(r"(a+)+$", "a" * 60 + "b")
     elif text == "crash":
@@ -76,9 +77,9 @@ def _obey(text: str) -> None:
 async def obeys_later(completions: Sequence[Completion]) -> list[float]:
     for text in (c.text for c in completions):
         if text == "block":
-            time.sleep(1000)
+            threading.Event().wait()
         if text == "wait":
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
         if text == "pid":
             await EIGHT.wait()
         _obey(text)

@@ -23,7 +23,7 @@ from valence.reward.calls import FIRST_PAUSE, LONGEST_PAUSE, Failed, pause
 from valence.reward.http import scores_in
 from valence.types import Completion, Score
 
-# Each test has a server that fails: the warning of it is checked where it is what is tested, and noise elsewhere.
+# Each test has a server that fails. Only one tests the warning of it.
 pytestmark = pytest.mark.filterwarnings("ignore:http.*:UserWarning")
 
 

@@ -20,7 +20,7 @@ from valence.types import Completion, Score
 
 @dataclass
 class Numbers:
-    """Gives the number in an answer. before: what each call, of which it is given the first number, waits for."""
+    """Gives the number in an answer. before: is awaited by each call, with its first number."""
 
     before: Callable[[int], Awaitable[object]]
     batch_size: int = 2
