@@ -84,7 +84,9 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "\x1b" not in shown
 
 
-def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(two: list[Compared]) -> None:
+def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
+    two: list[Compared],
+) -> None:
     source = comparison_page(two)
     page = Page(source)
     assert not {"link", "iframe", "img", "object"} & set(page.tags)

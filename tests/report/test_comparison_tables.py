@@ -93,7 +93,9 @@ def test_rewards_that_are_not_the_same_are_not_ranked(tmp_path: Path) -> None:
     assert not marks("exact_match")
 
 
-def test_with_different_held_out_rows_their_numbers_are_given_and_nothing_is_marked(tmp_path: Path) -> None:
+def test_with_different_held_out_rows_their_numbers_are_given_and_nothing_is_marked(
+    tmp_path: Path,
+) -> None:
     other = thumbs(20, {"a": 0.1, "z": 0.2}, **{"rewards/auc": 0.9})
     runs = read(a_run(tmp_path / "one", thumbs(20)), a_run(tmp_path / "two", other))
     assert gaps(read(tmp_path / "one")) == []
@@ -108,7 +110,8 @@ def test_the_best_on_test_rows_is_marked_where_they_are_the_same(other: str, bes
         (run / "eval" / "test.json").write_text(json.dumps(thumbs(20, None, **{"rewards/auc": auc})))
     part = numbers(read(tmp_path / "one", tmp_path / "two"))[-1]
     assert next(row for row in part.rows if row[0] == "rewards/auc")[2] == (f"{BEST} 0.7" if best else "0.7")
-    assert any(BEST in note for note in part.notes) is best  # what the mark means, or why there is none
+    # What the mark means, or why there is none.
+    assert any(BEST in note for note in part.notes) is best
     assert len(part.notes) == 1
 
 

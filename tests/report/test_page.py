@@ -23,7 +23,8 @@ def test_the_page_of_a_finished_run_has_everything(run_dir):
     assert path == run_dir / "report.html"
     assert path.stat().st_size < 8e6
     assert re.search(r"kto .* 16 of org/tiny-chat.* 60 .* 3m12s", page.text)
-    assert re.search(r"\b203\D+\b4\D+\b112\D+\b31\D+\b2\D+\b1,300\b", page.text)  # rows; lengths of prompts and answers
+    # Rows; lengths of prompts and answers.
+    assert re.search(r"\b203\D+\b4\D+\b112\D+\b31\D+\b2\D+\b1,300\b", page.text)
     train = [each for each in page.items if each.startswith("train: ")]
     assert [each.split("(")[0].strip() for each in train[1:]] == ["train: contradictions", "train: length bias"]
     assert all(fact in train[0] for fact in ("3 rows", "longer than max_length", "feedback.jsonl:7, "))
@@ -31,7 +32,8 @@ def test_the_page_of_a_finished_run_has_everything(run_dir):
     assert "prompt lengthmin4median31p9580max112" in page.text
     assert "judged by203" in page.text
     assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
-    assert HEADLINES["rewards/auc"] not in page.text  # of which the log has no number under that name
+    # Of which the log has no number under that name.
+    assert HEADLINES["rewards/auc"] not in page.text
     assert page.section("Rewards").startswith("<p>")
     assert "step 0 " in page.section("Rewards").split("</p>")[0]  # where all rewards are 0
     assert "A short answer." in page.text
@@ -122,10 +124,16 @@ SLOW = {"steps": 10_000, "rows": 500}
 
 
 @pytest.mark.parametrize(("kind", "size"), [
-    ("thumbs", {"steps": 2 * POINTS + 100, "rows": 40}), ("own", {"steps": 2 * POINTS + 100, "rows": 40}),
+    ("thumbs", {"steps": 2 * POINTS + 100, "rows": 40}),
+    ("own", {"steps": 2 * POINTS + 100, "rows": 40}),
     *(pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in ("thumbs", "pairs", "own")),
 ])  # fmt: skip
-def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once(tmp_path, kind, size, monkeypatch):
+def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once(
+    tmp_path,
+    kind,
+    size,
+    monkeypatch,
+):
     folder = write_run(tmp_path / "long", kind, times=20, **size)
     read_bytes, read = Path.read_bytes, []
     monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or read_bytes(path))
@@ -136,7 +144,8 @@ def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once
     read.clear()
     write_page(folder)
     again = [each.name for each in read if each in evaluations]
-    ends = ["step-0.json", f"step-{size['steps']}.json"]  # those between the first and the last are not read again
+    # Those between the first and the last are not read again.
+    ends = ["step-0.json", f"step-{size['steps']}.json"]
     assert sorted(again) == (ends if kind == "own" else [*ends, "train.json"])
     assert all(len(t["x"]) <= 2 * POINTS for c in charts(Page(path)).values() for t in c["data"])
 

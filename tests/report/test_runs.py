@@ -143,7 +143,8 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     run = a_run(tmp_path / "run", log=log, status="running", total_steps=110)
     monkeypatch.setattr(runs, "TAIL", 2000)
     line = only(run, somebody)
-    assert (line.step, line.left) == (100, 20.0)  # at 2 s a step, as at the end; they took 51 s on average
+    # At 2 s a step, as at the end; they took 51 s on average.
+    assert (line.step, line.left) == (100, 20.0)
 
 
 def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:

@@ -294,5 +294,9 @@ def test_values_that_a_row_cannot_have_are_passed_over(name: str, tmp_path: Path
 @pytest.mark.parametrize(
     "name", ["reward", "tokens", "logp", "label", "id", "stop", "scores", "target", "origin", "prompt", "parts"]
 )
-def test_values_that_no_row_can_have_are_passed_over_in_all_rows(name: str, odd: object, tmp_path: Path) -> None:
+def test_values_that_no_row_can_have_are_passed_over_in_all_rows(
+    name: str,
+    odd: object,
+    tmp_path: Path,
+) -> None:
     write_odd(tmp_path, name, [odd])

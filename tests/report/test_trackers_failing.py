@@ -53,7 +53,11 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize("at", ["open", "log", "table", "close"])
-def test_a_library_that_fails_is_reported_once(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_is_reported_once(
+    at: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
     run.go(0, 5)

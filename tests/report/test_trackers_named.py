@@ -24,7 +24,9 @@ from valence.training.methods import method_of
 __all__ = ["home"]
 
 
-def test_a_library_that_is_not_installed_is_named_with_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
     for kind in trackers_module.LIBRARIES:
         with raises_error("library-missing", where="run.sinks", fix=install_command(kind)):
@@ -67,7 +69,12 @@ def test_sinks_are_names_or_sections() -> None:
     (["wandb", {"kind": "wandb"}], "setting-duplicate", "run.sinks.1", None),
     ([{"project": "mine"}], "setting-missing", "run.sinks.0.kind", "kind"),
 ])  # fmt: skip
-def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(sinks: Any, code: str, where: str, fix: str | None) -> None:
+def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(
+    sinks: Any,
+    code: str,
+    where: str,
+    fix: str | None,
+) -> None:
     with raises_error(code, where=where, fix=fix):
         loaded(sinks)
 

@@ -103,7 +103,12 @@ def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
     ([Entry("localhost:5000")], "reward-not-found", "reward.0.reward", "http://localhost:5000"),
     ([Entry("a/model")], "reward-model-unsupported", "reward.0.reward", ""),
 ])  # fmt: skip
-def test_what_cannot_be_put_together_is_a_mistake(entries: list[Entry], code: str, where: str, fix: str) -> None:
+def test_what_cannot_be_put_together_is_a_mistake(
+    entries: list[Entry],
+    code: str,
+    where: str,
+    fix: str,
+) -> None:
     with raises_error(code, where=where, fix=fix):
         reward_of(entries)
 

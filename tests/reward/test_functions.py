@@ -181,11 +181,15 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
 
 
 @pytest.mark.parametrize(("given", "words"), [
-    ("[1.0]", [1, 2]), ("[1.0, 2.0, 3.0]", [3, 2]), ("None", ["None", "return"]), ("1.0", ["float"]), ("'12'", ["str"]),
-    ("{0: 1.0, 1: 2.0}", ["dict"]), ("(x for x in [1.0, 2.0])", ["generator"]), ("[None, None]", ["None"]),
-    ("['1.0', '1.0']", ["'1.0'", "str"]), ("[[1.0], [1.0]]", ["[1.0]", "list"]), ("[1j, 1j]", ["1j", "complex"]),
+    ("[1.0]", [1, 2]), ("[1.0, 2.0, 3.0]", [3, 2]), ("None", ["None", "return"]),
+    ("1.0", ["float"]), ("'12'", ["str"]),
+    ("{0: 1.0, 1: 2.0}", ["dict"]), ("(x for x in [1.0, 2.0])", ["generator"]),
+    ("[None, None]", ["None"]),
+    ("['1.0', '1.0']", ["'1.0'", "str"]), ("[[1.0], [1.0]]", ["[1.0]", "list"]),
+    ("[1j, 1j]", ["1j", "complex"]),
     ("[10**400] * 2", ["float"]), ("__import__('torch').tensor([[1.0], [1.0]])", ["[1.0]", "list"]),
-    ("__import__('torch').tensor(1.0)", ["float"]), ("__import__('numpy').array(['1', '1'])", ["'1'", "str"]),
+    ("__import__('torch').tensor(1.0)", ["float"]),
+    ("__import__('numpy').array(['1', '1'])", ["'1'", "str"]),
 ])  # fmt: skip
 def test_what_is_no_score_is_an_error(given: str, words: list[object], write: Any) -> None:
     module = write(f"def f(completions):\n    return {given}\n")
@@ -277,10 +281,15 @@ BROKEN = """
     ("raise BrokenError", ["BrokenError"]), ("raise AttributeError(Broken())", ["AttributeError"]),
     ("return [Broken()]", []), ("return Broken()", ["no repr"]),
     ("return BrokenList([1.0])", ["no length"]), ("return [Score(Broken())]", []),
-    ("return [Score(1.0, {'x': Broken()})]", ["x", "Broken"]), ("return [Score(1.0, {'x': 10**400})]", ["x", 10**400]),
+    ("return [Score(1.0, {'x': Broken()})]", ["x", "Broken"]),
+    ("return [Score(1.0, {'x': 10**400})]", ["x", 10**400]),
     ("return [Score(1.0, {'x': BrokenError()})]", ["x", "BrokenError"]),
 ])  # fmt: skip
-def test_objects_that_cannot_be_shown_are_errors(statement: str, words: list[object], write: Any) -> None:
+def test_objects_that_cannot_be_shown_are_errors(
+    statement: str,
+    words: list[object],
+    write: Any,
+) -> None:
     module = write(f"""
         from valence.types import Score
 {BROKEN}
@@ -377,9 +386,15 @@ def test_an_asynchronous_function_that_cancels_itself_is_an_error(write: Any) ->
 
 
 @pytest.mark.parametrize(("kind", "wait", "blocks"), [
-    ("def", "over.wait()", False), ("async def", "await asyncio.Event().wait()", False), ("async def", "over.wait()", True),
+    ("def", "over.wait()", False), ("async def", "await asyncio.Event().wait()", False),
+    ("async def", "over.wait()", True),
 ])  # fmt: skip
-def test_a_call_that_hangs_is_given_up_and_the_next_one_made(kind: str, wait: str, blocks: bool, write: Any) -> None:
+def test_a_call_that_hangs_is_given_up_and_the_next_one_made(
+    kind: str,
+    wait: str,
+    blocks: bool,
+    write: Any,
+) -> None:
     module = write(f"""
         import asyncio, threading
         over = threading.Event()
@@ -495,7 +510,14 @@ def test_who_takes_completions_for_texts_is_told(write: Any) -> None:
     ("@.py:f", "", "reward-not-found", [], "@:function"),
     ("@.f", "def f(completions): ...", "reward-not-found", [], "@:f "),
 ])  # fmt: skip
-def test_what_cannot_be_called_is_a_mistake(target: str, source: str, code: str, words: list[str], fix: str, write: Any) -> None:
+def test_what_cannot_be_called_is_a_mistake(
+    target: str,
+    source: str,
+    code: str,
+    words: list[str],
+    fix: str,
+    write: Any,
+) -> None:
     module = write(source)
     with raises_error(code, where="reward.0.reward", fix=fix.replace("@", module)) as raised:
         reward(target.replace("@", module))

@@ -119,12 +119,15 @@ def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(("body", "words"), [
-    (b"", ["JSON"]), (b"<html>busy</html>", ["JSON", "<html>busy</html>"]), (b'{"rewards": [1.0', ["JSON"]),
+    (b"", ["JSON"]), (b"<html>busy</html>", ["JSON", "<html>busy</html>"]),
     (b"[" * 10000, ["JSON"]), (b"\xff\xfe\x00", ["JSON"]),
-    (b"[1.0, 2.0]", ["rewards", "list"]), (b"null", ["rewards", "NoneType"]), (b'{"reward": [1.0, 2.0]}', ["rewards", "reward"]),
-    (b'{"rewards": {"0": 1.0, "1": 2.0}}', ["rewards", "dict"]), (b'{"rewards": "12"}', ["rewards", "str"]),
+    (b"[1.0, 2.0]", ["rewards", "list"]), (b"null", ["rewards", "NoneType"]),
+    (b'{"reward": [1.0, 2.0]}', ["rewards", "reward"]),
+    (b'{"rewards": {"0": 1.0, "1": 2.0}}', ["rewards", "dict"]),
+    (b'{"rewards": "12"}', ["rewards", "str"]),
     (b'{"rewards": null, "scores": [1, 2]}', ["rewards", "NoneType"]),
-    (b'{"rewards": []}', [0, 2]), (b'{"rewards": [1.0]}', [1, 2]), (b'{"rewards": [1.0, 2.0, 3.0]}', [3, 2]),
+    (b'{"rewards": []}', [0, 2]), (b'{"rewards": [1.0]}', [1, 2]),
+    (b'{"rewards": [1.0, 2.0, 3.0]}', [3, 2]),
 ])  # fmt: skip
 def test_a_reply_that_is_none_fails_the_whole_call(body: bytes, words: list[object]) -> None:
     with server(Reply(raw=body)) as told:
@@ -135,8 +138,10 @@ def test_a_reply_that_is_none_fails_the_whole_call(body: bytes, words: list[obje
 
 
 @pytest.mark.parametrize(("value", "words"), [
-    ("null", ["null"]), ('"0.5"', ['"0.5"']), ("true", ["true"]), ("[0.5]", ["[0.5]"]), ("{}", ["{}"]),
-    ("NaN", ["nan"]), ("Infinity", ["inf"]), ("-Infinity", ["-inf"]), ("1e999", ["inf"]), ("1" + "0" * 400, ["large"]),
+    ("null", ["null"]), ('"0.5"', ['"0.5"']), ("true", ["true"]), ("[0.5]", ["[0.5]"]),
+    ("{}", ["{}"]),
+    ("NaN", ["nan"]), ("Infinity", ["inf"]), ("-Infinity", ["-inf"]), ("1e999", ["inf"]),
+    ("1" + "0" * 400, ["large"]),
 ])  # fmt: skip
 def test_a_number_that_is_none_fails_its_answer_alone(value: str, words: list[str]) -> None:
     with server(Reply(raw=f'{{"rewards": [0.25, {value}]}}'.encode())) as told:
@@ -163,7 +168,11 @@ def test_a_server_may_say_why_it_has_no_number() -> None:
     (Reply([0.0, 0.0], cut=20), ["RemoteProtocolError"], True),
     (Reply(drop=True), ["RemoteProtocolError"], True),
 ])  # fmt: skip
-def test_only_failures_that_may_pass_are_tried_again(reply: Reply, words: list[object], again: bool) -> None:
+def test_only_failures_that_may_pass_are_tried_again(
+    reply: Reply,
+    words: list[object],
+    again: bool,
+) -> None:
     pauses = Pauses()
     with server(reply) as told:
         found = error(client(told.url, retries=2, pauses=pauses), answers(2))
@@ -182,7 +191,8 @@ def test_a_server_in_trouble_is_warned_of_once() -> None:
     with server(lambda request, n: Reply([0.0], status=500) if n < 2 else Reply([7.0])) as told:
         with pytest.warns(UserWarning, match=f"{told.url}: .*500") as warned:
             assert values(client(told.url, retries=2), [answer("x")]) == [7.0]
-        assert sum(told.url in str(each.message) for each in warned) == 1  # others may be of what earlier tests left behind
+        # Others may be of what earlier tests left behind.
+        assert sum(told.url in str(each.message) for each in warned) == 1
 
 
 @pytest.mark.parametrize("reply", [Reply([1.0], hangs=True), Reply([1.0], drip=0.1)])
@@ -414,8 +424,10 @@ def test_a_server_is_killed_and_started_again_while_answers_are_scored() -> None
 
 
 @pytest.mark.parametrize(("target", "code", "words"), [
-    ("http://", "reward-address-invalid", "http://"), ("http://host:99999/x", "reward-address-invalid", "http://host:99999/x"),
-    ("http://a/x,ftp://b", "reward-address-invalid", "ftp://b"), ("http://a/x,http://a/x", "reward-address-duplicate", ""),
+    ("http://", "reward-address-invalid", "http://"),
+    ("http://host:99999/x", "reward-address-invalid", "http://host:99999/x"),
+    ("http://a/x,ftp://b", "reward-address-invalid", "ftp://b"),
+    ("http://a/x,http://a/x", "reward-address-duplicate", ""),
     ("http://a/x,", "reward-address-invalid", "''"),
 ])  # fmt: skip
 def test_addresses_that_are_none_are_mistakes(target: str, code: str, words: str) -> None:

@@ -228,7 +228,8 @@ def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_
             replies = parallel(server.url, [[text], ["a"], ["b"]])
             assert [status for status, _ in replies] == [500, 200, 200]
             assert has_words(replies[0][1]["error"], "3 s")
-            assert has_words(replies[0][1]["error"], "await") is (text == "block")  # what to write instead
+            # What to write instead.
+            assert has_words(replies[0][1]["error"], "await") is (text == "block")
         assert server.post(query=["c"]).json()["rewards"] == [number("c")]
 
 
