@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -137,22 +138,31 @@ def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: A
     assert not Path("scores").exists()
 
 
+def peak_memory(work: Callable[[], object]) -> int:
+    """Bytes: the least of three times, as other threads of the program count too."""
+    peaks: list[int] = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            work()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return min(peaks)
+
+
 def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path) -> None:
     one, two = Kept(tmp_path, {}, most=10), Kept(tmp_path, {}, most=10)
-    for start in range(0, 5000, 500):
+    for start in range(0, 2000, 500):
         one.add(scores_of(500, start))
     assert one.path is not None
-    size = one.path.stat().st_size
-    tracemalloc.start()
-    try:
-        two.refresh()
-        three = Kept(tmp_path, {}, most=10)
-        assert tracemalloc.get_traced_memory()[1] < size / 2  # and not the file at once
-    finally:
-        tracemalloc.stop()
-    for each in (one, two, three):
+    # Not the file at once.
+    assert peak_memory(lambda: Kept(tmp_path, {}, most=10)) < one.path.stat().st_size / 4
+    two.refresh()
+    for each in (one, two, Kept(tmp_path, {}, most=10)):
         assert len(each) == 10
-        assert [each.get(f"k{i}") is not None for i in (0, 4989, 4990, 4999)] == [False, False, True, True]
+        known = [each.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
+        assert known == [False, False, True, True]
     one.add(scores_of(1))  # one that was forgotten is written again, and found
     two.refresh()
     assert two.get("k0") == Score(0.0, {"p": 0.0})

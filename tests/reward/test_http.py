@@ -120,6 +120,7 @@ def test_a_token_is_sent_and_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("body", "words"), [
     (b"", ["JSON"]), (b"<html>busy</html>", ["JSON", "<html>busy</html>"]),
+    (b'{"rewards": [1.0', ["JSON"]),
     (b"[" * 10000, ["JSON"]), (b"\xff\xfe\x00", ["JSON"]),
     (b"[1.0, 2.0]", ["rewards", "list"]), (b"null", ["rewards", "NoneType"]),
     (b'{"reward": [1.0, 2.0]}', ["rewards", "reward"]),

@@ -110,7 +110,8 @@ def test_numbers_arrive_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("body", "words"), [
-    (b"", ["JSON"]), (b"nonsense", ["JSON"]),
+    (b"", ["JSON"]), (b"nonsense", ["JSON"]), (b'{"query": ["a"]', ["JSON"]),
+    (b"\xff\xfe", ["JSON"]),
     (b"null", ["object"]), (b"[]", ["object"]), (b'"text"', ["object"]), (b"{}", ["query:"]),
     (b'{"query": "text"}', ["query:"]), (b'{"query": null}', ["query:"]),
     (b'{"query": [1]}', ["query.0"]),
@@ -124,6 +125,7 @@ def test_numbers_arrive_as_they_are() -> None:
     (b'{"query": ["a"], "images": ["x"]}', ["images"]),
     (b'{"query": ["\\ud800"]}', ["JSON"]),
     (b'{"query": ["a"], "labels": [' + b"[" * 9000 + b"]" * 9000 + b"]}", ["JSON"]),
+    (b"[" * 99_000, ["JSON"]),
     (b'{"query": ["ab", "xy"], "prompts": ["a", "a"]}', [1, 2]),
 ])  # fmt: skip
 def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: list[object]) -> None:
