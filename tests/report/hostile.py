@@ -113,16 +113,22 @@ def hostile_run(folder):
 
 
 class Page(HTMLParser):
-    """Text and tags of a page, as a browser would see them."""
+    """Text, tags and entries of lists of a page, as a browser would see them."""
 
     def __init__(self, path):
         super().__init__()
         self.source = path.read_text(encoding="utf-8")
-        self.tags, self.attributes, self.text, self._inside = [], [], "", ""
+        self.tags, self.attributes, self.items, self.text, self._inside = [], [], [], "", ""
         self.feed(self.source)
+
+    def section(self, title):
+        """The HTML of a section."""
+        return self.source.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
 
     def handle_starttag(self, tag, attrs):
         self._inside = tag
+        if tag == "li":
+            self.items.append("")
         self.tags.append(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
 
@@ -132,6 +138,8 @@ class Page(HTMLParser):
     def handle_data(self, data):
         if self._inside not in ("script", "style"):
             self.text += data
+        if self._inside == "li":
+            self.items[-1] += data
 
 
 def charts(page):

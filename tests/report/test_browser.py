@@ -96,11 +96,12 @@ def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
 
 
 def draw_all(page: Page) -> None:
-    """Opens what is folded, and goes past every chart, each of which is drawn when it comes near."""
+    """Opens what is folded, and goes past every chart, each of which is drawn when it comes near.
+    The browser needs two frames to see that one is near."""
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.evaluate(
-        "async () => { for (const each of document.querySelectorAll('.chart')) {"
-        "each.scrollIntoView(); await new Promise(done => setTimeout(done, 20)); } }"
+        "async () => { for (const each of document.querySelectorAll('.chart')) { each.scrollIntoView();"
+        "for (let i = 0; i < 2; i++) await new Promise(done => requestAnimationFrame(done)); } }"
     )
     until(lambda: page.evaluate("[...document.querySelectorAll('.chart')].every(each => each.querySelector('.main-svg'))"))
 
@@ -110,6 +111,7 @@ def rgb(said: str) -> tuple[float, ...]:
     return tuple(float(part) for part in said[said.index("(") + 1 : -1].split(",")[:3])
 
 
+@pytest.mark.slow
 def test_hostile_text_neither_runs_nor_fails_nor_widens_the_page_on_a_telephone(browser: Browser, pages: dict[str, Path]) -> None:
     with opened(browser, pages["thumbs"], width=390, has_touch=True, is_mobile=True) as page:
         draw_all(page)
@@ -134,6 +136,7 @@ def test_a_script_that_got_past_the_escaping_would_not_run(browser: Browser, tmp
     context.close()
 
 
+@pytest.mark.slow
 def test_contents_rows_legends_and_colours(browser: Browser, pages: dict[str, Path]) -> None:
     with opened(browser, pages["pairs"], color_scheme="dark") as page:
         chart = page.locator("figure", has_text="Rewards by class").locator(".chart")
@@ -174,6 +177,7 @@ def look_at_colours(page: Page, *, dark: bool) -> None:
     until(lambda: rgb(label.evaluate("each => getComputedStyle(each).fill")) == words)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_is_loaded_anew_where_one_was(browser: Browser, pages: dict[str, Path]) -> None:
     with opened(browser, pages["running"], clock=True) as page:
         assert page.locator("#reload").is_checked()

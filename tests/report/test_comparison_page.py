@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator
 from html.parser import HTMLParser
@@ -12,13 +13,13 @@ from typing import Any
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.errors import raises_error
 from tests.report.comparing import a_run, own, read, thumbs
-from valence.errors import UserError
 from valence.report import comparison
 from valence.report.compared import Compared
 from valence.report.comparison import comparison_page, write_out
 from valence.report.comparison_markdown import comparison_markdown, run_markdown
-from valence.report.comparison_tables import BEST
+from valence.report.comparison_tables import BEST, tables
 from valence.report.rundata import read_run
 
 HOSTILE = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> | **b** \x1b[2J \ud800"
@@ -83,27 +84,27 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
     assert "\x1b" not in shown
 
 
-def test_the_page_asks_nothing_of_the_network_and_says_all(two: list[Compared]) -> None:
+def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
+    two: list[Compared],
+) -> None:
     source = comparison_page(two)
     page = Page(source)
     assert not {"link", "iframe", "img", "object"} & set(page.tags)
-    for heading in (
-        "Summary",
-        "Settings that differ",
-        "Held-out numbers",
-        "Curves of held-out rows",
-        "Rows on which the runs disagree",
-    ):
-        assert f"{heading}" in page.text
+    for part in tables(two):
+        assert part.title in page.text
+        assert all("".join(row) in page.text for row in part.rows)
+    assert source.count('class="chart"') > 3
     assert "train.seed01" in page.text
     assert "held_out.jsonl:1: first 0 %, second 100 %" in page.text
 
 
 def test_without_plotly_the_page_says_how_to_get_the_curves(two: list[Compared], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comparison, "plotly_js", lambda: "")
-    page = Page(comparison_page(two))
+    source = comparison_page(two)
+    assert 'class="chart"' not in source
+    page = Page(source)
     assert "pip install plotly" in page.text
-    assert "train.seed" in page.text
+    assert "train.seed01" in page.text
 
 
 def test_the_markdown_has_the_same_tables(two: list[Compared]) -> None:
@@ -119,30 +120,33 @@ def test_the_markdown_has_the_same_tables(two: list[Compared]) -> None:
 def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
     run = a_run(tmp_path / "first", thumbs(0), thumbs(20), command="valence train x.yaml", warnings=["loss <jumped>"])
     out = run_markdown(read_run(run))
-    assert (
-        "**kto** trained a LoRA adapter of rank 16 of org/tiny-chat with the rows of rows.jsonl: 20 optimizer steps in 1m05s."
-        in out
-    )
-    assert "| held-out rows | before (step 0) | after (step 20) | change |" in out
+    [sentence] = [line for line in out.splitlines() if line.startswith("**kto**")]
+    assert all(fact in sentence for fact in ("16", "org/tiny-chat", "rows.jsonl", "20", "1m05s"))
+    [header] = [line for line in out.splitlines() if line.count("|") == 5 and "step" in line]
+    assert [int(step) for step in re.findall(r"step (\d+)", header)] == [0, 20]
     assert "| rewards/auc | 0.5 | 0.7 | +0.2 |" in out
     assert "- loss &lt;jumped&gt;" in out
     assert "```sh\nvalence train x.yaml\n```" in out
     assert out.splitlines()[-1] == "valence 0.1.0, torch 2.13"
-    assert "not done" not in out
+    assert "done" not in out
 
 
 def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
-    (a_run(tmp_path / "one") / "audit.json").write_text('{"train": {"findings": ["none"]}}')
-    assert "train: its findings in audit.json could not be read" in MarkdownIt().render(run_markdown(read_run(tmp_path / "one")))
+    run = a_run(tmp_path / "one")
+    before = run_markdown(read_run(run)).splitlines()
+    (run / "audit.json").write_text('{"train": {"findings": ["none"]}}')
+    [told] = [line for line in run_markdown(read_run(run)).splitlines() if line.startswith("- ") and line not in before]
+    assert "train" in told
+    assert "audit.json" in told
 
 
 def test_a_run_of_which_little_is_there_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "first", status="interrupted")
     out = run_markdown(read_run(run))
-    assert "The run is not done: interrupted." in out
-    assert "It was not evaluated on held-out rows." in out
+    assert "interrupted" in out
+    assert "held-out rows |" not in out
     (tmp_path / "empty").mkdir()
-    assert "not known" in run_markdown(read_run(tmp_path / "empty"))
+    assert "config.yaml" in run_markdown(read_run(tmp_path / "empty"))
 
 
 def test_only_what_the_command_wrote_is_written_over(tmp_path: Path, two: list[Compared]) -> None:
@@ -150,19 +154,19 @@ def test_only_what_the_command_wrote_is_written_over(tmp_path: Path, two: list[C
     write_out(page, comparison_page(two))
     write_out(page, comparison_markdown(two))
     write_out(page, "anything")
-    with pytest.raises(UserError, match="nothing that `valence report` wrote"):
+    with raises_error("path-exists", where=str(page), fix="--out"):
         write_out(page, comparison_page(two))
     assert page.read_text() == "anything"
-    with pytest.raises(UserError, match="cannot be written"):
+    with raises_error("file-not-writable", where=str(tmp_path / "nowhere/page.html")):
         write_out(tmp_path / "nowhere/page.html", "")
-    with pytest.raises(UserError, match="nothing that"):
+    with raises_error("path-exists", where=str(tmp_path)):
         write_out(tmp_path, "")
 
 
 def test_what_is_no_file_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A device has no end, and a pipe may have no beginning."""
     monkeypatch.setattr(Path, "read_bytes", lambda path: pytest.fail(f"{path} was read"))
-    with pytest.raises(UserError, match="nothing that"):
+    with raises_error("path-exists", where="/dev/zero"):
         write_out(Path("/dev/zero"), "")
 
 
@@ -182,6 +186,7 @@ def browser() -> Iterator[Any]:
         found.close()
 
 
+@pytest.mark.slow
 def test_the_page_works_in_a_browser(tmp_path: Path, browser: Any) -> None:
     own_answers = [a_run(tmp_path / f"own{i}", own(0, 0.1, 0.0), own(20, 0.4 + i, 1.0)) for i in range(2)]
     path = tmp_path / "comparison.html"

@@ -138,7 +138,6 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
             meter.reduce(group)
             assert group.messages == 1
             assert len(waits) == 1  # all else is read after that, on the host
-            assert ".cpu()" in waits[0]
 
 
 def test_nothing_added_is_nothing() -> None:

@@ -1,45 +1,48 @@
 """The run page: built from whatever a run has left, self-contained, and safe with any text in the data."""
 
-import builtins
 import json
 import re
-import time
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests.errors import raises_error
 from tests.report.hostile import HOSTILE, Page, charts
 from tests.report.synthetic import write_run
-from valence.errors import UserError
 from valence.report import rundata
 from valence.report.curves import POINTS
 from valence.report.html import flatten, plotly_js
-from valence.report.page import write_page
+from valence.report.page import HEADLINES, write_page
 from valence.report.rundata import read_run
 
 
-def test_a_finished_run_is_told_in_full(run_dir):
+def test_the_page_of_a_finished_run_has_everything(run_dir):
     path = write_page(run_dir)
     page = Page(path)
     assert path == run_dir / "report.html"
     assert path.stat().st_size < 8e6
-    assert "kto trained a LoRA adapter of rank 16 of org/tiny-chat" in page.text
-    assert "60 optimizer steps in 3m12s" in page.text
-    assert "of all 203 rows: prompts of 4 to 112 tokens (median 31); answers of 2 to 1,300 tokens" in page.text
-    assert "train: 3 rows were not used (too long; the first: longer than max_length); such as feedback.jsonl:7, " in page.text
-    assert "train: contradictions (2); such as feedback.jsonl:12 against feedback.jsonl:9" in page.text
-    assert "train: length bias" in page.text
+    assert re.search(r"kto .* 16 of org/tiny-chat.* 60 .* 3m12s", page.text)
+    # Rows; lengths of prompts and answers.
+    assert re.search(r"\b203\D+\b4\D+\b112\D+\b31\D+\b2\D+\b1,300\b", page.text)
+    train = [each for each in page.items if each.startswith("train: ")]
+    assert [each.split("(")[0].strip() for each in train[1:]] == ["train: contradictions", "train: length bias"]
+    assert all(fact in train[0] for fact in ("3 rows", "longer than max_length", "feedback.jsonl:7, "))
+    assert re.search(r"\(2\).*feedback.jsonl:12 against feedback.jsonl:9", train[1])
     assert "prompt lengthmin4median31p9580max112" in page.text
     assert "judged by203" in page.text
     assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
-    assert "AUC" not in page.text  # of which the log has no number under that name
-    assert "At step 0 the reward of every row is 0" in page.text
+    # Of which the log has no number under that name.
+    assert HEADLINES["rewards/auc"] not in page.text
+    assert page.section("Rewards").startswith("<p>")
+    assert "step 0 " in page.section("Rewards").split("</p>")[0]  # where all rewards are 0
     assert "A short answer." in page.text
     assert "valence train recipe.yaml train.batch_size=8" in page.text
     assert "batch_size: 8, learning_rate: 2.0e-05" in page.text
     assert list(run_dir.glob("*.tmp")) == []
 
 
-def test_changed_settings_are_told_exactly_with_their_place(run_dir):
+def test_changed_settings_are_exact_and_have_their_place(run_dir):
     text = Page(write_page(run_dir)).text
     assert "train.batch_size8recipe.yaml:7train.learning_rate2.34567e-05command line" in text
 
@@ -70,27 +73,26 @@ def test_the_page_asks_nothing_of_the_network(run_dir):
 
 def test_an_empty_folder_gives_a_page(tmp_path):
     page = Page(write_page(tmp_path))
-    assert "unfinished" in page.text
-    assert "holds no recipe" in page.text
-    assert "No metrics were logged" in page.text
+    assert ("span", "class", "status bad") in page.attributes
+    assert "config.yaml" in page.text
+    assert charts(page) == {}
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "audit.json", "metrics.jsonl", "samples.json", "run.json", "eval/step-20.json"])
 @pytest.mark.parametrize("damage", [b'{"rows": [1, ', b"[1]", b"\xff\xfe\x00", b"- [", b""])
-def test_a_damaged_file_leaves_a_gap_that_is_told(run_dir, name, damage):
+def test_a_damaged_file_leaves_a_gap_and_is_named(run_dir, name, damage):
     (run_dir / name).write_bytes(damage)
     text = Page(write_page(run_dir)).text
     assert name.removeprefix("eval/") in text or (name == "metrics.jsonl" and not damage)
 
 
-def test_a_torn_last_line_of_metrics_is_told_and_the_rest_is_used(run_dir):
+def test_a_torn_last_line_of_metrics_is_named_and_the_rest_is_used(run_dir):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.write('{"step": 61, "lo')
     run = read_run(run_dir)
     assert run.metrics[-1]["step"] == 60
-    assert run.problems == (
-        "metrics.jsonl:64 is not a whole record and was left out (the last line: the run was stopped while writing it)",
-    )
+    [problem] = run.problems
+    assert problem.startswith("metrics.jsonl:64 ")
 
 
 def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
@@ -115,23 +117,36 @@ def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
     (run_dir / "eval" / "test.json").write_text('{"step": 60, "rows": [], "metrics": {"auc": 0.5}}')
     text = Page(write_page(run_dir)).text
     assert re.search(r"metricstep 20\s*auc0\.75", text)
-    assert "Test rows, after trainingmetricstep 60auc0.5" in text
+    assert "metricstep 60auc0.5" in text
 
 
-@pytest.mark.parametrize("kind", ["thumbs", "pairs", "own"])
-def test_a_long_run_makes_a_page_of_few_megabytes_in_a_few_seconds(tmp_path, kind, monkeypatch):
-    folder = write_run(tmp_path / "long", kind, steps=10_000, rows=500, times=20)
-    whole = rundata._evaluation
-    read = []
-    monkeypatch.setattr(rundata, "_evaluation", lambda text: read.append(len(text)) or whole(text))
-    began = time.perf_counter()
+SLOW = {"steps": 10_000, "rows": 500}
+
+
+@pytest.mark.parametrize(("kind", "size"), [
+    ("thumbs", {"steps": 2 * POINTS + 100, "rows": 40}),
+    ("own", {"steps": 2 * POINTS + 100, "rows": 40}),
+    *(pytest.param(kind, SLOW, marks=pytest.mark.slow) for kind in ("thumbs", "pairs", "own")),
+])  # fmt: skip
+def test_a_long_run_makes_a_page_of_few_megabytes_and_reads_old_evaluations_once(
+    tmp_path,
+    kind,
+    size,
+    monkeypatch,
+):
+    folder = write_run(tmp_path / "long", kind, times=20, **size)
+    read_bytes, read = Path.read_bytes, []
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path) or read_bytes(path))
     path = write_page(folder)
-    took = time.perf_counter() - began
+    evaluations = sorted((folder / "eval").iterdir())
     assert path.stat().st_size < 8e6
-    assert took < 10  # about two seconds on one core that has nothing else to do
-    assert len(read) == (20 if kind == "own" else 21)
+    assert sorted(each for each in read if each in evaluations) == evaluations
+    read.clear()
     write_page(folder)
-    assert len(read) == (22 if kind == "own" else 24)  # those between the first and the last are not read again
+    again = [each.name for each in read if each in evaluations]
+    # Those between the first and the last are not read again.
+    ends = ["step-0.json", f"step-{size['steps']}.json"]
+    assert sorted(again) == (ends if kind == "own" else [*ends, "train.json"])
     assert all(len(t["x"]) <= 2 * POINTS for c in charts(Page(path)).values() for t in c["data"])
 
 
@@ -144,16 +159,14 @@ def test_evaluations_between_are_left_out_when_they_are_too_much_to_read(tmp_pat
     assert list(read_run(folder).bands) == [0, 60]
 
 
-def test_a_run_that_goes_on_says_how_far_it_is_and_may_be_loaded_anew(tmp_path):
+def test_a_run_that_goes_on_has_its_progress_and_may_be_loaded_anew(tmp_path):
     folder = write_run(tmp_path, "thumbs", status="interrupted")
     page = Page(write_page(folder, "running"))
-    assert "step 60 of 120" in page.text
-    assert re.search(r"2\.\ds a step · 2m\d\ds left · written at \d\d:\d\d:\d\d UTC", page.text)
+    assert re.search(r"60 of 120\b.*\b2\.\ds\b.*\b2m\d\ds\b.*\b\d\d:\d\d:\d\d UTC", page.text)
     assert ("input", "id", "reload") in page.attributes
     assert ("progress", "max", "120") in page.attributes
     page = Page(write_page(folder))
-    assert "left" not in page.text.split("Results")[0]
-    assert "input" not in page.tags
+    assert not {"progress", "input"} & set(page.tags)
 
 
 def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first(tmp_path):
@@ -161,13 +174,12 @@ def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first
     rows = json.loads((folder / "eval/step-60.json").read_text())["rows"]
     first = {row["id"]: row["reward"] for row in json.loads((folder / "eval/step-0.json").read_text())["rows"]}
     most = max(rows, key=lambda row: abs(row["reward"] - first[row["id"]]))
-    text = Page(write_page(folder)).text
-    answers = text.split("those whose reward changed most come first.")[1]
-    assert answers.startswith(most["prompt"])
-    assert most["completion"] in answers.split("Question", 2)[1]
+    _, answer, *_ = re.split(r"(?=Question \d+\?)", Page(write_page(folder)).section("Answers"))
+    assert answer.startswith(most["prompt"])
+    assert most["completion"] in answer
 
 
-def test_long_texts_are_cut_where_the_page_is_full_and_that_is_said(tmp_path):
+def test_long_texts_are_cut_where_the_page_is_full_with_the_number_of_characters(tmp_path):
     folder = write_run(tmp_path, "thumbs", rows=200)
     found = json.loads((folder / "eval/step-60.json").read_text())
     for row in found["rows"]:
@@ -175,21 +187,14 @@ def test_long_texts_are_cut_where_the_page_is_full_and_that_is_said(tmp_path):
     (folder / "eval/step-60.json").write_text(json.dumps(found))
     path = write_page(folder)
     assert path.stat().st_size < 8e6
-    assert "and 42,000 more characters in eval/step-60.json" in Page(path).text
+    assert re.search(r"\b42,000\D+eval/step-60.json", Page(path).text)
 
 
 def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch):
-    real = builtins.__import__
-
-    def without(name, *args, **kwargs):
-        if name.startswith("plotly"):
-            raise ImportError(name)
-        return real(name, *args, **kwargs)
-
     plotly_js.cache_clear()
     try:
         with monkeypatch.context() as patch:
-            patch.setattr(builtins, "__import__", without)
+            patch.setitem(sys.modules, "plotly.offline", None)
             path = write_page(run_dir)
     finally:
         plotly_js.cache_clear()
@@ -207,14 +212,14 @@ def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
 
 
 def test_a_folder_that_is_not_there_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="no such run folder"):
+    with raises_error("run-not-found", where=str(tmp_path / "absent"), fix="run.dir"):
         write_page(tmp_path / "absent")
 
 
-def test_a_long_list_in_the_audit_is_cut_and_said(tmp_path):
+def test_a_long_list_in_the_audit_is_cut_with_the_number_of_its_rows(tmp_path):
     (tmp_path / "audit.json").write_text(json.dumps({"train": {"dropped": [{"line": i} for i in range(60)]}}))
     page = Page(write_page(tmp_path))
-    assert "474849and 10 more in audit.json" in page.text
+    assert re.search(r"474849\D*\b10\D+audit.json", page.text)
 
 
 def test_flatten_gives_dotted_names():

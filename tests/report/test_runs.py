@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from valence.errors import UserError
+from tests.errors import raises_error
 from valence.report import runs
 from valence.report.runs import RunLine, as_json, list_runs, table
 
@@ -74,7 +74,7 @@ def test_runs_are_found_newest_first_and_not_below_runs_links_or_hidden_folders(
     (tmp_path / "a" / "file").write_text("")
     assert [line.path for line in list_runs(tmp_path, nobody)] == [deep, old]
     assert only(deep).path == deep
-    with pytest.raises(UserError, match="no such folder"):
+    with raises_error("run-not-found", where=str(tmp_path / "nowhere")):
         list_runs(tmp_path / "nowhere", nobody)
     assert list_runs(tmp_path / "run.json.d", nobody) == []
 
@@ -143,8 +143,8 @@ def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Monke
     run = a_run(tmp_path / "run", log=log, status="running", total_steps=110)
     monkeypatch.setattr(runs, "TAIL", 2000)
     line = only(run, somebody)
+    # At 2 s a step, as at the end; they took 51 s on average.
     assert (line.step, line.left) == (100, 20.0)
-    assert len(runs._last_records(run / "metrics.jsonl")[0]) < 25
 
 
 def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pyte
     found = {line.path.name: line for line in list_runs(tmp_path, nobody)}
     assert found["run"].state == "done"
     assert found["locked"].state == "unreadable"
-    assert found["locked"].problem == "the folder could not be read: Permission denied"
+    assert "Permission denied" in str(found["locked"].problem)
 
 
 def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

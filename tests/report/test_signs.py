@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.report.synthetic import AUDIT, own_log, own_rows, pair_rows, thumbs_rows, write_run
+from valence.report.comparison_markdown import run_markdown
 from valence.report.page import write_page
 from valence.report.rundata import RunData, read_run
 from valence.report.signs import Sign, signs
@@ -46,6 +49,10 @@ def only(run: RunData) -> Sign:
     return found[0]
 
 
+def numbers(text: str) -> list[float]:
+    return [float(each) for each in re.findall(r"-?\d+(?:\.\d+)?", text)]
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunData]) -> None:
     assert signs(healthy[kind]) == []
@@ -69,9 +76,12 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
     def spoilt(record: Json, at: float) -> Json:
         return {"loss": "nan", "grad_norm": "inf"} if 0.5 < at < 0.6 else {}
 
-    assert "loss (at 5 of the steps, first at 31), grad_norm (at 5" in only(logged(healthy["thumbs"], spoilt)).said
-    skipped = logged(healthy["thumbs"], lambda record, at: {"skipped": 1.0} if record["step"] in (7, 9) else {})
-    assert "at 2 records, first at step 7" in only(skipped).said
+    sign = only(logged(healthy["thumbs"], spoilt))
+    assert sign.name == "not finite"
+    assert numbers(sign.said) == [5, 31, 5, 31]
+    assert sign.said.index("loss") < sign.said.index("grad_norm")
+    skipped = only(logged(healthy["thumbs"], lambda record, at: {"skipped": 1.0} if record["step"] in (7, 9) else {}))
+    assert (skipped.name, numbers(skipped.said)) == ("skipped", [2, 7])
 
 
 def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
@@ -79,7 +89,9 @@ def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> No
     longer = ended(healthy["own"], lambda row: {"tokens": 2 * row["tokens"], "reward": row["tokens"] / 30 + rng.gauss(0, 0.1)})
     sign = only(longer)
     assert sign.name == "length"
-    assert "The reward follows length" in sign.said
+    correlation, before, after = numbers(sign.said)
+    assert correlation > 0.9
+    assert after == pytest.approx(2 * before, rel=0.2)
     # Longer for another reason, or paid for length without becoming longer.
     assert signs(ended(healthy["own"], lambda row: {"tokens": 2 * row["tokens"]})) == []
     assert signs(ended(healthy["own"], lambda row: {"reward": row["tokens"] / 30})) == []
@@ -88,7 +100,11 @@ def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> No
 def test_rounds_that_are_paid_for_length_where_nothing_was_held_out(healthy: dict[str, RunData]) -> None:
     alone = replace(healthy["own"], first=None, last=None)
     assert signs(alone) == []
-    assert "rise together" in only(logged(alone, lambda _, at: {"rollout/length": 30 * (1 + at)})).said
+    sign = only(logged(alone, lambda _, at: {"rollout/length": 30 * (1 + at)}))
+    correlation, before, after = numbers(sign.said)
+    assert sign.name == "length"
+    assert correlation > 0.45
+    assert 30 <= before < 40 < 55 < after <= 60
 
 
 def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData]) -> None:
@@ -99,7 +115,11 @@ def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData])
         return {"tokens": tokens, "reward": (tokens - 50) / 20 + rng.gauss(0, 0.1), "logp": -1.6 * tokens}
 
     run = ended(healthy["thumbs"], by_length)
-    assert "the longer ones gain" in only(run).said
+    sign = only(run)
+    assert sign.name == "length"
+    preferred, others, *correlations = numbers(sign.said)
+    assert preferred > 1.2 * others
+    assert min(correlations) > 0.45
     pairs = ended(healthy["pairs"], lambda row: {
         f"{name}_{side}": value
         for side, tokens in (("chosen", int(rng.gauss(60, 10))), ("rejected", int(rng.gauss(40, 10))))
@@ -115,7 +135,11 @@ def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(healthy: 
         tokens = int(rng.gauss(40 if row["label"] else 60, 10))
         return {"tokens": tokens, "reward": (50 - tokens) / 20 + rng.gauss(0, 0.1), "logp": -(1.6 + lost) * tokens}
 
-    assert "the shorter ones gain" in only(ended(healthy["thumbs"], lambda row: shorter(row, 0.0))).said
+    sign = only(ended(healthy["thumbs"], lambda row: shorter(row, 0.0)))
+    assert sign.name == "length"
+    preferred, others, *correlations = numbers(sign.said)
+    assert others > 1.2 * preferred
+    assert max(correlations) < -0.45
     assert only(ended(healthy["thumbs"], lambda row: shorter(row, 0.3))).name == "rarer"
 
 
@@ -133,7 +157,7 @@ def test_verdicts_that_go_with_length_are_no_sign_by_themselves(healthy: dict[st
 def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None:
     sign = only(ended(healthy["pairs"], lambda row: {"logp_chosen": row["ref_chosen"] - 0.3 * row["tokens_chosen"]}))
     assert sign.name == "rarer"
-    assert "-1.4 nats a token before, -1.7 after" in sign.said
+    assert numbers(sign.said)[:2] == [-1.4, -1.7]
     assert signs(ended(healthy["pairs"], lambda row: {"logp_rejected": row["ref_rejected"] - 1.0 * row["tokens_rejected"]})) == []
     fallen = ended(healthy["thumbs"], lambda row: {"logp": row["logp"] - 0.3 * row["tokens"]})
     assert only(fallen).name == "rarer"
@@ -168,15 +192,17 @@ def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData
 
 def test_answers_that_are_cut_off(healthy: dict[str, RunData]) -> None:
     sign = only(ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"}))
-    assert sign.said.startswith("67% of the answers are cut off at 64 tokens")
+    assert (sign.name, numbers(sign.said)) == ("cut off", [67, 64])
+    assert "rollout.max_new_tokens" in sign.do
     assert only(logged(healthy["own"], lambda _, at: {"rollout/truncated": 0.4 * at})).name == "cut off"
 
 
 def test_rows_that_are_too_long(healthy: dict[str, RunData]) -> None:
     cut = {**AUDIT, "train": {**AUDIT["train"], "truncation": {"rows": 100, "too_long": 9, "max_length": 512, "keeps_99": 700}}}
     sign = only(replace(healthy["thumbs"], audit=cut))
-    assert "9 of 100" in sign.said
-    assert "to 700" in sign.do
+    assert (sign.name, numbers(sign.said)[:2], numbers(sign.said)[-1]) == ("too long", [9, 100], 512)
+    assert "data.max_length" in sign.do
+    assert 700 in numbers(sign.do)
 
 
 def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, RunData]) -> None:
@@ -184,7 +210,7 @@ def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, Run
         return {"loss": 0.5 - 0.4 * at} | ({"eval/loss": 0.5 - 0.2 * at + 0.3 * at * at} if "eval/loss" in record else {})
 
     sign = only(logged(healthy["thumbs"], course))
-    assert "best at step 20" in sign.said
+    assert (sign.name, numbers(sign.said)[0]) == ("overfits", 20)
     assert signs(logged(healthy["thumbs"], lambda _, at: {"loss": 0.5 - 0.4 * at, "eval/loss": 0.5 - 0.1 * at})) == []
 
 
@@ -209,21 +235,68 @@ def test_the_page_begins_with_them(tmp_path: Path) -> None:
     audit["train"]["truncation"] |= {"too_long": 100, "max_length": "<script>"}
     (folder / "audit.json").write_text(json.dumps(audit))
     page = write_page(folder).read_text(encoding="utf-8")
+    [sign] = signs(read_run(folder))
     sections = page.split("<main>")[1]
-    assert sections.startswith('<section id="s0"><h2>Warnings</h2><div class="sign"><p>100 of 203 training rows are longer')
+    assert sections.startswith('<section id="s0"><h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.said))
     assert "(&lt;script&gt;)" in sections[:600]
 
 
-@pytest.mark.parametrize("odd", [None, [], "x", {"a": 1}, True, "nan"])
+def letters_and_digits(text: str) -> str:
+    """The page and the Markdown quote other characters in their own ways."""
+    return re.sub(r"[^a-z0-9]", "", html.unescape(text).lower())
+
+
+def test_markdown_has_the_warnings_of_the_page(run_dir: Path) -> None:
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for record in records[len(records) // 2 :]:
+        record["kl"] = 400.0 + record["step"]
+        record["reward/mean"] = 1.0
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
+    facts["warnings"] = ["step 12: the loss jumped"]
+    (run_dir / "run.json").write_text(json.dumps(facts), encoding="utf-8")
+    run = read_run(run_dir)
+    assert signs(run)
+    assert run.audited
+    page = letters_and_digits(write_page(run_dir).read_text(encoding="utf-8"))
+    document = run_markdown(run)
+    wanted = [each for sign in signs(run) for each in (sign.said, sign.do)]
+    for text in (*wanted, *run.audited, *run.problems, *facts["warnings"]):
+        assert letters_and_digits(text) in page
+        assert letters_and_digits(text) in letters_and_digits(document)
+    first = document.index(signs(run)[0].said.split("(")[0][:20].replace("_", "\\_"))
+    assert first < document.index("**kto**")  # above everything else
+
+
+ODD = (None, [], "x", {"a": 1}, True, "nan")
+
+
+def write_odd(folder: Path, name: str, odd: Sequence[object]) -> None:
+    """Write the pages of two runs, with stored and own answers, whose rows have these values."""
+    run = read_run(write_run(folder, "thumbs", rows=24, times=2))
+    for make in (thumbs_rows, own_rows):
+        rows = [{**row, name: odd[i % len(odd)]} for i, row in enumerate(make(1.0, 24))]
+        (folder / "eval" / "step-60.json").write_text(json.dumps({"step": 60, "metrics": {"loss": odd[0]}, "rows": rows}))
+        write_page(folder)
+    assert run.problems == ()
+
+
 @pytest.mark.parametrize(
     "name", ["reward", "tokens", "logp", "label", "id", "stop", "scores", "target", "origin", "prompt", "parts"]
 )
-def test_values_that_a_row_cannot_have_are_passed_over(name: str, odd: object, tmp_path: Path) -> None:
+def test_values_that_a_row_cannot_have_are_passed_over(name: str, tmp_path: Path) -> None:
     """Whatever another program has written there."""
-    run = read_run(write_run(tmp_path, "thumbs", rows=24, times=2))
-    for kind in ("thumbs", "own"):
-        rows = (thumbs_rows if kind == "thumbs" else own_rows)(1.0, 24)
-        spoilt = {"step": 60, "metrics": {"loss": odd}, "rows": [{**row, name: odd} for row in rows]}
-        (tmp_path / "eval" / "step-60.json").write_text(json.dumps(spoilt))
-        write_page(tmp_path)
-    assert run.problems == ()
+    write_odd(tmp_path, name, ODD)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("odd", ODD)
+@pytest.mark.parametrize(
+    "name", ["reward", "tokens", "logp", "label", "id", "stop", "scores", "target", "origin", "prompt", "parts"]
+)
+def test_values_that_no_row_can_have_are_passed_over_in_all_rows(
+    name: str,
+    odd: object,
+    tmp_path: Path,
+) -> None:
+    write_odd(tmp_path, name, [odd])

@@ -60,6 +60,7 @@ def test_tensorboard(tmp_path: Path) -> None:
     assert "_hparams_/session_start_info" in events.PluginTagToContent("hparams")
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*select_dtypes")  # pandas, about how mlflow writes a table
 def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     from mlflow import MlflowClient
@@ -82,6 +83,7 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     assert len(table["data"]) == 20
 
 
+@pytest.mark.slow
 def test_trackio(tmp_path: Path) -> None:
     """In a process of its own, as it has one folder in each."""
     code = (
@@ -114,7 +116,7 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
 
     points, summary, ids = Counter[tuple[str, int]](), dict[str, Any](), set[str]()
     for file in sorted(folder.rglob("*.wandb")):
-        for raw in backends._records(file.read_bytes()):
+        for raw in backends.records_of(file.read_bytes()):
             each = wandb_internal_pb2.Record()
             each.ParseFromString(raw)
             if each.HasField("run"):
@@ -127,12 +129,21 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
     return points, summary, ids
 
 
+def has_step(run: Path, step: int) -> bool:
+    """Whether the files of wandb and trackio hold the loss of a step, which both buffer."""
+    if ("loss", step) not in history_of(run / "wandb")[0]:
+        return False
+    with sqlite3.connect(run / "trackio/valence.db") as database:
+        return bool(database.execute("select 1 from metrics where step = ?", [step]).fetchall())
+
+
 TRAINS = """
 import json, os, sys, time
 from pathlib import Path
 import torch
 import valence
 from tests.models import tiny
+from tests.report.test_trackers import has_step
 from tests.tiny import tiny_tokenizer
 place, run_dir, kill, sinks = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]), json.loads(sys.argv[4])
 if not (place / "model").exists():
@@ -145,9 +156,8 @@ if not (place / "model").exists():
 def kills(run, record):
     if record["step"] == kill:
         until = time.monotonic() + 30
-        while any(sink.waiting for sink in run.log._optional) and time.monotonic() < until:
+        while (run.log.waiting or not has_step(place / run_dir, kill)) and time.monotonic() < until:
             time.sleep(0.02)
-        time.sleep(1)  # for what the libraries hold back
         os.kill(os.getpid(), 9)
 valence.train({
     "method": "kto", "model": {"name": str(place / "model")},
@@ -174,6 +184,7 @@ def logged(folder: Path) -> list[dict[str, Any]]:
     return [repeatable(row) for row in rows]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)  # three programs that import all of the libraries
 def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tmp_path: Path) -> None:
     import wandb
@@ -188,9 +199,7 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
     assert trained(tmp_path, "run", 5, kinds)[0] == -signal.SIGKILL
     status, said = trained(tmp_path, "run", -1, kinds)
     assert status == 0, said
-    assert "failed and gets" not in said
-    assert "wandb" not in said.lower()
-    assert "rackio" not in said
+    assert not any(kind in said.lower() for kind in ("tensorboard", "wandb", "trackio", "mlflow"))
     run = tmp_path / "run"
     assert logged(run) == logged(tmp_path / "plain")
     wanted = Counter((name, row["step"]) for row in logged(run) for name in row if name != "step")

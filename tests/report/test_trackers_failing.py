@@ -1,9 +1,8 @@
-"""A tracker's library that fails or hangs: it is said once, and no step waits for it."""
+"""A tracker's library that fails or hangs: it is reported once, and no step waits for it."""
 
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,12 +53,16 @@ def fails() -> None:
 
 
 @pytest.mark.parametrize("at", ["open", "log", "table", "close"])
-def test_a_library_that_fails_is_said_once(at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_fails_is_reported_once(
+    at: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
     run = Killed(tmp_path)
     run.go(0, 5)
     (said,) = run.said
-    assert said.startswith("tensorboard failed")
+    assert "tensorboard" in said
     assert "nobody there" in said
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
 
@@ -68,15 +71,17 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, m
     never = threading.Event()
     monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
     monkeypatch.setattr(trackers_module, "BEHIND", 50)
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait(30) and None))
-    run, began = Killed(tmp_path), time.monotonic()
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait() and None))
+    run = Killed(tmp_path)
     run.go(0, 5)
-    assert [line.split(" within")[0] for line in run.said] == ["tensorboard has not closed"]
+    (unclosed,) = run.said
+    assert "tensorboard" in unclosed
+    assert "0.3" in unclosed
     run.said.clear()
     run.go(6, 200)
     never.set()
-    assert ["50 records behind" in line for line in run.said] == [True]
-    assert time.monotonic() - began < 8
+    (behind,) = run.said
+    assert "50" in behind
 
 
 def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,11 +96,13 @@ def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Pa
 
 
 def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: time.sleep(0.02)))
+    go_on = threading.Event()
+    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None))
     tracker = Tracker({"kind": "tensorboard"}, print)
     tracker.start(CONFIG, tmp_path, False)
-    began = time.monotonic()
     for step in range(50):
         tracker.log(record(step))
-    assert time.monotonic() - began < 0.5
+    assert tracker.waiting >= 49
+    go_on.set()
     tracker.close()
+    assert [step for what, step in fake.got if what == "log"] == list(range(50))

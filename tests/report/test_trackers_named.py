@@ -1,8 +1,9 @@
-"""Trackers that a recipe names: what is lacking or wrong is said before the run, and the guide's own example runs."""
+"""Trackers that a recipe names: mistakes are errors before the run, and the guide's example runs."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,12 @@ import pytest
 import torch
 
 from tests.docs.blocks import blocks
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.report.tracked import ROOT, home
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
-from valence.errors import UserError, install_command
+from valence.errors import install_command
 from valence.report import trackers as trackers_module
 from valence.report.trackers import check
 from valence.training.methods import method_of
@@ -22,18 +24,19 @@ from valence.training.methods import method_of
 __all__ = ["home"]
 
 
-def test_what_is_not_installed_is_said_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_installed_is_named_with_its_command(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(trackers_module, "find_spec", lambda name: None)
     for kind in trackers_module.LIBRARIES:
-        with pytest.raises(UserError) as error:
+        with raises_error("library-missing", where="run.sinks", fix=install_command(kind)):
             check({"kind": kind})
-        assert install_command(kind) in str(error.value.fix)
 
 
 def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "no key" in str(check({"kind": "wandb", "mode": "auto"}))
+    assert "wandb" in str(check({"kind": "wandb", "mode": "auto"}))
     assert check({"kind": "wandb", "mode": "offline"}) is None
-    with pytest.raises(UserError, match="no key"):
+    with raises_error("tracker-login-missing", where="wandb", fix="WANDB_API_KEY"):
         check({"kind": "wandb", "mode": "online"})
     netrc = tmp_path / "netrc"
     netrc.write_text("machine api.wandb.ai login user password " + "a" * 40)
@@ -58,19 +61,22 @@ def test_sinks_are_names_or_sections() -> None:
     assert loaded(None) == loaded([]) == []
 
 
-@pytest.mark.parametrize(("sinks", "said"), [
-    (["tensorbord"], "did you mean tensorboard?"),
-    ([{"kind": "wandb", "projekt": "mine"}], "did you mean run.sinks.0.project?"),
-    ([{"kind": "tensorboard", "project": "mine"}], "tensorboard does not read it"),
-    ([{"kind": "trackio", "mode": "offline"}], "trackio does not read it"),
-    (["wandb", {"kind": "wandb"}], "wandb is named twice"),
-    ([{"project": "mine"}], "is missing"),
+@pytest.mark.parametrize(("sinks", "code", "where", "fix"), [
+    (["tensorbord"], "setting-type", "run.sinks.0.kind", "tensorboard"),
+    ([{"kind": "wandb", "projekt": "mine"}], "setting-unknown", "run.sinks.0.projekt", "run.sinks.0.project?"),
+    ([{"kind": "tensorboard", "project": "mine"}], "setting-no-effect", "run.sinks.0.project", "folder"),
+    ([{"kind": "trackio", "mode": "offline"}], "setting-no-effect", "run.sinks.0.mode", "folder"),
+    (["wandb", {"kind": "wandb"}], "setting-duplicate", "run.sinks.1", None),
+    ([{"project": "mine"}], "setting-missing", "run.sinks.0.kind", "kind"),
 ])  # fmt: skip
-def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(sinks: Any, said: str) -> None:
-    with pytest.raises(UserError) as error:
+def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(
+    sinks: Any,
+    code: str,
+    where: str,
+    fix: str | None,
+) -> None:
+    with raises_error(code, where=where, fix=fix):
         loaded(sinks)
-    assert "run.sinks.0" in str(error.value) or "run.sinks.1" in str(error.value)
-    assert said in str(error.value)
 
 
 def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
@@ -85,4 +91,4 @@ def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.Monke
     recipe = "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, train: {batch_size: 4}}"
     Path("recipe.yaml").write_text(recipe)
     exec(block.text, {})
-    assert "best loss on held-out rows: 0." in capsys.readouterr().out
+    assert re.search(r": 0\.\d{4}\n", capsys.readouterr().out)

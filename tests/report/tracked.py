@@ -65,11 +65,9 @@ class Killed:
         if closes:
             fan.close("done")
         else:
+            tracker.table(SAMPLES, last, [])  # an empty one: when it is taken, all before are done
             until = time.monotonic() + 20
-            while not tracker._jobs.empty() and time.monotonic() < until:
-                time.sleep(0.01)
-            tracker._put(lambda: None)
-            while not tracker._jobs.empty() and time.monotonic() < until:
+            while tracker.waiting and time.monotonic() < until:
                 time.sleep(0.01)
             log.close()
         return tracker

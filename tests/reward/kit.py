@@ -1,8 +1,9 @@
-"""What the tests of rewards share: completions, entries of a recipe, and a server that answers as it is told."""
+"""Helpers of the tests of rewards: completions, entries of a recipe, and a scripted server."""
 
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -66,23 +67,36 @@ def values(made: Any, completions: Sequence[Completion]) -> list[float | None]:
 
 
 def error(made: Any, completions: Sequence[Completion]) -> str:
-    """What is said of all of them, none of which has a score."""
+    """The error of all of them, none of which has a score."""
     found = score_all(made, completions)
     assert [score.value for score in found] == [None] * len(completions)
     assert len({score.error for score in found}) == 1
     return found[0].error
 
 
+def has_words(text: str, *words: object) -> bool:
+    """Whether a message has these names and numbers in it, in any order."""
+    return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.01)
+
+
 @dataclass
 class Reply:
-    """What a server answers. ``raw``: the bytes of its body; ``cut``: announced bytes that never come; ``wait``: seconds."""
+    """What a server answers. ``raw``: the bytes of its body; ``cut``: announced bytes that never
+    come; ``hangs``: until the server ends; ``drip``: seconds between two bytes."""
 
     rewards: Any = None
     status: int = 200
     raw: bytes | None = None
     headers: Mapping[str, str] = field(default_factory=dict[str, str])
     cut: int = 0
-    wait: float = 0.0
+    hangs: bool = False
     drop: bool = False
     drip: float = 0.0
 
@@ -95,20 +109,30 @@ Script = Callable[[dict[str, Any], int], Reply]
 
 
 class Told(ThreadingHTTPServer):
-    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a time."""
+    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a
+    time, ``connections``: how many were made, ``open``: how many there are."""
 
     daemon_threads = True
     allow_reuse_address = True
 
     def __init__(self, script: Script, port: int = 0) -> None:
         self.script, self.seen, self.heads = script, list[dict[str, Any]](), list[dict[str, str]]()
-        self.under_way = self.most = 0
-        self.lock = threading.Lock()
+        self.under_way = self.most = self.connections = self.open = 0
+        self.lock, self.over = threading.Lock(), threading.Event()
         super().__init__(("127.0.0.1", port), _Handler)
 
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.server_address[1]}/get_reward"
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.connections, self.open = self.connections + 1, self.open + 1
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            with self.lock:
+                self.open -= 1
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Clients that have gone are part of the tests."""
@@ -134,7 +158,8 @@ class _Handler(BaseHTTPRequestHandler):
                 told.under_way -= 1
 
     def _send(self, reply: Reply) -> None:
-        time.sleep(reply.wait)
+        if reply.hangs:
+            self.server.over.wait()
         if reply.drop:
             self.close_connection = True
             return
@@ -145,7 +170,7 @@ class _Handler(BaseHTTPRequestHandler):
         for i in range(len(reply.body)) if reply.drip else ():
             self.wfile.write(reply.body[i : i + 1])
             self.wfile.flush()
-            time.sleep(reply.drip)
+            self.server.over.wait(reply.drip)
         self.wfile.write(b"" if reply.drip else reply.body)
         self.close_connection = self.close_connection or bool(reply.cut)
 
@@ -163,6 +188,7 @@ def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told
     try:
         yield told
     finally:
+        told.over.set()
         told.shutdown()
         told.server_close()
         thread.join()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import httpx
@@ -20,10 +21,15 @@ from valence.reward.server import Service, listening, web_server
 from valence.reward.serving import Limits
 from valence.types import Completion, Score
 
+http_request = partial(httpx.request, verify=ssl.create_default_context())
+"""As of httpx, which makes such a context for each request: that takes longer than the request."""
+http_get, http_post = partial(http_request, "GET"), partial(http_request, "POST")
+
 
 @dataclass
 class Numbers:
-    """Gives each answer its number. ``score``: what it says instead of some; ``calls``: the answers of each call so far."""
+    """Gives each answer its number. ``score``: what it gives instead; ``calls``: the answers of
+    each call so far."""
 
     score: Callable[[Completion], Score] = lambda c: Score(number(c.text))
     gate: threading.Event | None = None
@@ -46,13 +52,6 @@ class Numbers:
         self.closed = True
 
 
-def wait_for(holds: Callable[[], bool]) -> None:
-    until = time.monotonic() + 30
-    while not holds():
-        assert time.monotonic() < until, "it did not come about"
-        time.sleep(0.01)
-
-
 @dataclass
 class Served:
     url: str
@@ -62,7 +61,7 @@ class Served:
     lines: list[str]
 
     def post(self, **body: Any) -> httpx.Response:
-        return httpx.post(f"{self.url}/get_reward", json=body, timeout=30)
+        return http_post(f"{self.url}/get_reward", json=body, timeout=30)
 
     def raw(self) -> socket.socket:
         host, _, port = self.url.removeprefix("http://").partition(":")
@@ -81,9 +80,9 @@ def served(
 @contextmanager
 def served_as_command(target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST) -> Iterator[Served]:
     """A server of what the command would serve."""
-    from valence.cli.serve import _service
+    from valence.cli.serve import reward_service
 
-    with served_service(_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
+    with served_service(reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
         yield server
 
 
@@ -96,7 +95,7 @@ def served_service(service: Service, is_ready: bool = True, **web: Any) -> Itera
         thread.start()
         url = f"http://127.0.0.1:{place.getsockname()[1]}"
         try:
-            assert httpx.get(f"{url}/ready", timeout=30).status_code == (200 if is_ready else 503)
+            assert http_get(f"{url}/ready", timeout=30).status_code == (200 if is_ready else 503)
             yield Served(url, service.reward, service, server, lines)
         finally:
             server.should_exit = True

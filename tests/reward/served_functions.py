@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 from benchmarks.reward_server.judge import number
 from valence.types import Completion
+
+EIGHT = asyncio.Barrier(8)
+"""Answers "pid" have no score before so many calls with one run together."""
 
 
 def of_tokens(prompts: list[str], completion_ids: list[list[int]]) -> list[float]:
@@ -38,7 +42,7 @@ def dislikes_bad(completions: Sequence[Completion], file: str = os.devnull) -> l
 
 
 def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Does what each answer says, and scores it with this process's id if it says "pid", else as ``number``."""
+    """Does what each answer asks for. Its score is ``number``; that of "pid" is the process's id."""
     for text in (c.text for c in completions):
         _obey(text)
     return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]
@@ -46,7 +50,7 @@ def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def _obey(text: str) -> None:
     if text == "hang":
-        time.sleep(1000)
+        threading.Event().wait()
     elif text == "hang holding the interpreter":
         re.match(r"(a+)+$", "a" * 60 + "b")
     elif text == "crash":
@@ -64,6 +68,8 @@ def _obey(text: str) -> None:
     elif text.startswith("child "):
         with subprocess.Popen(["sleep", "1000"]) as child:
             Path(text.removeprefix("child ")).write_text(str(child.pid), encoding="utf-8")
+    elif text.startswith("touch "):
+        Path(text.removeprefix("touch ")).touch()
     elif text.startswith("wait "):
         time.sleep(float(text.removeprefix("wait ")))
 
@@ -71,9 +77,10 @@ def _obey(text: str) -> None:
 async def obeys_later(completions: Sequence[Completion]) -> list[float]:
     for text in (c.text for c in completions):
         if text == "block":
-            time.sleep(1000)
+            threading.Event().wait()
         if text == "wait":
-            await asyncio.sleep(1000)
+            await asyncio.Event().wait()
+        if text == "pid":
+            await EIGHT.wait()
         _obey(text)
-    await asyncio.sleep(0.2)
     return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]

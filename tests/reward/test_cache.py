@@ -8,16 +8,17 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.errors import raises_error
 from tests.reward.kit import Entry, Reply, answer, answers, reward, scores, server, values
-from valence.errors import UserError
 from valence.reward import reward_of
-from valence.reward.cache import MOST, Kept, digest, key_of
+from valence.reward.cache import HEAD, MOST, Kept, digest, key_of
 from valence.types import Completion, Score
 
 COUNTS = "def f(completions, step=1.0):\n    f.calls = getattr(f, 'calls', []) + [len(completions)]\n"
@@ -137,22 +138,31 @@ def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: A
     assert not Path("scores").exists()
 
 
+def peak_memory(work: Callable[[], object]) -> int:
+    """Bytes: the least of three times, as other threads of the program count too."""
+    peaks: list[int] = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            work()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return min(peaks)
+
+
 def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path) -> None:
     one, two = Kept(tmp_path, {}, most=10), Kept(tmp_path, {}, most=10)
-    for start in range(0, 20_000, 1000):
-        one.add(scores_of(1000, start))
+    for start in range(0, 2000, 500):
+        one.add(scores_of(500, start))
     assert one.path is not None
-    assert one.path.stat().st_size > 800_000
-    tracemalloc.start()
-    try:
-        two.refresh()
-        three = Kept(tmp_path, {}, most=10)
-        assert tracemalloc.get_traced_memory()[1] < 400_000  # and not the file at once
-    finally:
-        tracemalloc.stop()
-    for each in (one, two, three):
+    # Not the file at once.
+    assert peak_memory(lambda: Kept(tmp_path, {}, most=10)) < one.path.stat().st_size / 4
+    two.refresh()
+    for each in (one, two, Kept(tmp_path, {}, most=10)):
         assert len(each) == 10
-        assert [each.get(f"k{i}") is not None for i in (0, 19_989, 19_990, 19_999)] == [False, False, True, True]
+        known = [each.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
+        assert known == [False, False, True, True]
     one.add(scores_of(1))  # one that was forgotten is written again, and found
     two.refresh()
     assert two.get("k0") == Score(0.0, {"p": 0.0})
@@ -193,6 +203,7 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     assert third.get("k2") in (None, Score(2.0, {"p": 1.0}))
 
 
+@pytest.mark.filterwarnings("ignore:.*jsonl:UserWarning")
 @pytest.mark.parametrize("line", [
     "{}", "[]", "1", '{"key": "x", "value": "1.0", "parts": {}}', '{"key": "x", "value": null, "parts": {}}',
     '{"key": "x", "value": NaN, "parts": {}}', '{"key": "x", "value": true, "parts": {}}', '{"key": 1, "value": 1, "parts": {}}',
@@ -289,11 +300,11 @@ def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path, monkeyp
 
 def test_a_folder_that_is_none_is_a_mistake(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="scores cannot be kept here"):
+    with raises_error("reward-cache-not-writable", where=str(tmp_path / "file")):
         Kept(tmp_path / "file", {})
 
 
-def test_the_file_says_whose_scores_they_are(tmp_path: Path) -> None:
+def test_the_file_names_the_reward_whose_scores_they_are(tmp_path: Path) -> None:
     made = Kept(tmp_path, {"rule": "length"})
     assert made.path is not None
-    assert json.loads(made.path.read_text())["scores of"] == {"rule": "length"}
+    assert json.loads(made.path.read_text())[HEAD] == {"rule": "length"}

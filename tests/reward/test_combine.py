@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises_error
 from tests.reward.kit import Entry, answers, scores
-from valence.errors import UserError
 from valence.reward import reward_of
 from valence.reward.combine import Combined, Part
 from valence.types import Completion, Score
@@ -73,7 +73,7 @@ def test_a_sum_that_is_not_finite_is_an_error(weights: tuple[float, float]) -> N
     made = Combined(tuple(Part(fixed(name, 10.0), weight) for name, weight in zip("ab", weights, strict=True)))
     score = scores(made, answers(1))[0]
     assert score.value is None
-    assert "no finite number" in score.error
+    assert score.error
 
 
 def test_it_is_the_formula_for_any_numbers() -> None:
@@ -90,23 +90,27 @@ def test_it_is_the_formula_for_any_numbers() -> None:
 
 
 def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
-    with pytest.raises(ValueError, match="a gave 1 scores for 2 answers"):
+    with pytest.raises(ValueError, match=r"\ba\b.*\b1\b.*\b2\b"):
         scores(Combined((Part(fixed("a", 1.0)),)), answers(2))
 
 
-@pytest.mark.parametrize(("entries", "said"), [
-    ([Entry("length"), Entry("length")], "reward.1.name: two rewards have the name 'length'"),
-    ([Entry("length", name="a/b")], "cannot name a number"),
-    ([Entry("length", name="mean")], "cannot name a number"),
-    ([Entry("length", clip=(1.0, 0.0))], "reward.0.clip: nothing is at least 1 and at most 0"),
-    ([Entry("lenght")], "did you mean length"),
-    ([Entry("localhost:5000")], "write http://localhost:5000"),
-    ([Entry("a/model")], "reward models cannot be used here"),
+@pytest.mark.parametrize(("entries", "code", "where", "fix"), [
+    ([Entry("length"), Entry("length")], "reward-name-duplicate", "reward.1.name", "name"),
+    ([Entry("length", name="a/b")], "reward-name-invalid", "reward.0.name", ""),
+    ([Entry("length", name="mean")], "reward-name-invalid", "reward.0.name", ""),
+    ([Entry("length", clip=(1.0, 0.0))], "reward-setting-value", "reward.0.clip", ""),
+    ([Entry("lenght")], "reward-not-found", "reward.0.reward", "length?"),
+    ([Entry("localhost:5000")], "reward-not-found", "reward.0.reward", "http://localhost:5000"),
+    ([Entry("a/model")], "reward-model-unsupported", "reward.0.reward", ""),
 ])  # fmt: skip
-def test_what_cannot_be_put_together_is_a_mistake(entries: list[Entry], said: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_what_cannot_be_put_together_is_a_mistake(
+    entries: list[Entry],
+    code: str,
+    where: str,
+    fix: str,
+) -> None:
+    with raises_error(code, where=where, fix=fix):
         reward_of(entries)
-    assert said in str(caught.value)
 
 
 def test_names_are_short() -> None:

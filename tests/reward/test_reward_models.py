@@ -11,10 +11,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
+from tests.errors import raises_error
 from tests.models import tiny
-from tests.reward.kit import Entry, answer, scores, values
+from tests.reward.kit import Entry, answer, has_words, scores, values
 from tests.tiny import tiny_tokenizer
-from valence.errors import UserError
 from valence.reward import reward_of
 from valence.reward.cache import key_of
 from valence.reward.combine import Combined
@@ -116,7 +116,7 @@ def test_what_it_cannot_read_is_an_error(judge: Callable[..., Any]) -> None:
     found = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
     assert found[0].value is not None
     assert found[3].value is None
-    assert "the reward model cannot read it" in found[3].error
+    assert has_words(found[3].error, 24)
 
 
 def test_an_answer_that_ended_at_once_has_a_score(judge: Callable[..., Any]) -> None:
@@ -135,18 +135,19 @@ def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> No
     assert values(of(), GIVEN) == [None] * 3
 
 
-@pytest.mark.parametrize(("target", "settings", "said"), [
-    ("model", {}, "this model answers; it gives no scores"),
-    ("judge", {"atribute": "x"}, "reward.0.settings.atribute: there is no such setting"),
-    ("judge", {"attribute": "honest"}, "the model scores clear, kind, not honest"),
-    ("judge", {}, "the model scores clear, kind"),
-    ("judge", {"attribute": "kind", "normalised": True}, "no mean and deviation are saved"),
-    ("nobody/nothing", {}, "reward.0.reward: nobody/nothing"),
+@pytest.mark.parametrize(("target", "settings", "code", "where", "words"), [
+    ("model", {}, "reward-not-a-reward-model", "reward.0.reward: model", []),
+    ("judge", {"atribute": "x"}, "reward-setting-unknown", "reward.0.settings.atribute", []),
+    ("judge", {"max_length": "x"}, "reward-setting-value", "reward.0.settings.max_length", []),
+    ("judge", {"attribute": "honest"}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind", "honest"]),
+    ("judge", {}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind"]),
+    ("judge", {"attribute": "kind", "normalised": True}, "reward-not-normalised", "reward.0.settings.normalised", []),
+    ("nobody/nothing", {}, "model-not-found", "reward.0.reward: nobody/nothing", []),
 ])  # fmt: skip
 def test_what_is_no_reward_model_is_a_mistake(
-    target: str, settings: dict[str, Any], said: str, judge: Callable[..., Any]
+    target: str, settings: dict[str, Any], code: str, where: str, words: list[str], judge: Callable[..., Any]
 ) -> None:
     judge("clear", "kind", normalised=False)
-    with pytest.raises(UserError) as caught:
+    with raises_error(code, where=where) as raised:
         of(target, **settings)
-    assert said in str(caught.value)
+    assert has_words(str(raised.error), *words)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.reward.kit import answer, error, reward, scores, values
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.reward.kit import answer, error, has_words, reward, scores, values
+from valence.errors import install_command
 from valence.reward import rules
 from valence.reward.rules import RULES, settings_of
 
@@ -67,7 +67,7 @@ def test_tokens_are_counted_as_they_were_sampled() -> None:
 @pytest.mark.parametrize("text", ["some text", " "])
 @pytest.mark.parametrize("settings", [{}, {"least": 0}, {"most": 2, "fall": 3}, {"unit": "tokens", "least": 4}])
 def test_tokens_that_are_not_known_are_not_counted(text: str, settings: dict[str, Any]) -> None:
-    assert "its tokens are not known, only its text" in error(reward("length", settings=settings), [answer(text, tokens=())])
+    assert has_words(error(reward("length", settings=settings), [answer(text, tokens=())]), "unit")
     assert one("length", text, {"unit": "characters", "most": 9}, tokens=0) == 1.0
 
 
@@ -88,23 +88,20 @@ def test_an_answer_that_no_computer_gets_done_with_is_an_error_and_the_next_one_
     made = reward("maths", timeout=60.0, settings={"seconds": 1.5, "answer": "solution", "after": "####"})
     found = scores(made, [answer(endless, solution="#### 3"), good, unknown])
     assert [score.value for score in found] == [None, 1.0, None]
-    assert "took more than 1.5 s or too much memory, of the row's solution ' 3'" in found[0].error
-    assert "no formula can be read" in found[2].error
+    assert has_words(found[0].error, "1.5 s", "solution", "' 3'")
+    assert has_words(found[2].error, "solution", "' '")
 
 
 def test_a_row_that_does_not_say_what_is_right_is_an_error() -> None:
     for rule in ("exact_match", "contains", "maths"):
-        assert "nothing in the column 'answer' (others: question)" in error(reward(rule), [answer("x", question="y")])
-    found = error(reward("exact_match"), [answer("x", answer={"a": 1})])
-    assert "its row's 'answer' is {'a': 1}" in found
-    assert "'answer' is []" in error(reward("exact_match"), [answer("x", answer=[])])
+        assert has_words(error(reward(rule), [answer("x", question="y")]), "'answer'", "question")
+    assert has_words(error(reward("exact_match"), [answer("x", answer={"a": 1})]), "'answer'", "{'a': 1}")
+    assert has_words(error(reward("exact_match"), [answer("x", answer=[])]), "'answer'", "[]")
 
 
 def test_a_pattern_that_backtracks_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SECONDS_OF_A_PATTERN", 0.2)
-    began = time.monotonic()
-    assert "backtracks without end" in error(reward("regex", settings={"pattern": "(a|aa)+$"}), [answer("a" * 80 + "b")])
-    assert time.monotonic() - began < 5
+    assert has_words(error(reward("regex", settings={"pattern": "(a|aa)+$"}), [answer("a" * 80 + "b")]), "0.2 s")
 
 
 def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,23 +111,25 @@ def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert one("json_schema", "{}", {"schema": "schema.json"}) == 0.0
 
 
-@pytest.mark.parametrize(("rule", "settings", "said"), [
-    ("length", {"mots": 3}, "reward.0.settings.mots: there is no such setting"),
-    ("length", {"most": "3"}, "reward.0.settings.most: Input should be a valid integer"),
-    ("length", {"most": -1}, "reward.0.settings.most"),
-    ("length", {"least": 5, "most": 3}, "reward.0.settings.most: no length is at least 5 and at most 3"),
-    ("regex", {}, "reward.0.settings.pattern: Field required"),
-    ("regex", {"pattern": "(a"}, "reward.0.settings.pattern: this is no regular expression"),
-    ("contains", {"words": ["a", ""]}, "an empty text"),
-    ("json_schema", {"schema": {"type": "objekt"}}, "reward.0.settings.schema: this is no JSON schema"),
-    ("json_schema", {"schema": "none.json"}, "no JSON schema can be read from none.json"),
-    ("vader", {"part": "joy"}, "reward.0.settings.part"),
-    ("maths", {"seconds": 0}, "reward.0.settings.seconds"),
+@pytest.mark.parametrize(("rule", "settings", "code", "name", "words"), [
+    ("length", {"mots": 3}, "reward-setting-unknown", "mots", []),
+    ("length", {"most": "3"}, "reward-setting-value", "most", ["integer"]),
+    ("length", {"most": -1}, "reward-setting-value", "most", []),
+    ("length", {"least": 5, "most": 3}, "reward-setting-value", "most", [5, 3]),
+    ("regex", {}, "reward-setting-missing", "pattern", []),
+    ("regex", {"pattern": "(a"}, "reward-setting-value", "pattern", []),
+    ("contains", {"words": ["a", ""]}, "reward-setting-value", "words", []),
+    ("json_schema", {"schema": {"type": "objekt"}}, "reward-setting-value", "schema", ["'objekt'"]),
+    ("json_schema", {"schema": "none.json"}, "reward-setting-value", "schema", ["none.json"]),
+    ("vader", {"part": "joy"}, "reward-setting-value", "part", []),
+    ("maths", {"seconds": 0}, "reward-setting-value", "seconds", []),
 ])  # fmt: skip
-def test_wrong_settings_are_mistakes_before_anything_is_scored(rule: str, settings: dict[str, Any], said: str) -> None:
-    with pytest.raises(UserError) as caught:
+def test_wrong_settings_are_mistakes_before_anything_is_scored(
+    rule: str, settings: dict[str, Any], code: str, name: str, words: list[object]
+) -> None:
+    with raises_error(code, where=f"reward.0.settings.{name}") as raised:
         reward(rule, settings=settings)
-    assert said in str(caught.value)
+    assert has_words(raised.error.what, *words)
 
 
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,8 +137,9 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     for rule, library in (("vader", "vaderSentiment.vaderSentiment"), ("json_schema", "jsonschema")):
         monkeypatch.setitem(sys.modules, library, None)
-        with pytest.raises(UserError, match=rf"reward {rule} needs a library: .*\n.*valence-align\[rewards\]"):
+        with raises_error("library-missing", where="reward.0.settings", fix=install_command("rewards")) as raised:
             reward(rule, settings={"schema": {}} if rule == "json_schema" else {})
+        assert has_words(raised.error.what, rule)
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.reward.served import Numbers, Served, number, served, wait_for
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.reward.kit import has_words, wait_for
+from tests.reward.served import Numbers, Served, http_get, http_post, http_request, number, served
 from valence.reward.server import ENDS, answer_in, listening
 from valence.reward.serving import Limits, Rate
 from valence.types import Completion, Score
@@ -109,22 +110,29 @@ def test_numbers_arrive_as_they_are() -> None:
 
 
 @pytest.mark.parametrize(("body", "words"), [
-    (b"", "Invalid JSON"), (b"nonsense", "Invalid JSON"), (b'{"query": ["a"]', "Invalid JSON"), (b"\xff\xfe", "Invalid JSON"),
-    (b"null", "object"), (b"[]", "object"), (b'"text"', "object"), (b"{}", "query: Field required"),
-    (b'{"query": "text"}', "query: "), (b'{"query": null}', "query: "), (b'{"query": [1]}', "query.0"),
-    (b'{"query": [null]}', "query.0"), (b'{"query": [["a"]]}', "query.0"), (b'{"query": {"0": "a"}}', "query: "),
-    (b'{"query": ["a"], "prompts": "a"}', "prompts: "), (b'{"query": ["a"], "prompts": [1]}', "prompts.0"),
-    (b'{"query": ["a"], "prompts": []}', "1 queries, and 0 prompts"),
-    (b'{"query": ["a"], "labels": [1, 2]}', "1 queries, and 2 labels"), (b'{"query": [], "labels": [1]}', "0 queries"),
-    (b'{"query": ["a"], "images": ["x"]}', "images"), (b'{"query": ["\\ud800"]}', "Invalid JSON"),
-    (b'{"query": ["a"], "labels": [' + b"[" * 9000 + b"]" * 9000 + b"]}", "recursion"), (b"[" * 99_000, "recursion"),
-    (b'{"query": ["ab", "xy"], "prompts": ["a", "a"]}', "1 of 2 queries do not begin with their prompt"),
+    (b"", ["JSON"]), (b"nonsense", ["JSON"]), (b'{"query": ["a"]', ["JSON"]),
+    (b"\xff\xfe", ["JSON"]),
+    (b"null", ["object"]), (b"[]", ["object"]), (b'"text"', ["object"]), (b"{}", ["query:"]),
+    (b'{"query": "text"}', ["query:"]), (b'{"query": null}', ["query:"]),
+    (b'{"query": [1]}', ["query.0"]),
+    (b'{"query": [null]}', ["query.0"]), (b'{"query": [["a"]]}', ["query.0"]),
+    (b'{"query": {"0": "a"}}', ["query:"]),
+    (b'{"query": ["a"], "prompts": "a"}', ["prompts:"]),
+    (b'{"query": ["a"], "prompts": [1]}', ["prompts.0"]),
+    (b'{"query": ["a"], "prompts": []}', [1, "0 prompts"]),
+    (b'{"query": ["a"], "labels": [1, 2]}', [1, "2 labels"]),
+    (b'{"query": [], "labels": [1]}', [0, "1 labels"]),
+    (b'{"query": ["a"], "images": ["x"]}', ["images"]),
+    (b'{"query": ["\\ud800"]}', ["JSON"]),
+    (b'{"query": ["a"], "labels": [' + b"[" * 9000 + b"]" * 9000 + b"]}", ["JSON"]),
+    (b"[" * 99_000, ["JSON"]),
+    (b'{"query": ["ab", "xy"], "prompts": ["a", "a"]}', [1, 2]),
 ])  # fmt: skip
-def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: str) -> None:
+def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: list[object]) -> None:
     asked = len(plain.reward.calls)
-    found = httpx.post(f"{plain.url}/get_reward", content=body, headers=JSON)
+    found = http_post(f"{plain.url}/get_reward", content=body, headers=JSON)
     assert found.status_code == 422
-    assert words in found.json()["error"]
+    assert has_words(found.json()["error"], *words)
     assert len(plain.reward.calls) == asked
     assert plain.post(query=["still there"]).json()["rewards"] == [number("still there")]
 
@@ -138,21 +146,22 @@ def test_queries_without_their_prompt_are_named(plain: Served) -> None:
 def test_only_json_is_read(plain: Served, kind: str | None) -> None:
     """What a page of another site can have a browser send is none."""
     headers = {} if kind is None else {"content-type": kind}
-    assert httpx.post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
     named = {"content-type": "Application/JSON; charset=utf-8"}
-    assert httpx.post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
 
 
 def test_other_paths_and_methods(plain: Served) -> None:
     for method, path, status in (("GET", "/get_reward", 405), ("POST", "/other", 404), ("PUT", "/health", 405)):
-        found = httpx.request(method, plain.url + path)
+        found = http_request(method, plain.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
 
 def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
     for size in (100_001, 1_000_000):
-        found = httpx.post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
-        assert (found.status_code, found.json()["error"]) == (413, "the body has more than 100000 bytes")
+        found = http_post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
+        assert found.status_code == 413
+        assert has_words(found.json()["error"], 100_000)
 
     sent = 0
 
@@ -163,7 +172,7 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
             yield b" " * 100_000
 
     with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it may be cut off while it writes
-        assert httpx.post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
+        assert http_post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
     assert sent < 500 * 100_000
     assert plain.service.reading == 0
     assert plain.post(query=["still there"]).status_code == 200
@@ -178,7 +187,7 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
             )
             connection.sendall(head + b" " * 990)
         wait_for(lambda: server.service.reading == 8 * 990)
-        found = httpx.post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
+        found = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
         assert (found.status_code, found.headers["retry-after"]) == (503, "1")
         for connection in begun:
             connection.close()
@@ -187,7 +196,8 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
 def test_too_many_answers(plain: Served) -> None:
     assert plain.post(query=["a"] * 50).status_code == 200
     found = plain.post(query=["a"] * 51)
-    assert (found.status_code, found.json()["error"]) == (413, "51 answers: a request may have 50")
+    assert found.status_code == 413
+    assert has_words(found.json()["error"], 51, 50)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
@@ -218,7 +228,7 @@ def test_too_many_requests_are_told_when_to_come_back() -> None:
         assert server.post(query=["a"]).status_code == 200
         found = server.post(query=["a"])
         assert (found.status_code, found.headers["retry-after"]) == (429, "1")
-        assert httpx.get(f"{server.url}/health").status_code == 200
+        assert http_get(f"{server.url}/health").status_code == 200
 
 
 def test_only_so_many_answers_wait() -> None:
@@ -249,7 +259,7 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
         def status(path: str, header: bytes | None) -> int:
             headers = [(b"content-type", b"application/json"), *([(b"authorization", header)] if header is not None else [])]
             method, content = ("POST", b'{"query": ["a"]}') if path == "/get_reward" else ("GET", None)
-            return httpx.request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
+            return http_request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
 
         right = "Bearer s3cret-é".encode()
         wrong = (None, b"", b"Bearer", b"Bearer s3cret", right + b"x", right[7:], b"Basic " + right[7:])
@@ -259,14 +269,14 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
             assert status(path, b"bearer " + right[7:]) == 200
         assert {b for _, b in compared} == {right[7:]}  # never by a comparison that ends with the first difference
         assert status("/health", None) == status("/ready", None) == 200
-        found = httpx.post(f"{server.url}/get_reward", content=b"x" * 1000)
+        found = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
         assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
         assert len(server.reward.calls) == 2
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
 def test_other_machines_are_served_only_with_a_token(host: str) -> None:
-    with pytest.raises(UserError, match="--token-env"):
+    with raises_error("server-token-missing", where="--host", fix="--token-env"):
         listening(host, 0, guarded=False)
     if host != "::":
         listening(host, 0, guarded=True).close()
@@ -278,10 +288,10 @@ def test_this_machine_is_served_without(host: str) -> None:
         assert place.getsockname()[0].startswith("127.")
 
 
-def test_a_port_that_is_taken_is_told() -> None:
+def test_a_port_that_is_taken_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(UserError, match=f"--port {port}"):
+        with raises_error("server-cannot-listen", where=f"--port {port}", fix="--port"):
             listening("127.0.0.1", port, guarded=False)
 
 
@@ -296,8 +306,8 @@ def test_health_and_metrics() -> None:
         server.post(query=["a", "b", "c"])
         server.post(query=["a", "bad"])
         server.post(query="malformed")
-        assert httpx.get(f"{server.url}/health").json()["reward"] == "numbers"
-        found = httpx.get(f"{server.url}/metrics")
+        assert http_get(f"{server.url}/health").json()["reward"] == "numbers"
+        found = http_get(f"{server.url}/metrics")
         assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
         sample = re.compile(r'[a-z_]+(?:\{[a-z]+="[^"]+"\})? [0-9.e+-]+')
         lines = found.text.splitlines()
@@ -313,18 +323,16 @@ def test_health_and_metrics() -> None:
         assert classes[-1] == named[f"{name}_count"] == count
 
 
-def test_it_says_where_it_is_and_what_it_has_done() -> None:
+def test_it_prints_its_address_and_how_many_answers_it_scored() -> None:
     with served(Numbers(), Limits(max_wait=0.0, max_batch=7)) as server:
         server.post(query=["a", "b"])
-    assert server.lines[0].startswith(
-        f"serving numbers at {server.url}/get_reward, without a token, for this machine only; up to 7"
-    )
-    assert server.lines[-1] == "stopped: 2 answers scored, 0 failed"
+    assert has_words(server.lines[0], "numbers", f"{server.url}/get_reward", 7)
+    assert re.findall(r"\d+", server.lines[-1]) == ["2", "0"]
     assert server.reward.closed
 
 
 def test_the_schema_names_every_status(plain: Served) -> None:
-    found = httpx.get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
+    found = http_get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
     assert {int(code) for code in found["responses"]} == {
         200, 400, 401, 408, 413, 415, 421, 422, 429, 431, 500, 503, 504,
     }  # fmt: skip
@@ -350,8 +358,8 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
             assert [each["index"] for each in told["failed"]] == [1, 3]
             assert told["scored"] == [{"index": 0, "reward": number("a")}, {"index": 2, "reward": number("b")}]
             assert not {"rewards", "scores"} & set(told)
-            assert "2 of 4 answers have no score" in told["error"]
-            assert server.lines[-1].startswith("HTTP 500: 2 of 4 answers")
+            assert has_words(told["error"], 2, 4)
+            assert has_words(server.lines[-1], "HTTP 500", 2, 4)
         assert server.post(query=["a", "b"]).json()["rewards"] == [number("a"), number("b")]
 
 

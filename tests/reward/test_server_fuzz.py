@@ -14,6 +14,7 @@ EXAMPLES = 15
 """For each of its paths, in each of two modes."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("valid", [True, False])
 def test_what_the_description_allows_and_what_it_does_not(valid: bool) -> None:
     schemathesis: Any = pytest.importorskip("schemathesis", reason="schemathesis is not installed")

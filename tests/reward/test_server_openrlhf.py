@@ -16,13 +16,15 @@ import httpx
 import pytest
 
 from examples.demo.assets import cache_folder
+from tests.reward.kit import wait_for
 from tests.reward.openrlhf_side import LABELS, PROMPTS, QUERIES
-from tests.reward.served import Numbers, served, wait_for
+from tests.reward.served import Numbers, served
 from valence.config.load import load_reward
 from valence.reward import reward_of, score_all
 from valence.reward.serving import Limits
 from valence.types import Completion, Score
 
+pytestmark = pytest.mark.slow
 SIDE = Path(__file__).with_name("openrlhf_side.py")
 CACHE = cache_folder() / "openrlhf"
 VERSIONS = ("0.5.7", "0.6.4", "0.8.5", "0.11.2")

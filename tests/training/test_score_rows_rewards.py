@@ -144,7 +144,7 @@ def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
 
 @pytest.mark.parametrize(("change", "code", "where"), [
     ({"data": ("prompts.jsonl",)}, "row-not-scorable", "prompts.jsonl:1"),
-    ({"rewards": ("nothing:here",)}, "reward-not-found", "reward.0.reward: nothing:here"),
+    ({"rewards": ("nothing:here",)}, "reward-module-not-found", "reward.0.reward: nothing:here"),
     ({"rewards": ("{reward: 'rewards:short', weight: heavy}",)}, "setting-type", "reward.0.weight"),
     ({"out": "answers.jsonl"}, "output-is-input", "answers.jsonl"),
 ])  # fmt: skip

@@ -76,12 +76,12 @@ def serve_reward(
         max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
         max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
     )  # fmt: skip
-    service = _service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
+    service = reward_service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
     hosts = allowed_host or []
     serve(service, host=host, port=port, allowed_hosts=hosts, tell=lambda line: write_line(escape_control(line)))
 
 
-def _service(
+def reward_service(
     target: str, overrides: list[str], limits: Limits, *, token: str | None, ends: list[str] | None, keep: int
 ) -> Service:
     """The reward, loaded. Raises UserError for one that cannot be served."""

@@ -150,7 +150,7 @@ def _offline_steps(folder: Path, run: str) -> set[int]:
 
     found: set[int] = set()
     for file in folder.glob(f"offline-run-*-{run}/run-{run}.wandb"):
-        for raw in _records(file.read_bytes()):
+        for raw in records_of(file.read_bytes()):
             record: Any = wandb_internal_pb2.Record()  # type: ignore[attr-defined]
             record.ParseFromString(raw)
             if record.HasField("history"):
@@ -158,7 +158,7 @@ def _offline_steps(folder: Path, run: str) -> set[int]:
     return found
 
 
-def _records(content: bytes) -> Iterator[bytes]:
+def records_of(content: bytes) -> Iterator[bytes]:
     """The whole records of a file of LevelDB's log format, behind a header: blocks of 32 KiB that hold pieces, each with a
     checksum, its length, and its kind (1 whole, 2 first, 3 middle, 4 last)."""
     at, parts = 7, b""

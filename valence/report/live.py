@@ -99,7 +99,8 @@ class Dashboard(Progress):
         self._phases: tuple[Progress, ...] = ()
         self._doing = ""
         self._answered: tuple[str, str, str] | None = None
-        self._live: Live | None = None
+        self.live: Live | None = None
+        """What draws it, while it is the board of its console."""
         self._tallest = 0, 0
         self._ended = False
         self.changes = 0
@@ -148,8 +149,8 @@ class Dashboard(Progress):
             super()._draw()
             return
         self._board = BOARDS[self._console] = self
-        self._live = _Calm(self, self._console)
-        self._live.start(refresh=True)
+        self.live = _Calm(self, self._console)
+        self.live.start(refresh=True)
 
     def enter(self, phase: Progress) -> None:
         self._phases = (*self._phases, phase)
@@ -158,10 +159,10 @@ class Dashboard(Progress):
     def leave(self, phase: Progress) -> None:
         self._phases = tuple(each for each in self._phases if each is not phase)
         self.changed()
-        if phase is self and self._live:
+        if phase is self and self.live:
             del BOARDS[self._console]
             self._ended = True
-            self._live.stop()
+            self.live.stop()
 
     def changed(self) -> None:
         self.changes += 1

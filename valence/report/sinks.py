@@ -184,6 +184,11 @@ class FanOut:
             shown = samples(rows)
             self._try_each(lambda sink: _call(sink, "table", name, step, shown))
 
+    @property
+    def waiting(self) -> int:
+        """Records that the optional sinks still have to hand over."""
+        return sum(int(getattr(sink, "waiting", 0)) for sink in self._optional)
+
     def close(self, status: str = "done") -> None:
         """Closes all of them; the optional ones together, and for them it does not wait for ever."""
         self._try_each(lambda sink: _call(sink, "end", status))

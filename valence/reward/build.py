@@ -13,7 +13,7 @@ from valence.errors import UserError
 from valence.reward.cache import MOST, Cached, Kept, digest
 from valence.reward.calls import TIME_OUTS, Backend, Calls
 from valence.reward.combine import Combined, Part
-from valence.reward.functions import Function, load_function
+from valence.reward.functions import Function, function_of
 from valence.reward.http import Servers, addresses
 from valence.reward.rules import RULES, Rules, rule_of
 
@@ -167,11 +167,7 @@ def _backend(spec: Spec, where: str, model: ModelReward | None, function: Functi
     if is_function(target):
         if function is not None:
             return function(spec, f"{where}.reward"), False, True
-        fn = load_function(target, f"{where}.reward")
-        try:
-            made = Function(fn, target, settings, spec.timeout)
-        except UserError as error:
-            raise UserError(error.what, code=error.code, where=f"{where}.{error.where or 'reward'}", fix=error.fix) from error
+        made = function_of(target, settings, spec.timeout, where)
         return made, False, not made.blocking
     _check_model(target, f"{where}.reward", model)
     assert model is not None
@@ -184,7 +180,7 @@ def _servers(spec: Spec, where: str) -> Servers:
         setting = unknown[0] if unknown else "label"
         raise UserError(
             f"the client of a server has no setting {setting!r}" if unknown else "it names a column",
-            code="reward-setting-unknown", where=f"{where}.settings.{setting}",
+            code="reward-setting-unknown" if unknown else "reward-setting-value", where=f"{where}.settings.{setting}",
             fix="its one setting is label, the column of the rows that is sent as label",
         )  # fmt: skip
     token = None

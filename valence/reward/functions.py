@@ -279,6 +279,17 @@ def load_function(target: str, where: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], found)
 
 
+def function_of(target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function:
+    """The function of an entry of the recipe's reward section. where: the entry (``reward.0``).
+    Raises UserError for one that cannot be found or called, or that does not take a setting."""
+    fn = load_function(target, f"{where}.reward")
+    try:
+        return Function(fn, target, settings, seconds)
+    except UserError as error:
+        place = f"{where}.{error.where or f'reward: {target}'}"
+        raise UserError(error.what, code=error.code, where=place, fix=error.fix) from error
+
+
 def _import(name: str, target: str, where: str) -> ModuleType:
     """In front of the path while it is imported, as for `python -m`, the current folder stays at its end for what is imported
     later: there it hides nothing."""
@@ -300,7 +311,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
         what = f"there is no module {error.name!r}, neither in the current folder ({folder}) nor installed"
         raise UserError(
             what,
-            code="reward-not-found",
+            code="reward-module-not-found",
             where=place,
             fix="name it as `package.module:function`, from the folder that the package is in",
         )

@@ -208,6 +208,12 @@ def unknown_rule(name: str) -> UserError:
     return UserError(f"there is no rule {name!r}", code="reward-not-found", fix=f"{hint}rules: {', '.join(RULES)}")
 
 
+def code_of(error: Mapping[str, Any]) -> str:
+    """The code of what pydantic has against a setting."""
+    kinds = {"extra_forbidden": "reward-setting-unknown", "missing": "reward-setting-missing"}
+    return kinds.get(error["type"], "reward-setting-value")
+
+
 def said(error: Mapping[str, Any]) -> str:
     """What pydantic has against a setting."""
     return "there is no such setting" if error["type"] == "extra_forbidden" else str(error["msg"])
@@ -223,7 +229,7 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
         names = ", ".join(settings_of(name).model_fields)
         raise UserError(
             f"{said(first)} (reward {name})",
-            code="reward-setting-unknown",
+            code=code_of(first),
             where=place,
             fix=f"its settings are {names}; see `valence rewards {name}`",
         ) from error

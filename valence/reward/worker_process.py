@@ -21,7 +21,7 @@ from typing import Any
 
 from valence.errors import UserError
 from valence.reward.calls import Failed, checked, describe, describe_error
-from valence.reward.functions import Function, load_function
+from valence.reward.functions import Function, function_of
 from valence.reward.threads import Raised, attempt, restored_working_directory
 from valence.types import Completion, Score
 
@@ -52,8 +52,7 @@ def _end_with_server(lifeline_fd: int) -> None:
 def _load(connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function | None:
     """Import the function and report what the server needs to know of it. None: that failed, and the server was told why."""
     try:
-        fn = load_function(target, where)
-        function = Function(fn, target, settings, seconds)
+        function = function_of(target, settings, seconds, where.removesuffix(".reward"))
         facts = {
             "blocking": function.blocking,
             "parameters": [*function.parameters],

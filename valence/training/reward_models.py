@@ -20,7 +20,7 @@ from valence.engine.shape import skeleton
 from valence.errors import UserError
 from valence.reward.build import KINDS
 from valence.reward.calls import Backend
-from valence.reward.rules import said
+from valence.reward.rules import code_of, said
 from valence.reward.threads import Raised, in_thread
 from valence.training.judges import Numbers, Rewards, load_judge
 from valence.training.online.sources import models_that_judge
@@ -166,7 +166,7 @@ def _settings(target: str, settings: Mapping[str, Any], where: str) -> Settings:
         first = error.errors()[0]
         place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
         raise UserError(
-            f"{said(first)} (reward model {target})", code="reward-setting-unknown", where=place, fix=f"its settings are {names}"
+            f"{said(first)} (reward model {target})", code=code_of(first), where=place, fix=f"its settings are {names}"
         ) from error
 
 
