@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.training.resuming import Undisturbed, killed, settings, settings_for, train
 from tests.training.scoring import FILES, write
+from tests.training.test_run import folder
 from valence import cli
 from valence.training import score_rows as module
+
+__all__ = ["folder", "settings"]
 
 
 def two_models(folder: Path) -> None:
@@ -32,3 +38,25 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name, rows in FILES.items():
         write(f"{name}.jsonl", rows)
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:  # noqa: F811
+    """The run of ``settings`` that was neither stopped nor changed."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    run, _ = train(settings_for(folder, place), quiet=True)
+    return Undisturbed(place / "run", run)
+
+
+@pytest.fixture(scope="session")
+def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+    """The folder of the run of ``settings`` that was killed after step 6 of 9. Its last state is that after step 4."""
+    place = tmp_path_factory.mktemp("killed")
+    killed(settings_for(folder, place), 6)
+    return place / "run"
+
+
+@pytest.fixture
+def killed_run(killed_folder: Path, settings: dict[str, Any], tmp_path: Path) -> Path:  # noqa: F811
+    """A copy of it where ``settings`` have their run."""
+    return shutil.copytree(killed_folder, tmp_path / "run")

@@ -31,7 +31,7 @@ DEMONSTRATIONS = [{"prompt": f"question {i} ", "completion": f"good {i}"} for i 
 DATA = {"kto": ROWS, "apo_zero_unpaired": ROWS, "dpo": PAIRS, "sft": DEMONSTRATIONS}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model folder with its tokenizer, as a user has one."""
     path = tmp_path_factory.mktemp("model")
