@@ -41,7 +41,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="session")
-def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:  # noqa: F811
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     """The run of ``settings`` that was neither stopped nor changed."""
     place = tmp_path_factory.mktemp("undisturbed")
     run, _ = train(settings_for(folder, place), quiet=True)
@@ -49,7 +49,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
 
 
 @pytest.fixture(scope="session")
-def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:  # noqa: F811
+def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the run of ``settings`` that was killed after step 6 of 9. Its last state is that after step 4."""
     place = tmp_path_factory.mktemp("killed")
     killed(settings_for(folder, place), 6)
@@ -57,6 +57,6 @@ def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 
 @pytest.fixture
-def killed_run(killed_folder: Path, settings: dict[str, Any], tmp_path: Path) -> Path:  # noqa: F811
+def killed_run(killed_folder: Path, settings: dict[str, Any], tmp_path: Path) -> Path:
     """A copy of it where ``settings`` have their run."""
     return shutil.copytree(killed_folder, tmp_path / "run")

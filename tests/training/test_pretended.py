@@ -14,10 +14,9 @@ import valence
 from tests.pretend import CUDA, pretended
 from tests.tiny import tiny_tokenizer
 from tests.training.online import rig
-from tests.training.test_run import folder, recipe
+from tests.training.test_run import recipe
 from valence.training.restore import restore
 
-__all__ = ["folder"]
 LORA = {"lora": {"rank": 4}}
 
 
@@ -42,7 +41,10 @@ OFFLOADED = "kto, adapter in bfloat16"
 """Its layers run again there, with what they begin from in the host's memory."""
 
 
-@pytest.mark.parametrize("name", RUNS)
+FAST = "dpo"
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in RUNS])
 def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path: Path) -> None:
     rig.make(tmp_path)
     settings = RUNS[name](folder, tmp_path)

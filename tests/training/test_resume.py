@@ -164,7 +164,7 @@ def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path
 def test_a_start_that_fails_changes_nothing(killed_run: Path, settings: dict[str, Any], undisturbed: Undisturbed) -> None:
     kept = {name: (killed_run / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
     wider = {**settings, "model": {**settings["model"], "lora": {"rank": 4}}}
-    with raises_error("checkpoint-version", where="checkpoint"):
+    with raises_error("model-changed", where="checkpoint"):
         train(wider, allow=["model"])
     assert {name: (killed_run / name).read_bytes() for name in kept} == kept
     run, _ = train(settings)
