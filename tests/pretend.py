@@ -250,8 +250,8 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for it, each as
-    ``file:function:number text``."""
+    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for
+    it, each as ``file:function:number text``."""
     device = Named([])
     facts = {
         "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE, major=9, minor=0),
@@ -273,7 +273,7 @@ def pretended() -> Iterator[list[str]]:
         for module in (build, judges, plan):
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
-        stack.enter_context(mock.patch.object(head, "_has_triton", return_value=False))
+        stack.enter_context(mock.patch.object(head, "has_triton", return_value=False))
         stack.enter_context(mock.patch.object(Visible, "__call__", attention))
         stack.enter_context(_in_backward(device))
         stack.enter_context(_in_threads(device.waits))

@@ -13,11 +13,11 @@ from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from tests.training.resuming import Undisturbed, killed, settings, settings_for, train
 from tests.training.scoring import FILES, write
-from tests.training.test_run import folder
+from tests.training.test_run import finished, folder
 from valence import cli
 from valence.training import score_rows as module
 
-__all__ = ["folder", "settings"]
+__all__ = ["finished", "folder", "settings"]
 
 
 def two_models(folder: Path) -> None:
@@ -50,7 +50,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
 
 @pytest.fixture(scope="session")
 def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run of ``settings`` that was killed after step 6 of 9. Its last state is that after step 4."""
+    """The folder of the run of ``settings``, killed after step 6 of 9. Its last state is that after step 4."""
     place = tmp_path_factory.mktemp("killed")
     killed(settings_for(folder, place), 6)
     return place / "run"

@@ -15,7 +15,7 @@ import valence
 from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
-from tests.training.test_run import recipe
+from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
 from valence.training import finish
 from valence.training.restore import restore
@@ -29,7 +29,11 @@ def saved(path: Path) -> list[str]:
     return sorted(p.name for p in (path / "run/checkpoints").glob("*"))
 
 
-def test_an_export_that_fails_is_no_success_and_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_export_that_fails_is_no_success_and_loses_nothing(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(torch.nn.Module, "save_pretrained", None, raising=False)
 
     def full(*_: Any, **__: Any) -> None:
@@ -43,7 +47,10 @@ def test_an_export_that_fails_is_no_success_and_loses_nothing(folder: Path, tmp_
     assert [p.name for p in (tmp_path / "run").iterdir() if "part" in p.name] == []
 
 
-def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(folder: Path, tmp_path: Path) -> None:
+def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(
+    folder: Path,
+    tmp_path: Path,
+) -> None:
     settings = recipe(folder, tmp_path, train={"learning_rate": 1e38, "epochs": 1})
     with raises_error("weights-not-finite", where="step 3", fix="train.learning_rate"):
         valence.train(settings, quiet=True)
@@ -53,13 +60,20 @@ def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(folder: Pa
 
 def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "work/model")
-    for place, code, where in (("work", "data-in-run-folder", "model.name"), ("work/model", "folder-not-empty", "run.dir")):
+    for place, code, where in (
+        ("work", "data-in-run-folder", "model.name"),
+        ("work/model", "folder-not-empty", "run.dir"),
+    ):
         with raises_error(code, where=where):
             valence.train(recipe(tmp_path / "work/model", tmp_path, run={"dir": str(tmp_path / place)}), quiet=True, fresh=True)
     assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["model"]
 
 
-def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
             "valence.training.build.load_model",
@@ -71,18 +85,22 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(folder: 
     assert status(tmp_path) == "done"
 
 
-def test_an_adapter_is_not_put_on_other_weights(folder: Path, tmp_path: Path) -> None:
-    valence.train(recipe(folder, tmp_path, model={"lora": {"rank": 4}}, train={"epochs": 1}), quiet=True)
+def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path: Path) -> None:
+    run = finished("kto", True).directory
     other = tmp_path / "other"
     tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=8).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
     with raises_error("base-model-changed", where="checkpoint"):
-        restore(tmp_path / "run", overrides=[f"model.name={other}"], quiet=True)
+        restore(run, overrides=[f"model.name={other}"], quiet=True)
     with raises_error("model-changed", where="checkpoint"):
-        restore(tmp_path / "run", overrides=["model.lora.rank=2"], quiet=True)
+        restore(run, overrides=["model.lora.rank=2"], quiet=True)
 
 
-def test_the_card_of_a_run_that_was_stopped_says_so(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:
+def test_the_card_of_a_run_that_was_stopped_says_so(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(finish, "write_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")

@@ -12,7 +12,15 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.training.resuming import Undisturbed, facts, killed, records, resumed_steps, train, weights
+from tests.training.resuming import (
+    Undisturbed,
+    facts,
+    killed,
+    records,
+    resumed_steps,
+    train,
+    weights,
+)
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
 from valence.training.loop import Run
@@ -25,8 +33,8 @@ def spy_on_objectives(
     before: Callable[[Objective, int, bool], None] = lambda *_: None,
     after: Callable[[Objective, int, bool], None] = lambda *_: None,
 ) -> None:
-    """Call functions before and after each pass of an objective, with the number of its training steps done (itself not counted)
-    and whether it trains."""
+    """Call functions before and after each pass of an objective, with the number of its training
+    steps so far, without this one, and whether it trains."""
     run, done = Objective.run, dict[int, int]()
 
     def spied(self: Objective, *args: Any, backward: bool, **options: Any) -> Any:
@@ -57,7 +65,10 @@ def numbers(texts: list[str]) -> list[str]:
 
 
 def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
-    settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["max_skipped"] = 3
     with monkeypatch.context() as patch:
@@ -72,7 +83,11 @@ def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
     undisturbed.assert_same(run, tmp_path / "run")
 
 
-def test_no_state_is_saved_amid_bad_steps(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_state_is_saved_amid_bad_steps(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What would be saved after step 4, which was skipped, is the state after step 2."""
     make_gradients_nan(monkeypatch, 2)
     killed(settings, 4)
@@ -81,11 +96,14 @@ def test_no_state_is_saved_amid_bad_steps(settings: dict[str, Any], tmp_path: Pa
 
 
 CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
-CPU_ERROR = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+CPU_ERROR = RuntimeError(
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+)
 
 
 @pytest.mark.parametrize(("phase", "error"), [
-    ("training", CUDA_ERROR), ("evaluation", MemoryError()), ("training", CPU_ERROR),
+    ("training", CUDA_ERROR), ("evaluation", MemoryError()),
+    pytest.param("training", CPU_ERROR, marks=pytest.mark.slow),
     pytest.param("evaluation", CUDA_ERROR, marks=pytest.mark.slow),
     pytest.param("training", MemoryError(), marks=pytest.mark.slow),
     pytest.param("evaluation", CPU_ERROR, marks=pytest.mark.slow),
@@ -110,7 +128,10 @@ def test_when_memory_runs_out_half_as_much_runs_at_once(
     spy_on_objectives(monkeypatch, after=fail)
     run, _ = train(settings)
     at = 2 if phase == "training" else 4
-    assert facts(tmp_path / "run")["micro_batch_tokens"] == [[0, "evaluation", 200], [at, phase, 100]]
+    assert facts(tmp_path / "run")["micro_batch_tokens"] == [
+        [0, "evaluation", 200],
+        [at, phase, 100],
+    ]
     (warning,) = facts(tmp_path / "run")["warnings"]
     assert re.findall(r"\d+", warning) == [str(at), "100"]
     for name, p in weights(undisturbed.run).items():
@@ -143,7 +164,11 @@ def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:
     budget.halve(3, "training")
     places: list[Any] = [(0, "training"), (3, "evaluation"), (3, "training"), (9, "evaluation")]
     assert [budget.at(*place) for place in places] == [100, 100, 50, 50]
-    with raises_error("out-of-memory", where="train.micro_batch_tokens", fix="train.checkpointing") as raised:
+    with raises_error(
+        "out-of-memory",
+        where="train.micro_batch_tokens",
+        fix="train.checkpointing",
+    ) as raised:
         budget.halve(7, "evaluation")
     assert re.findall(r"\d+", raised.error.what) == ["7", "50"]
 
@@ -152,7 +177,15 @@ def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -
     best = Selection(Best(metric="eval/x", mode="max"))
     values = [9.0, 1.0, math.nan, 2.0, 2.0, math.inf, 1.5]
     better = [best.see(step, {"eval/x": value}) for step, value in enumerate(values)]
-    assert better == [False, True, False, True, False, False, False]  # before the first step there is nothing to save
+    assert better == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]  # before the first step there is nothing to save
     assert (best.best, best.step) == (2.0, 3)
     early = Selection(EarlyStop(metric="eval/x", min_delta=0.1, patience=2))
     for step, value in enumerate([1.0, 0.95, 0.85, 0.8, 0.79], start=1):
@@ -179,19 +212,34 @@ def test_a_jump_of_the_loss_is_a_warning_and_noise_is_not() -> None:
     falling = Watch()
     assert [warning for i in range(300) for warning in falling.see({"loss": 2.0 * 0.98**i})] == []
     early = Watch()
-    assert [warning for value in (0.7, 0.7, 5.0) for warning in early.see({"loss": value})] == []  # too few to know
+    assert [
+        warning
+        for value in (0.7, 0.7, 5.0)
+        for warning in early.see(
+            {"loss": value},
+        )
+    ] == []  # too few to know
 
 
 def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
     watch = Watch()
     falling = [-100.0, -120.0, -149.0, -151.0, -300.0]
-    (warning,) = [warning for value in falling for warning in watch.see({"eval/logps/chosen": value})]
+    (warning,) = [
+        warning
+        for value in falling
+        for warning in watch.see(
+            {"eval/logps/chosen": value},
+        )
+    ]
     assert re.findall(r"-[\d.]+\b", warning) == ["-100", "-151"]
     assert Watch().see({}) == []
 
 
 def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
-    settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["run"] |= {"save_every": 1, "max_failed_saves": 3, "keep": None}
 

@@ -107,8 +107,12 @@ def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: 
 
 @dataclass(frozen=True)
 class Way:
-    """A way to run a step. share: tokens from which a common prefix is shared; along: tokens up to which mismatched rows run with
-    the others, over their keys and values; micro_batches: None for the largest budget; order: seed of the order of the rows."""
+    """A way to run a step.
+
+    share: tokens from which a common prefix is shared. along: tokens up to which mismatched rows run
+    with the others, over their keys and values. micro_batches: None for the largest budget. order:
+    seed of the order of the rows.
+    """
 
     share: int
     packed: bool

@@ -40,11 +40,22 @@ def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     return base | sections
 
 
-def run_of(tmp_path: Path, folder: str = "run", callbacks: Sequence[Callback] = (), **sections: Any) -> Run:
+def run_of(
+    tmp_path: Path,
+    folder: str = "run",
+    callbacks: Sequence[Callback] = (),
+    **sections: Any,
+) -> Run:
     tokenizer = tiny_tokenizer()
     model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     sections = {"run": {"dir": str(tmp_path / folder)}} | sections
-    return build_run(recipe(tmp_path, **sections), tokenizer=tokenizer, model=model, callbacks=callbacks, quiet=True)
+    return build_run(
+        recipe(tmp_path, **sections),
+        tokenizer=tokenizer,
+        model=model,
+        callbacks=callbacks,
+        quiet=True,
+    )
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
@@ -96,7 +107,12 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
 def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
     path = written(tmp_path / "shown.jsonl", SHOWN)
     for part, code, where, fix in (
-        ({"method": "sft", "train": path, "loss": {"beta": 1}}, "setting-unknown", "mix.0.loss.beta", ""),
+        (
+            {"method": "sft", "train": path, "loss": {"beta": 1}},
+            "setting-unknown",
+            "mix.0.loss.beta",
+            "",
+        ),
         ({"method": "stf", "train": path}, "method-unknown", "mix.0.method", "sft"),
         ({"method": "sft"}, "setting-missing", "mix.0.train", ""),
         ({"method": "sft", "train": path, "weight": -1}, "setting-value", "mix.0.weight", ""),
@@ -104,7 +120,10 @@ def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
         with raises_error(code, where=where, fix=fix):
             load_recipe(recipe(tmp_path, mix=[part]), method_of=method_of)
     with pytest.raises(UserError) as info:
-        load_recipe(recipe(tmp_path, mix=[{"method": "sft", "train": str(tmp_path / "none.jsonl")}]), method_of=method_of)
+        load_recipe(
+            recipe(tmp_path, mix=[{"method": "sft", "train": str(tmp_path / "none.jsonl")}]),
+            method_of=method_of,
+        )
     check_error(info.value, info.value.code, where="mix.0.train.0.path", fix="shown.jsonl")
     with raises_error("kind-mismatch", where="shown.jsonl:1"):
         run_of(tmp_path, mix=[{"method": "dpo", "train": path}])
@@ -217,11 +236,19 @@ def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
     assert load_recipe(made, method_of=method_of).recipe.data.train_on == "assistant"
 
 
-@pytest.mark.parametrize(("limits", "wrong"), [([1.5, -1.0], [0, 1]), ([0.5, 1.0], [0]), ([-1.0, 0.0], [1])])
-def test_a_range_of_log_ratios_holds_zero(tmp_path: Path, limits: list[float], wrong: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("limits", "wrong"),
+    [([1.5, -1.0], [0, 1]), ([0.5, 1.0], [0]), ([-1.0, 0.0], [1])],
+)
+def test_a_range_of_log_ratios_holds_zero(
+    tmp_path: Path,
+    limits: list[float],
+    wrong: list[int],
+) -> None:
     with pytest.raises(UserError) as info:
         load_recipe(recipe(tmp_path, loss={"humanline": limits}), method_of=method_of)
-    assert [problem.where for problem in info.value.problems] == [f"recipe (loss.humanline.{i})" for i in wrong]
+    places = [problem.where for problem in info.value.problems]
+    assert places == [f"recipe (loss.humanline.{i})" for i in wrong]
 
 
 def test_a_moving_reference_is_not_cached(tmp_path: Path) -> None:

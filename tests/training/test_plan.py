@@ -166,7 +166,10 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
         own(recipe, f"reward.0.reward={tmp_path / 'judge'}")
 
 
-def test_what_a_run_takes_is_printed_before_it(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_run_takes_is_printed_before_it(
+    recipe: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
     found = planned(recipe, "train.epochs=2")
     lines = {line.split(":")[0]: line for line in describe(found)}

@@ -12,7 +12,9 @@ FAST = (torch.bfloat16, "dpo", True)
 
 @pytest.mark.parametrize(("dtype", "name", "packed"), [
     pytest.param(
-        *case, id=f"{case[0]} {case[1]} {'packed' if case[2] else 'one by one'}", marks=() if case == FAST else pytest.mark.slow
+        *case,
+        id=f"{case[0]} {case[1]} {'packed' if case[2] else 'one by one'}",
+        marks=() if case == FAST else pytest.mark.slow,
     )
     for case in CASES
 ])  # fmt: skip

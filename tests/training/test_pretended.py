@@ -44,7 +44,10 @@ OFFLOADED = "kto, adapter in bfloat16"
 FAST = "dpo"
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name == FAST else pytest.mark.slow) for name in RUNS],
+)
 def test_a_run_on_a_device_is_that_on_the_host(name: str, folder: Path, tmp_path: Path) -> None:
     rig.make(tmp_path)
     settings = RUNS[name](folder, tmp_path)

@@ -1,4 +1,4 @@
-"""The same command again resumes a run: it ends as an undisturbed one, and nothing in its folder is spoilt."""
+"""The same command again resumes a run, which ends as an undisturbed one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,11 @@ from valence.training.loop import Run
 from valence.training.signals import OUT_OF_TIME, Interrupted, Stop
 
 
-def test_a_killed_run_ends_as_an_undisturbed_one(killed_run: Path, settings: dict[str, Any], undisturbed: Undisturbed) -> None:
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    killed_run: Path,
+    settings: dict[str, Any],
+    undisturbed: Undisturbed,
+) -> None:
     run, _ = train(settings)
     assert resumed_steps(killed_run) == [4]
     undisturbed.assert_same(run, killed_run)
@@ -51,7 +55,7 @@ def test_a_run_killed_after_any_step_ends_as_an_undisturbed_one(
 def test_a_run_is_resumed_several_times_also_where_an_epoch_ends(
     settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    """Epochs have three steps: the second start continues from step 2, the third from 6, the last from 8."""
+    """Epochs have three steps: the second start continues from step 2, the others from 6 and 8."""
     for step in (4, 8, 9):
         killed(settings, step)
     run, _ = train(settings)
@@ -60,7 +64,11 @@ def test_a_run_is_resumed_several_times_also_where_an_epoch_ends(
     undisturbed.assert_same(run, tmp_path / "run")
 
 
-def test_no_number_is_read_from_a_path(killed_folder: Path, settings: dict[str, Any], tmp_path: Path) -> None:
+def test_no_number_is_read_from_a_path(
+    killed_folder: Path,
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
     """Neither from folders above the run's, nor from the name of a checkpoint."""
     path = tmp_path / "step-70/step=9/epoch=3/run"
     settings["run"]["dir"] = str(path)
@@ -87,7 +95,11 @@ def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3, 4, 6, 8, 9]
 
 
-def test_a_finished_run_is_left_as_it_is(settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed) -> None:
+def test_a_finished_run_is_left_as_it_is(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+) -> None:
     shutil.copytree(undisturbed.path, tmp_path / "run")
 
     def times() -> dict[Path, int]:
@@ -104,7 +116,10 @@ def test_a_finished_run_is_left_as_it_is(settings: dict[str, Any], tmp_path: Pat
 
 
 def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
-    settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     evaluate = Run.evaluate
 
@@ -119,13 +134,19 @@ def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
             train(settings)
     assert error.value.status == 128 + signal.SIGTERM
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3]
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-2",
+        "step-4",
+    ]
     run, _ = train(settings)
     undisturbed.assert_same(run, tmp_path / "run")
 
 
 def test_a_signal_in_the_test_evaluation_keeps_what_was_trained(
-    settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What comes after the last step is left to the next start."""
     evaluate = Run.evaluate
@@ -161,7 +182,11 @@ def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path
     run.folder.close()
 
 
-def test_a_start_that_fails_changes_nothing(killed_run: Path, settings: dict[str, Any], undisturbed: Undisturbed) -> None:
+def test_a_start_that_fails_changes_nothing(
+    killed_run: Path,
+    settings: dict[str, Any],
+    undisturbed: Undisturbed,
+) -> None:
     kept = {name: (killed_run / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
     wider = {**settings, "model": {**settings["model"], "lora": {"rank": 4}}}
     with raises_error("model-changed", where="checkpoint"):
@@ -173,7 +198,7 @@ def test_a_start_that_fails_changes_nothing(killed_run: Path, settings: dict[str
 
 
 def test_a_run_that_began_meanwhile_is_not_moved_away(killed_folder: Path, tmp_path: Path) -> None:
-    """Two starts look at a folder that does not exist yet. The second claims it when the first has trained."""
+    """Two starts look at a folder that does not exist yet. One claims it after the other trained."""
     late = RunFolder(tmp_path / "run")
     shutil.copytree(killed_folder, tmp_path / "run", dirs_exist_ok=True)
     with raises_error("run-modified", where=str(tmp_path / "run")):

@@ -69,7 +69,8 @@ def logged(path: Path) -> list[dict[str, Any]]:
 
 FULL, LORA = None, {"rank": 4}
 METHOD_CASES = [("kto", LORA), ("dpo", FULL), ("sft", LORA)]
-SLOW_CASES = [(method, lora) for method in DATA for lora in (FULL, LORA) if (method, lora) not in METHOD_CASES]
+ALL_CASES = [(method, lora) for method in DATA for lora in (FULL, LORA)]
+SLOW_CASES = [case for case in ALL_CASES if case not in METHOD_CASES]
 FinishedRuns = Callable[[str, bool], Run]
 
 
@@ -81,15 +82,23 @@ def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished
     def train(method: str, adapter: bool) -> Run:
         model = {"lora": LORA} if adapter else {}
         samples = {"samples": {"prompts": 2, "max_new_tokens": 4}}
-        return valence.train(recipe(folder, tmp_path_factory.mktemp("finished"), method, model=model, run=samples), quiet=True)
+        return valence.train(
+            recipe(folder, tmp_path_factory.mktemp("finished"), method, model=model, run=samples),
+            quiet=True,
+        )
 
     return train
 
 
 @pytest.mark.parametrize(
-    ("method", "lora"), [*METHOD_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+    ("method", "lora"),
+    [*METHOD_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
 )
-def test_a_run_leaves_a_model_a_log_and_a_report(method: str, lora: Any, finished: FinishedRuns) -> None:
+def test_a_run_leaves_a_model_a_log_and_a_report(
+    method: str,
+    lora: Any,
+    finished: FinishedRuns,
+) -> None:
     run = finished(method, lora is not None)
     out = run.directory
     for name in ("config.yaml", "audit.json", "metrics.jsonl", "run.json", "report.html", "samples.json", "eval/step-0.json",
@@ -150,7 +159,10 @@ def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: P
     first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"})
     valence.train(first, quiet=True)
     model = {"adapter": str(tmp_path / "run/model")}
-    valence.train(recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}), quiet=True)
+    valence.train(
+        recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}),
+        quiet=True,
+    )
     records = logged(tmp_path / "next")
     assert records[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-7)
     assert records[-1]["eval/rewards/margins"] > 0  # the adapter was not loaded frozen
@@ -235,7 +247,11 @@ def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: 
     rows = [{"prompt": "question ", "completion": row["completion"]} for row in rows]
     vocabulary = len(tiny_tokenizer())
     short = {"vocab_size": vocabulary, "dtype": torch.float32}
-    with raises_error("row-too-long-for-model", where="rows in memory:12", fix="data.max_length: 64"):
+    with raises_error(
+        "row-too-long-for-model",
+        where="rows in memory:12",
+        fix="data.max_length: 64",
+    ):
         valence.train(
             settings,
             model=tiny("gpt2", n_positions=64, max_position_embeddings=64, **short),

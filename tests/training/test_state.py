@@ -93,7 +93,17 @@ def test_what_changes_in_training_is_saved(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "place", ["policy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("objective", "sampler", "reference"))]
+    "place",
+    [
+        "policy",
+        *(
+            pytest.param(
+                name,
+                marks=pytest.mark.slow,
+            )
+            for name in ("objective", "sampler", "reference")
+        ),
+    ],
 )
 def test_state_that_is_not_saved_is_found(place: str, tmp_path: Path) -> None:
     """Whatever part keeps count of something, without being registered."""

@@ -33,7 +33,10 @@ FAST = ("kto", "dpo", "gspo", "ppo", "bradley_terry")
 """Methods that differ in what they read of a step."""
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS],
+)
 def test_no_micro_batch_is_waited_for(name: str) -> None:
     with pretended() as waits:
         policy, reference = moved(*models_for(name))

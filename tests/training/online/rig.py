@@ -45,7 +45,11 @@ def recipe(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -
     return found
 
 
-def recipe_without_eval(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -> dict[str, Any]:
+def recipe_without_eval(
+    place: Path,
+    method: str = "grpo",
+    **changes: dict[str, Any] | str,
+) -> dict[str, Any]:
     """The same without held-out prompts."""
     found = recipe(place, method, **changes)
     return found | {"data": {**found["data"], "eval": []}, "eval": {}}

@@ -39,7 +39,11 @@ def prompts(place: Path, rows: list[dict[str, Any]]) -> None:
 def test_the_same_prompt_with_other_columns_is_another_row(place: Path) -> None:
     """The reward reads the columns of the row that was asked, not those of the last one with that prompt."""
     prompts(place, [{"prompt": "hey", "wanted": k} for k in range(3)])
-    settings = recipe_without_eval(place, reward="tests.training.online.rewards:wanted", train={"max_steps": 1})
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:wanted",
+        train={"max_steps": 1},
+    )
     rewards.asked.clear()
     train(settings)
     assert sorted(rewards.asked) == sorted(str(k) for k in range(3) for _ in range(4))
@@ -53,18 +57,27 @@ def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
     with raises_error("run-differs", fix="--allow data.train") as raised:
         train(settings)
     (line,) = raised.error.what.splitlines()[1:]
-    assert re.fullmatch(r" *data\.train: 7 .* 7 now: 7 .*prompts\.jsonl:1, 7 .*", line), "then, now, new and where, gone"
+    assert re.fullmatch(
+        r" *data\.train: 7 .* 7 now: 7 .*prompts\.jsonl:1, 7 .*",
+        line,
+    ), "then, now, new and where, gone"
 
 
 def test_a_round_of_one_prompt_cannot_be_paired(place: Path) -> None:
     """online_kto measures answers behind prompts that they do not answer; there are none, whatever the rewards."""
-    settings = recipe_without_eval(place, "online_kto", train={"batch_size": 1}, rollout={"max_resample": 2})
+    settings = recipe_without_eval(
+        place,
+        "online_kto",
+        train={"batch_size": 1},
+        rollout={"max_resample": 2},
+    )
     with raises_error("nothing-to-learn", where="step 0", fix="train.batch_size"):
         train(settings)
 
 
 @pytest.mark.parametrize("rows", [
-    PROMPTS[:1], pytest.param([PROMPTS[0]] * 5, marks=pytest.mark.slow), [{"text": "hello"}, {"text": "moon"}],
+    PROMPTS[:1], pytest.param([PROMPTS[0]] * 5, marks=pytest.mark.slow),
+    [{"text": "hello"}, {"text": "moon"}],
 ], ids=["one prompt", "the same prompt five times", "texts"])  # fmt: skip
 def test_fewer_prompts_than_a_round_are_asked_again(rows: list[dict[str, Any]], place: Path) -> None:
     """Each time with random numbers of its own."""
@@ -185,7 +198,14 @@ def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path)
     """Seven of twelve steps end within the second round of four."""
     more: dict[str, Any] = {"rollout": {"epochs": 2, "steps": 2}}
     flat = {"schedule": "constant", "warmup": 0}
-    whole, _ = train(recipe_without_eval(place, **more, train={"max_steps": 12, **flat}, run={"dir": str(place / "whole")}))
+    whole, _ = train(
+        recipe_without_eval(
+            place,
+            **more,
+            train={"max_steps": 12, **flat},
+            run={"dir": str(place / "whole")},
+        ),
+    )
     train(recipe_without_eval(place, **more, train={"max_steps": 7, **flat}))
     again, _ = train(recipe_without_eval(place, **more, train={"max_steps": 12, **flat}))
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
@@ -196,10 +216,21 @@ def test_more_steps_in_the_middle_of_a_round_go_on_with_its_answers(place: Path)
 @pytest.mark.dist
 def test_a_reward_that_hangs_does_not_hold_up_the_end(place: Path) -> None:
     """Neither of two processes waits for it."""
-    settings = recipe_without_eval(place, reward="tests.training.online.rewards:hanging", train={"max_steps": 3})
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:hanging",
+        train={"max_steps": 3},
+    )
     (place / "recipe.yaml").write_text(yaml.safe_dump(settings))
     mark = place / "hangs"
-    run = Program("train", str(place / "recipe.yaml"), "--nproc", "2", said=place / "printed", MARK=str(mark))
+    run = Program(
+        "train",
+        str(place / "recipe.yaml"),
+        "--nproc",
+        "2",
+        said=place / "printed",
+        MARK=str(mark),
+    )
     run.wait_until(mark.exists)
     run.send_signal(signal.SIGTERM)
     assert run.wait(120) == 128 + signal.SIGTERM, (place / "printed").read_text()

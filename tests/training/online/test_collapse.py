@@ -60,7 +60,16 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
     assert run.saver.checkpoints.steps()[-1] == 7
     data = read_run(place / "run")
     shown = [sign for sign in signs(data) if sign.name in ("saturated reward", "no gradient")]
-    assert [sign.name for sign in signs(data)][:2] == [sign.name for sign in shown] == ["saturated reward", "no gradient"]
+    assert (
+        [
+            sign.name
+            for sign in signs(
+                data,
+            )
+        ][:2]
+        == [sign.name for sign in shown]
+        == ["saturated reward", "no gradient"]
+    )
     # At the top of both reports, once.
     warning, page, text = shown[1].said, render(data), run_markdown(data)
     assert page.count(warning) == text.count(warning) == 1
@@ -69,7 +78,13 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
 
 
 def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
-    run, _ = train(recipe_without_eval(place, reward=CONSTANT, train={"max_steps": 2, "max_zero_gradient_steps": None}))
+    run, _ = train(
+        recipe_without_eval(
+            place,
+            reward=CONSTANT,
+            train={"max_steps": 2, "max_zero_gradient_steps": None},
+        ),
+    )
     assert run.step == 2
     assert "ended_early" not in facts(place / "run")
 
@@ -79,9 +94,21 @@ def test_steps_without_a_gradient_are_counted_in_a_row(place: Path, monkeypatch:
     monkeypatch.setattr("tests.training.online.rewards.period", 3)
     monkeypatch.setattr("tests.training.online.rewards.calls_of_now_and_then", [])
     reward = "tests.training.online.rewards:now_and_then"
-    settings = recipe_without_eval(place, reward=reward, train={"max_steps": 7, "max_zero_gradient_steps": 3})
+    settings = recipe_without_eval(
+        place,
+        reward=reward,
+        train={"max_steps": 7, "max_zero_gradient_steps": 3},
+    )
     run, _ = train(settings)
-    assert [row["grad_norm"] > 0 for row in logged(place)] == [True, False, False, True, False, False, True]
+    assert [row["grad_norm"] > 0 for row in logged(place)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
     assert run.step == 7
 
 
@@ -99,11 +126,19 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
 
 
 def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
-    first = recipe_without_eval(place, reward=CONSTANT, train={"max_steps": 30, "max_zero_gradient_steps": 2})
+    first = recipe_without_eval(
+        place,
+        reward=CONSTANT,
+        train={"max_steps": 30, "max_zero_gradient_steps": 2},
+    )
     run, _ = train(first)
     again, _ = train(first)
     assert (run.step, again.step, again.finished) == (2, 2, True)
-    more = recipe_without_eval(place, reward=CONSTANT, train={"max_steps": 30, "max_zero_gradient_steps": 3})
+    more = recipe_without_eval(
+        place,
+        reward=CONSTANT,
+        train={"max_steps": 30, "max_zero_gradient_steps": 3},
+    )
     longer, _ = train(more, allow=["train.max_zero_gradient_steps"])
     assert longer.step == 2 + 3
 

@@ -103,7 +103,11 @@ def test_a_reference_is_loaded_where_it_is_read_or_asked_for(
 ])  # fmt: skip
 def test_settings_of_a_reference_that_is_not_loaded_are_refused(changes: dict[str, Any], place: Path) -> None:
     (setting,) = changes["reference"]
-    with raises_error("setting-no-effect", where=f"reference.{setting}", fix="rollout.measure_kl: true"):
+    with raises_error(
+        "setting-no-effect",
+        where=f"reference.{setting}",
+        fix="rollout.measure_kl: true",
+    ):
         loaded(place, "grpo", **changes)
 
 

@@ -94,7 +94,15 @@ def test_the_log_and_the_summary_count_what_is_excluded(place: Path, monkeypatch
     """Rewards 0, 1/3, 2/3, 1 in each group of four; the last one is truncated."""
     ends(monkeypatch, 3)
     rollout = {"min_reward": 0.5}
-    run, printed = train(recipe_without_eval(place, "rejection", reward=BY_INDEX, rollout=rollout, train={"max_steps": 2}))
+    run, printed = train(
+        recipe_without_eval(
+            place,
+            "rejection",
+            reward=BY_INDEX,
+            rollout=rollout,
+            train={"max_steps": 2},
+        ),
+    )
     for row in logged(place):
         assert row["examples_seen"] == 3 * row["step"]
         assert row["excluded/truncated"] == 0.25
@@ -120,10 +128,15 @@ def test_a_run_that_never_has_something_to_imitate_says_why(
 ) -> None:  # fmt: skip
     """After the prompts of a round were replaced as often as the recipe allows."""
     ends(monkeypatch, *truncated)
-    settings = recipe_without_eval(place, "rejection", reward=reward, rollout={"max_resample": 1, **rollout})
+    settings = recipe_without_eval(
+        place,
+        "rejection",
+        reward=reward,
+        rollout={"max_resample": 1, **rollout},
+    )
     with raises_error("nothing-to-learn", where="step 0", fix=fix) as raised:
         train(settings)
-    # Rounds, prompts without an example of all, excluded completions of all, and those excluded for this reason.
+    # Rounds, prompts without an example of all, excluded completions of all, those for this reason.
     assert re.findall(r"\d+", raised.error.what) == ["2", "6", "6", "24", "24", "24"]
     assert setting in raised.error.what
 
@@ -132,7 +145,9 @@ def test_a_run_that_never_has_something_to_imitate_says_why(
 def test_a_killed_run_counts_what_an_undisturbed_one_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends(monkeypatch, 3)
     more: dict[str, Any] = {"reward": BY_INDEX, "rollout": {"epochs": 2}}
-    whole, _ = train(recipe_without_eval(place, "rejection", **more, run={"dir": str(place / "whole")}))
+    whole, _ = train(
+        recipe_without_eval(place, "rejection", **more, run={"dir": str(place / "whole")}),
+    )
     settings = recipe_without_eval(place, "rejection", **more)
     killed(settings, 4)
     again, _ = train(settings)

@@ -29,7 +29,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "method", ["grpo", "rejection", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rloo", "online_dpo"))]
+    "method",
+    [
+        "rejection",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "rloo", "online_dpo")),
+    ],
 )
 def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(method: str, tmp_path: Path) -> None:
     make(tmp_path)

@@ -39,7 +39,10 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("method", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS])
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS],
+)
 def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> None:
     settings = recipe(place, method, rollout={"epochs": 2} | SHORT.get(method, {}))
     run, printed = train(settings)
@@ -60,7 +63,10 @@ def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> Non
 
 @pytest.mark.parametrize(("method", "step"), [
     ("ppo", 4),
-    *(pytest.param(*case, marks=pytest.mark.slow) for case in [("grpo", 3), ("rejection", 2), ("online_kto", 5), ("dapo", 3)]),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("grpo", 3), ("rejection", 2), ("online_kto", 5), ("dapo", 3)]
+    ),
 ])  # fmt: skip
 def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Path) -> None:
     """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
@@ -86,7 +92,13 @@ def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.Monkey
     del sys.modules["short_answers"]
     train(settings)
     train(settings | {"train": settings["train"] | {"max_steps": 7}})
-    matches = [re.search(r"\breward (long|short)\b\D+(\d+)", warning) for warning in facts(place / "run")["warnings"]]
+    matches = [
+        re.search(
+            r"\breward (long|short)\b\D+(\d+)",
+            warning,
+        )
+        for warning in facts(place / "run")["warnings"]
+    ]
     assert [match.groups() for match in matches if match] == [("short", "3")]  # from round 3 on
 
 
@@ -107,7 +119,11 @@ def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int
 
 def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the rest of a round of the old ones trained on."""
-    settings = recipe_without_eval(place, rollout={"epochs": 2}, train={"max_steps": None, "epochs": 1.0})
+    settings = recipe_without_eval(
+        place,
+        rollout={"epochs": 2},
+        train={"max_steps": None, "epochs": 1.0},
+    )
     killed(settings, 2)
     rows = [{**row, "prompt": [{"role": "user", "content": f"now say {k}"}]} for k, row in enumerate(PROMPTS)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -129,7 +145,10 @@ def test_answers_are_trained_on_at_the_temperature_at_which_they_were_measured(p
     """A round in flight is let go when that is changed."""
     killed(recipe_without_eval(place, rollout={"epochs": 2}), 2)
     assert [row["rounds"] for row in logged(place)] == [1, 1]
-    train(recipe_without_eval(place, rollout={"epochs": 2, "temperature": 0.7}), allow=["rollout.temperature"])
+    train(
+        recipe_without_eval(place, rollout={"epochs": 2, "temperature": 0.7}),
+        allow=["rollout.temperature"],
+    )
     assert [row["rounds"] for row in logged(place)] == [1, 2, 2, 3, 3, 4]
 
 
@@ -166,7 +185,10 @@ def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytes
     assert [a["ref"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["model"]], abs=1e-3)
 
 
-def test_a_policy_whose_logits_are_not_finite_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_whose_logits_are_not_finite_is_an_error(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def sampled(*_: Any, **__: Any) -> Any:
         raise FloatingPointError("the model's logits are not finite")
 
@@ -199,7 +221,14 @@ def test_micro_batches_change_no_number(method: str, place: Path) -> None:
 
 def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
     reward = "tests.training.online.rewards:patchy"
-    run, _ = train(recipe_without_eval(place, reward=reward, rollout={"max_failed": 0.5}, train={"max_steps": 2}))
+    run, _ = train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"max_failed": 0.5},
+            train={"max_steps": 2},
+        ),
+    )
     rows = logged(place)
     assert all(row["rollout/failed"] == 0.25 for row in rows)
     assert rows[0]["examples_seen"] == 9
@@ -226,8 +255,17 @@ def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.M
     ({}, "reward-failures", "rollout.max_failed: 0.1"),
     ({"max_failed": 1.0, "on_failure": "stop"}, "reward-failed", "rollout.on_failure"),
 ])  # fmt: skip
-def test_a_reward_that_fails_too_often_stops_the_run(rollout: dict[str, Any], code: str, setting: str, place: Path) -> None:
-    settings = recipe_without_eval(place, reward="tests.training.online.rewards:patchy", rollout=rollout)
+def test_a_reward_that_fails_too_often_stops_the_run(
+    rollout: dict[str, Any],
+    code: str,
+    setting: str,
+    place: Path,
+) -> None:
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:patchy",
+        rollout=rollout,
+    )
     with raises_error(code, where="reward") as raised:
         train(settings)
     assert setting in raised.error.what
@@ -236,7 +274,11 @@ def test_a_reward_that_fails_too_often_stops_the_run(rollout: dict[str, Any], co
 
 def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
     rollout = {"max_failed": 1.0, "on_failure": "drop_group"}
-    settings = recipe_without_eval(place, reward="tests.training.online.rewards:patchy", rollout=rollout)
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:patchy",
+        rollout=rollout,
+    )
     with raises_error("nothing-to-learn", where="step 0"):
         train(settings)
 
@@ -249,13 +291,23 @@ def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
     assert [row["rollout/tied"] for row in logged(place)] == [1.0, 1.0]
     for method in ("dapo", "online_dpo"):
         with raises_error("nothing-to-learn", where="step 0", fix="rollout.num_rollouts") as raised:
-            train(recipe_without_eval(place, method, reward=same, rollout={"max_resample": 2}), fresh=True)
+            train(
+                recipe_without_eval(place, method, reward=same, rollout={"max_resample": 2}),
+                fresh=True,
+            )
         assert raised.error.what.startswith("3 ")  # rounds in a row
 
 
 def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
     reward = "tests.training.online.rewards:of_info"
-    train(recipe_without_eval(place, reward=reward, rollout={"num_rollouts": 2}, train={"batch_size": 7, "max_steps": 1}))
+    train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"num_rollouts": 2},
+            train={"batch_size": 7, "max_steps": 1},
+        )
+    )
     assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
     assert len(PROMPTS) == logged(place)[0]["prompts"]
 
@@ -267,7 +319,14 @@ def test_the_tools_of_a_prompt_reach_the_reward(place: Path) -> None:
     rows = [{**row, "tools": [{"name": "clock"}] * (k % 2)} for k, row in enumerate(PROMPTS[:6])]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = "tests.training.online.rewards:of_tools"
-    train(recipe_without_eval(place, reward=reward, rollout={"num_rollouts": 2}, train={"batch_size": 6, "max_steps": 1}))
+    train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"num_rollouts": 2},
+            train={"batch_size": 6, "max_steps": 1},
+        )
+    )
     assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
 
 
@@ -282,16 +341,28 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
 
 @pytest.mark.parametrize(("changes", "code", "where"), [
     ({"method": "dpo"}, "method-without-reward", "method"),
-    ({"method": "online_kto", "loss": {"class_weights": "auto"}}, "setting-conflict", "loss.class_weights"),
-    ({"method": "ppo", "loss": {"kl_target": 0.5, "kl_beta": 0.0}}, "setting-conflict", "loss.kl_target"),
-    ({"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}}, "setting-conflict", "rollout.start"),
+    (
+        {"method": "online_kto", "loss": {"class_weights": "auto"}},
+        "setting-conflict", "loss.class_weights",
+    ),
+    (
+        {"method": "ppo", "loss": {"kl_target": 0.5, "kl_beta": 0.0}},
+        "setting-conflict", "loss.kl_target",
+    ),
+    (
+        {"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}},
+        "setting-conflict", "rollout.start",
+    ),
     ({"method": "rejection", "reward": []}, "method-needs-reward", "method"),
     ({"rollout": {"num_rollouts": 1}}, "setting-conflict", "rollout.num_rollouts"),
     ({"rollout": {"top_n": 2}}, "setting-no-effect", "rollout.top_n"),
     ({"method": "rejection", "rollout": {"top_n": 9}}, "setting-conflict", "rollout.top_n"),
     ({"rollout": {"engine": "vllm"}}, "setting-conflict", "rollout.url"),
     ({"rollout": {"url": "http://127.0.0.1:1"}}, "setting-no-effect", "rollout.url"),
-    ({"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}}, "setting-conflict", "rollout.engine"),
+    (
+        {"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}},
+        "setting-conflict", "rollout.engine",
+    ),
     ({"value": {"trunk": "shared"}}, "setting-no-effect", "value.trunk"),
     ({"run": {"keep_best": {}}}, "setting-conflict", "run.keep_best"),
     ({"reference": {"cache": "somewhere"}}, "setting-no-effect", "reference.cache"),
@@ -301,7 +372,10 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
 def test_mistakes_are_found_before_anything_is_sampled(
     changes: dict[str, Any], code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "valence.api.build_models",
+        lambda *_, **__: pytest.fail("the model was loaded"),
+    )
     method = changes.pop("method", "grpo")
     with raises_error(code, where=f"({where})" if code.startswith("setting") else where):
         valence.train(recipe(place, method, **changes))
@@ -315,7 +389,8 @@ def test_a_method_of_both_kinds_is_told_apart_by_the_reward() -> None:
 
 
 @pytest.mark.parametrize(("reward", "where", "fix"), [
-    ("tests.training.online.rewards:vowel", "reward.0.reward", "vowels"), ("lenght", "reward.0.reward", "length"),
+    ("tests.training.online.rewards:vowel", "reward.0.reward", "vowels"),
+    ("lenght", "reward.0.reward", "length"),
     ("no_such_package:fn", "reward.0.reward: no_such_package:fn", ""),
     ({"reward": "length", "settings": {"most": -1}}, "reward.0.settings.most", ""),
     ({"reward": "vader", "token_env": "X"}, "reward.0.token_env", ""),
@@ -330,7 +405,10 @@ def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
     check_error(info.value, info.value.code, where=where, fix=fix)
 
 
-def test_memory_that_runs_out_while_sampling_is_an_error(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_sampling_is_an_error(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
