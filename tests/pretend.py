@@ -250,8 +250,8 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for
-    it, each as ``file:function:number text``."""
+    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait
+    for it, each as ``file:function:number text``."""
     device = Named([])
     facts = {
         "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE, major=9, minor=0),

@@ -50,7 +50,7 @@ def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undis
 
 @pytest.fixture(scope="session")
 def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the run of ``settings``, killed after step 6 of 9. Its last state is that after step 4."""
+    """The folder of the run of ``settings``, killed after step 6 of 9 with a state of step 4."""
     place = tmp_path_factory.mktemp("killed")
     killed(settings_for(folder, place), 6)
     return place / "run"

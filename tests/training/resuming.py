@@ -34,7 +34,7 @@ def until(step: int) -> Any:
 
 
 def train(settings: dict[str, Any], **more: Any) -> tuple[Run, str]:
-    """Trains, and what was said."""
+    """Train; return the run and what was printed."""
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     try:
         return valence.train(settings, console=console, **more), console.export_text()

@@ -109,9 +109,9 @@ def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: 
 class Way:
     """A way to run a step.
 
-    share: tokens from which a common prefix is shared. along: tokens up to which mismatched rows run
-    with the others, over their keys and values. micro_batches: None for the largest budget. order:
-    seed of the order of the rows.
+    share: tokens from which a common prefix is shared. along: tokens up to which mismatched rows
+    run with the others, over their keys and values. micro_batches: None for the largest budget.
+    order: seed of the order of the rows.
     """
 
     share: int

@@ -198,7 +198,7 @@ def test_a_start_that_fails_changes_nothing(
 
 
 def test_a_run_that_began_meanwhile_is_not_moved_away(killed_folder: Path, tmp_path: Path) -> None:
-    """Two starts look at a folder that does not exist yet. One claims it after the other trained."""
+    """Two starts look at a folder that does not exist. One claims it after the other trained."""
     late = RunFolder(tmp_path / "run")
     shutil.copytree(killed_folder, tmp_path / "run", dirs_exist_ok=True)
     with raises_error("run-modified", where=str(tmp_path / "run")):
