@@ -60,12 +60,10 @@ def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(
 
 def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "work/model")
-    for place, code, where in (
-        ("work", "data-in-run-folder", "model.name"),
-        ("work/model", "folder-not-empty", "run.dir"),
-    ):
-        with raises_error(code, where=where):
-            valence.train(recipe(tmp_path / "work/model", tmp_path, run={"dir": str(tmp_path / place)}), quiet=True, fresh=True)
+    for place in ("work", "work/model"):
+        settings = recipe(tmp_path / "work/model", tmp_path, run={"dir": str(tmp_path / place)})
+        with raises_error("data-in-run-folder", where="model.name", fix="run.dir"):
+            valence.train(settings, quiet=True, fresh=True)
     assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["model"]
 
 

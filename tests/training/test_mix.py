@@ -115,7 +115,7 @@ def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
         ),
         ({"method": "stf", "train": path}, "method-unknown", "mix.0.method", "sft"),
         ({"method": "sft"}, "setting-missing", "mix.0.train", ""),
-        ({"method": "sft", "train": path, "weight": -1}, "setting-value", "mix.0.weight", ""),
+        ({"method": "sft", "train": path, "weight": -1}, "setting-type", "mix.0.weight", ""),
     ):
         with raises_error(code, where=where, fix=fix):
             load_recipe(recipe(tmp_path, mix=[part]), method_of=method_of)

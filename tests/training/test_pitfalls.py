@@ -235,7 +235,7 @@ def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("count", [2, 7, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_evaluation_measures_every_held_out_row_once_and_no_other(count: int, tmp_path: Path) -> None:
     """Also fewer rows than a step or a micro-batch has, with a tail, and without touching the rows trained on."""
     held_out = rows(count, offset=100)

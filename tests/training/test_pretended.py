@@ -33,7 +33,7 @@ def judge(place: Path) -> str:
 RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
     "kto, adapter": lambda model, place: recipe(model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}),
     "kto, adapter in bfloat16": lambda model, place: recipe(model, place, model=LORA | {"dtype": "bfloat16"}),
-    "dpo": lambda model, place: recipe(model, place, "dpo"),
+    "dpo": lambda model, place: recipe(model, place, "dpo", train={"epochs": 1}),
     "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]),
     "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
 }

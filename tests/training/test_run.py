@@ -156,13 +156,12 @@ def test_a_restored_run_measures_what_it_measured(finished: FinishedRuns) -> Non
 
 def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: Path) -> None:
     """The reference of a continued adapter is that adapter as it starts, not the bare model."""
-    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"})
+    train: dict[str, Any] = {"train": {"epochs": 1}}
+    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"}, **train)
     valence.train(first, quiet=True)
     model = {"adapter": str(tmp_path / "run/model")}
-    valence.train(
-        recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}),
-        quiet=True,
-    )
+    second = recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}, **train)
+    valence.train(second, quiet=True)
     records = logged(tmp_path / "next")
     assert records[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-7)
     assert records[-1]["eval/rewards/margins"] > 0  # the adapter was not loaded frozen

@@ -29,7 +29,7 @@ def moved(policy: Any, reference: Any) -> tuple[Any, Any]:
     return policy, reference
 
 
-FAST = ("kto", "dpo", "gspo", "ppo", "bradley_terry")
+FAST = ("dpo", "ppo", "bradley_terry")
 """Methods that differ in what they read of a step."""
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.training.online.rig import logged, make, recipe
+from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
 from valence.engine.reference import AdapterOff, Frozen
@@ -64,17 +64,17 @@ def test_the_clip_of_ppo_acts_by_default(place: Path) -> None:
 
 
 def test_the_divergence_is_measured_by_default_where_it_costs_no_second_model(place: Path) -> None:
-    run, _ = train(recipe(place, train={"max_steps": 1}), fresh=True)
+    run, _ = train(recipe_without_eval(place, train={"max_steps": 1}), fresh=True)
     assert isinstance(run.reference, AdapterOff)
     assert "kl" in logged(place)[-1]
     run, _ = train(recipe(place, rollout={"measure_kl": False}, train={"max_steps": 1}), fresh=True)
     assert run.reference is None
     assert not any(name in ("kl", "eval/kl") for row in logged(place) for name in row)
     full = {"model": {"lora": None}, "train": {"max_steps": 1}}
-    run, _ = train(recipe(place, **full), fresh=True)
+    run, _ = train(recipe_without_eval(place, **full), fresh=True)
     assert run.reference is None
     assert "kl" not in logged(place)[-1]
-    run, _ = train(recipe(place, **full, rollout={"measure_kl": True}), fresh=True)
+    run, _ = train(recipe_without_eval(place, **full, rollout={"measure_kl": True}), fresh=True)
     assert isinstance(run.reference, Frozen)
     assert "kl" in logged(place)[-1]
 
