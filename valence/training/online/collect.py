@@ -313,11 +313,9 @@ class Collector:
         stops = self.rollout.on_failure == "stop"
         most = 0.0 if stops else self.rollout.max_failed
         if len(failed) > most * len(scores):
-            allowed = (
-                "and rollout.on_failure is stop"
-                if stops
-                else f"more than rollout.max_failed: {most:g} of them"
-            )
+            allowed = f"more than rollout.max_failed: {most:g} of them"
+            if stops:
+                allowed = "and rollout.on_failure is stop"
             self.run.together = True
             raise UserError(
                 f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: {failed[0]}",
