@@ -197,10 +197,10 @@ def _is(device: torch.device, value: Any) -> bool:
 
 
 def _line() -> str:
-    """The line of Valence that runs."""
+    """The line of Valence that runs: its file, function, number and text."""
     stack = traceback.extract_stack()
     frame = next((frame for frame in reversed(stack) if frame.filename.startswith(PACKAGE_FOLDER)), stack[-3])
-    return f"{Path(frame.filename).name}:{frame.lineno} {frame.line}"
+    return f"{Path(frame.filename).name}:{frame.name}:{frame.lineno} {frame.line}"
 
 
 def attention(self: Visible, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
@@ -250,7 +250,8 @@ def _in_threads(waits: list[str]) -> Iterator[None]:
 
 @contextmanager
 def pretended() -> Iterator[list[str]]:
-    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait for it."""
+    """Inside the block there is such a device, of 80 GB. Gives the lines that made the host wait
+    for it, each as ``file:function:number text``."""
     device = Named([])
     facts = {
         "get_device_properties": SimpleNamespace(total_memory=80 * GIGABYTE, major=9, minor=0),
@@ -272,7 +273,7 @@ def pretended() -> Iterator[list[str]]:
         for module in (build, judges, plan):
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))
-        stack.enter_context(mock.patch.object(head, "_has_triton", return_value=False))
+        stack.enter_context(mock.patch.object(head, "has_triton", return_value=False))
         stack.enter_context(mock.patch.object(Visible, "__call__", attention))
         stack.enter_context(_in_backward(device))
         stack.enter_context(_in_threads(device.waits))

@@ -13,12 +13,14 @@ import torch
 
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
-from tests.training.resuming import killed, train
+from tests.training.resuming import Undisturbed, killed, settings, settings_for, train
 from tests.training.scoring import FILES, write
-from tests.training.test_run import recipe
+from tests.training.test_run import finished, folder, recipe
 from valence import cli
 from valence.checksums import add_checksum
 from valence.training import score_rows as module
+
+__all__ = ["finished", "folder", "settings"]
 
 
 def two_models(folder: Path) -> None:
@@ -103,3 +105,25 @@ class SharedRuns:
 @pytest.fixture(scope="session")
 def shared_runs(models: Path, tmp_path_factory: pytest.TempPathFactory) -> SharedRuns:
     return SharedRuns(tmp_path_factory.mktemp("runs"), models / "model")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    """The run of ``settings`` that was neither stopped nor changed."""
+    place = tmp_path_factory.mktemp("undisturbed")
+    run, _ = train(settings_for(folder, place), quiet=True)
+    return Undisturbed(place / "run", run)
+
+
+@pytest.fixture(scope="session")
+def killed_folder(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the run of ``settings``, killed after step 6 of 9 with a state of step 4."""
+    place = tmp_path_factory.mktemp("killed")
+    killed(settings_for(folder, place), 6)
+    return place / "run"
+
+
+@pytest.fixture
+def killed_run(killed_folder: Path, settings: dict[str, Any], tmp_path: Path) -> Path:
+    """A copy of it where ``settings`` have their run."""
+    return shutil.copytree(killed_folder, tmp_path / "run")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,7 @@ def until(step: int) -> Any:
 
 
 def train(settings: dict[str, Any], **more: Any) -> tuple[Run, str]:
-    """Trains, and what was said."""
+    """Train; return the run and what was printed."""
     console = Console(width=200, record=True, quiet=False, file=open("/dev/null", "w"))  # noqa: SIM115
     try:
         return valence.train(settings, console=console, **more), console.export_text()
@@ -50,13 +52,42 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [repeatable(row) for row in logged(path)]
 
 
-@pytest.fixture
-def settings(folder: Path, tmp_path: Path) -> dict[str, Any]:
+def settings_for(folder: Path, place: Path) -> dict[str, Any]:
     """Twelve thumbs in steps of four, three times; a checkpoint after every second step."""
-    found = recipe(folder, tmp_path, model={"lora": {"rank": 2}}, train={"epochs": 3})
+    found = recipe(folder, place, model={"lora": {"rank": 2}}, train={"epochs": 3})
     found["run"] |= {"save_every": 2, "log_every": 3}
     return found
 
 
+@pytest.fixture
+def settings(folder: Path, tmp_path: Path) -> dict[str, Any]:
+    return settings_for(folder, tmp_path)
+
+
 def weights(run: Run) -> dict[str, torch.Tensor]:
     return {name: p.detach() for name, p in run.trained.items()}
+
+
+def facts(path: Path) -> dict[str, Any]:
+    """The summary of the run in this folder."""
+    return json.loads((path / "run.json").read_text())
+
+
+def resumed_steps(path: Path) -> list[int]:
+    """The steps from which the run in this folder was resumed."""
+    return [entry["step"] for entry in facts(path).get("taken_up", [])]
+
+
+@dataclass(frozen=True)
+class Undisturbed:
+    """A finished run of ``settings``: its folder, and the run. Only to be read."""
+
+    path: Path
+    run: Run
+
+    def assert_same(self, other: Run, path: Path) -> None:
+        """The other run has the same weights and the same log, in its folder ``path``."""
+        assert records(path) == records(self.path)
+        ours, theirs = weights(self.run), weights(other)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(p, theirs[name]) for name, p in ours.items())

@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Frozen
-from valence.errors import UserError
 from valence.training import build as building
 from valence.training.build import build_models
 from valence.training.methods import method_of
@@ -68,7 +68,8 @@ def test_auto_compiles_what_is_long_enough(compiled: list[Engine], monkeypatch: 
 
 def test_asked_for_without_a_compiler_is_an_error(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "why_not", lambda device: "there is no C++ compiler")
-    with pytest.raises(UserError, match=r"train\.compile.*no C\+\+ compiler"):
+    with raises_error("compile-unavailable", where="train.compile") as raised:
         build("train.compile=on")
+    assert raised.error.what == "there is no C++ compiler"
     build()
     assert compiled == []

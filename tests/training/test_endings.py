@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 
 import valence
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
-from tests.training.test_run import folder, recipe  # noqa: F401  (a fixture and the recipe that goes with it)
+from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
 from valence.training import finish
-from valence.training.loop import Interrupted, Run
 from valence.training.restore import restore
 
 
@@ -29,94 +29,76 @@ def saved(path: Path) -> list[str]:
     return sorted(p.name for p in (path / "run/checkpoints").glob("*"))
 
 
-def test_a_signal_in_the_test_evaluation_keeps_what_was_trained(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
-    whole = Run.evaluate
-
-    def interrupted(run: Run, rows: Any = None, *, name: str = "eval") -> Any:
-        if name == "test":
-            signal.raise_signal(signal.SIGTERM)
-        return whole(run, rows, name=name)
-
-    monkeypatch.setattr(Run, "evaluate", interrupted)
-    settings = recipe(folder, tmp_path)
-    settings["data"]["test"] = settings["data"]["eval"]
-    with pytest.raises(KeyboardInterrupt):
-        valence.train(settings, quiet=True)
-    assert status(tmp_path) == "interrupted"
-    assert saved(tmp_path) == ["step-6"]
-    assert not (tmp_path / "run/model").exists()
-
-
-def test_a_signal_in_an_evaluation_on_the_way_ends_after_that_step(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
-    def interrupted(*_: Any, progress: Any, **__: Any) -> None:
-        signal.raise_signal(signal.SIGINT)
-        progress(None)
-
-    monkeypatch.setattr("valence.training.measure.evaluate_rows", lambda *a: interrupted(progress=a[-1]))
-    settings = recipe(folder, tmp_path)
-    settings["eval"]["at_start"] = False
-    with pytest.raises(Interrupted, match="after step 2 of 6"):
-        valence.train(settings, quiet=True)
-    assert saved(tmp_path) == ["step-2"]
-    assert [json.loads(line)["step"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()] == [
-        1
-    ]  # 2 comes with its evaluation
-
-
-def test_an_export_that_fails_is_no_success_and_loses_nothing(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
+def test_an_export_that_fails_is_no_success_and_loses_nothing(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(torch.nn.Module, "save_pretrained", None, raising=False)
 
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", full)
-    with pytest.raises(UserError, match="No space left"):
+    with raises_error("file-not-writable", where="run/model"):
         valence.train(recipe(folder, tmp_path), quiet=True)
     assert status(tmp_path) == "failed"
     assert saved(tmp_path) == ["step-6"]
     assert [p.name for p in (tmp_path / "run").iterdir() if "part" in p.name] == []
 
 
-def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_that_ends_in_steps_that_are_not_finite_writes_no_model(
+    folder: Path,
+    tmp_path: Path,
+) -> None:
     settings = recipe(folder, tmp_path, train={"learning_rate": 1e38, "epochs": 1})
-    with pytest.raises(UserError, match="no model was written"):
+    with raises_error("weights-not-finite", where="step 3", fix="train.learning_rate"):
         valence.train(settings, quiet=True)
     assert status(tmp_path) == "failed"
     assert not (tmp_path / "run/model").exists()
 
 
-def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_run_does_not_write_where_other_files_are(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "work/model")
     for place in ("work", "work/model"):
-        with pytest.raises(UserError, match="run.dir|own folder"):
-            valence.train(recipe(tmp_path / "work/model", tmp_path, run={"dir": str(tmp_path / place)}), quiet=True, fresh=True)
+        settings = recipe(tmp_path / "work/model", tmp_path, run={"dir": str(tmp_path / place)})
+        with raises_error("data-in-run-folder", where="model.name", fix="run.dir"):
+            valence.train(settings, quiet=True, fresh=True)
     assert sorted(p.name for p in (tmp_path / "work").iterdir()) == ["model"]
 
 
-def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
+def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(
             "valence.training.build.load_model",
             lambda *_, **__: (_ for _ in ()).throw(UserError("no weights", code="model-not-loadable")),
         )
-        with pytest.raises(UserError, match="no weights"):
-            valence.train(recipe(folder, tmp_path), quiet=True)
-    valence.train(recipe(folder, tmp_path), quiet=True)
+        with raises_error("model-not-loadable"):
+            valence.train(recipe(folder, tmp_path, train={"epochs": 1}), quiet=True)
+    valence.train(recipe(folder, tmp_path, train={"epochs": 1}), quiet=True)
     assert status(tmp_path) == "done"
 
 
-def test_an_adapter_is_not_put_on_other_weights(folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    valence.train(recipe(folder, tmp_path, model={"lora": {"rank": 4}}), quiet=True)
+def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path: Path) -> None:
+    run = finished("kto", True).directory
     other = tmp_path / "other"
     tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=8).save_pretrained(other)
     tiny_tokenizer().save_pretrained(other)
-    with pytest.raises(UserError, match="frozen weights under the adapter have changed"):
-        restore(tmp_path / "run", overrides=[f"model.name={other}"], quiet=True)
-    with pytest.raises(UserError, match="another model"):
-        restore(tmp_path / "run", overrides=["model.lora.rank=2"], quiet=True)
+    with raises_error("base-model-changed", where="checkpoint"):
+        restore(run, overrides=[f"model.name={other}"], quiet=True)
+    with raises_error("model-changed", where="checkpoint"):
+        restore(run, overrides=["model.lora.rank=2"], quiet=True)
 
 
-def test_the_card_of_a_run_that_was_stopped_says_so(folder: Path, tmp_path: Path, monkeypatch: Any) -> None:  # noqa: F811
+def test_the_card_of_a_run_that_was_stopped_says_so(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: Any,
+) -> None:
     monkeypatch.setattr(finish, "write_model", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         valence.train(recipe(folder, tmp_path), quiet=True, command="valence train mine.yaml")
@@ -125,15 +107,15 @@ def test_the_card_of_a_run_that_was_stopped_says_so(folder: Path, tmp_path: Path
     finish.write_model(run, tmp_path / "out", "merged")
     card = (tmp_path / "out/README.md").read_text()
     assert "valence train mine.yaml" in card
-    assert "stopped before its end" in card
     assert "train.jsonl" in card
+    assert re.search(r"\bstopped\b.*\b6\b", card)
 
 
 @pytest.mark.parametrize(("where", "kept"), [("forward", ["step-2"]), ("update", [])])
 def test_a_state_is_saved_unless_the_weights_were_changing(
     where: str,
     kept: list[str],
-    folder: Path,  # noqa: F811
+    folder: Path,
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:

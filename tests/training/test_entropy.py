@@ -28,7 +28,9 @@ def measured(name: str, budget: int, *, backward: bool, entropy: bool = True) ->
     return meter.reduce(made.group), torch.cat(gradient)
 
 
-@pytest.mark.parametrize("name", ["kto", "dpo", "aot", "sft", "grpo", "ppo"])
+@pytest.mark.parametrize(
+    "name", ["kto", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "aot", "sft", "grpo"))]
+)
 def test_entropy_is_that_of_the_whole_vocabulary_for_every_split(name: str) -> None:
     """Against the softmax of the model's own logits, one sequence at a time in float64."""
     policy, _ = models_for(name)
@@ -59,7 +61,7 @@ def test_reward_models_have_no_entropy(name: str) -> None:
     assert "entropy" not in measured(name, 10_000, backward=True)[0]
 
 
-@pytest.mark.parametrize("method", ["grpo", "online_dpo"])
+@pytest.mark.parametrize("method", ["grpo", pytest.param("online_dpo", marks=pytest.mark.slow)])
 def test_records_of_a_run_have_it(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the steps that are logged compute it."""
     from valence.training import step

@@ -2,135 +2,155 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.training.resuming import killed, records, settings, train, weights  # noqa: F401  (a fixture)
-from tests.training.test_run import folder  # noqa: F401  (a fixture)
+from tests.errors import raises_error
+from tests.training.resuming import (
+    Undisturbed,
+    facts,
+    killed,
+    records,
+    resumed_steps,
+    train,
+    weights,
+)
 from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
-from valence.errors import UserError
 from valence.training.loop import Run
 from valence.training.step import Objective
 from valence.training.track import Budget, Selection, Watch
 
 
-def broken_from(step: int, monkeypatch: pytest.MonkeyPatch, until: int = 10**9) -> None:
-    """Steps after this one have a gradient that is not finite."""
-    whole = Objective.run
+def spy_on_objectives(
+    monkeypatch: pytest.MonkeyPatch,
+    before: Callable[[Objective, int, bool], None] = lambda *_: None,
+    after: Callable[[Objective, int, bool], None] = lambda *_: None,
+) -> None:
+    """Call functions before and after each pass of an objective, with the number of its training
+    steps so far, without this one, and whether it trains."""
+    run, done = Objective.run, dict[int, int]()
 
-    def run(self: Objective, *args: Any, backward: bool, **how: Any) -> Any:
-        found = whole(self, *args, backward=backward, **how)
-        if backward and step <= current[0].step < until:
-            for p in self.policy.parameters():
-                if p.grad is not None:
-                    p.grad.fill_(float("nan"))
-        return found
+    def spied(self: Objective, *args: Any, backward: bool, **options: Any) -> Any:
+        step = done.get(id(self), 0)
+        before(self, step, backward)
+        outcome = run(self, *args, backward=backward, **options)
+        after(self, step, backward)
+        done[id(self)] = step + backward
+        return outcome
 
-    current: list[Run] = []
-    init = Run._one_step
+    monkeypatch.setattr(Objective, "run", spied)
 
-    def noted(self: Run) -> Any:
-        current[:] = [self]
-        return init(self)
 
-    monkeypatch.setattr(Run, "_one_step", noted)
-    monkeypatch.setattr(Objective, "run", run)
+def make_gradients_nan(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """From the step after this one on."""
+
+    def fill(objective: Objective, step: int, backward: bool) -> None:
+        for p in objective.policy.parameters():
+            if backward and step >= first and p.grad is not None:
+                p.grad.fill_(float("nan"))
+
+    spy_on_objectives(monkeypatch, after=fill)
+
+
+def numbers(texts: list[str]) -> list[str]:
+    """The first number of each text."""
+    return [re.findall(r"\d+", text)[0] for text in texts]
 
 
 def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
-    settings: dict[str, Any],  # noqa: F811
+    settings: dict[str, Any],
     tmp_path: Path,
+    undisturbed: Undisturbed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["max_skipped"] = 3
-    settings["run"]["dir"] = str(tmp_path / "whole")
-    whole, _ = train(settings)
-    settings["run"]["dir"] = str(tmp_path / "run")
     with monkeypatch.context() as patch:
-        broken_from(5, patch)
-        with pytest.raises(UserError, match="3 steps in a row"):
+        make_gradients_nan(patch, 5)
+        with raises_error("loss-not-finite", where="step 8", fix="train.learning_rate"):
             train(settings)
     assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4", "step-5"]
-    warnings = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
-    assert [said.split(" was skipped")[0] for said in warnings[:3]] == ["step 6", "step 7", "step 8"]
-    again, said = train(settings)  # what was wrong is mended: it goes on as if nothing had been
-    assert "after step 5 of 9" in said
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    warnings = facts(tmp_path / "run")["warnings"][:3]
+    assert numbers(warnings) == ["6", "7", "8"]
+    run, _ = train(settings)  # with the cause removed
+    assert resumed_steps(tmp_path / "run") == [5]
+    undisturbed.assert_same(run, tmp_path / "run")
 
 
-def test_no_state_is_saved_amid_bad_steps(settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    """Steps 3 and 4 are skipped; what would be saved after step 4 is the state after step 2."""
-    broken_from(2, monkeypatch, until=4)
-    run, _ = train(settings)
-    assert run.step == 9
-    skipped = [row["skipped"] for row in records(tmp_path / "run") if row["step"]]
-    assert sum(skipped) > 0
-    killed({**settings, "run": {**settings["run"], "dir": str(tmp_path / "other")}}, 4)
-    assert [path.name for path in (tmp_path / "other/checkpoints").iterdir()] == ["step-2"]
+def test_no_state_is_saved_amid_bad_steps(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What would be saved after step 4, which was skipped, is the state after step 2."""
+    make_gradients_nan(monkeypatch, 2)
+    killed(settings, 4)
+    assert sum(row.get("skipped", 0) for row in records(tmp_path / "run")) > 0
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step-2"]
 
 
-@pytest.mark.parametrize("phase", ["training", "evaluation"])
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(
-    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
-)], ids=lambda e: type(e).__name__)  # fmt: skip
+CUDA_ERROR = torch.OutOfMemoryError("CUDA out of memory.")
+CPU_ERROR = RuntimeError(
+    "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+)
+
+
+@pytest.mark.parametrize(("phase", "error"), [
+    ("training", CUDA_ERROR), ("evaluation", MemoryError()),
+    pytest.param("training", CPU_ERROR, marks=pytest.mark.slow),
+    pytest.param("evaluation", CUDA_ERROR, marks=pytest.mark.slow),
+    pytest.param("training", MemoryError(), marks=pytest.mark.slow),
+    pytest.param("evaluation", CPU_ERROR, marks=pytest.mark.slow),
+], ids=lambda value: value if isinstance(value, str) else type(value).__name__)  # fmt: skip
 def test_when_memory_runs_out_half_as_much_runs_at_once(
     phase: str,
     error: Exception,
-    settings: dict[str, Any],  # noqa: F811
+    settings: dict[str, Any],
     tmp_path: Path,
+    undisturbed: Undisturbed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["train"]["micro_batch_tokens"] = 200
-    settings["model"]["lora"]["dropout"] = 0.0
-    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
-    run_once, seen = Objective.run, []
+    passes: list[int] = []
 
-    def scarce(self: Objective, *args: Any, backward: bool, **how: Any) -> Any:
-        found = run_once(self, *args, backward=backward, **how)
-        if self.budget > 100 and backward is (phase == "training") and len(seen) < 3:
-            seen.append(1)
-            if len(seen) == 3:
+    def fail(objective: Objective, step: int, backward: bool) -> None:
+        if objective.budget > 100 and backward is (phase == "training") and len(passes) < 3:
+            passes.append(step)
+            if len(passes) == 3:
                 raise error
-        return found
 
-    with monkeypatch.context() as patch:
-        patch.setattr(Objective, "run", scarce)
-        run, said = train(settings)
+    spy_on_objectives(monkeypatch, after=fail)
+    run, _ = train(settings)
     at = 2 if phase == "training" else 4
-    assert f"out of memory in step {at} ({phase}): from here on 100 tokens run at once" in said
-    assert json.loads((tmp_path / "run/run.json").read_text())["micro_batch_tokens"] == [[0, "evaluation", 200], [at, phase, 100]]
-    for name, p in weights(whole).items():
+    assert facts(tmp_path / "run")["micro_batch_tokens"] == [
+        [0, "evaluation", 200],
+        [at, phase, 100],
+    ]
+    (warning,) = facts(tmp_path / "run")["warnings"]
+    assert re.findall(r"\d+", warning) == [str(at), "100"]
+    for name, p in weights(undisturbed.run).items():
         torch.testing.assert_close(weights(run)[name], p, rtol=1e-4, atol=1e-6)
 
 
-def test_the_smaller_number_holds_from_the_same_step_on_when_a_run_is_taken_up(
-    settings: dict[str, Any],  # noqa: F811
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.slow
+def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bit for bit: the steps replayed before it run with the number that they had."""
     settings["train"]["micro_batch_tokens"] = 60
-    run_once = Objective.run
 
-    def scarce(at: int) -> Any:
-        def run(self: Objective, *args: Any, backward: bool, **how: Any) -> Any:
-            if backward and current[0].step == at and self.budget > 30:
-                raise MemoryError
-            return run_once(self, *args, backward=backward, **how)
+    def fail(objective: Objective, step: int, backward: bool) -> None:
+        if backward and step == 5 and objective.budget > 30:
+            raise MemoryError
 
-        return run
-
-    current: list[Run] = []
-    monkeypatch.setattr(Run, "_update", lambda self, _of=Run._update: (current.__setitem__(slice(None), [self]), _of(self))[1])
     with monkeypatch.context() as patch:
-        patch.setattr(Objective, "run", scarce(5))
+        spy_on_objectives(patch, before=fail)
         whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
         killed(settings, 6)
     again, _ = train(settings)
@@ -142,24 +162,37 @@ def test_the_smaller_number_holds_from_the_same_step_on_when_a_run_is_taken_up(
 def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:
     budget = Budget(100)
     budget.halve(3, "training")
-    assert [budget.at(*where) for where in ((0, "training"), (3, "evaluation"), (3, "training"), (9, "evaluation"))] == [
-        100, 100, 50, 50,
-    ]  # fmt: skip
-    with pytest.raises(UserError, match=r"also with 50 tokens at once\n.*train\.checkpointing"):
+    places: list[Any] = [(0, "training"), (3, "evaluation"), (3, "training"), (9, "evaluation")]
+    assert [budget.at(*place) for place in places] == [100, 100, 50, 50]
+    with raises_error(
+        "out-of-memory",
+        where="train.micro_batch_tokens",
+        fix="train.checkpointing",
+    ) as raised:
         budget.halve(7, "evaluation")
+    assert re.findall(r"\d+", raised.error.what) == ["7", "50"]
 
 
-def test_the_best_is_the_first_best_and_no_number_is_none() -> None:
+def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -> None:
     best = Selection(Best(metric="eval/x", mode="max"))
-    seen = [best.see(step, {"eval/x": value}) for step, value in enumerate([9.0, 1.0, math.nan, 2.0, 2.0, math.inf, 1.5])]
-    assert seen == [False, True, False, True, False, False, False]  # before the first step there is nothing to save
+    values = [9.0, 1.0, math.nan, 2.0, 2.0, math.inf, 1.5]
+    better = [best.see(step, {"eval/x": value}) for step, value in enumerate(values)]
+    assert better == [
+        False,
+        True,
+        False,
+        True,
+        False,
+        False,
+        False,
+    ]  # before the first step there is nothing to save
     assert (best.best, best.step) == (2.0, 3)
     early = Selection(EarlyStop(metric="eval/x", min_delta=0.1, patience=2))
     for step, value in enumerate([1.0, 0.95, 0.85, 0.8, 0.79], start=1):
         assert not early.exhausted
         early.see(step, {"eval/x": value})
     assert early.step == 3
-    assert "best at step 3 (0.85), and 2 evaluations" in early.exhausted
+    assert re.findall(r"[\d.]+\b", early.exhausted) == ["3", "0.85", "2"]
     other = Selection(EarlyStop(metric="eval/x"))
     other.load_state_dict(early.state_dict())
     assert (other.best, other.since) == (0.85, 2)
@@ -168,52 +201,64 @@ def test_the_best_is_the_first_best_and_no_number_is_none() -> None:
     assert changed.best is None
 
 
-def test_a_jump_of_the_loss_is_told_and_noise_is_not() -> None:
+def test_a_jump_of_the_loss_is_a_warning_and_noise_is_not() -> None:
     torch.manual_seed(0)
     watch = Watch()
     noise = [0.7 + 0.02 * float(torch.randn(())) for _ in range(300)]
-    assert [said for value in noise for said in watch.see({"loss": value})] == []
+    assert [warning for value in noise for warning in watch.see({"loss": value})] == []
     assert watch.see({"loss": float("nan")}) == []
-    (said,) = watch.see({"loss": 3.0})
-    assert "jumped to 3" in said
+    (warning,) = watch.see({"loss": 3.0})
+    assert re.findall(r"[\d.]+\b", warning)[:1] == ["3"]
     falling = Watch()
-    assert [said for i in range(300) for said in falling.see({"loss": 2.0 * 0.98**i})] == []
+    assert [warning for i in range(300) for warning in falling.see({"loss": 2.0 * 0.98**i})] == []
     early = Watch()
-    assert [said for value in (0.7, 0.7, 5.0) for said in early.see({"loss": value})] == []  # too few to know
+    assert [
+        warning
+        for value in (0.7, 0.7, 5.0)
+        for warning in early.see(
+            {"loss": value},
+        )
+    ] == []  # too few to know
 
 
-def test_preferred_answers_that_become_unlikely_are_told_once() -> None:
+def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
     watch = Watch()
-    falls = [-100.0, -120.0, -149.0, -151.0, -300.0]
-    said = [line for value in falls for line in watch.see({"eval/logps/chosen": value})]
-    assert len(said) == 1
-    assert "from -100 to -151" in said[0]
+    falling = [-100.0, -120.0, -149.0, -151.0, -300.0]
+    (warning,) = [
+        warning
+        for value in falling
+        for warning in watch.see(
+            {"eval/logps/chosen": value},
+        )
+    ]
+    assert re.findall(r"-[\d.]+\b", warning) == ["-100", "-151"]
     assert Watch().see({}) == []
 
 
-def test_a_full_disk_is_told_and_training_goes_on_until_it_was_so_too_often(
-    settings: dict[str, Any],  # noqa: F811
+def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
+    settings: dict[str, Any],
     tmp_path: Path,
+    undisturbed: Undisturbed,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     settings["run"] |= {"save_every": 1, "max_failed_saves": 3, "keep": None}
-    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
 
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    run = build_run(settings, quiet=True, callbacks=[
-        lambda run, record: monkeypatch.setattr("valence.checkpoint.store.save_file", full) if record["step"] == 4 else None,
-    ])  # fmt: skip
-    with pytest.raises(UserError, match=r"3 in a row failed; the last good one is step-3\)"):
+    def fill(_: Run, record: Any) -> None:
+        if record["step"] == 4:
+            monkeypatch.setattr("valence.checkpoint.store.save_file", full)
+
+    run = build_run(settings, quiet=True, callbacks=[fill])
+    with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:
         run.fit()
+    assert "step-3" in raised.error.what
     assert run.step == 6
     assert run.folder is not None
     run.folder.close()
     monkeypatch.undo()
-    facts = json.loads((tmp_path / "run/run.json").read_text())
-    assert [line.split(" was not saved")[0] for line in facts["warnings"]] == [f"checkpoint step-{n}" for n in (4, 5, 6)]
-    again, said = train(settings)
-    assert "after step 3 of 9" in said
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert numbers(facts(tmp_path / "run")["warnings"]) == ["4", "5", "6"]
+    again, _ = train(settings)
+    assert resumed_steps(tmp_path / "run") == [3]
+    undisturbed.assert_same(again, tmp_path / "run")

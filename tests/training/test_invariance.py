@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,29 +105,60 @@ def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: 
     return {"loss": float(outcome.loss), "grad_norm": norm} | meter.reduce(made.group), outcome.micro_batches
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("rows_of", [lambda kind: units(kind, ROWS), related], ids=["apart", "related"])
-@pytest.mark.parametrize("method", ["kto", "dpo"])
+@dataclass(frozen=True)
+class Way:
+    """A way to run a step.
+
+    share: tokens from which a common prefix is shared. along: tokens up to which mismatched rows
+    run with the others, over their keys and values. micro_batches: None for the largest budget.
+    order: seed of the order of the rows.
+    """
+
+    share: int
+    packed: bool
+    along: int
+    micro_batches: int | None
+    order: int | None
+
+
+NEVER = 10**9
+LAYOUTS = ((forest.SHARE, True), (3, True), (NEVER, True), (forest.SHARE, False))
+CUTS = ((WHOLE, None), (0, None), (0, 1), (0, 2), (0, 7))
+ALL_WAYS = [Way(*layout, *cut, order) for layout in LAYOUTS for cut in CUTS for order in (None, 1)]
+FEW_WAYS = [
+    Way(forest.SHARE, True, WHOLE, None, 1), Way(3, True, 0, None, None), Way(3, True, 0, 2, 1),
+    Way(NEVER, True, 0, 7, None), Way(forest.SHARE, False, 0, 7, 1),
+]  # fmt: skip
+APART, RELATED = "apart", "related"
+
+
+@pytest.mark.parametrize(("method", "rows_of", "dtype", "ways"), [
+    ("kto", RELATED, torch.float64, FEW_WAYS), ("dpo", RELATED, torch.float32, FEW_WAYS),
+    ("dpo", APART, torch.float64, FEW_WAYS), ("kto", APART, torch.float32, FEW_WAYS),
+    *(
+        pytest.param(method, rows_of, dtype, ALL_WAYS, marks=pytest.mark.slow)
+        for method in ("kto", "dpo") for rows_of in (APART, RELATED) for dtype in TOLERANCE
+    ),
+], ids=lambda value: f"{len(value)} ways" if isinstance(value, list) else str(value))  # fmt: skip
 def test_a_step_is_the_same_however_it_is_run(
-    method: str, rows_of: Callable[[Kind], list[Encoded]], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    method: str, rows_of: str, dtype: torch.dtype, ways: list[Way], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pair = models(dtype)
-    rows = rows_of(METHODS[method].kind)
-    expected, cut = step(pair, method, rows, WHOLE)
-    assert cut == 1
+    kind = METHODS[method].kind
+    rows = units(kind, ROWS) if rows_of == APART else related(kind)
+    expected, num_micro_batches = step(pair, method, rows, WHOLE)
+    assert num_micro_batches == 1
     assert expected["grad_norm"] > 1e-3
     assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, "z0 must not be clamped for this to say anything"
-    for share, packed in ((forest.SHARE, True), (3, True), (10**9, True), (forest.SHARE, False)):
-        monkeypatch.setattr(forest, "SHARE", share)
-        # Mismatched rows along with the others, over their keys and values, in a pass of their own; then more micro-batches.
-        for budget, along in ((WHOLE, WHOLE), (WHOLE, 0), *((budget_for(rows, n), 0) for n in (1, 2, 7))):
-            pair.policy.along = along
-            for seed in (None, 1):
-                arriving = rows if seed is None else random.Random(seed).sample(rows, len(rows))
-                pair.lay_out(packed=packed)
-                found, cut = step(pair, method, arriving, budget)
-                assert cut == len(pack(rows, budget))
-                assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (share, packed, budget, along, seed)
+    for way in ways:
+        monkeypatch.setattr(forest, "SHARE", way.share)
+        budget = WHOLE if way.micro_batches is None else budget_for(rows, way.micro_batches)
+        pair.policy.along = way.along
+        pair.lay_out(packed=way.packed)
+        arriving = rows if way.order is None else random.Random(way.order).sample(rows, len(rows))
+        found, num_micro_batches = step(pair, method, arriving, budget)
+        assert num_micro_batches == len(pack(rows, budget))
+        assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (way, budget)
 
 
 @pytest.mark.parametrize("kind", ["judgement", "preference"])

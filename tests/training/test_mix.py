@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.errors import check_error, raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from tests.units import objective, policy_and_reference, units
@@ -17,7 +19,7 @@ from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.engine.reference import Following
 from valence.errors import UserError
-from valence.training.loop import Run
+from valence.training.loop import Callback, Run
 from valence.training.methods import method_of
 from valence.training.saving import load_weights
 from valence.training.step import Share, optimizer_step
@@ -38,11 +40,22 @@ def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     return base | sections
 
 
-def run_of(tmp_path: Path, folder: str = "run", **sections: Any) -> Run:
+def run_of(
+    tmp_path: Path,
+    folder: str = "run",
+    callbacks: Sequence[Callback] = (),
+    **sections: Any,
+) -> Run:
     tokenizer = tiny_tokenizer()
     model = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     sections = {"run": {"dir": str(tmp_path / folder)}} | sections
-    return build_run(recipe(tmp_path, **sections), tokenizer=tokenizer, model=model, quiet=True)
+    return build_run(
+        recipe(tmp_path, **sections),
+        tokenizer=tokenizer,
+        model=model,
+        callbacks=callbacks,
+        quiet=True,
+    )
 
 
 @pytest.mark.parametrize("budget", [10_000, 25])
@@ -93,16 +106,26 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
 
 def test_mistakes_in_a_mix_are_named(tmp_path: Path) -> None:
     path = written(tmp_path / "shown.jsonl", SHOWN)
-    for part, words in (
-        ({"method": "sft", "train": path, "loss": {"beta": 1}}, r"mix\.0\.loss\.beta"),
-        ({"method": "stf", "train": path}, r"mix\.0\.method.*sft"),
-        ({"method": "sft", "train": str(tmp_path / "none.jsonl")}, r"mix\.0\.train"),
-        ({"method": "sft"}, r"mix\.0\.train"),
-        ({"method": "sft", "train": path, "weight": -1}, r"mix\.0\.weight"),
+    for part, code, where, fix in (
+        (
+            {"method": "sft", "train": path, "loss": {"beta": 1}},
+            "setting-unknown",
+            "mix.0.loss.beta",
+            "",
+        ),
+        ({"method": "stf", "train": path}, "method-unknown", "mix.0.method", "sft"),
+        ({"method": "sft"}, "setting-missing", "mix.0.train", ""),
+        ({"method": "sft", "train": path, "weight": -1}, "setting-type", "mix.0.weight", ""),
     ):
-        with pytest.raises(UserError, match=f"(?s){words}"):
+        with raises_error(code, where=where, fix=fix):
             load_recipe(recipe(tmp_path, mix=[part]), method_of=method_of)
-    with pytest.raises(UserError, match="pairs"):
+    with pytest.raises(UserError) as info:
+        load_recipe(
+            recipe(tmp_path, mix=[{"method": "sft", "train": str(tmp_path / "none.jsonl")}]),
+            method_of=method_of,
+        )
+    check_error(info.value, info.value.code, where="mix.0.train.0.path", fix="shown.jsonl")
+    with raises_error("kind-mismatch", where="shown.jsonl:1"):
         run_of(tmp_path, mix=[{"method": "dpo", "train": path}])
 
 
@@ -110,28 +133,33 @@ def test_class_weights_auto_make_both_classes_count_the_same(tmp_path: Path) -> 
     run = run_of(tmp_path, loss={"class_weights": "auto"})
     assert run.objective.settings["desirable_weight"] == 2.0  # 4 up, 8 down
     assert run.objective.settings["undesirable_weight"] == 1.0
-    with pytest.raises(UserError, match=r"loss\.desirable_weight"):
+    with raises_error("setting-no-effect", where="loss.desirable_weight", fix="loss.class_weights"):
         run_of(tmp_path, loss={"class_weights": "auto", "desirable_weight": 2.0})
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
 def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path, lora: dict[str, int] | None) -> None:
+    weights: dict[int, dict[str, torch.Tensor]] = {}
+
+    def compare(run: Run, record: Any) -> None:
+        assert isinstance(run.reference, Following)
+        weights[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
+        last_sync = weights[run.step - run.step % 2]
+        assert all(torch.equal(p, last_sync[name]) for name, p in run.reference.weights.items())
+
     run = run_of(
         tmp_path,
+        callbacks=[compare],
         reference={"sync_every": 2},
         model={"name": "tiny", "lora": lora},
         train={"batch_size": 3, "learning_rate": 1e-2},
-    )  # fmt: skip
-    assert isinstance(run.reference, Following)
-    start = {name: p.detach().clone() for name, p in run.trained.items()}
-    kept: dict[int, dict[str, torch.Tensor]] = {0: start}
-    while run.step < run.total_steps:
-        run._one_step()
-        kept[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
-        wanted = kept[run.step - run.step % 2]
-        assert all(torch.equal(p, wanted[name]) for name, p in run.reference.weights.items())
+        run={"dir": str(tmp_path / "run"), "log_every": 1},
+    )
+    weights[0] = {name: p.detach().clone() for name, p in run.trained.items()}
+    run.fit()
     assert run.step == 4
-    assert any(not torch.equal(p, start[name]) for name, p in kept[2].items())
+    assert sorted(weights) == [0, 1, 2, 3, 4]
+    assert any(not torch.equal(p, weights[0][name]) for name, p in weights[2].items())
 
 
 def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
@@ -186,16 +214,19 @@ def test_a_finished_run_is_measured_with_its_own_threshold(tmp_path: Path) -> No
     assert other.evaluate(THUMBS).metrics["loss"] == pytest.approx(before, rel=1e-6)
 
 
-@pytest.mark.parametrize(("part", "words"), [
-    ({"method": "ipo", "loss": {"ld_alpha": 0.3}}, "normalize"),
-    ({"method": "kto", "loss": {"class_weights": "auto", "desirable_weight": 9.0}}, r"mix\.0\.loss\.desirable_weight"),
-    ({"method": "dpo", "loss": {"f_alpha": 0.3}}, r"mix\.0\.loss\.f_alpha"),
-    ({"method": "pointwise"}, "one method alone"),
+@pytest.mark.parametrize(("part", "code", "where"), [
+    ({"method": "ipo", "loss": {"ld_alpha": 0.3}}, "setting-conflict", "mix.0.loss.ld_alpha"),
+    (
+        {"method": "kto", "loss": {"class_weights": "auto", "desirable_weight": 9.0}},
+        "setting-no-effect", "mix.0.loss.desirable_weight",
+    ),
+    ({"method": "dpo", "loss": {"f_alpha": 0.3}}, "setting-no-effect", "mix.0.loss.f_alpha"),
+    ({"method": "pointwise"}, "setting-conflict", "mix"),
 ])  # fmt: skip
 def test_settings_of_a_mixed_loss_are_checked_like_those_of_the_main_one(
-    tmp_path: Path, part: dict[str, Any], words: str
+    tmp_path: Path, part: dict[str, Any], code: str, where: str
 ) -> None:
-    with pytest.raises(UserError, match=f"(?s){words}"):
+    with raises_error(code, where=where):
         load_recipe(recipe(tmp_path, mix=[{**part, "train": written(tmp_path / "more.jsonl", THUMBS)}]), method_of=method_of)
 
 
@@ -205,14 +236,23 @@ def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
     assert load_recipe(made, method_of=method_of).recipe.data.train_on == "assistant"
 
 
-@pytest.mark.parametrize("limits", [[1.5, -1.0], [0.5, 1.0], [-1.0, 0.0]])
-def test_a_range_of_log_ratios_holds_zero(tmp_path: Path, limits: list[float]) -> None:
-    with pytest.raises(UserError, match=r"loss\.humanline"):
+@pytest.mark.parametrize(
+    ("limits", "wrong"),
+    [([1.5, -1.0], [0, 1]), ([0.5, 1.0], [0]), ([-1.0, 0.0], [1])],
+)
+def test_a_range_of_log_ratios_holds_zero(
+    tmp_path: Path,
+    limits: list[float],
+    wrong: list[int],
+) -> None:
+    with pytest.raises(UserError) as info:
         load_recipe(recipe(tmp_path, loss={"humanline": limits}), method_of=method_of)
+    places = [problem.where for problem in info.value.problems]
+    assert places == [f"recipe (loss.humanline.{i})" for i in wrong]
 
 
 def test_a_moving_reference_is_not_cached(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"reference\.cache"):
+    with raises_error("setting-conflict", where="reference.cache", fix="reference.sync_every"):
         run_of(tmp_path, reference={"sync_every": 1, "cache": str(tmp_path / "kept")})
     run_of(tmp_path, reference={"sync_every": 1}).fit()
     assert not (tmp_path / "run" / "reference").exists()

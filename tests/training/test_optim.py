@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.errors import raises_error
 from valence.checkpoint import store
-from valence.errors import UserError
 from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")  # PyTorch's names for them, and those of bitsandbytes
@@ -158,9 +158,9 @@ def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
 
 def test_moments_of_8_bits_need_their_library_and_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     check_optimizer("adamw_8bit", torch.bfloat16)
-    with pytest.raises(UserError, match=r"train\.optimizer: weights in float64"):
+    with raises_error("optimizer-dtype", where="train.optimizer", fix="adamw"):
         check_optimizer("adamw_8bit", torch.float64)
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    with pytest.raises(UserError, match=r"pip install 'valence-align\[eightbit\]'"):
+    with raises_error("library-missing", where="train.optimizer", fix="valence-align[eightbit]"):
         check_optimizer("adamw_8bit", torch.float32)
     check_optimizer("adamw", torch.float64)

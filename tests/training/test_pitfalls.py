@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 
 import valence
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from tests.units import objective, policy_and_reference, unit, units
 from valence.dist.single import Single
 from valence.engine.models import build_policy, build_reference
 from valence.engine.reference import Frozen
-from valence.errors import UserError
-from valence.losses import LOSSES, stats
+from valence.losses import LOSSES, Loss, stats
 from valence.losses.views import seq_view, token_columns, token_view
 from valence.training.loop import Run
 from valence.training.step import Objective
@@ -149,23 +149,43 @@ def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
     assert len(token_view(batch, columns)["logp_t"]) == sum(view["n"].tolist())
 
 
-def test_views_hold_one_number_per_sequence_pair_or_token() -> None:
+def test_views_hold_one_number_per_sequence_pair_or_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """No [S] is ever spread over a [S, T]: every named tensor of a view has the same single axis."""
-    for name in LOSSES:
-        made = _made(name)
-        kind, loss = made.method.kind, made.method.loss
-        if loss.view.startswith("score"):
+    calls: list[tuple[dict[str, Tensor], Tensor]] = []
+    compute = Loss.__call__
+
+    def spied(self: Loss, view: Any, settings: Any) -> Tensor:
+        calls.append((dict(view), result := compute(self, view, settings)))
+        return result
+
+    monkeypatch.setattr(Loss, "__call__", spied)
+    policy, reference = policy_and_reference()
+    for name, loss in LOSSES.items():
+        if loss.of_scores:
             continue
-        (batch,) = made.batches(units(kind, 4))
-        logp = torch.randn(len(batch.tokens), dtype=torch.float64)
-        tokens = (int(batch.mask.sum()),)
-        expected = {"seq": (4,), "pair": (4,), "token": tokens, "answer": (12,)}[loss.view]
-        _, shared = made._counted([batch])
-        for view in loss.read(batch, TokenOut(logp), logp, made.settings, shared):
-            for key, values in view.items():
-                axis = tokens if loss.view == "answer" and key.endswith("_t") else expected
-                assert key in shared or tuple(values.shape) == axis, (name, key)
-        assert loss(view | {"z0": torch.zeros(expected)}, made.settings).shape == expected
+        rows = units(loss.data, 4)
+        sequences = [answer.ids for unit in rows for answer in unit.answers]
+        calls.clear()
+        objective(name, policy, reference).run(rows, backward=False)
+        (view, losses), tokens = calls.pop(), (sum(map(len, sequences)),)
+        expected = {
+            "seq": (4,),
+            "pair": (4,),
+            "token": tokens,
+            "answer": (
+                len(
+                    sequences,
+                ),
+            ),
+        }[loss.view]
+        for key, values in view.items():
+            axis = tokens if loss.view == "answer" and key.endswith("_t") else expected
+            assert key in OF_THE_STEP or tuple(values.shape) == axis, (name, key)
+        assert losses.shape == expected
+
+
+OF_THE_STEP = ("delta", "moments")
+"""What views hold besides, of the whole step."""
 
 
 def test_a_row_counts_as_one_however_long_it_is() -> None:
@@ -188,7 +208,10 @@ def _made(name: str = "kto") -> Objective:
 # Runs
 
 
-@pytest.mark.parametrize(("count", "batch_size", "epochs", "steps"), [(3, 16, 2, 2), (1, 16, 1, 1), (5, 4, 2, 4), (16, 16, 1, 1)])
+@pytest.mark.parametrize(("count", "batch_size", "epochs", "steps"), [
+    (3, 16, 2, 2), (5, 4, 2, 4),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 16, 1, 1), (16, 16, 1, 1)]),
+])  # fmt: skip
 def test_data_smaller_than_a_batch_is_trained_on(count: int, batch_size: int, epochs: int, steps: int, tmp_path: Path) -> None:
     given = rows(count)
     run, log = train(
@@ -212,11 +235,16 @@ def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("count", [2, 3, 7])
+@pytest.mark.parametrize("count", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
 def test_evaluation_measures_every_held_out_row_once_and_no_other(count: int, tmp_path: Path) -> None:
     """Also fewer rows than a step or a micro-batch has, with a tail, and without touching the rows trained on."""
     held_out = rows(count, offset=100)
-    run, _ = train(tmp_path, rows(8), held_out=held_out, train={"batch_size": 4, "micro_batch_tokens": 40})
+    run, _ = train(
+        tmp_path,
+        rows(8),
+        held_out=held_out,
+        train={"batch_size": 4, "micro_batch_tokens": 40, "max_steps": 1},
+    )
     found = run.evaluate()
     assert [row["completion"] for row in found.rows] == [row["completion"] for row in held_out]
     for name, label in (("chosen", True), ("rejected", False)):
@@ -239,9 +267,8 @@ def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
     """At evaluation, after training too."""
     held_out = rows(6, offset=100)
     for name, model in (("full", {}), ("adapter", {"lora": {"rank": 4}})):
-        run, log = train(
-            tmp_path / name, rows(8), held_out=held_out, model=model, train={"batch_size": 4, "learning_rate": 1e-2, "epochs": 3}
-        )
+        how = {"batch_size": 4, "learning_rate": 2e-2, "epochs": 1}
+        run, log = train(tmp_path / name, rows(8), held_out=held_out, model=model, train=how)
         assert log[0]["eval/rewards/chosen"] == pytest.approx(0, abs=1e-6)
         after = run.evaluate().rows
         untouched = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
@@ -262,5 +289,5 @@ def test_held_out_rows_without_partners_are_refused_before_training(tmp_path: Pa
     """Rows of one prompt cannot be measured by kto, and this must not be found out when the training is over."""
     same = [row | {"prompt": "the same question "} for row in rows(4)]
     monkeypatch.setattr("valence.training.build.build_policy", lambda *_, **__: pytest.fail("a model was built"))
-    with pytest.raises(UserError, match="prompt"):
+    with raises_error("kl-pairs-missing", where="rows in memory:1"):
         train(tmp_path, rows(4), held_out=same, eval={"at_start": False})

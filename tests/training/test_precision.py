@@ -7,6 +7,8 @@ import torch
 
 from benchmarks.invariance.__main__ import BOUNDS, CASES, differences, exceeded
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("dtype", "name", "packed"),

@@ -1,62 +1,86 @@
-"""The same command again: it goes on where the run was, ends as if nothing had been, and spoils nothing in its folder."""
+"""The same command again resumes a run, which ends as an undisturbed one."""
 
 from __future__ import annotations
 
 import json
-import re
+import os
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.errors import raises_error
 from tests.programs import Program
-from tests.training.resuming import killed, records, settings, train, weights
-from tests.training.test_run import folder
+from tests.training.resuming import (
+    Undisturbed,
+    facts,
+    killed,
+    records,
+    resumed_steps,
+    settings_for,
+    train,
+    weights,
+)
 from valence.api import build_run
-from valence.errors import UserError
-from valence.training import finish, measure
+from valence.training.folder import RunFolder
 from valence.training.loop import Run
-from valence.training.signals import Interrupted
-
-__all__ = ["folder", "settings"]
+from valence.training.signals import OUT_OF_TIME, Interrupted, Stop
 
 
-@pytest.mark.parametrize("step", [3, 6, 8])
-def test_a_killed_run_ends_as_one_that_was_not(step: int, settings: dict[str, Any], tmp_path: Path) -> None:
-    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
+def test_a_killed_run_ends_as_an_undisturbed_one(
+    killed_run: Path,
+    settings: dict[str, Any],
+    undisturbed: Undisturbed,
+) -> None:
+    run, _ = train(settings)
+    assert resumed_steps(killed_run) == [4]
+    undisturbed.assert_same(run, killed_run)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [3, 8])
+def test_a_run_killed_after_any_step_ends_as_an_undisturbed_one(
+    step: int, settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
+) -> None:
     killed(settings, step)
-    again, said = train(settings)
-    assert re.search(rf"taking up the run in .* after step {(step - 1) // 2 * 2} of 9", said)
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    run, _ = train(settings)
+    assert resumed_steps(tmp_path / "run") == [(step - 1) // 2 * 2]
+    undisturbed.assert_same(run, tmp_path / "run")
 
 
-def test_resumed_again_and_again_also_where_an_epoch_ends(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Epochs have three steps: the second start goes on from step 2, the third from step 6, the last from 8."""
-    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
+@pytest.mark.slow
+def test_a_run_is_resumed_several_times_also_where_an_epoch_ends(
+    settings: dict[str, Any], tmp_path: Path, undisturbed: Undisturbed
+) -> None:
+    """Epochs have three steps: the second start continues from step 2, the others from 6 and 8."""
     for step in (4, 8, 9):
         killed(settings, step)
-    again, said = train(settings)
-    assert "after step 8 of 9" in said
-    assert (again.tokens_seen, again.counters.examples_seen) == (whole.tokens_seen, 36)
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
+    run, _ = train(settings)
+    assert resumed_steps(tmp_path / "run") == [2, 6, 8]
+    assert (run.tokens_seen, run.counters.examples_seen) == (undisturbed.run.tokens_seen, 36)
+    undisturbed.assert_same(run, tmp_path / "run")
 
 
-def test_no_number_is_read_from_a_path(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_no_number_is_read_from_a_path(
+    killed_folder: Path,
+    settings: dict[str, Any],
+    tmp_path: Path,
+) -> None:
     """Neither from folders above the run's, nor from the name of a checkpoint."""
-    settings["run"]["dir"] = str(tmp_path / "step-70/step=9/epoch=3/run")
-    killed(settings, 6)
-    checkpoints = tmp_path / "step-70/step=9/epoch=3/run/checkpoints"
-    (checkpoints / "step-4").rename(checkpoints / "step-8")
-    again, said = train(settings)
-    assert "this checkpoint is damaged: it is of step 4" in said
-    assert "after step 2 of 9" in said
-    assert again.step == 9
+    path = tmp_path / "step-70/step=9/epoch=3/run"
+    settings["run"]["dir"] = str(path)
+    shutil.copytree(killed_folder, path)
+    (path / "checkpoints/step-4").rename(path / "checkpoints/step-8")
+    run, printed = train(settings)
+    assert "checkpoints/step-8" in printed.replace("\n", "")
+    assert resumed_steps(path) == [2]
+    assert run.step == 9
 
 
-def test_without_a_checkpoint_it_begins_again_with_the_same_choices(
+def test_without_a_checkpoint_a_run_starts_over_with_the_same_choices(
     settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings["run"]["save_every"] = 100
@@ -64,101 +88,141 @@ def test_without_a_checkpoint_it_begins_again_with_the_same_choices(
     assert not (tmp_path / "run/checkpoints").exists()
     before = records(tmp_path / "run")
     monkeypatch.setattr("valence.training.plan.free_memory", lambda _: 1)
-    again, said = train(settings)
-    assert "no checkpoint yet" in said
-    assert again.budget.at(0, "training") == json.loads((tmp_path / "run/run.json").read_text())["micro_batch_tokens"][0][2] > 512
+    run, _ = train(settings)
+    assert resumed_steps(tmp_path / "run") == [0]
+    assert run.budget.at(0, "training") == facts(tmp_path / "run")["micro_batch_tokens"][0][2] > 512
     assert records(tmp_path / "run")[: len(before)] == before
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3, 4, 6, 8, 9]
 
 
-def test_nothing_is_done_about_a_finished_run(settings: dict[str, Any], tmp_path: Path) -> None:
-    done, _ = train(settings)
-    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "run.lock"}
-    again, said = train(settings)
-    assert "is finished (9 steps" in said
-    assert "there is nothing to do" in said
-    assert again.step == 9
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(done).items())
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*") if path.name != "run.lock"} == files
-
-
-def test_a_run_that_was_stopped_behind_its_last_step_says_what_is_left(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_finished_run_is_left_as_it_is(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
 ) -> None:
-    def stopped(run: Run, *_: Any) -> None:
-        run.stop._ask("SIGTERM", 143)
-        raise run.stop.ended()
+    shutil.copytree(undisturbed.path, tmp_path / "run")
 
-    with monkeypatch.context() as patch:
-        patch.setattr(finish, "_tell_of_the_end", stopped)
-        with pytest.raises(Interrupted):
-            train(settings)
-    _, said = train(settings)
-    assert "after step 9 of 9: what comes after the last step is left, such as evaluation and model" in " ".join(said.split())
+    def times() -> dict[Path, int]:
+        files = (tmp_path / "run").rglob("*")
+        return {path: path.stat().st_mtime_ns for path in files if path.name != "run.lock"}
+
+    files = times()
+    run, printed = train(settings)
+    assert str(tmp_path / "run") in printed.replace("\n", "")
+    assert run.finished
+    assert run.step == 9
+    undisturbed.assert_same(run, tmp_path / "run")
+    assert times() == files
 
 
 def test_a_signal_in_an_evaluation_leaves_it_to_the_next_start(
-    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
-    unstopped = measure._measure
+    evaluate = Run.evaluate
 
-    def stopped(run: Run, *args: Any) -> Any:
+    def stopped(run: Run, *args: Any, **options: Any) -> Any:
         if run.step == 4:
-            run.stop._ask("SIGTERM", 143)
-        return unstopped(run, *args)
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(run, *args, **options)
 
     with monkeypatch.context() as patch:
-        patch.setattr(measure, "_measure", stopped)
-        with pytest.raises(Interrupted, match="SIGTERM: stopped after step 4 of 9") as error:
+        patch.setattr(Run, "evaluate", stopped)
+        with pytest.raises(Interrupted, match="SIGTERM.*step 4 of 9") as error:
             train(settings)
-    assert error.value.status == 143
+    assert error.value.status == 128 + signal.SIGTERM
     assert [row["step"] for row in records(tmp_path / "run")] == [0, 2, 3]
-    again, _ = train(settings)
-    assert records(tmp_path / "run") == records(tmp_path / "whole")
-    assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-2",
+        "step-4",
+    ]
+    run, _ = train(settings)
+    undisturbed.assert_same(run, tmp_path / "run")
 
 
+def test_a_signal_in_the_test_evaluation_keeps_what_was_trained(
+    settings: dict[str, Any],
+    tmp_path: Path,
+    undisturbed: Undisturbed,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What comes after the last step is left to the next start."""
+    evaluate = Run.evaluate
+
+    def stopped(run: Run, rows: Any = None, *, name: str = "eval") -> Any:
+        if name == "test":
+            signal.raise_signal(signal.SIGTERM)
+        return evaluate(run, rows, name=name)
+
+    settings["data"]["test"] = settings["data"]["eval"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "evaluate", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            train(settings)
+    assert facts(tmp_path / "run")["status"] == "interrupted"
+    assert (tmp_path / "run/checkpoints/step-9").is_dir()
+    assert not (tmp_path / "run/model").exists()
+    run, _ = train(settings)
+    assert resumed_steps(tmp_path / "run") == [9]
+    assert facts(tmp_path / "run")["status"] == "done"
+    assert (tmp_path / "run/model").is_dir()
+    assert all(torch.equal(p, weights(run)[name]) for name, p in weights(undisturbed.run).items())
+
+
+@pytest.mark.slow
 def test_two_runs_are_not_in_one_folder(settings: dict[str, Any], tmp_path: Path) -> None:
     run = build_run(settings, quiet=True)
-    recipe, said = tmp_path / "recipe.yaml", tmp_path / "said"
+    recipe, printed = tmp_path / "recipe.yaml", tmp_path / "printed"
     recipe.write_text(json.dumps(settings))
-    assert Program("train", str(recipe), said=said).wait() == 2
-    assert "another run is using this folder: pid" in said.read_text()
+    assert Program("train", str(recipe), said=printed).wait() == 2
+    assert f"pid {os.getpid()}" in printed.read_text()
     assert run.folder is not None
     run.folder.close()
 
 
-def test_a_start_that_fails_changes_nothing(settings: dict[str, Any], tmp_path: Path) -> None:
-    killed(settings, 6)
-    kept = {name: (tmp_path / "run" / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
+def test_a_start_that_fails_changes_nothing(
+    killed_run: Path,
+    settings: dict[str, Any],
+    undisturbed: Undisturbed,
+) -> None:
+    kept = {name: (killed_run / name).read_bytes() for name in ("config.yaml", "rows.safetensors")}
     wider = {**settings, "model": {**settings["model"], "lora": {"rank": 4}}}
-    with pytest.raises(UserError, match="another model"):
+    with raises_error("model-changed", where="checkpoint"):
         train(wider, allow=["model"])
-    assert {name: (tmp_path / "run" / name).read_bytes() for name in kept} == kept
-    assert train(settings)[0].step == 9
-    assert len(json.loads((tmp_path / "run/run.json").read_text())["taken_up"]) == 1
+    assert {name: (killed_run / name).read_bytes() for name in kept} == kept
+    run, _ = train(settings)
+    assert resumed_steps(killed_run) == [4]
+    undisturbed.assert_same(run, killed_run)
 
 
-def test_a_run_that_began_meanwhile_is_not_moved_away(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Two starts look at a folder that is not there yet; the second comes to claim it when the first has trained."""
-    from valence.training.folder import RunFolder
-
+def test_a_run_that_began_meanwhile_is_not_moved_away(killed_folder: Path, tmp_path: Path) -> None:
+    """Two starts look at a folder that does not exist. One claims it after the other trained."""
     late = RunFolder(tmp_path / "run")
-    killed(settings, 6)
-    with pytest.raises(UserError, match="trained here meanwhile"):
+    shutil.copytree(killed_folder, tmp_path / "run", dirs_exist_ok=True)
+    with raises_error("run-modified", where=str(tmp_path / "run")):
         late.claim()
     assert (tmp_path / "run/checkpoints").is_dir()
     late.close()
 
 
-def test_time_that_is_too_short_for_anything_is_no_reason_to_start_again(
-    settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+def test_a_time_limit_that_allows_no_step_is_an_error(
+    killed_run: Path, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from valence.training.signals import Stop
+    def over(stop: Stop) -> bool:
+        stop.take_over("run.max_time", OUT_OF_TIME)
+        return True
 
-    killed(settings, 6)
-    settings["run"]["max_time"] = "00:00:01"
-    monkeypatch.setattr(Stop, "limit", lambda self, _: setattr(self, "_ends_at", 0.0))
-    with pytest.raises(UserError, match="nothing was done within run.max_time"):
+    settings["run"]["max_time"] = "01:00:00"
+    monkeypatch.setattr(Stop, "requested", property(over))
+    with raises_error("max-time-too-short", where="run.max_time"):
         train(settings)
+
+
+def test_the_settings_of_these_tests_train_on_all_weights_of_the_adapter(
+    undisturbed: Undisturbed, folder: Path, tmp_path: Path
+) -> None:
+    """Comparisons with the undisturbed run would say nothing about weights that never move."""
+    start = weights(build_run({**settings_for(folder, tmp_path)}, quiet=True))
+    assert all(not torch.equal(p, start[name]) for name, p in weights(undisturbed.run).items())

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 import valence
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
-from valence.errors import UserError
 
 ROWS = [{"prompt": f"tell of {n}", "chosen": f"{n} is wet", "rejected": "no"} for n in ("rain", "snow", "wind", "hail")]
 
@@ -38,7 +38,7 @@ def records(place: Path) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if "loss" in record]
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.5])
+@pytest.mark.parametrize("weight", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_the_log_has_it_without_its_weight(weight: float, tmp_path: Path) -> None:
     valence.train(made(tmp_path, "qwen3_moe", router_aux_loss=weight), quiet=True)
     first, second = records(tmp_path)
@@ -48,9 +48,8 @@ def test_the_log_has_it_without_its_weight(weight: float, tmp_path: Path) -> Non
 
 
 def test_a_dense_model_is_an_error_that_names_the_setting(tmp_path: Path) -> None:
-    with pytest.raises(UserError) as error:
+    with raises_error("router-missing", where="train.router_aux_loss"):
         valence.train(made(tmp_path, "llama", router_aux_loss=0.01), quiet=True)
-    assert "train.router_aux_loss" in str(error.value.where)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +65,11 @@ def test_what_cannot_return_router_logits_is_an_error(
     train: dict[str, Any], parallel: dict[str, Any], where: str, tmp_path: Path
 ) -> None:
     settings = made(tmp_path, "qwen3_moe", router_aux_loss=0.01, **train) | {"parallel": parallel}
-    with pytest.raises(UserError) as error:
+    with raises_error("setting-conflict", where=where):
         valence.train(settings, quiet=True)
-    assert where in str(error.value.where)
 
 
+@pytest.mark.slow
 def test_layers_are_not_compiled_of_their_own_accord(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from valence.training import build
 

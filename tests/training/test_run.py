@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import valence
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.tiny import tiny_tokenizer
 from valence.api import build_run
-from valence.errors import UserError
+from valence.training.loop import Run
 from valence.training.restore import restore
 
 ROWS = [
@@ -31,7 +33,7 @@ DEMONSTRATIONS = [{"prompt": f"question {i} ", "completion": f"good {i}"} for i 
 DATA = {"kto": ROWS, "apo_zero_unpaired": ROWS, "dpo": PAIRS, "sft": DEMONSTRATIONS}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A model folder with its tokenizer, as a user has one."""
     path = tmp_path_factory.mktemp("model")
@@ -65,14 +67,40 @@ def logged(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("lora", [None, {"rank": 4}])
-@pytest.mark.parametrize("method", DATA)
-def test_a_run_leaves_a_model_a_log_and_a_report(method: str, lora: Any, folder: Path, tmp_path: Path) -> None:
-    model = {"lora": lora} if lora else {}
-    run = valence.train(
-        recipe(folder, tmp_path, method, model=model, run={"samples": {"prompts": 2, "max_new_tokens": 4}}), quiet=True
-    )
-    out = tmp_path / "run"
+FULL, LORA = None, {"rank": 4}
+METHOD_CASES = [("kto", LORA), ("dpo", FULL), ("sft", LORA)]
+ALL_CASES = [(method, lora) for method in DATA for lora in (FULL, LORA)]
+SLOW_CASES = [case for case in ALL_CASES if case not in METHOD_CASES]
+FinishedRuns = Callable[[str, bool], Run]
+
+
+@pytest.fixture(scope="session")
+def finished(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRuns:
+    """A finished run of a method, with an adapter or not. Only to be read."""
+
+    @cache
+    def train(method: str, adapter: bool) -> Run:
+        model = {"lora": LORA} if adapter else {}
+        samples = {"samples": {"prompts": 2, "max_new_tokens": 4}}
+        return valence.train(
+            recipe(folder, tmp_path_factory.mktemp("finished"), method, model=model, run=samples),
+            quiet=True,
+        )
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("method", "lora"),
+    [*METHOD_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW_CASES)],
+)
+def test_a_run_leaves_a_model_a_log_and_a_report(
+    method: str,
+    lora: Any,
+    finished: FinishedRuns,
+) -> None:
+    run = finished(method, lora is not None)
+    out = run.directory
     for name in ("config.yaml", "audit.json", "metrics.jsonl", "run.json", "report.html", "samples.json", "eval/step-0.json",
                  "eval/step-0.txt", "model/config.json", "model/README.md", "model/tokenizer.json"):  # fmt: skip
         assert (out / name).is_file(), name
@@ -108,58 +136,35 @@ def test_measuring_leaves_a_model_as_it_was() -> None:
     assert (True, 0.3) in before
 
 
-def test_a_run_says_what_each_held_out_row_measured(folder: Path, tmp_path: Path) -> None:
-    valence.train(recipe(folder, tmp_path), quiet=True)
-    found = json.loads((tmp_path / "run/eval/step-6.json").read_text())
+def test_a_run_writes_what_each_held_out_row_measured(finished: FinishedRuns) -> None:
+    out = finished("kto", True).directory
+    found = json.loads((out / "eval/step-6.json").read_text())
     assert [row["origin"].rsplit(":", 1)[1] for row in found["rows"]] == ["1", "2", "3", "4", "5"]
     for row, given in zip(found["rows"], ROWS, strict=False):
         assert row["prompt"] == given["prompt"][0]["content"]
         assert row["completion"] == given["completion"]
         assert row["reward"] == pytest.approx(0.1 * (row["logp"] - row["ref"]))
-    assert "good answer 1" in (tmp_path / "run/eval/step-6.txt").read_text()
+    assert "good answer 1" in (out / "eval/step-6.txt").read_text()
 
 
-def test_state_carries_a_run_over_bit_for_bit(folder: Path, tmp_path: Path) -> None:
-    """Stopped after any step and taken up by a new object, a run ends with the same weights."""
-    settings = recipe(folder, tmp_path, model={"lora": {"rank": 4}})
-    whole = build_run(settings | {"run": {"dir": str(tmp_path / "whole")}}, quiet=True)
-    whole.fit()
-    first = build_run(settings | {"run": {"dir": str(tmp_path / "first")}}, quiet=True)
-    first.total_steps = 3
-    first.fit()
-    first.save()
-    from valence.checkpoint import store
-
-    second = build_run(settings | {"run": {"dir": str(tmp_path / "second")}}, quiet=True)
-    second.load_state_dict(store.load(tmp_path / "first/checkpoints/step-3"))
-    second.fit()
-    assert second.step == whole.step == 6
-    assert second.tokens_seen == whole.tokens_seen
-    ours, theirs = (run.state_dict()["weights"]["values"] for run in (second, whole))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    kept = ("loss", "grad_norm", "lr", "tokens_seen", "eval/loss", "rewards/chosen")
-    tail = [{k: r[k] for k in kept if k in r} for r in logged(tmp_path / "second")]
-    assert tail == [{k: r[k] for k in kept if k in r} for r in logged(tmp_path / "whole")][-len(tail) :]
-
-
-def test_a_restored_run_measures_what_it_measured(folder: Path, tmp_path: Path) -> None:
-    run = valence.train(recipe(folder, tmp_path, model={"lora": {"rank": 4}}), quiet=True)
-    again = restore(tmp_path / "run", quiet=True)
+def test_a_restored_run_measures_what_it_measured(finished: FinishedRuns) -> None:
+    run = finished("kto", True)
+    again = restore(run.directory, quiet=True)
     assert again.evaluate().metrics == run.evaluate().metrics
     assert again.evaluate(ROWS[:2]).rows == run.evaluate(ROWS[:2]).rows
 
 
 def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: Path) -> None:
     """The reference of a continued adapter is that adapter as it starts, not the bare model."""
-    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"})
+    train: dict[str, Any] = {"train": {"epochs": 1}}
+    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"}, **train)
     valence.train(first, quiet=True)
     model = {"adapter": str(tmp_path / "run/model")}
-    run = valence.train(recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}), quiet=True)
+    second = recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}, **train)
+    valence.train(second, quiet=True)
     records = logged(tmp_path / "next")
     assert records[0]["eval/rewards/margins"] == pytest.approx(0, abs=1e-7)
     assert records[-1]["eval/rewards/margins"] > 0  # the adapter was not loaded frozen
-    assert run.reference is not None
-    assert "copy" in run.reference.name
 
 
 def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path) -> None:
@@ -191,7 +196,7 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(folder: Pa
         return reference(batch) * float("nan")
 
     run.objective.reference = broken  # type: ignore[assignment]
-    with pytest.raises(UserError, match="2 steps in a row"):
+    with raises_error("loss-not-finite", where="step 2"):
         run.fit()
     assert run.step == 2
     assert all(torch.equal(p, before[name]) for name, p in run.policy.named_parameters())
@@ -200,39 +205,37 @@ def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(folder: Pa
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(folder: Path, tmp_path: Path) -> None:
-    settings = recipe(folder, tmp_path, "sft")
+    settings = recipe(folder, tmp_path, "sft", train={"max_steps": 1})
     valence.train(settings, quiet=True)
     log = (tmp_path / "run/metrics.jsonl").read_text()
-    valence.train(settings, quiet=True)  # it is finished: nothing is done
-    assert (tmp_path / "run/metrics.jsonl").read_text() == log
     valence.train(settings, quiet=True, fresh=True)
     (old,) = [p for p in tmp_path.iterdir() if p.name.startswith("run.")]
     assert (old / "metrics.jsonl").read_text() == log
 
 
-@pytest.mark.parametrize(("change", "match"), [
-    ({"train": {"batch_size": 100, "drop_last": True}}, "fewer than one step"),
-    ({"model": {"name": "./nowhere"}}, "there is no folder"),
+@pytest.mark.parametrize(("change", "code", "where"), [
+    ({"train": {"batch_size": 100, "drop_last": True}}, "step-larger-than-data", "train.drop_last"),
+    ({"model": {"name": "./nowhere"}}, "model-not-found", "model.name"),
 ])  # fmt: skip
 def test_mistakes_are_found_before_a_model_is_loaded(
-    change: Any, match: str, folder: Path, tmp_path: Path, monkeypatch: Any
+    change: Any, code: str, where: str, folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     settings = recipe(folder, tmp_path)
     for section, values in change.items():
         settings[section] = settings[section] | values
-    with pytest.raises(UserError, match=match):
+    with raises_error(code, where=where):
         valence.train(settings, quiet=True)
 
 
 def test_kto_needs_two_distinct_completions(folder: Path, tmp_path: Path) -> None:
     rows = [row | {"completion": "the same"} for row in ROWS]
-    with pytest.raises(UserError, match="another completion"):
+    with raises_error("kl-pairs-missing", where="rows in memory:1"):
         valence.train(recipe(folder, tmp_path), train=rows, eval=rows, quiet=True)
 
 
 def test_policy_and_reference_must_share_a_vocabulary(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="vocabularies"):
+    with raises_error("vocabulary-mismatch", where="reference.model"):
         valence.train(recipe(folder, tmp_path), reference=tiny(vocab_size=50, dtype=torch.float32), quiet=True)
 
 
@@ -243,7 +246,11 @@ def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: 
     rows = [{"prompt": "question ", "completion": row["completion"]} for row in rows]
     vocabulary = len(tiny_tokenizer())
     short = {"vocab_size": vocabulary, "dtype": torch.float32}
-    with pytest.raises(UserError, match="made for 64"):
+    with raises_error(
+        "row-too-long-for-model",
+        where="rows in memory:12",
+        fix="data.max_length: 64",
+    ):
         valence.train(
             settings,
             model=tiny("gpt2", n_positions=64, max_position_embeddings=64, **short),
@@ -252,5 +259,5 @@ def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: 
             quiet=True,
         )
     rotary = tiny("llama", max_position_embeddings=64, **short)
-    with pytest.warns(UserWarning, match="made for 64"):
+    with pytest.warns(UserWarning, match=r"rows in memory:12: .*data\.max_length: 64"):
         valence.train(settings, model=rotary, tokenizer=tiny_tokenizer(), train=rows, quiet=True)

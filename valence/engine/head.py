@@ -397,11 +397,11 @@ def _exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tens
 
 def _fused(logits: Tensor) -> bool:
     """Whether a kernel does in one pass what otherwise takes ten."""
-    return logits.is_cuda and logits.dtype == torch.float32 and _has_triton()
+    return logits.is_cuda and logits.dtype == torch.float32 and has_triton()
 
 
 @cache
-def _has_triton() -> bool:
+def has_triton() -> bool:
     return find_spec("triton") is not None
 
 

@@ -247,7 +247,7 @@ def take_up(run: Run, earlier: Earlier) -> None:
     except (KeyError, ValueError) as error:
         what = f"the saved state is that of another optimizer or schedule ({error})"
         fix = "give those that the run began with, or start anew (`valence train RECIPE --fresh`)"
-        raise UserError(what, code="checkpoint-version", where="checkpoint", fix=fix) from error
+        raise UserError(what, code="optimizer-changed", where="checkpoint", fix=fix) from error
     counters, total = run.counters, run.counters.total
     counters.first, counters.firsts, counters.total = earlier.first, earlier.firsts, run.total_steps
     _budget(run, earlier)

@@ -116,7 +116,7 @@ def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
         what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
         raise UserError(
             f"the saved weights are those of another model ({what})",
-            code="checkpoint-version",
+            code="model-changed" if odd else "base-model-changed",
             where="checkpoint",
             fix="use the model of the saved run",
         )

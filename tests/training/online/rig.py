@@ -45,6 +45,16 @@ def recipe(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -
     return found
 
 
+def recipe_without_eval(
+    place: Path,
+    method: str = "grpo",
+    **changes: dict[str, Any] | str,
+) -> dict[str, Any]:
+    """The same without held-out prompts."""
+    found = recipe(place, method, **changes)
+    return found | {"data": {**found["data"], "eval": []}, "eval": {}}
+
+
 def logged(place: Path, run: str = "run") -> list[dict[str, Any]]:
     """The log without what the clock says."""
     lines = (place / run / "metrics.jsonl").read_text().splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.training.online.rig import logged, make, recipe
-from tests.training.resuming import killed, train, weights
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.resuming import facts, killed, train, weights
 from valence.report.comparison_markdown import run_markdown
 from valence.report.online_signs import OnlineWatch
 from valence.report.page import render
@@ -34,12 +34,12 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def names(place: Path, run: str = "run") -> list[str]:
-    return [sign.name for sign in signs(read_run(place / run))]
-
-
-def facts(place: Path, run: str = "run") -> dict[str, Any]:
-    return json.loads((place / run / "run.json").read_text())
+def warned_at(place: Path, name: str) -> list[int]:
+    """The steps with a warning that begins as the text of this sign does."""
+    (said,) = [sign.said for sign in signs(read_run(place / "run")) if sign.name == name]
+    warnings = facts(place / "run")["warnings"]
+    words = re.compile(r"step (\d+): " + re.escape(said[:12]))
+    return [int(found[1]) for found in map(words.match, warnings) if found]
 
 
 def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> None:
@@ -48,36 +48,45 @@ def test_a_run_without_a_gradient_warns_ends_and_is_finished(place: Path) -> Non
         place, reward=CONSTANT, train={"max_steps": 24, "max_zero_gradient_steps": 7},
         eval={"every": 100.0},
     )  # fmt: skip
-    run, said = train(settings)
+    run, _ = train(settings)
     rows = logged(place)
     assert run.step == rows[-1]["step"] == 7
     assert "eval/reward/mean" in rows[-1]
-    assert "step 5: No step since step 0 had a gradient" in said
-    assert "training ended at step 7 of 24: the last 7 steps had no gradient" in said
-    assert facts(place)["status"] == "done"
-    assert "max_zero_gradient_steps: 7" in facts(place)["ended_early"]
+    assert warned_at(place, "no gradient") == [5]
+    assert facts(place / "run")["status"] == "done"
+    assert "max_zero_gradient_steps: 7" in facts(place / "run")["ended_early"]
     assert (place / "run/model/model.safetensors").is_file()
     assert run.saver is not None
     assert run.saver.checkpoints.steps()[-1] == 7
-    assert names(place)[:2] == ["saturated reward", "no gradient"]
-
-
-def test_the_warning_is_at_the_top_of_both_reports_once(place: Path) -> None:
-    train(recipe(place, reward=CONSTANT, train={"max_steps": 30, "max_zero_gradient_steps": 7}))
-    run = read_run(place / "run")
-    warning = "No step since step 0 had a gradient"
-    page, text = render(run), run_markdown(run)
+    data = read_run(place / "run")
+    shown = [sign for sign in signs(data) if sign.name in ("saturated reward", "no gradient")]
+    assert (
+        [
+            sign.name
+            for sign in signs(
+                data,
+            )
+        ][:2]
+        == [sign.name for sign in shown]
+        == ["saturated reward", "no gradient"]
+    )
+    # At the top of both reports, once.
+    warning, page, text = shown[1].said, render(data), run_markdown(data)
     assert page.count(warning) == text.count(warning) == 1
-    assert page.index(warning) < page.index("optimizer steps") < page.index("<dl")
-    assert text.index(warning) < text.index("trained")
+    assert page.index(warning) < page.index("<dl")
+    assert text.index(warning) < text.index("\n|")
 
 
 def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
-    limit = {"max_steps": 8, "max_zero_gradient_steps": None}
-    run, said = train(recipe(place, reward=CONSTANT, train=limit, data={"eval": []}, eval={"every": 50.0}))
-    assert run.step == 8
-    assert "training ended" not in said
-    assert "ended_early" not in facts(place)
+    run, _ = train(
+        recipe_without_eval(
+            place,
+            reward=CONSTANT,
+            train={"max_steps": 2, "max_zero_gradient_steps": None},
+        ),
+    )
+    assert run.step == 2
+    assert "ended_early" not in facts(place / "run")
 
 
 def test_steps_without_a_gradient_are_counted_in_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,12 +94,25 @@ def test_steps_without_a_gradient_are_counted_in_a_row(place: Path, monkeypatch:
     monkeypatch.setattr("tests.training.online.rewards.period", 3)
     monkeypatch.setattr("tests.training.online.rewards.calls_of_now_and_then", [])
     reward = "tests.training.online.rewards:now_and_then"
-    settings = recipe(place, reward=reward, train={"max_steps": 9, "max_zero_gradient_steps": 3})
-    run, _ = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
-    assert [row["grad_norm"] > 0 for row in logged(place)] == [True, False, False] * 3
-    assert run.step == 9
+    settings = recipe_without_eval(
+        place,
+        reward=reward,
+        train={"max_steps": 7, "max_zero_gradient_steps": 3},
+    )
+    run, _ = train(settings)
+    assert [row["grad_norm"] > 0 for row in logged(place)] == [
+        True,
+        False,
+        False,
+        True,
+        False,
+        False,
+        True,
+    ]
+    assert run.step == 7
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
     how = {"max_steps": 30, "max_zero_gradient_steps": 6}
     whole, _ = train(recipe(place, reward=CONSTANT, train=how, run={"dir": str(place / "whole")}))
@@ -104,31 +126,36 @@ def test_a_killed_run_ends_at_the_same_step(place: Path) -> None:
 
 
 def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
-    how: dict[str, Any] = {"reward": CONSTANT, "data": {"eval": []}, "eval": {"every": 50.0}}
-    first = recipe(place, **how, train={"max_steps": 30, "max_zero_gradient_steps": 4})
+    first = recipe_without_eval(
+        place,
+        reward=CONSTANT,
+        train={"max_steps": 30, "max_zero_gradient_steps": 2},
+    )
     run, _ = train(first)
     again, _ = train(first)
-    assert (run.step, again.step, again.finished) == (4, 4, True)
-    more = recipe(place, **how, train={"max_steps": 30, "max_zero_gradient_steps": 5})
+    assert (run.step, again.step, again.finished) == (2, 2, True)
+    more = recipe_without_eval(
+        place,
+        reward=CONSTANT,
+        train={"max_steps": 30, "max_zero_gradient_steps": 3},
+    )
     longer, _ = train(more, allow=["train.max_zero_gradient_steps"])
-    assert longer.step == 4 + 5
+    assert longer.step == 2 + 3
 
 
 def test_rounds_with_nothing_to_teach_end_a_run_that_has_learned(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """dapo replaces tied groups, so it runs out of rounds and not of gradients. Before the first
     step, or without a limit, it is an error."""
     monkeypatch.setattr("tests.training.online.rewards.solved", [])
-    settings = recipe(place, "dapo", reward=RIGHT_AFTER, rollout={"max_resample": 1})
-    settings |= {"data": {**settings["data"], "eval": []}, "eval": {}}
-    run, said = train(settings)
+    settings = recipe_without_eval(place, "dapo", reward=RIGHT_AFTER, rollout={"max_resample": 1})
+    run, _ = train(settings)
     assert 0 < run.step < 6
-    assert facts(place)["status"] == "done"
-    assert "2 rounds in a row had nothing to teach" in facts(place)["ended_early"]
-    assert "2 rounds in a row had nothing to teach" in said
+    assert facts(place / "run")["status"] == "done"
+    assert facts(place / "run")["ended_early"].startswith("2 ")  # rounds in a row
     assert (place / "run/model/model.safetensors").is_file()
     monkeypatch.setattr("tests.training.online.rewards.solved", [])
     settings["train"] |= {"max_zero_gradient_steps": None}
-    with pytest.raises(UserError, match="nothing to teach"):
+    with raises_error("nothing-to-learn", where=f"step {run.step}"):
         train(settings, fresh=True)
 
 
@@ -140,14 +167,12 @@ def test_a_policy_that_only_repeats_itself_is_warned_of(place: Path, monkeypatch
         return [[replace(c, tokens=(5,) * 12, logps=(-1.0,) * 12) for c in own] for own in groups]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
-    settings = recipe(place, rollout={"max_new_tokens": 12})
-    _, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    train(recipe_without_eval(place, rollout={"max_new_tokens": 12}, train={"max_steps": 4}))
     rows = logged(place)
     assert all(row["rollout/duplicates"] == 1 for row in rows)
     assert all(row["rollout/distinct_4grams"] == pytest.approx(1 / 9) for row in rows)
-    assert said.count("Completions are repetitive: 89% of the 4-grams") == 1
-    assert "step 3: Completions are repetitive" in said
-    assert "repetitive" in names(place)
+    assert warned_at(place, "repetitive") == [3]
+    assert sum("89%" in warning for warning in facts(place / "run")["warnings"]) == 1
 
 
 def test_repetition_is_measured_in_tokens() -> None:

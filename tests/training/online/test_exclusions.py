@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 import valence
-from tests.training.online.rig import logged, make, recipe
-from tests.training.resuming import killed, train, weights
-from valence.errors import UserError
+from tests.errors import raises_error
+from tests.training.online.rig import logged, make, recipe, recipe_without_eval
+from tests.training.resuming import facts, killed, train, weights
 from valence.rollout import HFGenerator
 from valence.training.online.makers import Answered, best_of_n, exclusion_reasons
 from valence.types import Completion, Encoded, Origin
@@ -93,46 +93,62 @@ def ends(monkeypatch: pytest.MonkeyPatch, *truncated: int) -> None:
 def test_the_log_and_the_summary_count_what_is_excluded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rewards 0, 1/3, 2/3, 1 in each group of four; the last one is truncated."""
     ends(monkeypatch, 3)
-    settings = recipe(place, "rejection", reward=BY_INDEX, rollout={"min_reward": 0.5}, train={"max_steps": 2})
-    run, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    rollout = {"min_reward": 0.5}
+    run, printed = train(
+        recipe_without_eval(
+            place,
+            "rejection",
+            reward=BY_INDEX,
+            rollout=rollout,
+            train={"max_steps": 2},
+        ),
+    )
     for row in logged(place):
         assert row["examples_seen"] == 3 * row["step"]
         assert row["excluded/truncated"] == 0.25
         assert row["excluded/low_reward"] == 0.5
         assert row["excluded/tied"] == row["excluded/worst"] == row["excluded/prompts"] == 0
-    assert "0 of 6 prompts gave no example; 18 of 24 completions were excluded" in said
-    assert "6 truncated at rollout.max_new_tokens, 12 below rollout.min_reward" in said
-    facts = json.loads((place / "run/run.json").read_text())
-    assert facts["exclusions"] == {
+    (line,) = [line for line in printed.splitlines() if "rollout.min_reward" in line]
+    assert re.findall(r"\d+", line) == ["0", "6", "18", "24", "6", "12"]
+    exclusions = facts(place / "run")["exclusions"]
+    assert exclusions == {
         "truncated": 6, "low_reward": 12, "completions": 24, "prompts": 6, "prompts_without": 0,
     }  # fmt: skip
-    assert Counter(run.rounds.exclusions) == Counter(facts["exclusions"])  # type: ignore[union-attr]
+    assert Counter(run.rounds.exclusions) == Counter(exclusions)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(("reward", "rollout", "truncated", "message", "fix"), [
-    (CONSTANT, {}, (), "24 in groups whose rewards are all equal", "look at the reward"),
-    (BY_INDEX, {}, (0, 1, 2, 3), "24 truncated at rollout.max_new_tokens", "raise rollout.max_new"),
-    (BY_INDEX, {"min_reward": 2.0}, (), "24 below rollout.min_reward", "lower rollout.min_reward"),
-])  # fmt: skip
+@pytest.mark.parametrize(("reward", "rollout", "truncated", "setting", "fix"), [
+    (CONSTANT, {}, (), "", "rollout.num_rollouts"),
+    (BY_INDEX, {}, (0, 1, 2, 3), "rollout.max_new_tokens", "rollout.max_new_tokens"),
+    (BY_INDEX, {"min_reward": 2.0}, (), "rollout.min_reward", "rollout.min_reward"),
+], ids=["tied", "truncated", "low reward"])  # fmt: skip
 def test_a_run_that_never_has_something_to_imitate_says_why(
-    reward: str, rollout: dict[str, Any], truncated: tuple[int, ...], message: str, fix: str,
+    reward: str, rollout: dict[str, Any], truncated: tuple[int, ...], setting: str, fix: str,
     place: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """After the prompts of a round were replaced as often as the recipe allows."""
     ends(monkeypatch, *truncated)
-    settings = recipe(place, "rejection", reward=reward, rollout={"max_resample": 1, **rollout})
-    with pytest.raises(UserError) as error:
-        train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
-    assert "2 rounds in a row had nothing to teach: 6 of 6 prompts gave no example" in error.value.what
-    assert message in error.value.what
-    assert fix in str(error.value.fix)
+    settings = recipe_without_eval(
+        place,
+        "rejection",
+        reward=reward,
+        rollout={"max_resample": 1, **rollout},
+    )
+    with raises_error("nothing-to-learn", where="step 0", fix=fix) as raised:
+        train(settings)
+    # Rounds, prompts without an example of all, excluded completions of all, those for this reason.
+    assert re.findall(r"\d+", raised.error.what) == ["2", "6", "6", "24", "24", "24"]
+    assert setting in raised.error.what
 
 
+@pytest.mark.slow
 def test_a_killed_run_counts_what_an_undisturbed_one_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends(monkeypatch, 3)
     more: dict[str, Any] = {"reward": BY_INDEX, "rollout": {"epochs": 2}}
-    whole, _ = train(recipe(place, "rejection", **more, run={"dir": str(place / "whole")}))
-    settings = recipe(place, "rejection", **more)
+    whole, _ = train(
+        recipe_without_eval(place, "rejection", **more, run={"dir": str(place / "whole")}),
+    )
+    settings = recipe_without_eval(place, "rejection", **more)
     killed(settings, 4)
     again, _ = train(settings)
     assert whole.rounds is not None
@@ -143,14 +159,13 @@ def test_a_killed_run_counts_what_an_undisturbed_one_does(place: Path, monkeypat
     assert all((p == weights(again)[name]).all() for name, p in weights(whole).items())
 
 
-@pytest.mark.parametrize(("method", "rollout", "setting"), [
-    ("grpo", {"min_reward": 0.5}, "rollout.min_reward"),
-    ("online_dpo", {"mask_truncated": True}, "rollout.mask_truncated"),
-    ("rejection", {"num_rollouts": 1}, "rollout.num_rollouts"),
+@pytest.mark.parametrize(("method", "rollout", "code", "setting"), [
+    ("grpo", {"min_reward": 0.5}, "setting-no-effect", "rollout.min_reward"),
+    ("online_dpo", {"mask_truncated": True}, "setting-no-effect", "rollout.mask_truncated"),
+    ("rejection", {"num_rollouts": 1}, "setting-conflict", "rollout.num_rollouts"),
 ])  # fmt: skip
-def test_settings_that_the_method_does_not_read_are_refused(
-    method: str, rollout: dict[str, Any], setting: str, place: Path
+def test_settings_that_the_method_cannot_use_are_refused(
+    method: str, rollout: dict[str, Any], code: str, setting: str, place: Path
 ) -> None:
-    with pytest.raises(UserError) as error:
+    with raises_error(code, where=setting):
         valence.train(recipe(place, method, rollout=rollout))
-    assert setting in str(error.value)

@@ -12,7 +12,7 @@ from tests.dist.test_run import train
 from tests.training.online.rig import logged, make, recipe
 from valence.dist.single import Single
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 DIFFER = {"ranks", "tokens/rank_max", "tokens/rank_min", "micro_batches", "tokens", "tokens_seen", "waste"}
 
 

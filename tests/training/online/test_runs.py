@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,19 +13,22 @@ import pytest
 import torch
 
 import valence
+from tests.errors import check_error, raises_error
 from tests.tiny import tiny_tokenizer
-from tests.training.online.rig import PROMPTS, logged, make, recipe
-from tests.training.resuming import killed, train, weights
+from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_without_eval
+from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
 from valence.rollout import HFGenerator
 from valence.training.methods import ONLINE, method_of
-from valence.training.online.rounds import Rounds
+from valence.training.online.collect import Collector
 from valence.types import Completion
 
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
 METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
 
+FAST = ("rejection", "online_kto", "grpo", "ppo")
+"""One of each family."""
 SHORT = {"rejection": {"mask_truncated": False}}
 """What trains on completions of 6 tokens, of which hardly any ends by itself."""
 
@@ -35,10 +39,13 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_method_runs_and_says_what_it_did(method: str, place: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in METHODS],
+)
+def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> None:
     settings = recipe(place, method, rollout={"epochs": 2} | SHORT.get(method, {}))
-    run, said = train(settings)
+    run, printed = train(settings)
     first, *rows = logged(place)
     assert first["step"] == 0
     assert {"eval/reward/mean", "eval/kl", "eval/rollout/length"} <= first.keys()
@@ -51,10 +58,16 @@ def test_every_method_runs_and_says_what_it_did(method: str, place: Path) -> Non
     assert "reward/mean" not in rows[1]  # a second pass over the answers of a round
     assert all(torch.isfinite(p).all() for p in weights(run).values())
     assert (place / "run/model/model.safetensors").is_file()
-    assert "held out: reward/mean" in said
+    assert f"reward/mean {first['eval/reward/mean']:.4g}" in printed
 
 
-@pytest.mark.parametrize(("method", "step"), [("grpo", 3), ("ppo", 4), ("rejection", 2), ("online_kto", 5), ("dapo", 3)])
+@pytest.mark.parametrize(("method", "step"), [
+    ("ppo", 4),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in [("grpo", 3), ("rejection", 2), ("online_kto", 5), ("dapo", 3)]
+    ),
+])  # fmt: skip
 def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Path) -> None:
     """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
     more: dict[str, Any] = {"rollout": {"epochs": 2} | SHORT.get(method, {})}
@@ -62,79 +75,93 @@ def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Pa
     settings = recipe(place, method, **more)
     whole, _ = train(recipe(place, method, **more, run={"dir": str(place / "whole")}))
     killed(settings, step)
-    again, said = train(settings)
-    assert f"after step {step - 1} of 6" in said
+    again, _ = train(settings)
+    assert resumed_steps(place / "run") == [step - 1]
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
     assert logged(place) == logged(place, "whole")
 
 
-def test_a_reward_that_was_edited_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
     source = "def {}(completions):\n    return [{} * len(each.text) for each in completions]\n"
     for name in ("long", "short"):
         (place / f"{name}_answers.py").write_text(source.format(name, 1))
-    settings = recipe(place, reward=["long_answers:long", "short_answers:short"])
+    settings = recipe_without_eval(place, reward=["long_answers:long", "short_answers:short"])
     killed(settings, 3)
     (place / "short_answers.py").write_text(source.format("short", -1))
     del sys.modules["short_answers"]
-    _, said = train(settings)
-    assert "reward short has changed: answers from round 3 on" in said
-    assert "reward long has changed" not in said
-    assert "has changed" not in train(settings | {"train": settings["train"] | {"max_steps": 9}})[1]
+    train(settings)
+    train(settings | {"train": settings["train"] | {"max_steps": 7}})
+    matches = [
+        re.search(
+            r"\breward (long|short)\b\D+(\d+)",
+            warning,
+        )
+        for warning in facts(place / "run")["warnings"]
+    ]
+    assert [match.groups() for match in matches if match] == [("short", "3")]  # from round 3 on
 
 
 @pytest.mark.parametrize(("change", "first", "total"), [
-    ({"train": {"batch_size": 1}}, 6 - 18, 44),  # nine of 28 answered prompts are behind it; 19 rounds of two steps follow
+    # nine of 28 answered prompts are behind it; 19 rounds of two steps follow
+    pytest.param({"train": {"batch_size": 1}}, 6 - 18, 44, marks=pytest.mark.slow),
     ({"rollout": {"epochs": 1}}, 6 - 3, 13),  # three of ten rounds, seven of one step each follow
 ])  # fmt: skip
 def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int, total: int, place: Path) -> None:
     how: dict[str, Any] = {"rollout": {"epochs": 2}, "train": {"max_steps": None, "epochs": 4.0}}
-    killed(recipe(place, **how), 7)
+    killed(recipe_without_eval(place, **how), 7)
     for section, values in change.items():
         how[section] = how[section] | values
     (name,) = [f"{section}.{key}" for section, values in change.items() for key in values]
-    run, _ = train(recipe(place, **how), allow=[name])
+    run, _ = train(recipe_without_eval(place, **how), allow=[name])
     assert (run.counters.first, run.total_steps) == (first, total)
 
 
 def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor is the rest of a round of the old ones trained on."""
-    settings = recipe(place, rollout={"epochs": 2}, train={"max_steps": None, "epochs": 1.0})
+    settings = recipe_without_eval(
+        place,
+        rollout={"epochs": 2},
+        train={"max_steps": None, "epochs": 1.0},
+    )
     killed(settings, 2)
     rows = [{**row, "prompt": [{"role": "user", "content": f"now say {k}"}]} for k, row in enumerate(PROMPTS)]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    taken: list[str] = []
-    take = Rounds._take
+    ids: list[str] = []
+    answers = Collector.answers
 
-    def spied(rounds: Rounds, count: int) -> Any:
-        found = take(rounds, count)
-        taken.extend(each.unit.id for each in found)
-        return found
+    def spied(self: Collector, asked: Any, *args: Any, **options: Any) -> Any:
+        ids.extend(each.unit.id for each in asked)
+        return answers(self, asked, *args, **options)
 
-    monkeypatch.setattr(Rounds, "_take", spied)
+    monkeypatch.setattr(Collector, "answers", spied)
     run, _ = train(settings, allow=["data.train"])
     assert run.step == run.total_steps
     assert run.counters.first == 1
-    assert len(set(taken[:7])) == 7
+    assert len(set(ids[:7])) == 7
 
 
 def test_answers_are_trained_on_at_the_temperature_at_which_they_were_measured(place: Path) -> None:
     """A round in flight is let go when that is changed."""
-    killed(recipe(place, rollout={"epochs": 2}), 2)
-    assert [row["rounds"] for row in logged(place)[1:]] == [1, 1]
-    train(recipe(place, rollout={"epochs": 2, "temperature": 0.7}), allow=["rollout.temperature"])
-    assert [row["rounds"] for row in logged(place)[1:]] == [1, 2, 2, 3, 3, 4]
+    killed(recipe_without_eval(place, rollout={"epochs": 2}), 2)
+    assert [row["rounds"] for row in logged(place)] == [1, 1]
+    train(
+        recipe_without_eval(place, rollout={"epochs": 2, "temperature": 0.7}),
+        allow=["rollout.temperature"],
+    )
+    assert [row["rounds"] for row in logged(place)] == [1, 2, 2, 3, 3, 4]
 
 
 @pytest.mark.parametrize(("before", "after", "steered"), [
-    ({}, {"kl_target": 0.5}, True), ({"kl_target": 0.5}, {}, False),
+    pytest.param({}, {"kl_target": 0.5}, True, marks=pytest.mark.slow),
+    pytest.param({"kl_target": 0.5}, {}, False, marks=pytest.mark.slow),
     ({"kl_target": 0.5}, {"kl_target": 0.5, "kl_beta": 0.2}, True),
 ])  # fmt: skip
 def test_what_steers_the_price_of_divergence_may_change(
     before: dict[str, float], after: dict[str, float], steered: bool, place: Path
 ) -> None:
-    killed(recipe(place, "ppo", loss=before), 3)
-    run, _ = train(recipe(place, "ppo", loss=after), allow=["loss"])
+    killed(recipe_without_eval(place, "ppo", loss=before), 3)
+    run, _ = train(recipe_without_eval(place, "ppo", loss=after), allow=["loss"])
     rows = [row for row in logged(place) if row["step"] > 2]
     assert ["kl_beta" in row for row in rows] == [steered] * len(rows)
     assert run.rounds is not None
@@ -158,33 +185,34 @@ def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytes
     assert [a["ref"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["model"]], abs=1e-3)
 
 
-def test_a_policy_that_has_gone_bad_is_told_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_whose_logits_are_not_finite_is_an_error(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def sampled(*_: Any, **__: Any) -> Any:
         raise FloatingPointError("the model's logits are not finite")
 
     monkeypatch.setattr(HFGenerator, "generate", sampled)
-    settings = recipe(place, data={"eval": []})
-    del settings["eval"]
-    with pytest.raises(UserError, match=r"step 0: .*logits are not finite\n.*train\.learning_rate"):
-        train(settings)
+    with raises_error("sampling-failed", where="step 0", fix="train.learning_rate"):
+        train(recipe_without_eval(place))
 
 
 def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
     """Three prompts in two steps, twice: the counters tell of four steps a round."""
-    train(recipe(place, rollout={"epochs": 2, "steps": 2}, train={"max_steps": 5}, data={"eval": []}, eval={"every": 50.0}))
+    train(recipe_without_eval(place, rollout={"epochs": 2, "steps": 2}, train={"max_steps": 5}))
     rows = logged(place)
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1, 2]
     assert [row["examples_seen"] for row in rows[:4]] in ([4, 12, 16, 24], [4, 12, 20, 24], [8, 12, 20, 24], [8, 12, 16, 24])
 
 
-def test_micro_batches_change_no_number(place: Path) -> None:
+@pytest.mark.parametrize("method", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
+def test_micro_batches_change_no_number(method: str, place: Path) -> None:
     """Advantages and the averages' counts are those of the whole round and step."""
     runs = []
     for tokens in (64, 4096):
-        settings = recipe(
-            place, "ppo", rollout={"epochs": 2}, model={"dtype": "float64"}, run={"dir": str(place / f"run-{tokens}")}
-        )
-        train(settings | {"train": settings["train"] | {"micro_batch_tokens": tokens, "max_steps": 2}})
+        how: dict[str, Any] = {"rollout": {"epochs": 2}, "model": {"dtype": "float64"}}
+        how["train"] = {"micro_batch_tokens": tokens, "max_steps": 2}
+        train(recipe_without_eval(place, method, **how, run={"dir": str(place / f"run-{tokens}")}))
         runs.append(logged(place, f"run-{tokens}"))
     for ours, theirs in zip(*runs, strict=True):
         for name in ours.keys() - {"micro_batches", "tokens", "tokens_seen", "waste"}:
@@ -192,12 +220,20 @@ def test_micro_batches_change_no_number(place: Path) -> None:
 
 
 def test_answers_without_a_score_are_left_out_and_counted(place: Path) -> None:
-    settings = recipe(place, reward="tests.training.online.rewards:patchy", rollout={"max_failed": 0.5})
-    run, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    reward = "tests.training.online.rewards:patchy"
+    run, _ = train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"max_failed": 0.5},
+            train={"max_steps": 2},
+        ),
+    )
     rows = logged(place)
     assert all(row["rollout/failed"] == 0.25 for row in rows)
     assert rows[0]["examples_seen"] == 9
-    assert "3 answers have no score" in said
+    warnings = facts(place / "run")["warnings"]
+    assert [re.findall(r"\d+", warning)[:2] for warning in warnings] == [["1", "3"], ["2", "3"]]
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
@@ -209,45 +245,66 @@ def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.M
         return [[replace(each[0], tokens=(), logps=(), text="", stop="length"), *each[1:]] for each in answers]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
-    settings = recipe(place, rollout={"max_failed": 0.5})
-    run, said = train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    run, _ = train(recipe_without_eval(place, rollout={"max_failed": 0.5}, train={"max_steps": 2}))
     assert all(row["rollout/failed"] == 0.25 and row["skipped"] == 0 for row in logged(place))
-    assert "the answer has no tokens" in said
+    assert len(facts(place / "run")["warnings"]) == 2  # of each round
     assert all(torch.isfinite(p).all() for p in weights(run).values())
 
 
-@pytest.mark.parametrize(("rollout", "said"), [
-    ({}, "more than rollout.max_failed: 0.1"), ({"max_failed": 1.0, "on_failure": "stop"}, "rollout.on_failure is stop"),
+@pytest.mark.parametrize(("rollout", "code", "setting"), [
+    ({}, "reward-failures", "rollout.max_failed: 0.1"),
+    ({"max_failed": 1.0, "on_failure": "stop"}, "reward-failed", "rollout.on_failure"),
 ])  # fmt: skip
-def test_a_reward_that_fails_too_often_stops_the_run(rollout: dict[str, Any], said: str, place: Path) -> None:
-    settings = recipe(place, reward="tests.training.online.rewards:patchy", rollout=rollout)
-    with pytest.raises(UserError, match=said) as error:
-        train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
-    assert "nan" in str(error.value).lower()
+def test_a_reward_that_fails_too_often_stops_the_run(
+    rollout: dict[str, Any],
+    code: str,
+    setting: str,
+    place: Path,
+) -> None:
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:patchy",
+        rollout=rollout,
+    )
+    with raises_error(code, where="reward") as raised:
+        train(settings)
+    assert setting in raised.error.what
+    assert "nan" in raised.error.what.lower()
 
 
 def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
-    settings = recipe(
-        place, reward="tests.training.online.rewards:patchy", rollout={"max_failed": 1.0, "on_failure": "drop_group"}
+    rollout = {"max_failed": 1.0, "on_failure": "drop_group"}
+    settings = recipe_without_eval(
+        place,
+        reward="tests.training.online.rewards:patchy",
+        rollout=rollout,
     )
-    with pytest.raises(UserError, match="nothing to teach"):
-        train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    with raises_error("nothing-to-learn", where="step 0"):
+        train(settings)
 
 
 def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
-    """Advantages are exactly 0, and nothing moves; a method that fills its rounds says that it cannot."""
+    """Advantages are exactly 0, and nothing moves; a method that compares completions cannot train."""
     same = "tests.training.online.rewards:constant"
-    train(recipe(place, reward=same, train={"max_steps": 2}))
-    assert [row["grad_norm"] for row in logged(place)[1:]] == [0.0, 0.0]
-    assert [row["rollout/tied"] for row in logged(place)[1:]] == [1.0, 1.0]
-    for method in ("dapo", "online_dpo"):
-        with pytest.raises(UserError, match="rounds in a row had nothing to teach"):
-            train(recipe(place, method, reward=same, rollout={"max_resample": 2}), fresh=True)
+    train(recipe_without_eval(place, reward=same, train={"max_steps": 2}))
+    assert [row["grad_norm"] for row in logged(place)] == [0.0, 0.0]
+    assert [row["rollout/tied"] for row in logged(place)] == [1.0, 1.0]
+    settings = recipe_without_eval(place, "online_dpo", reward=same, rollout={"max_resample": 2})
+    with raises_error("nothing-to-learn", where="step 0", fix="rollout.num_rollouts") as raised:
+        train(settings, fresh=True)
+    assert raised.error.what.startswith("3 ")  # rounds in a row
 
 
 def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
-    settings = recipe(place, reward="tests.training.online.rewards:of_info", rollout={"num_rollouts": 2}, train={"batch_size": 7})
-    train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    reward = "tests.training.online.rewards:of_info"
+    train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"num_rollouts": 2},
+            train={"batch_size": 7, "max_steps": 1},
+        )
+    )
     assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
     assert len(PROMPTS) == logged(place)[0]["prompts"]
 
@@ -259,8 +316,14 @@ def test_the_tools_of_a_prompt_reach_the_reward(place: Path) -> None:
     rows = [{**row, "tools": [{"name": "clock"}] * (k % 2)} for k, row in enumerate(PROMPTS[:6])]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     reward = "tests.training.online.rewards:of_tools"
-    settings = recipe(place, reward=reward, rollout={"num_rollouts": 2}, train={"batch_size": 6, "max_steps": 1})
-    train(settings | {"data": {**settings["data"], "eval": []}, "eval": {}})
+    train(
+        recipe_without_eval(
+            place,
+            reward=reward,
+            rollout={"num_rollouts": 2},
+            train={"batch_size": 6, "max_steps": 1},
+        )
+    )
     assert logged(place)[0]["reward/mean"] == pytest.approx(0.5)
 
 
@@ -273,27 +336,45 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     assert run.evaluate().rows == found.rows
 
 
-@pytest.mark.parametrize(("changes", "said"), [
-    ({"method": "dpo"}, "learns from the answers of its rows"),
-    ({"method": "online_kto", "loss": {"class_weights": "auto"}}, "is not known before they are judged"),
-    ({"method": "ppo", "loss": {"kl_target": 0.5, "kl_beta": 0.0}}, "0 stays 0"),
-    ({"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}}, "not with a GGUF file"),
-    ({"method": "rejection", "reward": []}, "nothing judges them"),
-    ({"rollout": {"num_rollouts": 1}}, "one has nothing to be compared with"),
-    ({"rollout": {"top_n": 2}}, "only rejection reads it"),
-    ({"method": "rejection", "rollout": {"top_n": 9}}, "there are not as many answers"),
-    ({"rollout": {"engine": "vllm"}}, "there is no server to ask"),
-    ({"rollout": {"url": "http://127.0.0.1:1"}}, "this process samples"),
-    ({"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}}, "has weights of its own"),
-    ({"value": {"trunk": "shared"}}, "has no value head"),
-    ({"run": {"keep_best": {}}}, "held-out prompts have no loss"),
-    ({"reference": {"cache": "somewhere"}}, "are new in each round"),
-    ({"rollout": {"max_new_tokens": 128}}, "leave no room for a prompt"),
-    ({"data": {"convert": "scores_to_pairs"}}, "does not make what grpo reads"),
+@pytest.mark.parametrize(("changes", "code", "where"), [
+    ({"method": "dpo"}, "method-without-reward", "method"),
+    (
+        {"method": "online_kto", "loss": {"class_weights": "auto"}},
+        "setting-conflict", "loss.class_weights",
+    ),
+    (
+        {"method": "ppo", "loss": {"kl_target": 0.5, "kl_beta": 0.0}},
+        "setting-conflict", "loss.kl_target",
+    ),
+    (
+        {"rollout": {"engine": "vllm", "start": True}, "model": {"gguf_file": "a.gguf"}},
+        "setting-conflict", "rollout.start",
+    ),
+    ({"method": "rejection", "reward": []}, "method-needs-reward", "method"),
+    ({"rollout": {"num_rollouts": 1}}, "setting-conflict", "rollout.num_rollouts"),
+    ({"rollout": {"top_n": 2}}, "setting-no-effect", "rollout.top_n"),
+    ({"method": "rejection", "rollout": {"top_n": 9}}, "setting-conflict", "rollout.top_n"),
+    ({"rollout": {"engine": "vllm"}}, "setting-conflict", "rollout.url"),
+    ({"rollout": {"url": "http://127.0.0.1:1"}}, "setting-no-effect", "rollout.url"),
+    (
+        {"rollout": {"engine": "openai", "url": "http://127.0.0.1:1"}},
+        "setting-conflict", "rollout.engine",
+    ),
+    ({"value": {"trunk": "shared"}}, "setting-no-effect", "value.trunk"),
+    ({"run": {"keep_best": {}}}, "setting-conflict", "run.keep_best"),
+    ({"reference": {"cache": "somewhere"}}, "setting-no-effect", "reference.cache"),
+    ({"rollout": {"max_new_tokens": 128}}, "max-length-too-small", "data.max_length"),
+    ({"data": {"convert": "scores_to_pairs"}}, "setting-conflict", "data.convert"),
 ])  # fmt: skip
-def test_mistakes_are_found_before_anything_is_sampled(changes: dict[str, Any], said: str, place: Path) -> None:
+def test_mistakes_are_found_before_anything_is_sampled(
+    changes: dict[str, Any], code: str, where: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "valence.api.build_models",
+        lambda *_, **__: pytest.fail("the model was loaded"),
+    )
     method = changes.pop("method", "grpo")
-    with pytest.raises(UserError, match=said):
+    with raises_error(code, where=f"({where})" if code.startswith("setting") else where):
         valence.train(recipe(place, method, **changes))
 
 
@@ -304,32 +385,30 @@ def test_a_method_of_both_kinds_is_told_apart_by_the_reward() -> None:
     assert "kl_beta" not in method_of("ppo").settings.model_fields
 
 
-def test_no_reference_is_loaded_where_nothing_asks_for_one(place: Path) -> None:
-    """Then nothing is told of the divergence either; ppo with a free divergence does without one too."""
-    for method, loss in (("grpo", {}), ("ppo", {"kl_beta": 0.0})):
-        run, _ = train(recipe(place, method, rollout={"measure_kl": False}, loss=loss, train={"max_steps": 2}), fresh=True)
-        assert run.reference is None
-        assert not any(name == "kl" or name == "eval/kl" for row in logged(place) for name in row)
-    run, _ = train(recipe(place, rollout={"measure_kl": False}, loss={"kl_weight": 0.1}, train={"max_steps": 2}), fresh=True)
-    assert run.reference is not None
-
-
-@pytest.mark.parametrize(("reward", "said"), [
-    ("tests.training.online.rewards:vowel", "vowel"), ("lenght", "did you mean length"), ("no_such_package:fn", "no_such_pack"),
-    ({"reward": "length", "settings": {"most": -1}}, "most"), ({"reward": "vader", "token_env": "X"}, "only servers take a"),
+@pytest.mark.parametrize(("reward", "where", "fix"), [
+    ("tests.training.online.rewards:vowel", "reward.0.reward", "vowels"),
+    ("lenght", "reward.0.reward", "length"),
+    ("no_such_package:fn", "reward.0.reward: no_such_package:fn", ""),
+    ({"reward": "length", "settings": {"most": -1}}, "reward.0.settings.most", ""),
+    ({"reward": "vader", "token_env": "X"}, "reward.0.token_env", ""),
 ])  # fmt: skip
 def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
-    reward: Any, said: str, place: Path, monkeypatch: pytest.MonkeyPatch
+    reward: Any, where: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded"))
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError) as info:
         valence.train(recipe(place) | {"reward": reward})
+    assert info.value.code.startswith("reward-")
+    check_error(info.value, info.value.code, where=where, fix=fix)
 
 
-def test_memory_that_runs_out_while_sampling_is_told(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_runs_out_while_sampling_is_an_error(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
     monkeypatch.setattr("valence.rollout.hf.HFGenerator.generate", full)
-    with pytest.raises(UserError, match=r"rollout\.at_once: 64: out of memory while sampling"):
+    with raises_error("out-of-memory", where="rollout.at_once: 64", fix="rollout.max_new_tokens"):
         train(recipe(place))

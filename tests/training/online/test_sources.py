@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, ThreadPoolExecutor
+from concurrent.futures import CancelledError
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,20 +29,26 @@ class Endless:
         pass
 
 
-def test_answers_that_nobody_waits_for_are_given_up() -> None:
+def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """When others are asked for, and at the end of the run, which they would hold up."""
-    made: Any = OnServer.__new__(OnServer)
-    made.generator, made.server, made._unwanted = Endless(), None, threading.Event()
-    made._thread = ThreadPoolExecutor(1)
-    made._sync = lambda sampling: None
-    first = made.begin([(1,)], 1, Sampling())
-    assert made.generator.began.acquire(timeout=10)
-    second = made.begin([(2,)], 1, Sampling())
-    assert isinstance(first.exception(timeout=10), CancelledError)
-    assert made.generator.began.acquire(timeout=10)
-    made.close()
-    assert isinstance(second.exception(timeout=10), CancelledError)
-    made._thread.shutdown(wait=True)
+    client = Endless()
+    monkeypatch.setattr("valence.rollout.openai.OpenAIGenerator", lambda *_, **__: client)
+    rollout = SimpleNamespace(engine="openai", url="http://127.0.0.1:1", timeout=1.0)
+    encoder = SimpleNamespace(end_ids=(), tokenizer=None, vocab=SimpleNamespace(prefix=()))
+    run: Any = SimpleNamespace(
+        recipe=SimpleNamespace(rollout=rollout),
+        divided=False,
+        prepared=SimpleNamespace(encoder=encoder),
+        warn=pytest.fail,
+    )
+    source = OnServer(run)
+    first = source.begin([(1,)], 1, Sampling())
+    assert client.began.acquire(timeout=60)
+    second = source.begin([(2,)], 1, Sampling())
+    assert isinstance(first.exception(timeout=60), CancelledError)
+    assert client.began.acquire(timeout=60)
+    source.close()
+    assert isinstance(second.exception(timeout=60), CancelledError)
 
 
 @pytest.mark.parametrize(("lora", "rank"), [(None, 0), ({"r": 4}, 4), ({"r": 4, "rank_pattern": {"q_proj": 24}}, 24)])

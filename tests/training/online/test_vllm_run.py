@@ -12,7 +12,7 @@ from tests.training.online.rig import logged, make, recipe
 from tests.training.resuming import train
 from valence.training.online.collect import Collector
 
-pytestmark = pytest.mark.vllm
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @needs_vllm
@@ -22,10 +22,10 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(tmp_path: Path, monkeyp
     rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": True}
     begun, begin = list[int](), Collector.begin
     monkeypatch.setattr(Collector, "begin", lambda self, *given: (begun.append(self.run.step), begin(self, *given)))
-    run, said = train(recipe(tmp_path, rollout=rollout))
+    run, _ = train(recipe(tmp_path, rollout=rollout))
     assert run.rounds is not None
     server = run.rounds.collector.generator.server  # type: ignore[attr-defined]
-    assert "starting a vLLM server" in said
+    assert server.log.is_file()
     assert server.process is None
     rows = logged(tmp_path)[1:]
     assert [row["prompts"] for row in rows] == [3, 6, 9, 12, 15, 18]

@@ -310,13 +310,16 @@ class Collector:
     def _budget(self, scores: Sequence[Score], tally: Tally) -> None:
         failed = [score.error for score in scores if score.value is None]
         tally.failures += failed
-        most = 0.0 if self.rollout.on_failure == "stop" else self.rollout.max_failed
+        stops = self.rollout.on_failure == "stop"
+        most = 0.0 if stops else self.rollout.max_failed
         if len(failed) > most * len(scores):
-            allowed = f"more than rollout.max_failed: {most:g} of them" if most else "and rollout.on_failure is stop"
+            allowed = f"more than rollout.max_failed: {most:g} of them"
+            if stops:
+                allowed = "and rollout.on_failure is stop"
             self.run.together = True
             raise UserError(
                 f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: {failed[0]}",
-                code="reward-failures",
+                code="reward-failed" if stops else "reward-failures",
                 where="reward",
                 fix="mend the reward; the same command then goes on from the last step",
             )
