@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
+from tests.errors import raises_error
 from tests.models import tiny
 from valence.engine import checkpointing
 from valence.engine.check import plain_batch
 from valence.engine.checkpointing import recompute_layers
 from valence.engine.logprobs import ROUND, Engine
 from valence.engine.models import build_policy
-from valence.errors import UserError
 
 LAYERS = 5
 RECOMPUTED = {"off": (), "selective": (1, 3), "full": range(LAYERS), "offloaded": range(LAYERS)}
@@ -124,12 +124,12 @@ def test_a_compiled_layer_is_computed_again_just_so() -> None:
 
 
 def test_on_a_cpu_there_is_nothing_to_offload_to() -> None:
-    with pytest.raises(UserError, match=r"train\.checkpointing.*nothing to offload to"):
+    with raises_error("checkpointing-unsupported", where="train.checkpointing", fix="full"):
         recompute_layers(tiny(), "offloaded", torch.device("cpu"))
 
 
 def test_a_model_without_layers_to_recompute_is_refused() -> None:
-    with pytest.raises(UserError, match="no layers that can run again"):
+    with raises_error("checkpointing-unsupported", where="train.checkpointing", fix="off"):
         recompute_layers(nn.Linear(2, 2), "full", torch.device("cpu"))
     recompute_layers(nn.Linear(2, 2), "off", torch.device("cpu"))
 

@@ -120,7 +120,7 @@ PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk
 def test_a_forest_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
-        monkeypatch.setattr(attention, "attend", lambda *given: attention._by_sdpa(*given))
+        monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
     engine = policy(name, how)
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)

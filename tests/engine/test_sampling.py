@@ -39,7 +39,7 @@ def test_answers_come_from_the_products_of_training(name: str, lora: Any, narrow
 
     monkeypatch.setattr(kv, "give_room", watched)
     made: Any = engine.model
-    with engine.sampling(), engine._autocast() if narrow else nullcontext():
+    with engine.sampling(), engine.autocast() if narrow else nullcontext():
         rows = HFGenerator(made, tokenizer).generate(PROMPTS, 3, Sampling(max_new_tokens=12))
     assert products == {torch.bfloat16 if narrow else torch.float32}
     roomy = [layer for layer in caches[0].layers if isinstance(layer, kv.Roomy)]
