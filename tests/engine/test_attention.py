@@ -170,7 +170,7 @@ def blocks_of(counts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("walked", [True, False])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
 def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool, window: int) -> None:
     """And none is taken for one in which all is seen. Few are looked into in vain where rows come as in a walk depth first."""
     draw = random.Random(seed)
@@ -237,7 +237,7 @@ def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     torch.testing.assert_close(visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
     forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     given = heads(40, dtype=dtype, d=16, d_v=16)

@@ -56,9 +56,10 @@ def measured(engine: Engine) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize(("kind", "dtype", "dropout"), [
-    ("llama", torch.float64, None), ("llama", torch.float64, 0.3), ("llama", torch.bfloat16, None),
-    ("llama", torch.bfloat16, 0.0), ("llama", torch.bfloat16, 0.3), ("gpt2", torch.float64, 0.3), ("gemma2", torch.float64, None),
-    ("qwen3_moe", torch.float32, None), ("qwen3_moe", torch.float32, 0.0),
+    ("llama", torch.float64, None), ("llama", torch.bfloat16, 0.3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("llama", torch.float64, 0.3), ("llama", torch.bfloat16, None), ("llama", torch.bfloat16, 0.0),
+        ("gpt2", torch.float64, 0.3), ("gemma2", torch.float64, None), ("qwen3_moe", torch.float32, None),
+        ("qwen3_moe", torch.float32, 0.0))),
 ])  # fmt: skip
 @pytest.mark.usefixtures("offloading")
 def test_values_and_gradients_are_those_without(kind: str, dtype: torch.dtype, dropout: float | None) -> None:

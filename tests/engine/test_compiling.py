@@ -44,6 +44,7 @@ def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.Mon
     assert count["valence::forest_attention"] == layers
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("adapter", "checkpointing"), [(True, "full"), (True, "selective"), (False, "selective")])
 def test_a_layer_that_runs_again_runs_the_same_program(
     adapter: bool, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
@@ -80,6 +81,7 @@ def test_a_layer_that_runs_again_runs_the_same_program(
         compiled.train()(batches[0]).logp.sum().backward()
 
 
+@pytest.mark.slow
 def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each layer would be one, by its number."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -96,6 +98,7 @@ def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.Monk
     assert counters["stats"]["unique_graphs"] == graphs > 0
 
 
+@pytest.mark.slow
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
 def test_layers_are_compiled_around_the_attention_of_cuda() -> None:

@@ -98,7 +98,7 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [repeatable(row) for row in rows]
 
 
-@pytest.mark.parametrize("method", ["kto", "dpo"])
+@pytest.mark.parametrize("method", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
 def test_a_step_does_not_depend_on_how_it_is_cut(method: str, place: Path, tmp_path: Path) -> None:
     found = []
     for cut in (4096, 24):
@@ -168,6 +168,7 @@ def test_only_linear_layers_are_quantized_and_nothing_casts_them(place: Path) ->
         assert torch.equal(kept.view(torch.uint8), before[f"{name.replace('.base_layer', '')}.weight"].view(torch.uint8))
 
 
+@pytest.mark.slow
 def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(place: Path, tmp_path: Path) -> None:
     class KilledError(BaseException):
         pass
@@ -188,7 +189,7 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(place: Path
     assert records(tmp_path / "run") == records(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("method", ["dpo", "pointwise"])
+@pytest.mark.parametrize("method", ["dpo", pytest.param("pointwise", marks=pytest.mark.slow)])
 def test_the_exported_model_is_the_whole_one_with_the_adapter(method: str, place: Path, tmp_path: Path) -> None:
     run = valence.train(recipe(place, tmp_path, method), quiet=True)
     trained = weights(run)
@@ -208,6 +209,7 @@ def test_the_exported_model_is_the_whole_one_with_the_adapter(method: str, place
             assert torch.equal(found[name], base)
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) -> None:
     run = valence.train(recipe(place, tmp_path, "dpo", data={"eval": [{"path": str(tmp_path / "dpo.jsonl")}]}), quiet=True)
     found = restore(tmp_path / "run", quiet=True)
@@ -304,6 +306,7 @@ def _trained(group: Group, place: Path, folder: Path, dtype: str) -> dict[str, A
     }
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -> None:
     everything = trained(Single(), place, tmp_path)

