@@ -227,8 +227,9 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
-@pytest.mark.parametrize("softcap", [0.0, 0.8])
-@pytest.mark.parametrize("window", [0, 5])
+@pytest.mark.parametrize(("window", "softcap"), [
+    (0, 0.0), (5, 0.8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0.8), (5, 0.0)))
+])  # fmt: skip
 def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))

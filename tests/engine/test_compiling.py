@@ -26,6 +26,7 @@ from valence.engine.models import build_policy
 from valence.rollout import HFGenerator, Sampling
 
 
+@pytest.mark.slow
 def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler computes again what it thinks cheap, and knows nothing of this operator but what it is told."""
     if shutil.which("g++") is None:

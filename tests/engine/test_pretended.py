@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.engine.test_oracle import FAST, PATTERNS
+from tests.engine.test_oracle import PATTERNS
 from tests.forests import conversations, sharing
 from tests.models import ARCHITECTURES, tiny
 from tests.pretend import CUDA, HOST, pretended
@@ -20,7 +20,7 @@ from valence.types import Batch
 
 HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
 HOW += [
-    pytest.param(name, "off", PATTERNS[1], marks=[] if name in (*FAST, "qwen3_moe") else pytest.mark.slow)
+    pytest.param(name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow)
     for name in ARCHITECTURES
 ]
 

@@ -98,7 +98,8 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [repeatable(row) for row in rows]
 
 
-@pytest.mark.parametrize("method", ["kto", pytest.param("dpo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["kto", "dpo"])
 def test_a_step_does_not_depend_on_how_it_is_cut(method: str, place: Path, tmp_path: Path) -> None:
     found = []
     for cut in (4096, 24):
@@ -223,6 +224,7 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
     assert 0 < (merged - theirs).abs().max() <= 2 * rounding
 
 
+@pytest.mark.slow
 def test_an_adapter_goes_on(place: Path, tmp_path: Path) -> None:
     first = valence.train(recipe(place, tmp_path, run={"export": "adapter"}), quiet=True)
     sections: dict[str, Any] = {

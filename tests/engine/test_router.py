@@ -98,7 +98,7 @@ def test_the_value_is_that_of_transformers_on_one_sequence(packed: bool) -> None
     assert abs(found.item() - 2) > 1e-3  # the load is not uniform, where any routing would have this value
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["off", pytest.param("selective", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_gradient_is_that_of_plain_autograd(packed: bool, checkpointing: Checkpointing) -> None:
     plain = policy()

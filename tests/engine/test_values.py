@@ -58,8 +58,8 @@ def by_hand(engine: Engine, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("packed", [True, False])
 @pytest.mark.parametrize(("name", "how"), [
-    ("llama", "lora"), ("gemma2", "full"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("llama", "full"), ("llama-tied", "checkpointed"), ("gpt2", "lora"), ("qwen3", "full"))),
+    ("llama", "lora"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("llama", "full"), ("gemma2", "full"), ("llama-tied", "checkpointed"), ("gpt2", "lora"), ("qwen3", "full"))),
 ])  # fmt: skip
 def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
     name: str, how: str, packed: bool, trunk: Literal["separate", "shared"]
@@ -165,7 +165,7 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-@pytest.mark.parametrize("how", ["full", "lora"])
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_what_trains_is_all_that_a_saved_state_needs(trunk: Literal["separate", "shared"], how: str) -> None:
     engine, batch = valued(trunk, how=how), forest_of(conversations())
     saved = {key: p.detach().clone() for key, p in engine.named_parameters() if p.requires_grad}
@@ -182,8 +182,9 @@ def test_what_trains_is_all_that_a_saved_state_needs(trunk: Literal["separate", 
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize("how", ["full", "lora"])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("how", "packed"), [
+    ("lora", True), ("full", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", True), ("lora", False)))
+])  # fmt: skip
 def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
     lora = LORA if how == "lora" else None
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
