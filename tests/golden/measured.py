@@ -70,18 +70,16 @@ class Models:
 def models(of: Of) -> Models:
     reference = None
     if of in ("tokens", "values"):
-        policy = build_policy(tiny("gpt2", seed=4, layers=1), dtype=torch.float64)
+        policy = build_policy(tiny("gpt2", seed=3), dtype=torch.float64)
         if of == "values":
             add_values(policy, trunk="shared")
             torch.nn.init.normal_(_head(policy).weight, std=0.3, generator=torch.Generator().manual_seed(4))
-        reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8, layers=1), name="another")
+        reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another")
         assert isinstance(reference, Frozen)
     else:
-        policy = build_policy(
-            reward_model("gpt2", n_layer=1, num_hidden_layers=1), dtype=torch.float64, levels=LEVELS if of == "levels" else None
-        )
+        policy = build_policy(reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None)
     assert policy.packs, "the packed layout was found wrong: its one-by-one stand-in would hide this here"
-    draw = torch.Generator().manual_seed(2)
+    draw = torch.Generator().manual_seed(1)
     drawn = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in policy.parameters()]
     length = math.sqrt(sum(float(v.square().sum()) for v in drawn))
     return Models(policy, reference, tuple(v / length for v in drawn))

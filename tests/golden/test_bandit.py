@@ -237,7 +237,7 @@ def test_with_k3_in_the_loss_the_policy_is_another() -> None:
     assert (found - tilted(1, 0.5 / beta)).abs().max() > 0.01
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dapo", "cispo"))])
 def test_divided_by_the_spread_rewards_are_ranks_of_pairs(name: str) -> None:
     """In a group of two the better answer has an advantage of nearly 1/sqrt(2), however much better it is. With k2 in the loss
     kl_weight*log(pi/ref) is, but for a constant, the expected advantage of an answer, which depends on pi itself."""
