@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
-import pytest
-
-from tests.arch.source import FILES, name_of, tree
+from tests.arch.source import FILES, shown, tree
 
 MODE_AT = {"open": 1, "fdopen": 1, "Path.open": 0, "NamedTemporaryFile": 0, "TemporaryFile": 0}
 """Functions that open files -> position of the mode."""
@@ -42,9 +39,8 @@ def _constant(node: ast.AST | None) -> object:
     return node.value if isinstance(node, ast.Constant) else None
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_text_has_a_named_encoding(path: Path) -> None:
-    assert list(unnamed(tree(path))) == []
+def test_text_has_a_named_encoding() -> None:
+    assert [f"{shown(path)}:{line}" for path in FILES for line in unnamed(tree(path))] == []
 
 
 def test_the_check_finds_what_it_looks_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of
+from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown
 
 LAYERS = (
     "checksums",
@@ -83,39 +84,41 @@ def part_of(path: Path) -> str:
     return "__main__" if path.name == "__main__.py" else (name_of(path).split(".")[1:] or [""])[0]
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_go_down_only(path: Path) -> None:
-    part = part_of(path)
-    allowed = [f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))]
-    allowed += ["valence.__version__"]
-    wrong = [
-        f"{path.relative_to(ROOT)}:{line}: {name}"
-        for line, name in imports(path)
-        if is_in(name, "valence") and not any(is_in(name, prefix) for prefix in allowed)
-    ]
-    assert wrong == []
-
-
-def test_the_rules_name_every_part() -> None:
+def test_imports_go_down_only() -> None:
     assert {part_of(path) for path in FILES} == set(MAY_IMPORT)
+    wrong: list[str] = []
+    for path in FILES:
+        part = part_of(path)
+        allowed = [f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))]
+        allowed += ["valence.__version__"]
+        wrong += [
+            f"{shown(path)}:{line}: {name}"
+            for line, name in imports(path)
+            if is_in(name, "valence") and not any(is_in(name, prefix) for prefix in allowed)
+        ]
+    assert wrong == []
 
 
 def test_losses_are_pure() -> None:
     """Tensors in, tensors out: nothing but torch and the words for bounds of settings."""
-    outside = {
-        name.split(".")[0]
+    allowed = {"valence", *PURE, *sys.stdlib_module_names}
+    losses = [path for path in FILES if part_of(path) == "losses"]
+    assert losses
+    assert [
+        f"{shown(path)}:{line}: {name}"
+        for path in losses
+        for line, name in imports(path)
+        if name.split(".")[0] not in allowed
+    ] == []  # fmt: skip
+
+
+def test_libraries_that_only_some_runs_need_are_imported_where_used() -> None:
+    assert [
+        f"{shown(path)}:{line}: {name}"
         for path in FILES
-        if part_of(path) == "losses"
-        for _, name in imports(path)
-        if not is_in(name, "valence")
-    }
-    assert outside - sys.stdlib_module_names <= set(PURE)
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_libraries_that_only_some_runs_need_are_imported_where_used(path: Path) -> None:
-    wrong = [f"{path}:{line}: {name}" for line, name in imports(path, top=True) if name.split(".")[0] in HEAVY]
-    assert wrong == []
+        for line, name in imports(path, top=True)
+        if name.split(".")[0] in HEAVY
+    ] == []  # fmt: skip
 
 
 def test_what_is_imported_is_declared() -> None:
@@ -138,58 +141,31 @@ def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed() -> None
 
 
 def test_only_dist_speaks_to_other_processes() -> None:
-    users = [path for path in FILES for _, name in imports(path) if is_in(name, "torch.distributed")]
+    users = [
+        f"{shown(path)}:{line}"
+        for path in FILES
+        if part_of(path) != "dist"
+        for line, name in imports(path)
+        if is_in(name, "torch.distributed")
+    ]
     # A server that is sent weights is no process of the run.
-    assert [path.name for path in users if part_of(path) != "dist"] == ["vllm_plugin.py"]
+    assert [place for place in users if not place.startswith("valence/rollout/vllm_plugin.py:")] == []
 
 
-def modules_after(code: str) -> set[str]:
-    """The modules that are loaded once this code has run in a process of its own."""
-    return set(run_code(code).rpartition("LOADED ")[2].split())
-
-
-def run_code(code: str) -> str:
-    """What this code prints in a process of its own, and after that the word LOADED and the names of all loaded modules."""
-    shown = f"import sys\ntry:\n    {code}\nexcept SystemExit:\n    pass\nprint('LOADED', *sys.modules)"
-    return subprocess.run([sys.executable, "-c", shown], capture_output=True, text=True, check=True, cwd=ROOT).stdout
-
-
-@pytest.mark.parametrize("code", [
+STATEMENTS = (
     "import valence",
     "import valence.config.load",
     "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
     "from valence.training.methods import METHODS, ONLINE; [m.settings for m in (*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
-    "import valence.cli; sys.argv = ['valence', '--help']; valence.cli.main()",
-    "import valence.cli; sys.argv = ['valence', 'train', '--help']; valence.cli.main()",
-])  # fmt: skip
-def test_what_needs_no_tensors_waits_for_no_torch(code: str) -> None:
-    loaded = modules_after(code)
-    assert "valence" in loaded
-    assert not loaded & {"torch", "transformers", *HEAVY}
-
-
-@pytest.mark.parametrize("words", [
-    "train recipe.yaml", "resume .", "evaluate .", "score recipe.yaml", "sample . --prompt so", "export . model"
-])  # fmt: skip
-def test_who_only_starts_processes_waits_for_no_torch(words: str, tmp_path: Path) -> None:
-    write_recipe(tmp_path)
-    place = f"import os, valence.cli; from valence.dist import launch; os.chdir({str(tmp_path)!r}); "
-    noted = "launch.launch = lambda *_: len(sys.modules.setdefault('launched', sys).argv) and 0; "
-    loaded = modules_after(f"{place}{noted}sys.argv = {['valence', *words.split(), '--nproc', '2']}; valence.cli.main()")
-    assert "launched" in loaded
-    assert not loaded & {"torch", "transformers", *HEAVY}
-
-
-def write_recipe(folder: Path, **changes: Any) -> None:
-    """A recipe, also as a run's own, with its file of rows."""
-    recipe = {"method": "kto", "model": {"name": "tiny"}, "data": {"train": "rows.jsonl"}} | changes
-    for name in ("recipe.yaml", "config.yaml"):
-        (folder / name).write_text(json.dumps(recipe))
-    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
-
-
-MISTAKES = {
+)
+"""What needs no tensors."""
+HELP = ("--help", "train --help")
+STARTING = ("train recipe.yaml", "resume .", "evaluate .", "score recipe.yaml", "sample . --prompt so", "export . model")
+"""Commands that with --nproc only start processes."""
+READING = ("check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume .")
+"""Commands that a mistake in the recipe ends."""
+MISTAKES: dict[str, dict[str, Any]] = {
     "an unknown setting": {"train": {"learning_rte": 1e-5}},
     "a wrong type": {"train": {"batch_size": "many"}},
     "a wrong method": {"method": "kot"},
@@ -199,25 +175,87 @@ MISTAKES = {
     "a wrong combination": {"method": "dpo", "data": {"train": "rows.jsonl", "stratify": True}},
     "a missing file": {"data": {"train": "row.jsonl"}},
 }
+RUN_IN_TURN = """
+import json, os, sys
+found, folder = [], sys.argv[1]
+with open(f"{folder}/cases.json") as file:
+    cases = json.load(file)
+
+def loaded(forbidden):
+    return sorted(forbidden & sys.modules.keys())
+
+for case in cases:
+    status, launched = None, []
+    os.chdir(case["folder"])
+    try:
+        if "statement" in case:
+            exec(case["statement"], {})
+        else:
+            import valence.cli
+            from valence.dist import launch
+            launch.launch = lambda *_: launched.append(True) or 0
+            sys.argv = ["valence", *case["words"].split()]
+            valence.cli.main()
+    except SystemExit as error:
+        status = error.code
+    found.append([status, bool(launched), loaded(set(case["forbidden"]))])
+with open(f"{folder}/found.json", "w") as file:
+    json.dump(found, file)
+"""
+"""Runs statements and commands in one process, one after the other, and writes to a file how each ended (its exit status, and
+whether it would have started processes) and which forbidden modules are loaded by then."""
 
 
-@pytest.mark.parametrize("changes", MISTAKES.values(), ids=MISTAKES)
-@pytest.mark.parametrize("command", ["check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume ."])
-def test_a_mistake_in_a_recipe_is_reported_without_torch(command: str, changes: dict[str, Any], tmp_path: Path) -> None:
-    write_recipe(tmp_path, **changes)
-    words = f"import os, time, valence.cli; os.chdir({str(tmp_path)!r}); sys.argv = {['valence', *command.split()]}"
-    measured = "sys.modules[f'CPU={time.process_time()}'] = sys"
-    code = f"{words}\n    try:\n        valence.cli.main()\n    finally:\n        {measured}; print('STATUS', sys.exc_info()[1])"
-    done = run_code(code)
-    assert "STATUS 2" in done
-    loaded = set(done.rpartition("LOADED ")[2].split())
-    assert not loaded & {"torch", "transformers", "numpy", *HEAVY}
-    (cpu,) = (float(name.removeprefix("CPU=")) for name in loaded if name.startswith("CPU="))
-    assert cpu < 3  # seconds; 0.4 on an idle machine, and imports of torch and transformers take 5
+def write_recipe(folder: Path, **changes: Any) -> None:
+    """A recipe, also as a run's own, with its file of rows."""
+    recipe = {"method": "kto", "model": {"name": "tiny"}, "data": {"train": "rows.jsonl"}} | changes
+    folder.mkdir()
+    for name in ("recipe.yaml", "config.yaml"):
+        (folder / name).write_text(json.dumps(recipe))
+    (folder / "rows.jsonl").write_text('{"prompt": "a", "completion": "b", "label": true}\n')
 
 
+def test_what_needs_no_tensors_loads_no_torch(tmp_path: Path) -> None:
+    """A mistake in a recipe is reported, and processes are started, without waiting for libraries to load."""
+    write_recipe(tmp_path / "right")
+    for name, changes in MISTAKES.items():
+        write_recipe(tmp_path / name, **changes)
+    torch_free = ["torch", "transformers", *HEAVY]
+    strict = [*torch_free, "numpy"]
+    here = str(tmp_path / "right")
+    cases: list[dict[str, Any]] = [
+        {"statement": code, "folder": here, "ends": [None, False], "forbidden": torch_free} for code in STATEMENTS
+    ]
+    cases += [{"words": words, "folder": here, "ends": [0, False], "forbidden": torch_free} for words in HELP]
+    cases += [
+        {"words": words, "folder": str(tmp_path / name), "ends": [2, False], "forbidden": strict}
+        for name in MISTAKES
+        for words in READING
+    ]
+    cases += [{"words": f"{words} --nproc 2", "folder": here, "ends": [0, True], "forbidden": torch_free} for words in STARTING]
+    (tmp_path / "cases.json").write_text(json.dumps(cases))
+    run_python(RUN_IN_TURN, str(tmp_path))
+    found = json.loads((tmp_path / "found.json").read_text())
+    wrong = [
+        (case.get("statement", case.get("words")), Path(case["folder"]).name, ends, modules)
+        for case, (*ends, modules) in zip(cases, found, strict=True)
+        if ends != case["ends"] or modules
+    ]
+    assert wrong == []
+
+
+def run_python(code: str, *arguments: str) -> str:
+    """What this code prints in a process of its own."""
+    command = [sys.executable, "-c", code, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
 def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
-    loaded = modules_after("import valence.api")
+    loaded = set(run_python("import sys, valence.api; print(*sys.modules)").split())
     assert "torch" in loaded
     assert not loaded & set(HEAVY) - {"accelerate"}  # which transformers loads where it is installed
 

@@ -18,16 +18,19 @@ from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
 from valence.engine.scores import Scorer
 from valence.losses import LOSSES
-from valence.losses.stats import RewardShift, reference_point
+from valence.losses.average import Average, counts, divisors
+from valence.losses.stats import RewardShift, moments, powers, reference_point
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective, Outcome
-from valence.types import Encoded, Mean, TokenOut
+from valence.types import Batch, Encoded, Mean, TokenOut
 
 ROWS = sorted(LOSSES)
 SUMMED = {"ipo": {"normalize": False}}
 """What makes a row read sums over whole answers, which some modifiers ask for."""
 NEVER_ALONE = 10_000
+ONE_EACH, SEVERAL = 1, 60
+"""Tokens of a micro-batch: each row of data has one of its own, or several share one."""
 ON: dict[str, dict[str, Any]] = {
     "humanline": {"humanline": (-0.05, 0.1)}, "ld_alpha": {"ld_alpha": 0.3}, "smoothing": {"label_smoothing": 0.2},
     "f_divergence": {"f_divergence": "js"}, "wpo": {"wpo": True}, "nll": {"nll_weight": 0.7},
@@ -76,21 +79,32 @@ def slopes(policy: Engine) -> Tensor:
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
 
 
+SPLITS = [(ONE_EACH, SEVERAL), pytest.param((24, 33, NEVER_ALONE), marks=pytest.mark.slow)]
+
+
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
-    whole = same_however_cut(name, settings, models_of(name), units_for(name))
+    budgets = (SEVERAL,) if settings else (ONE_EACH, SEVERAL)
+    whole = same_however_cut(name, settings, models_of(name), units_for(name), budgets)
     assert whole.class_sums is None or LOSSES[name].shifts
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
+def test_more_ways_to_cut_a_step(name: str, settings: dict[str, Any]) -> None:
+    same_however_cut(name, settings, models_of(name), units_for(name), (ONE_EACH, 24, 33, SEVERAL, NEVER_ALONE))
+
+
+@pytest.mark.parametrize("budgets", SPLITS, ids=["few", "more"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_order(name: str) -> None:
+def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_order(name: str, budgets: Sequence[int]) -> None:
     """With no reference, where none is read; and with every term."""
     if name == "ppo":
-        same_however_cut(name, {**EVERY, "value": True}, valued(), sampled())
+        same_however_cut(name, {**EVERY, "value": True}, valued(), sampled(), budgets)
     else:
-        same_however_cut(name, EVERY, models_of(name), sampled())
+        same_however_cut(name, EVERY, models_of(name), sampled(), budgets)
     assert not LOSSES[name].refers(METHODS[name].resolve({}))
-    same_however_cut(name, {}, (models_of(name)[0], None), sampled(), budgets=(1, 24, NEVER_ALONE))
+    same_however_cut(name, {}, (models_of(name)[0], None), sampled(), budgets)
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -100,7 +114,7 @@ def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> No
     settings = {**EVERY, "value": True} if name == "ppo" else EVERY
     models = valued() if name == "ppo" else models_of(name)
     rows = [masked(row) if i % 3 == 1 else row for i, row in enumerate(sampled())]
-    same_however_cut(name, settings, models, rows)
+    same_however_cut(name, settings, models, rows, (ONE_EACH, SEVERAL))
 
     made = objective(name, *models, **settings)
     others = [row for row in rows if any(row.answers[0].mask)]
@@ -121,9 +135,9 @@ def masked(row: Encoded) -> Encoded:
 
 def same_however_cut(
     name: str, settings: dict[str, Any], models: tuple[Engine, Reference | None], rows: list[Encoded],
-    budgets: Sequence[int] = (1, 24, 33, 60, NEVER_ALONE),
+    budgets: Sequence[int],
 ) -> Outcome:  # fmt: skip
-    """Loss, gradient and numbers of a step in one micro-batch and in many, in any order."""
+    """Loss, gradient and numbers of a step in one micro-batch and in many, in any order. budgets: tokens of a micro-batch."""
 
     def made(budget: int) -> Objective:
         found = objective(name, *models, budget=budget, **settings)
@@ -133,9 +147,10 @@ def same_however_cut(
     whole, numbers, grad = gradient(made(NEVER_ALONE), rows)
     assert whole.micro_batches == 1
     assert grad.norm() > 1e-6
-    seen = set()
-    for seed, budget in enumerate(budgets):
-        shuffled = random.Random(seed).sample(rows, len(rows))
+    seen = {1}
+    for budget in budgets:
+        shuffled = random.Random(budget).sample(rows, len(rows))
+        assert shuffled != rows
         cut, cut_numbers, cut_grad = gradient(made(budget), shuffled)
         seen.add(cut.micro_batches)
         assert cut_numbers.keys() == numbers.keys()
@@ -144,18 +159,22 @@ def same_however_cut(
         torch.testing.assert_close(cut_grad, grad, rtol=1e-10, atol=1e-12)
         if whole.class_sums is not None:
             torch.testing.assert_close(cut.class_sums, whole.class_sums, rtol=1e-10, atol=1e-12)
-    assert {1, len(rows)} <= seen
-    assert len(seen) >= 3
+    assert len(seen) > 1
+    assert SEVERAL not in budgets or any(1 < count < len(rows) for count in seen)
+    assert ONE_EACH not in budgets or len(rows) in seen
     return whole
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES[len(ROWS) :], ids=NAMES[len(ROWS) :])
 def test_a_modifier_that_is_on_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
-    policy, reference = models_of(name)
-    rows = units_for(name)
-    _, _, plain = gradient(objective(name, policy, reference, **SUMMED.get(name, {})), rows)
-    _, _, changed = gradient(objective(name, policy, reference, **settings), rows)
+    plain = plain_gradient(name)
+    _, _, changed = gradient(objective(name, *models_of(name), **settings), units_for(name))
     assert (changed - plain).norm() > 1e-3 * plain.norm()
+
+
+@cache
+def plain_gradient(name: str) -> Tensor:
+    return gradient(objective(name, *models_of(name), **SUMMED.get(name, {})), units_for(name))[2]
 
 
 @pytest.mark.parametrize(("name", "settings"), GIVEN, ids=GIVEN_NAMES)
@@ -173,18 +192,34 @@ def test_a_modifier_of_sampled_answers_changes_the_gradient(name: str, settings:
         torch.testing.assert_close(changed, plain, rtol=1e-12, atol=1e-15)
 
 
+@cache
+def equal_models() -> tuple[Engine, Reference]:
+    policy, same = policy_and_reference()
+    same.engine.load_state_dict(policy.state_dict())  # type: ignore[attr-defined]
+    return policy, same
+
+
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].needs_reference])
 def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
-    policy, _ = policy_and_reference()
-    _, same = policy_and_reference()
-    same.engine.load_state_dict(policy.state_dict())  # type: ignore[attr-defined]
-    _, numbers, grad = gradient(objective(name, policy, same), units(METHODS[name].kind))
+    _, numbers, grad = gradient(objective(name, *equal_models()), units(METHODS[name].kind))
     assert torch.isfinite(grad).all()
     assert all(abs(value) < 1e6 for value in numbers.values())
     for key in ("rewards/chosen", "rewards/rejected", "rewards/margins", "kl", "kl/raw"):
         assert numbers.get(key, 0.0) == pytest.approx(0.0, abs=1e-12)
     assert numbers.get("rewards/auc", 0.5) == 0.5
     assert numbers.get("rewards/accuracies", 0.5) == 0.5
+
+
+def of_the_step(made: Objective, batch: Batch) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
+    """What averages divide by, and what losses share, in a step of this micro-batch alone."""
+    loss, shared = made.method.loss, dict[str, Tensor]()
+    names = loss.averages(made.settings)
+    if loss.shifts:
+        shared["delta"] = torch.tensor(made.shift.delta)
+    if loss.credit is not None:
+        scores = torch.zeros(0) if batch.target is None else batch.target[:, 0]
+        shared["moments"] = moments(powers(scores.double()))
+    return divisors(names, counts(names, [batch])), shared
 
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].of_scores])
@@ -198,7 +233,7 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     n = torch.bincount(batch.read[1])[batch.seq].double()
     logp = (-batch.mask.double() / n).requires_grad_()
     ref = logp.detach() if made.method.needs_reference else None
-    count, shared = made._counted([batch])
+    count, shared = of_the_step(made, batch)
     if made.method.mismatches:
         shared["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
     plain, view = loss.read(batch, TokenOut(logp), ref, made.settings, shared)
@@ -227,7 +262,7 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     loss = made.method.loss
     (batch,) = made.batches([row for row in sampled(known=("adv",)) if row.weight > 0])
     logp = (-batch.mask.double()).requires_grad_()
-    count, shared = made._counted([batch])
+    count, shared = of_the_step(made, batch)
     plain, view = loss.read(batch, TokenOut(logp), None, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
@@ -244,7 +279,7 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
     made = objective(name, policy, None)
     loss, rows = made.method.loss, [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0]
     (batch,) = made.batches(rows)
-    count, shared = made._counted([batch])
+    count, shared = of_the_step(made, batch)
     if policy.thresholds is not None:
         shared["thresholds"] = policy.thresholds.detach()
     attributes = 1 if batch.target is None else batch.target.shape[1]
@@ -278,7 +313,8 @@ def test_a_weight_multiplies_and_never_divides(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].statistic])
 def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     """The gradient is that of the loss with its statistic held fixed."""
-    policy, reference = policy_and_reference()
+    policy, reference = models_of(name)
+    assert reference is not None
     made = objective(name, policy, reference, budget=budget)
     rows = in_order(units(METHODS[name].kind))
     outcome, numbers, grad = gradient(made, rows)
@@ -297,7 +333,7 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
 
 
 def test_an_absent_class_is_left_out_and_never_zero() -> None:
-    policy, reference = policy_and_reference()
+    policy, reference = models_of("kto")
     rows = [replace(row, label=True) for row in units("judgement")]
     _, numbers, grad = gradient(objective("kto", policy, reference), rows)
     assert "rewards/chosen" in numbers

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.units import objective, policy_and_reference, units
 from valence.data.pack import collate
@@ -21,7 +22,6 @@ from valence.engine.digest import Digests
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference, load_model
 from valence.engine.reference import Frozen, Later, Reference
-from valence.errors import UserError
 from valence.types import Batch, Encoded
 
 
@@ -201,10 +201,11 @@ def test_a_flipped_byte_is_named_and_computed_again(tmp_path: Path) -> None:
     raw[9] ^= 1
     path.write_bytes(raw)
     cached = Cached(reference, tmp_path)
-    with pytest.warns(UserWarning, match=path.name):
+    with pytest.warns(UserWarning, match=path.name) as warned:
         assert torch.equal(cached(batch), expected)
+    assert len(warned) == 1
     assert (cached.hits, cached.misses) == (2, 1)
-    assert "1 of them since they were damaged" in cached.summary
+    assert cached.ledger.damaged == 1
     again = Cached(reference, tmp_path)  # what was computed again is found from now on
     again(batch)
     assert (again.hits, again.misses) == (3, 0)
@@ -216,12 +217,12 @@ def test_values_of_another_reference_are_refused_wherever_they_turn_up(tmp_path:
     batch = batch_of(units("judgement", 3))
     Cached(other, tmp_path, about="another model")(batch)
     cached = Cached(reference, tmp_path)
-    assert "only 3 sequences of another model" in cached.note
+    assert "3 sequences of another model" in cached.note
     cached(batch)
     assert (cached.hits, cached.note) == (0, "")
     for path in (tmp_path / other.digests().model).iterdir():
         shutil.copy(path, tmp_path / reference.digests().model)
-    with pytest.raises(UserError, match="the reference of this file is"):
+    with raises_error("reference-cache-foreign", where=str(tmp_path / reference.digests().model)):
         Cached(reference, tmp_path)(batch)
 
 
@@ -238,7 +239,7 @@ def test_values_of_another_version_are_tried_first(plus: float, tmp_path: Path, 
     live = Counted(reference, plus)
     cached = Cached(live, tmp_path)
     if not plus < 1e-6:
-        with pytest.raises(UserError, match="nats a token"):
+        with raises_error("reference-cache-stale", where="reference.cache"):
             cached(batch)
         return
     for _ in range(3):
@@ -251,8 +252,9 @@ def test_values_can_be_checked(tmp_path: Path) -> None:
     batch = batch_of(units("judgement", 4))
     Cached(reference, tmp_path)(batch_of(units("judgement", 3)))
     assert Cached(reference, tmp_path).check(batch) == (3, pytest.approx(0, abs=1e-12))
-    with pytest.raises(UserError, match=r"0\.01 nats a token \(\d+ tokens of 3 sequences\)"):
+    with raises_error("reference-cache-stale", where="reference.cache") as raised:
         Cached(Counted(reference, plus=0.01), tmp_path).check(batch)
+    assert {"0.01", "3"} <= set(raised.error.what.split())
 
 
 def test_a_value_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
@@ -285,7 +287,7 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
         torch.testing.assert_close(cached(batch_of(rows)), reference(batch_of(rows)))
     assert len(loaded) == 1
     changed = Later(reference, reference.digests(), lambda: Frozen(Engine(tiny(seed=9))))
-    with pytest.raises(UserError, match="has changed"):
+    with raises_error("reference-changed"):
         changed(batch_of(rows))
 
 

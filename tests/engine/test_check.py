@@ -9,30 +9,36 @@ import torch
 from torch import Tensor, nn
 
 from tests.engine.test_oracle import oracle, sequences
+from tests.errors import raises_error
 from tests.models import tiny
 from valence.engine.attention import Memory
-from valence.engine.check import CUT, PROMPT, plain_batch
+from valence.engine.check import CUT, PROMPT, PackingWarning, plain_batch
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
-from valence.errors import UserError
 
 ALONE = {
-    "bloom": "the tokens of one sequence change",
-    "mamba": "the tokens of one sequence change",
-    "stablelm": "do not tell their attention where the sequences begin",
-    "phimoe-window": "a window of 4096 tokens",
-    "gpt_oss": "depends on s_aux",
-    "phi3-longrope": "depend on the longest sequence",
-    "llama-dynamic": "depend on the longest sequence",
+    "bloom": "sequences-leak",
+    "mamba": "sequences-leak",
+    "stablelm": "sequences-unmarked",
+    "phimoe-window": "windows-differ",
+    "gpt_oss": "attention-input-unknown",
+    "phi3-longrope": "rotary-by-length",
+    "llama-dynamic": "rotary-by-length",
 }
+
+
+def codes(warned: pytest.WarningsRecorder) -> list[str]:
+    """Why models run one sequence at a time."""
+    return [each.message.code for each in warned if isinstance(each.message, PackingWarning)]
 
 
 @pytest.mark.parametrize("kind", ALONE)
 def test_an_architecture_that_cannot_pack_runs_one_by_one_and_says_why(kind: str) -> None:
     model = tiny(kind, dtype=torch.float32)
     untouched = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=f"{ALONE[kind]}.*each sequence runs by itself"):
+    with pytest.warns(PackingWarning) as warned:
         engine = build_policy(model, dtype=torch.float32).eval()
+    assert codes(warned) == [ALONE[kind]]
     assert not engine.packs
     rows = sequences()[::-1]  # the longest first: its length must not stay with the others
     out = engine(plain_batch(rows)).logp
@@ -54,7 +60,7 @@ def test_values_of_another_size_than_queries_pack() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_encoder_is_refused(dtype: torch.dtype) -> None:
-    with pytest.raises(UserError, match="BertLMHeadModel is not a causal language model"):
+    with raises_error("model-not-causal", where="model.name"):
         build_policy(tiny("bert", dtype=dtype), dtype=dtype)
 
 
@@ -77,8 +83,9 @@ def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype) -> None:
     model = tiny(dtype=dtype)
     layer = model.model.layers[0]  # type: ignore[union-attr]
     layer.mlp = Leaky(layer.mlp, 1e-4)  # type: ignore[union-attr, arg-type]
-    with pytest.warns(UserWarning, match="the tokens of one sequence change"):
+    with pytest.warns(PackingWarning) as warned:
         Engine(model).check_layout()
+    assert codes(warned) == ["sequences-leak"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -106,8 +113,9 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
         return kept(self, key, value)
 
     monkeypatch.setattr(Memory, "__call__", shuffled)
-    with pytest.warns(UserWarning, match="log-probabilities or scores differ"):
+    with pytest.warns(PackingWarning) as warned:
         Engine(tiny(dtype=torch.float32)).check_layout()
+    assert codes(warned) == ["layouts-differ"]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])

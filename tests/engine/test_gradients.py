@@ -131,7 +131,7 @@ def test_tables_that_do_more_than_look_up_are_left_alone(architecture: str, plai
     assert type(clipped) is nn.Embedding
 
 
-@pytest.mark.parametrize("method", ["kto", "dpo", "sft"])
+@pytest.mark.parametrize("method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "sft"))])
 def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[Tensor]] = []
     for large in (0, 2**60):

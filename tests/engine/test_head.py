@@ -354,7 +354,7 @@ def test_the_kernel_says_what_the_plain_operations_say() -> None:
     logits[2, 5] = logits[3] = -torch.inf
     column = torch.tensor([0, 36, -1, 4, 37, 100, 12, -500, 20], device=device)
     wanted, found = torch.zeros(2, 4, 9, device=device)
-    kept = head._measure(logits.cpu().clone(), column.cpu(), wanted, entropy=False, keep=torch.float32)
+    kept = head.measure_logits(logits.cpu().clone(), column.cpu(), wanted, entropy=False, keep=torch.float32)
     assert kept is not None
     kept = kept.to(device)
     wanted[2] = torch.where(kept > 0, kept * (logits - wanted[0, :, None]), 0).sum(-1)
@@ -363,7 +363,7 @@ def test_the_kernel_says_what_the_plain_operations_say() -> None:
     torch.testing.assert_close(fused, kept, rtol=1e-5, atol=1e-7)
     assert head_triton.measure(logits, column, found, None) is None
     reference, value = torch.randn(2, 9, generator=made).to(device)
-    plain = head._exponentials(logits.cpu().clone(), column.cpu(), reference.cpu(), value.cpu(), torch.bfloat16)
+    plain = head.softmax_exponentials(logits.cpu().clone(), column.cpu(), reference.cpu(), value.cpu(), torch.bfloat16)
     fused = head_triton.exponentials(logits, column, reference, value, torch.bfloat16)
     torch.testing.assert_close(fused.cpu(), plain, rtol=2**-7, atol=1e-6)
 

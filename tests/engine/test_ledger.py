@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO
 
 import numpy as np
 import pytest
 
+from tests.errors import raises_error
 from valence.engine import ledger as module
 from valence.engine.ledger import HEAD, ROW, Ledger, entries_of
-from valence.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"of": "tests"}
+DESCRIPTORS = Path("/proc/self/fd")
+"""Of the files that this process has open, where the system shows them."""
 
 WRITER = """
 import sys
@@ -136,10 +141,10 @@ def test_numbers_that_are_missing_are_seen(tmp_path: Path) -> None:
     filled(tmp_path)
     (path,) = tmp_path.glob("*.values")
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.warns(UserWarning, match="damaged"):
+    with pytest.warns(UserWarning, match=path.name):
         assert read(tmp_path) == {0: RIGHT[0], 1: RIGHT[1]}
     path.unlink()
-    with pytest.warns(UserWarning, match="damaged"):
+    with pytest.warns(UserWarning, match=path.name):
         assert read(tmp_path) == {}
 
 
@@ -148,23 +153,21 @@ def test_what_was_damaged_can_be_added_again(tmp_path: Path) -> None:
     (path,) = tmp_path.glob("*.values")
     path.write_bytes(b"\xff" * path.stat().st_size)
     ledger = opened(tmp_path)
-    with pytest.warns(UserWarning, match="damaged"):
+    with pytest.warns(UserWarning, match=path.name):
         assert ledger.get(key(1)) is None
     assert ledger.damaged == 1
     ledger.add({key(1): values(1)})
     assert opened(tmp_path).get(key(1)).tolist() == RIGHT[1]  # type: ignore[union-attr]
 
 
+@pytest.mark.slow
 def test_killed_again_and_again_while_it_fills(tmp_path: Path) -> None:
     """Everything that a process had added before it was killed is found, and right."""
     sure = 0
-    for attempt in range(4):
+    for entries in (1, 20, 45, 70):
         process = writer(tmp_path, sure, 10**6)
         go(process)
-        until = time.monotonic() + 0.02 * attempt
-        lines = [pipe(process.stdout).readline()]
-        while time.monotonic() < until:
-            lines.append(pipe(process.stdout).readline())
+        lines = [pipe(process.stdout).readline() for _ in range(entries)]
         process.send_signal(signal.SIGKILL)
         lines += pipe(process.stdout).readlines()
         process.wait()
@@ -175,6 +178,7 @@ def test_killed_again_and_again_while_it_fills(tmp_path: Path) -> None:
         assert ledger.damaged == 0
 
 
+@pytest.mark.slow
 def test_two_processes_fill_at_once(tmp_path: Path) -> None:
     both = [writer(tmp_path, 0, 200), writer(tmp_path, 100, 300)]
     for process in both:
@@ -188,14 +192,12 @@ def test_two_processes_fill_at_once(tmp_path: Path) -> None:
 
 
 def test_many_entries_open_at_once_without_reading_their_numbers(tmp_path: Path) -> None:
-    count = 100_000
+    count = 20_000
     ledger = opened(tmp_path)
     ledger.add({key(i): values(i) for i in range(count)})
     (path,) = tmp_path.glob("*.values")
     os.truncate(path, 4)  # only the first number is left
-    began = time.process_time()
     found = opened(tmp_path)
-    assert time.process_time() - began < 3  # 0.2 on a machine of its own
     assert len(found) == count
     assert found.get(key(0)).tolist() == [0.0]  # type: ignore[union-attr]
 
@@ -206,26 +208,30 @@ def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
     ledger = opened(tmp_path)
     for _ in range(2):
         assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(len(ledger)))  # type: ignore[arg-type]
-        assert len(ledger._readers) == module.OPEN_FILES
+        if DESCRIPTORS.is_dir():
+            paths = [os.readlink(each) for each in DESCRIPTORS.iterdir() if os.path.islink(each)]
+            assert sum(path.startswith(str(tmp_path)) for path in paths) == module.OPEN_FILES
 
 
-@pytest.mark.parametrize("whole", [0, 1])
-def test_no_room_is_said_once_and_harms_nothing(whole: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither while the numbers are written, nor after them."""
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process can become larger: what does not fit is not written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("suffix", [".values", ".index"])
+def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> None:
+    """Neither while the numbers are written, nor after them: a part of the next ones still fits the file."""
     ledger = filled(tmp_path, 2)
-    write, calls = module._write, []
-
-    def half(file: BinaryIO, data: bytes) -> None:
-        calls.append(data)
-        if len(calls) <= whole:
-            return write(file, data)
-        file.write(data[: len(data) // 2])
-        raise OSError("no space left on the device")
-
-    monkeypatch.setattr(module, "_write", half)
-    with pytest.warns(UserWarning, match="no space left"):
+    (path,) = tmp_path.glob(f"*{suffix}")
+    with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned, largest_file(path.stat().st_size + 5):
         ledger.add({key(2): values(2)})
-    monkeypatch.undo()
+    assert [each.category for each in warned if each.category is not ResourceWarning] == [UserWarning]
     warnings.simplefilter("error", UserWarning)
     ledger.add({key(2): values(2), key(1): values(9)})
     kept = ledger.get(key(2))
@@ -243,13 +249,13 @@ def test_files_of_another_identity_are_refused(tmp_path: Path) -> None:
     opened(tmp_path / "there", other).add({key(0): values(5)})
     (path,) = (tmp_path / "there").glob("*.index")
     shutil.copy(path, tmp_path / "here")
-    with pytest.raises(UserError, match=f"{path.name}: the of of this file is others"):
+    with raises_error("reference-cache-foreign", where=path.name):
         opened(tmp_path / "here")
 
 
 def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match="cannot be used"):
+    with raises_error("reference-cache-unusable", where=str(tmp_path / "file")):
         opened(tmp_path / "file" / "inside")
 
 

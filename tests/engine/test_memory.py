@@ -147,4 +147,4 @@ def test_a_container_leaves_what_its_limit_leaves(files: dict[str, str], left: i
     (tmp_path / "memory").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content)
-    assert memory._allowed(tmp_path) == left
+    assert memory.container_memory(tmp_path) == left

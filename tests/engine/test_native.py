@@ -47,8 +47,10 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
         return ours, run()
 
 
-@pytest.mark.parametrize("window", [0, 5, 100])
-@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize(("groups", "window"), [
+    (1, 0), (2, 5), (4, 100), *(pytest.param(groups, window, marks=pytest.mark.slow)
+                                for groups, window in ((1, 5), (1, 100), (2, 0), (2, 100), (4, 0), (4, 5))),
+])  # fmt: skip
 @pytest.mark.parametrize(("d", "d_v"), [(16, 16), (32, 48), (64, 64), (128, 16)])
 def test_it_rounds_no_more_than_plain_products(d: int, d_v: int, groups: int, window: int) -> None:
     for ours, plain in zip(*errors(bfloat16_heads(TREE, groups, d, d_v), TREE, window), strict=True):
@@ -62,7 +64,9 @@ def test_any_forest_across_the_borders_of_tiles(segments: Segments, window: int)
         assert ours <= max(1.5 * plain, 2**-8)
 
 
-@pytest.mark.parametrize("length", [1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 1500])
+@pytest.mark.parametrize("length", [
+    1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, pytest.param(1500, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_one_sequence_of_any_length(length: int) -> None:
     for ours, plain in zip(*errors(bfloat16_heads([(0, length, -1)], d=16), [(0, length, -1)], 0), strict=True):
         assert ours <= max(1.5 * plain, 2**-8)
@@ -173,6 +177,7 @@ def switched_off() -> None:
     print(native.library(), native.why_not(), attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item())
 
 
+@pytest.mark.slow
 def test_it_can_be_switched_off(tmp_path: Path) -> None:
     said = tmp_path / "said"
     assert Program(said=said, main=switched_off, VALENCE_NATIVE="0").wait() == 0

@@ -107,6 +107,16 @@ def policy(name: str, how: str = "full") -> Engine:
     return engine
 
 
+FAST = ("llama", "gemma2", "gpt2")
+"""Rotary positions and shared keys; local layers and soft-caps; learnt positions. The others have no part of their own that is
+not in one of these, and are slow tests."""
+
+
+def named(names: Sequence[str], fast: Sequence[str] = FAST) -> list[Any]:
+    """Architectures as parameters of a test: those that are not among the fast ones are slow."""
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
 ROUGH = ("qwen3_moe", "gemma2")  # float32, or a softmax in float32 in the model's own attention
 PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk's first and second turn, and of two others
     (True, True, True, True, True, True, True),
@@ -115,12 +125,12 @@ PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk
 )
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", named(list(ARCHITECTURES)))
 @pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "sdpa"])
 def test_a_forest_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
-        monkeypatch.setattr(attention, "attend", lambda *given: attention._by_sdpa(*given))
+        monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
     engine = policy(name, how)
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
@@ -133,7 +143,7 @@ def kept_policy(name: str) -> Engine:
     return policy(name)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["llama", "gemma2"]))
 @settings(max_examples=12)
 @given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
 def test_any_tree_of_prompts_and_completions(name: str, strands: list[Strand], least: int, trains: int, stride: int) -> None:
@@ -145,7 +155,7 @@ def test_any_tree_of_prompts_and_completions(name: str, strands: list[Strand], l
     compare(kept_policy(name), batch, rough=name in ROUGH)
 
 
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "qwen3_moe", "gpt2"])
+@pytest.mark.parametrize("name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"]))
 def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
     engine = policy(name)
     engine.lay_out(packed=False)
@@ -169,7 +179,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "gpt2"])
+@pytest.mark.parametrize("name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["gemma2"]))
 def test_values_as_on_cuda(name: str) -> None:
     """FlexAttention, which has no backward pass on a CPU."""
     engine = policy(name)
@@ -197,7 +207,10 @@ def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
         torch.testing.assert_close(found[rows[read]], wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "backend"), [("llama", "inductor"), ("gemma2", "aot_eager"), ("gpt2", "aot_eager")])
+@pytest.mark.parametrize(("name", "backend"), [
+    pytest.param("llama", "inductor", marks=pytest.mark.slow), pytest.param("gemma2", "aot_eager", marks=pytest.mark.slow),
+    ("gpt2", "aot_eager"),
+])  # fmt: skip
 def test_compiled_layers_are_the_same_computation(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """For batches of several sizes, and for a pass over what another one kept; and none is compiled for one size alone.
 

@@ -18,7 +18,11 @@ from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
 from valence.types import Batch
 
-HOW = [*((name, "off", PATTERNS[1]) for name in ARCHITECTURES), ("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
+HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
+HOW += [
+    pytest.param(name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow)
+    for name in ARCHITECTURES
+]
 
 
 def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[Engine, Batch]:

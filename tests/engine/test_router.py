@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe import modeling_qwen3_moe
 
+from tests.errors import raises_error
 from tests.models import tiny
 from tests.units import objective, unit
 from valence.config.schema import Lora
@@ -20,7 +21,6 @@ from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
 from valence.engine.router import check_router, num_trained_tokens, token_weights
 from valence.engine.scores import Scorer
-from valence.errors import UserError
 from valence.report.metrics import Meter
 from valence.training.step import Share, optimizer_step
 from valence.types import Batch, Encoded
@@ -98,7 +98,7 @@ def test_the_value_is_that_of_transformers_on_one_sequence(packed: bool) -> None
     assert abs(found.item() - 2) > 1e-3  # the load is not uniform, where any routing would have this value
 
 
-@pytest.mark.parametrize("checkpointing", ["off", "selective", "full"])
+@pytest.mark.parametrize("checkpointing", ["off", pytest.param("selective", marks=pytest.mark.slow), "full"])
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_gradient_is_that_of_plain_autograd(packed: bool, checkpointing: Checkpointing) -> None:
     plain = policy()
@@ -278,15 +278,13 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
 def test_a_model_without_such_a_router_is_an_error(name: str) -> None:
     """deepseek_v3 has routers, which balance their load by a bias: transformers has no loss for them."""
     engine = Engine(tiny(name, dtype=torch.float32))
-    with pytest.raises(UserError) as error:
+    with raises_error("router-missing", where="train.router_aux_loss"):
         check_router(engine)
-    assert error.value.where == "train.router_aux_loss"
 
 
 def test_a_mixture_of_experts_whose_layers_are_all_dense_is_an_error() -> None:
-    with pytest.raises(UserError) as error:
+    with raises_error("router-missing", where="train.router_aux_loss"):
         check_router(Engine(tiny("qwen3_moe", dtype=torch.float32, mlp_only_layers=[0, 1])))
-    assert error.value.where == "train.router_aux_loss"
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phimoe-window"])

@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
 
-from tests.engine.test_check import Leaky
-from tests.engine.test_oracle import PATTERNS, ROUGH, forest_of, gradients, sequences
+from tests.engine.test_check import Leaky, codes
+from tests.engine.test_oracle import PATTERNS, ROUGH, forest_of, gradients, named, sequences
+from tests.errors import raises_error
 from tests.forests import conversations
 from tests.models import ARCHITECTURES, OTHERS, SMALL, tiny
 from tests.tiny import CHATML, tiny_tokenizer
 from valence.checkpoint.export import export
-from valence.engine.check import plain_batch
+from valence.engine.check import PackingWarning, plain_batch
 from valence.engine.compiling import compile_layers
 from valence.engine.digest import model_digest
 from valence.engine.models import build_policy, load_model
 from valence.engine.scores import Scorer, with_padding
-from valence.errors import UserError
 from valence.report.card import usage
 from valence.types import Batch
 
@@ -35,6 +35,8 @@ KINDS = ARCHITECTURES | {
     "phi": ("phi", {}),
     "gpt_neo": ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
 }  # fmt: skip
+WITHOUT_SCORES = ("llama-tied", "llama-dynamic", "cohere", "granite")
+"""Those that have a head of their own for tokens alone, or cannot have one for scores."""
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 
@@ -68,8 +70,8 @@ def stock_scores(engine: Scorer, batch: Batch) -> Tensor:
     return torch.cat([engine.model(input_ids=batch.tokens[batch.rows(s)][None]).logits for s in range(batch.sequences)])
 
 
-@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
-@pytest.mark.parametrize("name", [kind for kind in KINDS if kind not in ("llama-tied", "llama-dynamic", "cohere", "granite")])
+@pytest.mark.parametrize("how", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]))
 def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
     engine = scorer(name, how, dtype=F32 if name == "qwen3_moe" else F64)
@@ -108,8 +110,9 @@ def test_one_by_one_is_the_same() -> None:
 def test_the_length_of_one_sequence_does_not_stay_with_the_next() -> None:
     model = reward_model("llama-dynamic")
     untouched = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match="depend on the longest sequence"):
+    with pytest.warns(PackingWarning) as warned:
         engine = build_policy(model, dtype=F64).eval()
+    assert codes(warned) == ["rotary-by-length"]
     rows = sorted(sequences(), key=len, reverse=True)
     wanted = torch.cat([copy.deepcopy(untouched)(input_ids=row[None]).logits for row in rows])
     torch.testing.assert_close(engine(plain_batch(rows)).score, wanted)
@@ -118,8 +121,9 @@ def test_the_length_of_one_sequence_does_not_stay_with_the_next() -> None:
 def test_a_leak_is_seen_and_layers_run_one_by_one() -> None:
     model: Any = reward_model(dtype=F32)
     model.model.layers[0].mlp = Leaky(model.model.layers[0].mlp, 1e-4)
-    with pytest.warns(UserWarning, match="the tokens of one sequence change what is said of another"):
+    with pytest.warns(PackingWarning) as warned:
         engine = build_policy(model, dtype=F32)
+    assert codes(warned) == ["sequences-leak"]
     assert not engine.packs
 
 
@@ -168,26 +172,27 @@ def test_a_fresh_head_is_zero_and_a_saved_one_is_kept(tmp_path: Path, capfd: pyt
     assert torch.equal(again.score.weight, head)
     assert "score" not in capfd.readouterr().err
     for other in (("honest", "helpful"), ("helpful",)):
-        with pytest.raises(UserError, match="scores helpful, honest, the data"):
+        with raises_error("reward-attributes-differ", where=str(tmp_path / "reward")):
             load_model(str(tmp_path / "reward"), dtype=F32, attributes=other)
 
 
 def test_what_cannot_be_a_reward_model_is_said(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="knows no granite with a head for scores"):
+    with raises_error("reward-head-unsupported", where=str(tmp_path / "granite")):
         load_model(saved(tmp_path / "granite", "granite"), dtype=F32, attributes=("reward",))
-    with pytest.raises(UserError, match="BertForSequenceClassification has no linear head"):
+    with raises_error("reward-head-unsupported", where=str(tmp_path / "bert")):
         load_model(saved(tmp_path / "bert", "bert"), dtype=F32, attributes=("reward",))
     config = AutoConfig.from_pretrained(saved(tmp_path / "less"))
     config.num_hidden_layers = 3
     config.save_pretrained(tmp_path / "less")
-    with pytest.raises(UserError, match=r"lacks weights, such as model\.layers\.2"):
+    with raises_error("model-incomplete", where=str(tmp_path / "less")) as raised:
         load_model(str(tmp_path / "less"), dtype=F32, attributes=("reward",))
+    assert "model.layers.2" in raised.error.what
 
 
 def test_an_adapter_of_a_language_model_would_freeze_the_head(tmp_path: Path) -> None:
     name = saved(tmp_path / "base")
     build_policy(load_model(name, dtype=F32), dtype=F32, lora=LORA).model.save_pretrained(tmp_path / "sft")  # type: ignore[operator]
-    with pytest.raises(UserError, match="was made for a language model"):
+    with raises_error("adapter-kind", where="model.adapter"):
         build_policy(load_model(name, dtype=F32, attributes=("reward",)), dtype=F32, adapter=str(tmp_path / "sft"))
 
 
@@ -203,7 +208,7 @@ def write(engine: Scorer, folder: Path, tokenizer: PreTrainedTokenizerBase, scor
 
 
 @pytest.mark.parametrize("how", ["full", "lora"])
-@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize("name", named(["llama", "gemma2", "gpt2", "gpt_neox"], ["llama", "gpt2"]))
 def test_the_saved_folder_scores_the_same_in_padded_batches(
     name: str, how: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -274,7 +279,7 @@ def test_levels_are_saved_with_the_model(tmp_path: Path) -> None:
     write(engine, tmp_path / "reward", with_padding(tiny_tokenizer(), set(), 97), torch.zeros(3, 1))
     again = build(str(tmp_path / "reward"))
     torch.testing.assert_close(again.thresholds, engine.thresholds)
-    with pytest.raises(UserError, match="trained on 4 levels"):
+    with raises_error("levels-mismatch", where="loss.levels", fix="4"):
         build(str(tmp_path / "reward"), levels=5)
 
 
@@ -293,6 +298,7 @@ def test_padding_is_no_token_that_sequences_end_with() -> None:
     assert room.padding_side == "right"
 
 
+@pytest.mark.slow
 def test_compiled_layers_score_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """As graphs; the code that is made of these is looked at in test_oracle."""
     monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,12 +11,12 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.errors import raises_error
 from tests.models import tiny
 from valence.engine import speed
 from valence.engine.models import build_policy, load_model
 from valence.engine.shape import Shape, shape_of, skeleton, skeleton_of
 from valence.engine.speed import Work
-from valence.errors import UserError
 
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 
@@ -53,10 +54,10 @@ def test_an_adapter_to_continue_is_counted_as_it_is(tmp_path: Path) -> None:
 def test_a_folder_without_a_model_is_a_mistake_that_names_it(config: str | None, tmp_path: Path) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
-    with pytest.raises(UserError, match=f"cannot load the model '{tmp_path}'"):
-        skeleton(str(tmp_path))
-    with pytest.raises(UserError, match=f"cannot load the model '{tmp_path}'"):
-        load_model(str(tmp_path), dtype=torch.float32)
+    for load in (skeleton, partial(load_model, dtype=torch.float32)):
+        with raises_error("model-not-loadable", where="model") as raised:
+            load(str(tmp_path))
+        assert str(tmp_path) in raised.error.what
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
@@ -100,4 +101,4 @@ def test_what_is_done_again_or_beside_is_counted() -> None:
 
 def test_the_rate_is_measured() -> None:
     small = speed.matmul_rate(torch.device("cpu"), torch.float32, 64, 64)
-    assert 1e8 < small < 1e14
+    assert 1e4 < small < 1e14  # operations a second, also of a machine that does much else

@@ -154,6 +154,16 @@ def test_the_reference_point_of_these_rows_is_seen_and_so_is_its_clamp() -> None
     assert [reference_points(the_step("kto", {"humanline": clamp}))[0] > 0.1 for clamp in clamps] == [True, False]
 
 
+def test_policy_and_reference_rank_these_pairs_differently() -> None:
+    """Otherwise aot, which compares equal ranks, would compare the numbers of the same pair."""
+    step = the_step("aot", {})
+    pairs = [step.pair(i) for i in range(len(step.rows))]
+    gaps, refs = ([pair[f"{name}_w"] - pair[f"{name}_l"] for pair in pairs] for name in ("logp", "ref"))
+    order = sorted(range(len(pairs)), key=gaps.__getitem__)
+    assert order != sorted(range(len(pairs)), key=refs.__getitem__)
+    assert abs(WHOLE_STEP["aot"][0](step) - WHOLE_STEP["dpo"][0](step)) > 1e-3
+
+
 def middle(step: Step) -> float | None:
     """Half-way between the mean rewards of both classes; None without one of them."""
     sides: dict[bool, list[float]] = {True: [], False: []}

@@ -31,7 +31,11 @@ HARMLESS = ("position_ids", "cache_position", "forest")  # tensors that come alo
 
 
 class CannotPackError(RuntimeError):
-    """The model wants of attention what is not done here, or does not say what is needed to do it. The message says which."""
+    """Packed attention cannot serve this model, for the reason that the message and the code name."""
+
+    def __init__(self, what: str, *, code: str) -> None:
+        super().__init__(what)
+        self.code = code
 
 
 def forest_attention(
@@ -63,7 +67,7 @@ def forest_attention(
         return _by_flex(query, key, value, visible, *how), None
     if query.device.type == "cpu":
         return attend(query, key, value, forest, *how)[0], None
-    return _by_sdpa(query, key, value, forest, *how), None
+    return attend_by_sdpa(query, key, value, forest, *how), None
 
 
 def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor | None:
@@ -73,13 +77,16 @@ def window_of_mask(*_: Any, local_size: int | None = None, **__: Any) -> Tensor 
 
 def _check_request(mask: Tensor | None, window: int | None, forest: Tensor | None, others: dict[str, Any]) -> None:
     if forest is None:
-        raise CannotPackError("its layers do not tell their attention where the sequences begin")
+        what = "its layers do not tell their attention where the sequences begin"
+        raise CannotPackError(what, code="sequences-unmarked")
     local = None if mask is None else int(mask.flatten()[0])
     if local != window:
-        raise CannotPackError(f"its mask has a window of {local} tokens, and its attention is told of {window}")
+        what = f"its mask has a window of {local} tokens, and its attention is told of {window}"
+        raise CannotPackError(what, code="windows-differ")
     bending = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
     if bending:
-        raise CannotPackError(f"its attention depends on {', '.join(bending)}, which packed attention does not know")
+        what = f"its attention depends on {', '.join(bending)}, which packed attention does not know"
+        raise CannotPackError(what, code="attention-input-unknown")
 
 
 # ---------------------------------------------------------------- keys and values that a second pass reads
@@ -137,7 +144,9 @@ def _by_flex(query: Tensor, key: Tensor, value: Tensor, visible: Visible, scale:
     return visible(query, key, value, scale, window, softcap).transpose(1, 2)
 
 
-def _by_sdpa(query: Tensor, key: Tensor, value: Tensor, forest: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def attend_by_sdpa(
+    query: Tensor, key: Tensor, value: Tensor, forest: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     """As ``attend``, through PyTorch's own kernels and gradients."""
     key, value = _with_memory(key, value)
     parts: list[Tensor] = []

@@ -32,8 +32,16 @@ PROMPT, CUT = 6, 14  # tokens of the prompt, and with the first answer, of 24
 FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError)
 
 
+class PackingWarning(UserWarning):
+    """A model runs one sequence at a time. code: a short name of the reason."""
+
+    def __init__(self, message: str, code: str = "") -> None:
+        super().__init__(message)
+        self.code = code
+
+
 def check(engine: Engine) -> None:
-    """Lets the engine run one sequence at a time, with a warning, when packed sequences would not be the same computation.
+    """Let the engine run one sequence at a time, with a PackingWarning, when packed sequences would be another computation.
 
     Raises UserError when the model is not causal.
     """
@@ -45,14 +53,14 @@ def check(engine: Engine) -> None:
         batch = plain_batch([tokens[PROMPT:CUT], tokens[CUT:]], tokens[:PROMPT])
         why = _why_not_packed(engine, batch)
     if engine.most(int(why is not None)) and why is None:  # all of them run alike, or those in lockstep would never meet again
-        why = "another process found it so"
+        why = CannotPackError("another process found it so", code="other-process")
     if why:
         engine.lay_out(packed=False)
-        warnings.warn(
+        message = (
             f"{type(engine.causal).__name__} does not run with packed sequences ({why}): "
-            "each sequence runs by itself, which is exact and slower",
-            stacklevel=4,
+            "each sequence runs by itself, which is exact and slower"
         )
+        warnings.warn(PackingWarning(message, why.code), stacklevel=4)
     if engine.lockstep:  # after a pass that no backward pass followed, weights that it put together are still there
         with torch.no_grad():
             said(engine, batch)
@@ -78,10 +86,11 @@ def _check_causal(engine: Engine, tokens: Tensor) -> None:
         )
 
 
-def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
+def _why_not_packed(engine: Engine, batch: Batch) -> CannotPackError | None:
     """Why two answers behind one prompt are not what they are one by one; None, and the packed layout, when they are."""
     if rotary_by_length(engine.causal):
-        return "its rotary positions depend on the longest sequence that runs with it"
+        what = "its rotary positions depend on the longest sequence that runs with it"
+        return CannotPackError(what, code="rotary-by-length")
     with torch.no_grad():
         alone = said(engine, batch)
     engine.lay_out(packed=True)
@@ -92,16 +101,18 @@ def _why_not_packed(engine: Engine, batch: Batch) -> str | None:
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
-        return str(error)
+        return error
     except FAILURES as error:
-        return f"it fails with {type(error).__name__}: {error}"
+        return CannotPackError(f"it fails with {type(error).__name__}: {error}", code="packing-fails")
     finally:
         engine.along = type(engine).along
     if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
-        return "the tokens of one sequence change what is said of another"
+        return CannotPackError("the tokens of one sequence change what is said of another", code="sequences-leak")
     difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype
-    return None if difference <= TOLERANCE[dtype] else f"log-probabilities or scores differ by {difference:.2g}"
+    if difference <= TOLERANCE[dtype]:
+        return None
+    return CannotPackError(f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ")
 
 
 def _influences(engine: Engine, batch: Batch) -> tuple[Tensor, list[Tensor]]:

@@ -96,9 +96,9 @@ def _forward(layer: Any, *inputs: Any, **more: Any) -> Any:
     adapter has something there) the compiler knows nothing."""
     whole, checkpoint = type(layer).forward, layer._gradient_checkpointing_func
     if not layer.training:
-        return _program(whole)(layer, *inputs, **more)
+        return compiled_program(whole)(layer, *inputs, **more)
     layer._gradient_checkpointing_func = lambda run, *inputs: checkpoint(
-        partial(_program(run.func), *run.args, **run.keywords), *inputs
+        partial(compiled_program(run.func), *run.args, **run.keywords), *inputs
     )
     try:
         return whole(layer, *inputs, **more)
@@ -107,7 +107,7 @@ def _forward(layer: Any, *inputs: Any, **more: Any) -> Any:
 
 
 @cache
-def _program(forward: Any) -> Any:
+def compiled_program(forward: Any) -> Any:
     return torch.compile(forward, dynamic=True)
 
 

@@ -40,7 +40,7 @@ class Visible:
         }
         if not q.is_cuda:
             return flex_attention(q, k, v, **how)
-        _make_room()
+        raise_recompile_limits()
         # Compiled layers keep less for their backward pass (see ``compiling``). Attention keeps all, or it would run twice.
         with torch._functorch.config.patch(activation_memory_budget=1.0):
             return _compiled()(q, k, v, **how)
@@ -64,7 +64,7 @@ def _compiled() -> Any:
     return torch.compile(flex_attention, dynamic=False, fullgraph=True)
 
 
-def _make_room() -> None:
+def raise_recompile_limits() -> None:
     """For as many programs as there may be. The compiler's settings are each thread's own: layers that run again do so in the
     thread of the backward pass, and reward models in theirs."""
     limits = torch._dynamo.config

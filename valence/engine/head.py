@@ -245,7 +245,7 @@ def everyones(values: Tensor, group: Any) -> Tensor:
 
 
 def _merged(found: Tensor) -> Tensor:
-    """What ``_measure`` found of several ranges [ranges, 4, N] as that of them all [4, N]."""
+    """What ``measure_logits`` found of several ranges [ranges, 4, N] as that of them all [4, N]."""
     tops, sums, means, hits = found.unbind(1)
     peak = tops.amax(0)
     share = _share(tops, peak)
@@ -305,10 +305,10 @@ class _Tiles:
     def measure(
         self, start: int, stop: int, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None
     ) -> Tensor | None:
-        """``_measure`` of these logits."""
+        """``measure_logits`` of these logits."""
         if self.measured:
             return native.measure(self.hidden, self.weight[start:stop], column, found, self.head.steepness, keep is not None)
-        return _measure(self.logits(start, stop), column, found, entropy, keep)
+        return measure_logits(self.logits(start, stop), column, found, entropy, keep)
 
     def operand(self, start: int, stop: int) -> Tensor:
         """These rows of the weight, rounded."""
@@ -352,9 +352,9 @@ class _Slopes:
             return again, factor * saved.share[k][:, None]
         logits = tiles.logits(start, stop)
         if self.grad_entropy is None and tiles.head.softcap is None:
-            return _exponentials(logits, column, saved.peak, self.at_target, dtype), factor
+            return softmax_exponentials(logits, column, saved.peak, self.at_target, dtype), factor
         bend = 1.0 if tiles.head.highest is None else 1 - (logits / tiles.head.highest).square_()
-        slope = factor * _exponentials(logits.clone(), column, saved.peak, self.at_target, logits.dtype)
+        slope = factor * softmax_exponentials(logits.clone(), column, saved.peak, self.at_target, logits.dtype)
         if self.grad_entropy is not None:
             assert saved.entropy is not None
             log_p = logits - (saved.peak + saved.total.log())[:, None]
@@ -362,7 +362,7 @@ class _Slopes:
         return (slope * bend).to(dtype), torch.ones_like(factor)
 
 
-def _measure(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None) -> Tensor | None:
+def measure_logits(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None) -> Tensor | None:
     """Fills found[4, N] with what a softmax needs to know of logits[N, w]: the largest of each row; relative to that the sum
     of exp(logit), and of logit * exp(logit) (for the entropy); and the logit at ``column``[N], 0 if that is not in this range.
 
@@ -384,7 +384,7 @@ def _measure(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep:
     return None if keep is None else exponentials.to(keep, copy=True)
 
 
-def _exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
+def softmax_exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
     """exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range. The logits are overwritten."""
     if _fused(logits):
         from valence.engine import head_triton

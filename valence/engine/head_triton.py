@@ -37,14 +37,14 @@ def _exponentials(
 
 
 def measure(logits: Tensor, column: Tensor, found: Tensor, keep: torch.dtype | None) -> Tensor | None:
-    """As ``head._measure``: fills found[4, N]; returns exp(logits[N, w] - largest) in the type ``keep``, if one is given."""
+    """As ``head.measure_logits``: fills found[4, N]; returns exp(logits[N, w] - largest) in the type ``keep``, if given."""
     out = None if keep is None else torch.empty_like(logits, dtype=keep)
     _launch(logits, column, found, logits, logits, out, measure=True)
     return out
 
 
 def exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``head._exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range."""
+    """As ``head.softmax_exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N]."""
     out = torch.empty_like(logits, dtype=dtype)
     _launch(logits, column, logits, reference, value, out, measure=False)
     return out

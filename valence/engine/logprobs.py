@@ -100,7 +100,7 @@ class Engine(nn.Module):
         as_they_are = self.device.type == "cpu" and head.weight.dtype != self.compute
         plain = type(head) is nn.Linear and not hasattr(head.weight, "placements")
         keeps_logits_wide = self.compute == torch.bfloat16 and plain and not as_they_are
-        with self.stock(), nullcontext() if as_they_are else self._autocast():
+        with self.stock(), nullcontext() if as_they_are else self.autocast():
             try:
                 if keeps_logits_wide:
                     vars(head)["forward"] = partial(wide_product, head)
@@ -149,7 +149,7 @@ class Engine(nn.Module):
         return RouterBalance(count)
 
     @contextmanager
-    def _autocast(self) -> Iterator[None]:
+    def autocast(self) -> Iterator[None]:
         """The type of the products inside the block."""
         if self.compute is None:
             yield
@@ -160,7 +160,7 @@ class Engine(nn.Module):
 
     def _as_forest(self, batch: Batch, want: Collection[str], balance: RouterBalance | None) -> TokenOut:
         found: list[_Found] = []
-        with self._autocast():
+        with self.autocast():
             hidden = self._hidden(batch, balance)
             half = (self.compute or hidden.dtype) == torch.bfloat16
             head = Head.of(self.causal, half=half, temperature=self.temperature)
@@ -177,14 +177,14 @@ class Engine(nn.Module):
 
     def states(self, batch: Batch, balance: RouterBalance | None = None) -> Tensor:
         """The decoder's last hidden states [T, h], packed. balance: counts how the tokens are routed."""
-        with self._autocast():
+        with self.autocast():
             return self._hidden(batch, balance)
 
     def states_alone(self, tokens: Tensor, balance: RouterBalance | None = None) -> Tensor:
         """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself. balance: counts how they are routed."""
         self._forget_lengths()
         decoder = getattr(self.causal, self.causal.base_model_prefix)
-        with self._autocast():
+        with self.autocast():
             found = decoder(input_ids=tokens[None], use_cache=False, **_router_outputs(balance))
             if balance is not None:
                 balance.add(found.router_logits, torch.ones(len(tokens), device=tokens.device))
@@ -286,7 +286,7 @@ class Engine(nn.Module):
     def _outputs(self, tokens: Tensor, at: Tensor | None, **more: Any) -> Tensor:
         self._forget_lengths()
         keep = 0 if at is None else at
-        with self._autocast():
+        with self.autocast():
             return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=keep, **more).logits[0]
 
     def _forget_lengths(self) -> None:

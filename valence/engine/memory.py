@@ -170,7 +170,7 @@ def free_memory(device: torch.device) -> int | None:
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min((size for size in (_available(), _allowed()) if size is not None), default=None)
+    return min((size for size in (_available(), container_memory()) if size is not None), default=None)
 
 
 def _available() -> int | None:
@@ -182,7 +182,7 @@ def _available() -> int | None:
     return 1024 * int(lines["MemAvailable"].split()[0])
 
 
-def _allowed(root: Path = Path("/sys/fs/cgroup")) -> int | None:
+def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
     """What is left of a container's limit, of either version of control groups."""
     for limit, used, cache, folder in (
         ("memory.max", "memory.current", "inactive_file", root),

@@ -109,16 +109,14 @@ def load_model(
         raise cannot_load("model", name, error) from error
     absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
     if not is_reward_model(model):
-        why = f"{type(model).__name__} has no linear head `score`"
+        why, code = f"{type(model).__name__} has no linear head `score`", "reward-head-unsupported"
     elif absent:
-        why = f"the folder lacks weights, such as {absent[0]}"
+        why, code = f"the folder lacks weights, such as {absent[0]}", "model-incomplete"
     else:
         if "score.weight" in report["missing_keys"]:
             nn.init.zeros_(model.score.weight)
         return model
-    raise UserError(
-        why, code="model-incomplete", where=f"model.name: {name}", fix="use a causal language model, or a reward model"
-    )
+    raise UserError(why, code=code, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
 
 
 def read_config(

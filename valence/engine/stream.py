@@ -25,7 +25,11 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CannotStreamError(Exception):
-    """Why the weights of a model can only be loaded whole."""
+    """The weights of a model can only be loaded whole, for the reason that the message and the code name."""
+
+    def __init__(self, what: str, *, code: str) -> None:
+        super().__init__(what)
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +88,10 @@ def outline(
     there is no such model.
     """
     if gguf_file:
-        raise CannotStreamError("they are kept as GGUF")
+        raise CannotStreamError("they are kept as GGUF", code="weights-gguf")
     config = read_config(name, attributes=attributes, trust_remote_code=trust_remote_code)
     if getattr(config, "quantization_config", None) is not None:
-        raise CannotStreamError("they are quantized")
+        raise CannotStreamError("they are quantized", code="weights-quantized")
     files = _files(name)
     try:
         model = _empty(name, config, dtype, attributes is not None, trust_remote_code)
@@ -106,7 +110,7 @@ def outline(
         if head.weight.is_meta:
             _put(model, "score.weight", torch.zeros_like(head.weight, device="cpu"))
     if left := [each for each, weight in model.named_parameters() if weight.is_meta]:
-        raise CannotStreamError(f"the files lack some, such as {left[0]}")
+        raise CannotStreamError(f"the files lack some, such as {left[0]}", code="weights-missing")
     return model.to(device), Stream(places)
 
 
@@ -138,9 +142,9 @@ def _empty(name: str, config: Any, dtype: torch.dtype, scores: bool, trust_remot
         model: Any = kind.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     model.tie_weights()
     if scores and not is_reward_model(model):
-        raise CannotStreamError("the model has no linear head")
+        raise CannotStreamError("the model has no linear head", code="head-missing")
     if model._keep_in_fp32_modules_strict and dtype == torch.bfloat16:
-        raise CannotStreamError("some keep a type of their own")
+        raise CannotStreamError("some keep a type of their own", code="weights-mixed-types")
     if model.can_generate():
         try:
             model.generation_config = GenerationConfig.from_pretrained(name)
@@ -157,7 +161,7 @@ def _files(name: str) -> list[Path]:
             return [Path(one)]
         index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
         if index is None:
-            raise CannotStreamError("they are not kept as safetensors")
+            raise CannotStreamError("they are not kept as safetensors", code="not-safetensors")
         parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
         return [Path(find(name, part) or part) for part in parts]
     except LOADING_ERRORS as error:
@@ -180,12 +184,13 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, Place]:
                 if name not in known:
                     continue  # such as the other head
                 if name in found or file.get_slice(key).get_shape() != list(known[name].shape):
-                    raise CannotStreamError(f"{key} is not as the model has it")
+                    raise CannotStreamError(f"{key} is not as the model has it", code="weight-shape")
                 found[name] = Place(path, key, known[name].dtype)
     for names in _tied(known):
         stored = [name for name in names if name in found]
         if len(stored) > 1:
-            raise CannotStreamError(f"{stored[0]} and {stored[1]} are one weight, and are kept as two")
+            what = f"{stored[0]} and {stored[1]} are one weight, and are kept as two"
+            raise CannotStreamError(what, code="tied-weights-apart")
         found |= {name: found[stored[0]] for name in names if stored}
     return found
 
@@ -199,7 +204,7 @@ def _name_in(model: Any, key: str, known: Mapping[str, Tensor], changes: Sequenc
     if name not in known and key in known:
         return key
     if pattern is not None:
-        raise CannotStreamError(f"{key} is kept in another form than the model has it")
+        raise CannotStreamError(f"{key} is kept in another form than the model has it", code="weights-converted")
     return name
 
 
