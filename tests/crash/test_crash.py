@@ -97,10 +97,10 @@ def resumes(case: str, place: Place, run: Path, about: object) -> None:
 
 
 def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """The last of each kind: what is there before it is resumed. All operations are in the slow test."""
+    """The last file that is opened, and the last rename: what is there before is resumed. All operations are in the slow test."""
     for operation, runs in killed_in_save("kto, lora", place, disk, tmp_path).items():
         assert newest(runs[-1]) in (6, LAST_OF_SAVE)
-        if operation in ("open", "os.rename", "os.remove"):
+        if operation in ("open", "os.rename"):
             resumes("kto, lora", place, runs[-1], operation)
 
 
@@ -139,9 +139,9 @@ def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, 
 
 
 def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """Renames of the run's state, of an evaluation and of the model. All operations are in the slow test."""
+    """Renames of the run's state, before its first checkpoint, and of the model. All operations are in the slow test."""
     left = killed_elsewhere(place, disk, tmp_path)
-    for file in (".run.json.part", "eval/.step-N.json.part", ".model.part"):
+    for file in (".run.json.part", ".model.part"):
         resumes("dpo", place, left["os.rename", file], file)
 
 
@@ -151,11 +151,12 @@ def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tm
         resumes("dpo", place, run, kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("save_every", "step", "batch"), [
-    pytest.param(5, 6, 0, marks=pytest.mark.slow),  # an epoch is over, and saved
-    pytest.param(3, 6, 0, marks=pytest.mark.slow),  # an epoch is over, and not saved since step 3
+    (5, 6, 0),  # an epoch is over, and saved
+    (3, 6, 0),  # an epoch is over, and not saved since step 3
     (3, 9, 1),  # amid the gradients of a step
-    pytest.param(1, 5, 1, marks=pytest.mark.slow),  # amid those of an epoch's last step, which is short
+    (1, 5, 1),  # amid those of an epoch's last step, which is short
 ])  # fmt: skip
 def test_two_resumes_in_a_row(
     save_every: int, step: int, batch: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

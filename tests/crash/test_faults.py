@@ -72,7 +72,7 @@ def fail_in_save(which: int, case: str, place: Place, disk: Disk, folder: Path) 
     return seen, failed
 
 
-@pytest.mark.parametrize("which", [0, 5])
+@pytest.mark.parametrize("which", [pytest.param(0, marks=slow), 5])
 def test_some_operation_of_a_save_may_fail_once(which: int, place: Place, disk: Disk, tmp_path: Path) -> None:
     """The first, and one amid it. All are in the slow test."""
     assert fail_in_save(which, "kto, lora", place, disk, tmp_path)[1]
@@ -217,11 +217,9 @@ def fill(disk: Path, left: int) -> None:
         filler.write(bytes(free.f_bavail * free.f_bsize - left))
 
 
-LEFT = [pytest.param(0, id="nothing"), pytest.param(16 * 1024, id="room for the log", marks=slow)]
-
-
-@pytest.mark.parametrize("left", LEFT)
-@pytest.mark.parametrize("from_step", [pytest.param(2, marks=slow), 8])
+@slow
+@pytest.mark.parametrize("left", [0, 16 * 1024], ids=["nothing", "room for the log"])
+@pytest.mark.parametrize("from_step", [2, 8])
 def test_a_disk_that_is_full_for_a_while(
     from_step: int,
     left: int,
@@ -267,6 +265,7 @@ def test_checkpoints_that_vanish_are_written_anew(place: Place, tmp_path: Path, 
     assert differences(run, place.alone(KTO)) == []
 
 
+@slow
 def test_a_run_without_its_checkpoints_begins_at_the_start(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:

@@ -73,7 +73,7 @@ def status_of(run: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("status") if path.is_file() else None
 
 
-QUICK_PHASES = ("audit", "training, amid a step", "save", "export")
+QUICK_PHASES = ("training, amid a step", "export")
 
 
 @pytest.mark.parametrize("phase", [phase if phase in QUICK_PHASES else pytest.param(phase, marks=slow) for phase in PHASES])
