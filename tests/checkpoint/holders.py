@@ -7,7 +7,8 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ sys.stdin.readline()
 try:
     print("taken:", lock.take(), flush=True)
 except UserError as error:
-    print("refused:", error.what, flush=True)
+    print(f"refused: {error.code}: {error.what}", flush=True)
 sys.stdin.readline()
 """
 
@@ -85,7 +86,19 @@ def started() -> Iterator[Any]:
 @pytest.fixture(autouse=True)
 def nothing_is_left() -> Iterator[None]:
     yield
-    lock._at_exit()
+    lock.release_all()
+
+
+def refused_by(printed: str, pid: int) -> bool:
+    """Whether a process could not take the lock because a process of this host, with this id, holds it."""
+    return printed.startswith("refused: run-locked: ") and f"pid {pid} on {socket.gethostname()}" in printed
+
+
+def wait_until(reached: Callable[[], bool], seconds: float = 30.0) -> None:
+    ends = time.monotonic() + seconds
+    while not reached():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
 
 
 def named(folder: Path, **other: Any) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,8 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
 from tests.dist.rig import run
-from valence.checkpoint import keeper, store
+from tests.errors import raises_error
+from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, check
 from valence.checkpoint.store import Stored
 from valence.dist import shards
@@ -21,6 +25,7 @@ from valence.dist.protocol import Group
 from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
+slow = pytest.mark.slow
 
 HEAVY = ("weights", "reference", "optimizer")
 
@@ -127,7 +132,7 @@ def _beside(folder: Path) -> None:
 
 FAULTS: list[tuple[int, Any, str]] = [
     (0, store.Snapshot, "write"), (0, Path, "mkdir"), (2, Path, "is_dir"), (3, HuggingFaceStorageWriter, "write_data"),
-    (1, keeper, "_describe"), (0, store, "_keep"),
+    (1, hashlib, "file_digest"), (0, store, "synced"),
 ]  # fmt: skip
 """Which process cannot do what."""
 
@@ -166,9 +171,9 @@ def test_a_checkpoint_of_four_is_loaded_by_one(saved: tuple[Path, list[dict[str,
         name: torch.allclose(model.numbers()[name], value, atol=1e-6) for name, value in alone[1][0].items() if value.ndim > 1
     }
     assert store.whole(weights)["0.weight"].equal(weights["0.weight"].whole())
-    with pytest.raises(UserError, match="has the axes"):
+    with raises_error("checkpoint-damaged"):
         weights["0.weight"].into(torch.zeros(7, 5))
-    with pytest.raises(TypeError, match="without a function that reads"):
+    with pytest.raises(TypeError, match=f"{saved[0] / 'step-5'} .*0.weight"):
         store.put(store.load(saved[0] / "step-5")["weights"]["values"], dict(model.net.named_parameters()))
 
 
@@ -181,10 +186,12 @@ def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str,
     return str(folder / "step-5"), [ranks[0]["numbers"], model.numbers()]
 
 
+@slow
 def test_a_checkpoint_of_four_is_loaded_by_three(saved: tuple[Path, list[dict[str, Any]]]) -> None:
     assert [each.value for each in run(loads, 3, *after(saved))] == [[[], []]] * 3
 
 
+@slow
 def test_a_checkpoint_of_four_is_loaded_by_two(exported: tuple[Path, Path, list[Any]]) -> None:
     assert [each["loaded"] for each in exported[2]] == [[[], []]] * 2
 
@@ -212,8 +219,9 @@ def test_every_file_is_checked(saved: tuple[Path, list[dict[str, Any]]], name: s
     before = file.read_bytes()
     file.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
     try:
-        with pytest.raises(keeper.Damaged, match="has changed"):
+        with raises_error("checkpoint-damaged", where=str(saved[0] / "step-5")) as damaged:
             check(saved[0] / "step-5")
+        assert f" {name} " in damaged.error.what
     finally:
         file.write_bytes(before)
 
@@ -227,15 +235,15 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_on
     assert [each[name] for each in saved[1]] == [(failed, told, there)] * 4
     assert failed == i + 1
     assert len(told) == 1
-    assert told[0].startswith("checkpoint step-3 was not saved: ")
+    assert "step-3" in told[0]
     assert f"rank {rank}" in told[0]
-    assert "No space left on device" in told[0]
+    assert os.strerror(errno.ENOSPC) in told[0]
     assert there == ["step-2"]
 
 
 def test_sharded_tensors_are_not_saved_without_what_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "is_sharded", lambda tensor: True)
-    with pytest.raises(TypeError, match="nothing was given that writes sharded tensors"):
+    with pytest.raises(TypeError, match=f"{tmp_path}.*weight"):
         Checkpoints(tmp_path, None).save(1, {"weight": torch.ones(3)}, {}, wait=True)
 
 
@@ -298,7 +306,7 @@ def exports(group: Group, folder: str, saved: str, numbers: list[dict[str, Tenso
     tokenizer, said = tiny_tokenizer(), []
     for name, case in CASES.items():
         exporting.export(case.sharded(), tokenizer, Path(folder, name), group=group, **case.how)
-    for place in ("save_file", "_keep"):
+    for place in ("save_file", "synced"):
         where: Any = exporting if place == "save_file" else store
         as_it_is = getattr(where, place)
         if group.rank == 0:
@@ -339,6 +347,7 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     return model.state_dict()
 
 
+@slow
 @pytest.mark.parametrize("name", CASES)
 def test_two_processes_export_what_one_does(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
     ours, theirs = (folder / name for folder in exported[:2])
@@ -360,6 +369,7 @@ def said(file: Path) -> Any:
     return found
 
 
+@slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "largest" in case.how])
 def test_files_are_no_larger_than_asked_for(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
     folder = exported[0] / name
@@ -370,11 +380,12 @@ def test_files_are_no_larger_than_asked_for(name: str, exported: tuple[Path, Pat
     assert max(files.values()) < 22_000  # and their headers
 
 
+@slow
 def test_an_export_that_fails_in_one_process_fails_in_all(exported: tuple[Path, Path, list[Any]]) -> None:
     first, other = exported[2]
     assert first == other
     assert len(first["said"]) == 2
-    assert all("No space left on device" in said for said in first["said"])
+    assert all(os.strerror(errno.ENOSPC) in said for said in first["said"])
     assert not list(exported[0].glob("*full*"))
 
 
@@ -385,6 +396,6 @@ def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(tmp_path: Pat
 
     monkeypatch.setattr("valence.checkpoint.export.is_sharded", lambda tensor: True)
     model = Case("llama-tied", lora={"target_modules": ["lm_head"]}).model()
-    with pytest.raises(UserError, match="the adapter is on weights that are tied"):
+    with raises_error("adapter-tied-weights", where="run.export", fix="parallel.shard"):
         export(model, tiny_tokenizer(), tmp_path / "model", what="auto", card="")
     assert not list(tmp_path.iterdir())

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from benchmarks.crash.cases import CASES, Case, recipe
 from benchmarks.crash.process import operations
-from tests.command import command
+from tests.command import command, command_error
 from valence.data.sampler import Sampler
 from valence.engine.logprobs import Engine
+from valence.errors import UserError
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13
 """Of a run, unless a test says otherwise: an epoch has 5, and none of it ends with a save, an evaluation or the log's window."""
+WITHOUT_EFFECT = ("save_every", "keep_best", "max_failed_saves", "max_time")
+"""Settings of ``run`` that change none of a run's numbers."""
 Act = Callable[[str, str], None]
 
 
@@ -71,12 +76,22 @@ class Place:
 
     def train(self, case: Case, run: Path, /, *more: str, **sections: dict[str, Any]) -> int:
         """`valence train` in this process: its exit status."""
+        return command(*self._words(case, run, sections), *more)
+
+    def error(self, case: Case, run: Path, /, **sections: dict[str, Any]) -> UserError:
+        """The mistake with which `valence train` ends in this process."""
+        return command_error(*self._words(case, run, sections))
+
+    def _words(self, case: Case, run: Path, sections: dict[str, dict[str, Any]]) -> list[str]:
         written = run.parent / f"{run.name}.yaml"
         written.write_text(json.dumps(self.recipe(case, **sections)), encoding="utf-8")
-        return command("train", str(written), f"run.dir={run}", *more)
+        return ["train", str(written), f"run.dir={run}"]
 
     def alone(self, case: Case, /, **sections: dict[str, Any]) -> Path:
-        """The run without any disturbance."""
+        """The run without any disturbance. The settings WITHOUT_EFFECT are left out, so that it is shared."""
+        settings = sections.get("run", {})
+        kept = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
+        sections = {name: section for name, section in (sections | {"run": kept}).items() if section}
         key = json.dumps([case.name, sections])
         if key not in self._alone:
             run = self.folder / f"alone {len(self._alone)}"
@@ -92,6 +107,23 @@ def frozen(run: Path, to: Path) -> Path:
         if (to / "run.lock").exists():
             (to / "run.lock").write_bytes(b"")
     return to
+
+
+def warnings_of(run: Path) -> list[str]:
+    """What a run has warned of."""
+    facts = json.loads((run / "run.json").read_text(encoding="utf-8"))
+    return facts.get("warnings", [])
+
+
+@contextmanager
+def count_steps() -> Iterator[list[int]]:
+    """Yield a list that gets an item for every optimizer step of this process."""
+    steps: list[int] = []
+    handle = register_optimizer_step_post_hook(lambda *_: steps.append(len(steps)))
+    try:
+        yield steps
+    finally:
+        handle.remove()
 
 
 def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int = 0) -> None:

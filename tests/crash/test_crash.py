@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
 import shutil
+import signal
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from benchmarks.crash.process import Kill
+from benchmarks.crash.process import Kill, Notes, train
 from benchmarks.crash.trial import Laboratory, Trial, differences, logged, newest
 from tests.command import command
-from tests.crash.rig import CASE, Disk, Halt, Place, frozen, in_step
+from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, count_steps, frozen, in_step
 from tests.programs import fork_server
 
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
+LAST_OF_SAVE = 9
+"""The step of the third save of a short run, which also removes the checkpoint of the first, of step 3."""
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +34,8 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
         return Laboratory(tmp_path_factory.mktemp("laboratory"))
 
 
+@pytest.mark.slow
+@pytest.mark.dist
 def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Laboratory) -> None:
     def killed(name: str) -> list[Trial]:
         draw, trials = random.Random(name), list[Trial]()
@@ -42,45 +48,77 @@ def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Labor
     assert [(name, trial.wrong) for name, trials in found.items() for trial in trials if trial.wrong] == []
 
 
-def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_taken_up(laboratory: Laboratory) -> None:
-    case, run = CASE["kto, lora"], laboratory.folder / "once"
-    first = laboratory.start(case, run, Kill("saving", 30))
-    assert first.status == -9
-    assert first.notes.saving == 30
+@pytest.mark.dist
+def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By SIGKILL, in a process of its own."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    run, recipe = tmp_path / "run", tmp_path / "recipe.json"
+    recipe.write_text(json.dumps(place.recipe(CASE["kto, lora"])), encoding="utf-8")
+    server = fork_server()
+    (notes,) = several = server.RawArray(Notes, 1)
+    kill, printed = Kill("saving", 30), str(tmp_path / "printed")
+    process = server.Process(target=train, args=(str(recipe), str(run), several, kill, printed))
+    process.start()
+    process.join(120)
+    assert process.exitcode == -signal.SIGKILL
+    assert notes.saving == 30
     before = newest(run)
     assert before > 0
-    second = laboratory.start(case, run)
-    assert second.status == 0
-    assert before + second.notes.steps == laboratory.left_alone(case)[1].notes.steps
-    assert differences(run, laboratory.left_alone(case)[0]) == []
+    held = json.loads((run / "run.lock").read_text(encoding="utf-8"))
+    assert held["pid"] == notes.pid
+    with count_steps() as steps:
+        assert command("train", str(recipe), f"run.dir={run}") == 0
+    assert before + len(steps) == STEPS
+    assert differences(run, place.alone(CASE["kto, lora"])) == []
 
 
-@pytest.mark.parametrize(("name", "stride"), [("kto, lora", 1), ("sft, whole models", 4)])
-def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place: Place, disk: Disk, tmp_path: Path) -> None:
-    """The third save, which also removes the first checkpoint. What is there before each of its operations is taken up."""
-    case, run = CASE[name], tmp_path / "run"
-    left: list[Path] = []
-    names: list[str] = []
+def killed_in_save(case: str, place: Place, disk: Disk, folder: Path) -> dict[str, list[Path]]:
+    """The run as it was before each file operation of a save, by the name of the operation, in their order."""
+    run = folder / "run"
+    left: dict[str, list[Path]] = {}
 
     def freeze(operation: str, path: str) -> None:
         if newest(run) == (9 if "step-3" in path else 6) and ("step-9" in path or "step-3" in path):
-            names.append(operation)
-            left.append(frozen(run, tmp_path / f"left {len(left)}"))
+            number = sum(map(len, left.values()))
+            left.setdefault(operation, []).append(frozen(run, folder / f"left {number}"))
 
     disk.each(freeze, run / "checkpoints")
-    assert place.train(case, run, **SHORT) == 0
+    assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
-    assert {"os.mkdir", "os.fsync", "os.rename", "open"} <= set(names)
-    for operation, each in zip(names[::stride], left[::stride], strict=True):
-        assert newest(each) in (6, 9)
-        assert place.train(case, each, **SHORT) == 0, operation
-        assert differences(each, place.alone(case, **SHORT)) == [], operation
+    assert {"os.mkdir", "os.fsync", "os.rename", "open"} <= left.keys()
+    return left
 
 
-def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """The second of each kind on each kind of file, or the only one: of the start, the log, evaluations, the model, the page.
-    Before a file is flushed the folder looks as it does before what comes next."""
-    case, run = CASE["dpo"], tmp_path / "run"
+def resumes(case: str, place: Place, run: Path, about: object) -> None:
+    assert place.train(CASE[case], run, **SHORT) == 0, about
+    assert differences(run, place.alone(CASE[case], **SHORT)) == [], about
+
+
+def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+    """The last file that is opened, and the last rename: what is there before is resumed. All operations are in the slow test."""
+    for operation, runs in killed_in_save("kto, lora", place, disk, tmp_path).items():
+        assert newest(runs[-1]) in (6, LAST_OF_SAVE)
+        if operation in ("open", "os.rename"):
+            resumes("kto, lora", place, runs[-1], operation)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "stride"), [("kto, lora", 1), ("sft, whole models", 4)])
+def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place: Place, disk: Disk, tmp_path: Path) -> None:
+    """What is there before each of its operations is resumed."""
+    left = killed_in_save(name, place, disk, tmp_path)
+    runs = sorted(((int(run.name.split()[1]), run, operation) for operation, several in left.items() for run in several))
+    for number, run, operation in runs[::stride]:
+        assert newest(run) in (6, LAST_OF_SAVE)
+        resumes(name, place, run, (number, operation))
+
+
+def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
+    """The run as it was before the second file operation of each kind on each kind of file, or the only one: of the start, the
+    log, evaluations, the model, the page. Before a file is flushed the folder looks as it does before what comes next."""
+    run = folder / "run"
     seen = Counter[tuple[str, str]]()
     left: dict[tuple[str, str], Path] = {}
 
@@ -88,19 +126,32 @@ def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tm
         kind = operation, re.sub(r"\d+", "N", os.path.relpath(path, run))
         seen[kind] += 1
         if operation != "os.fsync" and "checkpoints" not in path and seen[kind] <= 2:
-            shutil.rmtree(left.get(kind, tmp_path / "none"), ignore_errors=True)
-            left[kind] = frozen(run, tmp_path / f"left {seen.total()}")
+            shutil.rmtree(left.get(kind, folder / "none"), ignore_errors=True)
+            left[kind] = frozen(run, folder / f"left {seen.total()}")
 
     disk.each(freeze, run)
-    assert place.train(case, run, **SHORT) == 0
+    assert place.train(CASE["dpo"], run, **SHORT) == 0
     disk.rest()
     files = " ".join(file for _, file in left)
-    assert all(name in files for name in ("config.yaml", "metrics.jsonl", "run.json", "report.html", "eval", "model"))
-    for kind, each in left.items():
-        assert place.train(case, each, **SHORT) == 0, kind
-        assert differences(each, place.alone(case, **SHORT)) == [], kind
+    names = ("config.yaml", "metrics.jsonl", "run.json", "report.html", "eval", "model")
+    assert all(name in files for name in names)
+    return left
 
 
+def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+    """Renames of the run's state, before its first checkpoint, and of the model. All operations are in the slow test."""
+    left = killed_elsewhere(place, disk, tmp_path)
+    for file in (".run.json.part", ".model.part"):
+        resumes("dpo", place, left["os.rename", file], file)
+
+
+@pytest.mark.slow
+def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+    for kind, run in killed_elsewhere(place, disk, tmp_path).items():
+        resumes("dpo", place, run, kind)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("save_every", "step", "batch"), [
     (5, 6, 0),  # an epoch is over, and saved
     (3, 6, 0),  # an epoch is over, and not saved since step 3
@@ -131,7 +182,7 @@ def test_two_resumes_in_a_row(
     assert min(r["micro_batches"] for r in logged(run) if "loss" in r) > batch
 
 
-def test_a_run_is_taken_up_from_its_folder_alone(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_resumed_from_its_folder_alone(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case, run, left = CASE["kto, lora"], tmp_path / "run", tmp_path / "left"
 
     def halt() -> None:

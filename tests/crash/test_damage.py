@@ -6,20 +6,22 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.crash.trial import differences, newest
-from tests.command import command
-from tests.crash.rig import CASE, Halt, Place, frozen, in_step
+from tests.command import command, command_error
+from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
+from tests.errors import check_error, raises_error
 from valence.checkpoint.keeper import Damaged, Saved, check
-from valence.errors import UserError
 from valence.training import restore
 
-CASES = ("kto, lora", "sft, whole models")
-STOPPED_IN, SHORT = 11, {"train": {"max_steps": 12}}
+CASES = KTO_LORA, WHOLE_MODELS = ("kto, lora", "sft, whole models")
+STOPPED_IN = 11
+slow = pytest.mark.slow
 
 
 def cut(path: Path) -> None:
@@ -49,9 +51,10 @@ DAMAGES = (cut, empty, flip, zero, Path.unlink, rename)
 
 
 @pytest.fixture(scope="module")
-def stopped(place: Place, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs as they were amid step 11, with checkpoints of steps 8 and 9 or 6 and 9."""
+def stopped(place: Place, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The run of a case as it was amid step 11, with checkpoints of steps 8 and 9 or 6 and 9."""
 
+    @cache
     def at(name: str) -> Path:
         folder = tmp_path_factory.mktemp("stopped")
 
@@ -62,51 +65,53 @@ def stopped(place: Place, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
         with pytest.MonkeyPatch.context() as patch:
             in_step(patch, STOPPED_IN, halt)
             with pytest.raises(Halt):
-                place.train(CASE[name], folder / "run", **SHORT)
+                place.train(CASE[name], folder / "run")
         return folder / "left"
 
-    return {name: at(name) for name in CASES}
+    return at
 
 
 def steps(run: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step-*"))
 
 
-@pytest.mark.parametrize(
-    ("name", "damage"), [(CASES[0], damage) for damage in DAMAGES] + [(CASES[1], flip), (CASES[1], Path.unlink)],
-    ids=lambda given: getattr(given, "__name__", given),
-)  # fmt: skip
+@pytest.mark.parametrize(("name", "damage"), [
+    (KTO_LORA, flip),
+    *(pytest.param(KTO_LORA, damage, marks=slow) for damage in DAMAGES if damage is not flip),
+    *(pytest.param(WHOLE_MODELS, damage, marks=slow) for damage in (flip, Path.unlink)),
+], ids=lambda value: getattr(value, "__name__", value))  # fmt: skip
 def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_used(
     name: str,
     damage: Callable[[Path], None],
-    stopped: dict[str, Path],
+    stopped: Callable[[str], Path],
     place: Place,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    last = f"checkpoints/step-{newest(stopped[name])}"
-    assert len(steps(stopped[name])) >= 2
-    files = [p.relative_to(stopped[name] / last) for p in (stopped[name] / last).rglob("*") if p.is_file()]
+    last = f"checkpoints/step-{newest(stopped(name))}"
+    assert len(steps(stopped(name))) >= 2
+    files = [p.relative_to(stopped(name) / last) for p in (stopped(name) / last).rglob("*") if p.is_file()]
     assert len(files) >= 3
     for i, file in enumerate(files):
-        run = frozen(stopped[name], tmp_path / f"run {i}")
+        run = frozen(stopped(name), tmp_path / f"run {i}")
         if (run / last / file).stat().st_size == 0:
             continue
         damage(run / last / file)
-        assert place.train(CASE[name], run, **SHORT) == 0, file
+        assert place.train(CASE[name], run) == 0, file
         said = capfd.readouterr().out
         assert f"{run}/{last}" in said, file
         assert str(file) in said, file
-        assert differences(run, place.alone(CASE[name], **SHORT)) == [], file
+        assert differences(run, place.alone(CASE[name])) == [], file
 
 
-def test_no_bit_of_a_manifest_may_change(stopped: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("stride", [17, pytest.param(1, marks=slow)])
+def test_no_bit_of_a_manifest_may_change(stride: int, stopped: Callable[[str], Path], tmp_path: Path) -> None:
     """It says what the run was: a wrong word would have a resumed run refused, or go on as another one."""
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     path = run / "checkpoints" / f"step-{newest(run)}"
     whole = (path / "manifest.json").read_bytes()
     unseen: list[str] = []
-    for at in range(len(whole)):
+    for at in range(0, len(whole), stride):
         (path / "manifest.json").write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
         try:
             check(path)
@@ -116,65 +121,85 @@ def test_no_bit_of_a_manifest_may_change(stopped: dict[str, Path], tmp_path: Pat
     assert unseen == []
 
 
-@pytest.mark.parametrize(("ending", "used"), [("part", False), ("gone", False), ("old", True)])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("ending", "used"), [
+    ("part", False), pytest.param("gone", False, marks=slow), ("old", True)
+])  # fmt: skip
+@pytest.mark.parametrize("name", [KTO_LORA, pytest.param(WHOLE_MODELS, marks=slow)])
 def test_a_checkpoint_that_was_being_renamed(
-    name: str, ending: str, used: bool, stopped: dict[str, Path], place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    name: str, ending: str, used: bool, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
     """One that was not finished, one that was being removed, and one that another of the same step was to replace."""
-    run = frozen(stopped[name], tmp_path / "run")
-    last = newest(run)
+    run = frozen(stopped(name), tmp_path / "run")
+    *_, before, last = steps(run)
     (run / f"checkpoints/step-{last}").rename(run / f"checkpoints/.step-{last}.{ending}")
-    assert place.train(CASE[name], run, **SHORT) == 0
-    assert (f"after step {last} of" in capfd.readouterr().out) is used
-    assert differences(run, place.alone(CASE[name], **SHORT)) == []
+    with count_steps() as done:
+        assert place.train(CASE[name], run) == 0
+    assert len(done) == STEPS - (last if used else before)
+    assert differences(run, place.alone(CASE[name])) == []
     assert not list((run / "checkpoints").glob(".*"))
 
 
-def test_all_checkpoints_damaged_is_said_and_nothing_is_done(
-    stopped: dict[str, Path], place: Place, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_all_checkpoints_damaged_is_an_error_and_nothing_is_done(
+    stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     for step in steps(run):
         cut(run / f"checkpoints/step-{step}/tensors.safetensors")
     log = (run / "metrics.jsonl").read_bytes()
-    assert place.train(CASE["kto, lora"], run, **SHORT) == 2
-    assert "--fresh" in capfd.readouterr().err
-    assert (run / "metrics.jsonl").read_bytes() == log
-    assert place.train(CASE["kto, lora"], run, **SHORT) == 2  # and again, since nothing has changed
+    for _ in range(2):  # and again, since nothing has changed
+        error = place.error(CASE[KTO_LORA], run)
+        check_error(error, "checkpoint-damaged", where=str(run / "checkpoints"), fix="--fresh")
+        assert all(f"step-{step}" in error.what for step in steps(run))
+        assert (run / "metrics.jsonl").read_bytes() == log
 
 
 LATER = b'{"step": 12, "loss": 0.5, "seconds": 1.0}\n'
 
 
-@pytest.mark.parametrize("tail", [LATER, LATER * 3, LATER[:17], LATER + LATER[:-1], b"\0" * 64, b"\xff\xfe\n"])
+@pytest.mark.parametrize("tail", [
+    LATER + LATER[:-1],
+    *(pytest.param(tail, marks=slow) for tail in (LATER, LATER * 3, LATER[:17], b"\0" * 64, b"\xff\xfe\n")),
+])  # fmt: skip
 def test_what_the_log_says_after_the_checkpoint_is_cut_off(
-    tail: bytes, stopped: dict[str, Path], place: Place, tmp_path: Path
+    tail: bytes, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     with (run / "metrics.jsonl").open("ab") as log:
         log.write(tail)
-    assert place.train(CASE["kto, lora"], run, **SHORT) == 0
-    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+    assert place.train(CASE[KTO_LORA], run) == 0
+    assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
-@pytest.mark.parametrize("name", ["run.json", "config.yaml", "audit.json", "rows.safetensors"])
+OTHER_FILES = ("run.json", "config.yaml", "audit.json", "rows.safetensors")
+
+
+@slow
+@pytest.mark.parametrize("name", OTHER_FILES)
 @pytest.mark.parametrize("damage", [cut, flip, zero, Path.unlink], ids=lambda f: f.__name__)
 def test_other_files_of_the_run_are_not_what_it_goes_on_from(
-    name: str, damage: Callable[[Path], None], stopped: dict[str, Path], place: Place, tmp_path: Path
+    name: str, damage: Callable[[Path], None], stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     damage(run / name)
-    assert place.train(CASE["kto, lora"], run, **SHORT) == 0
-    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+    assert place.train(CASE[KTO_LORA], run) == 0
+    assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
-@pytest.mark.parametrize("damage", [cut, empty, zero])
+def test_without_its_other_files_a_run_goes_on_all_the_same(stopped: Callable[[str], Path], place: Place, tmp_path: Path) -> None:
+    """Some cut, the others gone, at once. One at a time they are in the slow test."""
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
+    for damage, name in zip((cut, Path.unlink, cut, Path.unlink), OTHER_FILES, strict=True):
+        damage(run / name)
+    assert place.train(CASE[KTO_LORA], run) == 0
+    assert differences(run, place.alone(CASE[KTO_LORA])) == []
+
+
+@pytest.mark.parametrize("damage", [cut, pytest.param(empty, marks=slow), pytest.param(zero, marks=slow)])
 def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
     damage: Callable[[Path], None], place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it held when the checkpoint was written is on the disk; what came later is computed again, to the same bits."""
-    case, run, left = CASE["kto, lora"], tmp_path / "run", tmp_path / "left"
+    case, run, left = CASE[KTO_LORA], tmp_path / "run", tmp_path / "left"
     sizes, no_best = dict[str, int](), {"run": {"keep_best": None}}
 
     def note() -> None:
@@ -233,81 +258,92 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path, error: OSError) -> N
 FAULTS = [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied")]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
-@pytest.mark.parametrize("file", ["manifest.json", "state.json", "tensors.safetensors", ""])
+@pytest.mark.parametrize(("file", "fault"), [
+    ("state.json", FAULTS[0]),
+    *(pytest.param(file, FAULTS[0], marks=slow) for file in ("manifest.json", "tensors.safetensors", "")),
+    *(pytest.param(file, FAULTS[1], marks=slow) for file in ("manifest.json", "state.json", "tensors.safetensors", "")),
+], ids=lambda value: value if isinstance(value, str) else errno.errorcode[value.errno])  # fmt: skip
 def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
     file: str,
     fault: OSError,
-    stopped: dict[str, Path],
+    stopped: Callable[[str], Path],
     place: Place,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     with monkeypatch.context() as patch:
         unreadable(patch, run / f"checkpoints/step-{last}" / file, fault)
-        assert place.train(CASE["kto, lora"], run, **SHORT) == 0
+        assert place.train(CASE[KTO_LORA], run) == 0
     said = capfd.readouterr().out
     assert f"{run}/checkpoints/step-{last}" in said
     assert str(fault.strerror) in said
-    assert f"step-{before} is used instead" in said
+    assert f"step-{before}" in said
     assert (run / f"checkpoints/damaged-step-{last}").is_dir()
-    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+    assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
-def test_a_folder_in_place_of_a_file_of_the_newest_checkpoint(stopped: dict[str, Path], place: Place, tmp_path: Path) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+@slow
+def test_a_folder_in_place_of_a_file_of_the_newest_checkpoint(
+    stopped: Callable[[str], Path], place: Place, tmp_path: Path
+) -> None:
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     path = run / f"checkpoints/step-{newest(run)}" / "state.json"
     path.unlink()
     path.mkdir()
-    assert place.train(CASE["kto, lora"], run, **SHORT) == 0
-    assert differences(run, place.alone(CASE["kto, lora"], **SHORT)) == []
+    assert place.train(CASE[KTO_LORA], run) == 0
+    assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
-@pytest.mark.parametrize("name", ["checkpoints", ""])
+@pytest.mark.parametrize(("name", "code"), [("checkpoints", "file-not-readable"), ("", "folder-not-readable")])
 def test_a_folder_that_cannot_be_read_is_no_fresh_start(
     name: str,
+    code: str,
     fault: OSError,
-    stopped: dict[str, Path],
+    stopped: Callable[[str], Path],
     place: Place,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     log = (run / "metrics.jsonl").read_bytes()
     with monkeypatch.context() as patch:
         unreadable(patch, run / name, fault)
-        assert place.train(CASE["kto, lora"], run, **SHORT) == 2
-    said = capfd.readouterr().err
-    assert str(run / name) in said
-    assert str(fault.strerror) in said
+        error = place.error(CASE[KTO_LORA], run)
+    check_error(error, code, where=str(run / name))
+    assert str(fault.strerror) in error.what
     assert (run / "metrics.jsonl").read_bytes() == log
 
 
-@pytest.mark.parametrize("words", [["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a", "--max-new-tokens", "2"]])
+@pytest.mark.parametrize("words", [
+    ["export", "RUN", "OUT"],  # OUT: a new folder each time
+    pytest.param(["sample", "RUN", "--prompt", "a", "--max-new-tokens", "2"], marks=slow),
+])  # fmt: skip
 def test_a_run_is_read_from_the_checkpoint_before_a_damaged_one(
-    words: list[str], stopped: dict[str, Path], tmp_path: Path
+    words: list[str], stopped: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     flip(run / f"checkpoints/step-{last}/tensors.safetensors")
-    given = [{"RUN": str(run), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]
-    with pytest.warns(UserWarning, match=f"step-{last}: .* step-{before} is used instead"):
-        assert command(*given) == 0
+    first, second = (
+        [{"RUN": str(run), "OUT": str(tmp_path / out)}.get(word, word) for word in words] for out in ("first", "second")
+    )
+    with pytest.warns(UserWarning, match=f"step-{last}.*step-{before}"):
+        assert command(*first) == 0
     assert steps(run)[-1] == last  # nothing in the folder has changed
-    assert command(*given, "--step", str(last)) == 2
+    error = command_error(*second, "--step", str(last))
+    check_error(error, "checkpoint-damaged", where=f"step-{last}")
 
 
 @pytest.mark.parametrize("moment", ["before it is checked", "before it is loaded", "before its weights are read"])
 def test_a_checkpoint_that_the_run_removes_while_it_is_read(
-    moment: str, stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    moment: str, stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As a run does that saves the next one: the next one is used."""
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     *_, before, last = steps(run)
     later = run / f"checkpoints/step-{last}"
     later.rename(tmp_path / "later")
@@ -337,9 +373,9 @@ def test_a_checkpoint_that_the_run_removes_while_it_is_read(
 
 
 def test_checkpoints_that_vanish_again_and_again_are_an_error(
-    stopped: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = frozen(stopped["kto, lora"], tmp_path / "run")
+    run = frozen(stopped(KTO_LORA), tmp_path / "run")
     steps_there = [10]
 
     def check_removed(path: Path) -> Saved:
@@ -348,5 +384,5 @@ def test_checkpoints_that_vanish_again_and_again_are_an_error(
         return check(path)
 
     monkeypatch.setattr(restore, "check", check_removed)
-    with pytest.raises(UserError, match="removed faster"):
+    with raises_error("checkpoints-pruned", where=str(run), fix="run.keep"):
         restore.restore(run, quiet=True)

@@ -14,11 +14,12 @@ from benchmarks.crash.trial import differences, newest
 from tests.command import command
 from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
-from valence.checkpoint import keeper
+from valence.checkpoint.store import Snapshot
 from valence.engine.cache import Cached
 from valence.training import finish
 from valence.training.loop import Run
 
+slow = pytest.mark.slow
 KTO = CASE["kto, lora"]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NO_BEST = {"run": {"keep_best": None}}
@@ -59,7 +60,7 @@ PHASES: dict[str, tuple[Callable[[pytest.MonkeyPatch, Callable[[], None]], None]
     "training": (lambda patch, act: in_step(patch, 8, act), 8),
     "training, amid a step": (lambda patch, act: in_step(patch, 5, act, batch=1), 5),
     "evaluation": (lambda patch, act: amid(patch, act, "eval"), 4),
-    "save": (lambda patch, act: before(patch, keeper.Checkpoints, "_write", act, 3), None),
+    "save": (lambda patch, act: before(patch, Snapshot, "write", act, 3), None),
     "test": (lambda patch, act: amid(patch, act, "test"), STEPS),
     "second sampling": (lambda patch, act: before(patch, Run, "sample", act, 2), STEPS),
     "export": (lambda patch, act: before(patch, finish, "export", act), STEPS),
@@ -72,7 +73,10 @@ def status_of(run: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("status") if path.is_file() else None
 
 
-@pytest.mark.parametrize("phase", PHASES)
+QUICK_PHASES = ("training, amid a step", "export")
+
+
+@pytest.mark.parametrize("phase", [phase if phase in QUICK_PHASES else pytest.param(phase, marks=slow) for phase in PHASES])
 def test_sigterm_in_each_phase(
     phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +84,7 @@ def test_sigterm_in_each_phase(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@slow
 @pytest.mark.parametrize("phase", ["audit", "training, amid a step", "export"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
 def test_other_signals(number: signal.Signals, phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +113,9 @@ def stopped(phase: str, number: signal.Signals, place: Place, tmp_path: Path, mo
     assert first == whole
 
 
-@pytest.mark.parametrize("number", SIGNALS)
+@pytest.mark.parametrize("number", [
+    pytest.param(signal.SIGTERM, marks=slow), pytest.param(signal.SIGUSR1, marks=slow), signal.SIGINT
+])  # fmt: skip
 def test_a_signal_in_the_reference_pass(
     number: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,7 +130,9 @@ def test_a_signal_in_the_reference_pass(
 
 
 @pytest.mark.parametrize(("first", "second"), [
-    (signal.SIGTERM, signal.SIGUSR1), (signal.SIGTERM, signal.SIGINT), (signal.SIGINT, signal.SIGINT),
+    (signal.SIGTERM, signal.SIGINT),
+    pytest.param(signal.SIGTERM, signal.SIGUSR1, marks=slow),
+    pytest.param(signal.SIGINT, signal.SIGINT, marks=slow),
 ])  # fmt: skip
 def test_a_second_signal_ends_at_once(
     first: signal.Signals, second: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -146,6 +155,7 @@ def test_a_second_signal_ends_at_once(
     assert differences(run, place.alone(KTO)) == []
 
 
+@slow
 def test_a_signal_in_every_step(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, more = tmp_path / "run", {"run": {"save_every": 1000, "keep_best": None}}
     for step in range(1, STEPS):

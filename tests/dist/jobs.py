@@ -5,15 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from threading import Event
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.dist.rig import wait_for
 from valence.dist import processes
 from valence.dist.posts import Place
 from valence.dist.protocol import Group
 from valence.dist.single import Single
+from valence.dist.together import gathered
 from valence.dist.watch import Watch
 from valence.errors import UserError
 
@@ -75,11 +82,14 @@ def members(group: Group) -> dict[str, Any]:
     found["in place"] = places == [p.grad.data_ptr() for p in trained if p.grad is not None][: len(places)]
     found["broadcast"] = group.broadcast(JSON | {"pair": (1, 2)} if group.rank == 0 else {"not": "this"})
     found["any"] = [group.any(group.rank == group.size - 1), group.any(False), group.any(True)]
-    if group.rank == 0:
-        time.sleep(0.2)
-    came = time.monotonic()
-    group.barrier("here")
-    found["barrier"] = came, time.monotonic()
+    with TemporaryDirectory() as folder:  # rank 0 comes to the barrier last
+        arrived = [Path(name, "0") for name in gathered(group, folder)]
+        if group.rank == 0:
+            for path in arrived:
+                path.touch()
+        group.barrier("here")
+        found["barrier"] = arrived[group.rank].exists()
+        group.barrier("looked")
     found["place"] = group.rank, group.size, group.local_rank
     return found
 
@@ -96,12 +106,23 @@ def twice(group: Group) -> list[float]:
     return [float(first), float(again)]
 
 
-def one_stays_away(group: Group, away: int) -> None:
+@contextmanager
+def noted_end(folder: str, name: str) -> Iterator[None]:
+    """A file of this name is in the folder once the block has ended, however it ends."""
+    try:
+        yield
+    finally:
+        Path(folder, name).touch()
+
+
+def one_stays_away(group: Group, away: int, folder: str) -> None:
+    """One process comes to a sum only when all others have given up."""
     group.barrier("audit")
     if group.rank == away:
-        time.sleep(3.5)
+        wait_for(*(Path(folder, str(rank)) for rank in range(group.size) if rank != away))
         return
-    group.sum(torch.ones(3))
+    with noted_end(folder, str(group.rank)):
+        group.sum(torch.ones(3))
 
 
 def they_part(group: Group) -> None:
@@ -119,7 +140,7 @@ def one_is_killed(group: Group, killed: int, before: bool) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
         if before:
-            time.sleep(10)
+            signal.pause()
     for _ in range(10_000):
         group.reduce_gradients([parameter])
 
@@ -128,24 +149,31 @@ def never(group: Group) -> None:
     raise AssertionError("there is no group")
 
 
-def watched(group: Group, ends: bool, said: str) -> str:
-    """A collective that a device has queued: it ends after a while, or never. said: where what it says is kept."""
-    os.dup2(os.open(f"{said}/{group.rank}", os.O_WRONLY | os.O_CREAT), 2)
-    queued = time.monotonic()
+def watched(group: Group, ends: bool, printed: str) -> str:
+    """A collective that a device has queued: it ends after a while, or never. printed: where what it prints is kept."""
+    os.dup2(os.open(f"{printed}/{group.rank}", os.O_WRONLY | os.O_CREAT), 2)
+    done = Event()
 
-    class Event:
+    class DeviceEvent:
         def record(self) -> None:
             pass
 
         def query(self) -> bool:
-            return ends and time.monotonic() > queued + 0.3
+            if ended.is_set():
+                done.set()
+            return ended.is_set()
 
-    torch.cuda.Event = Event
-    watch = Watch(0.8, lambda place: UserError(f"{place} did not end", code="rank-lost"))
+    torch.cuda.Event = DeviceEvent
+    ended, deadline = Event(), 0.8
+    watch = Watch(deadline, lambda place: UserError(f"late: {place}", code="rank-late"))
     watch.add(Place(1, "sum"))
-    time.sleep(0.5)
+    if not ends:
+        ended.wait(60)  # it is never set: the watch ends the process
+        return "went on"
+    ended.set()
+    assert done.wait(60)
     watch.add(Place(2, "gather"))
-    time.sleep(1.0)
+    time.sleep(2 * deadline)  # with nothing queued, a device may do nothing for longer than the deadline
     return "went on"
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,12 +23,15 @@ from valence.errors import UserError
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: what its job gave, or the error that it met, after how many seconds, and its exit code."""
+    """A process that has ended: what its job gave, or the mistake that it met (error: its text), and its exit code."""
 
     value: Any = None
-    error: str = ""
-    seconds: float = 0.0
+    mistake: UserError | None = None
     code: int | None = None
+
+    @property
+    def error(self) -> str:
+        return str(self.mistake or "")
 
 
 def run(
@@ -56,11 +60,21 @@ def run(
     return [Ended(*each, process.exitcode) for each, process in zip(found, ranks, strict=True)]
 
 
-def _received(pipe: Connection) -> tuple[Any, str, float]:
+def wait_for(*paths: Path, seconds: float = 60.0) -> None:
+    """Until all of these files are there. Raises TimeoutError."""
+    ends = time.monotonic() + seconds
+    while missing := [path for path in paths if not path.exists()]:
+        if time.monotonic() > ends:
+            raise TimeoutError(f"{missing} after {seconds:g} s")
+        time.sleep(0.01)
+
+
+def _received(pipe: Connection) -> tuple[Any, UserError | None]:
     try:
-        return pickle.loads(pipe.recv_bytes())
+        value, mistake = pickle.loads(pipe.recv_bytes())
     except EOFError:  # it ended before it could say anything
-        return None, "", 0.0
+        return None, None
+    return value, UserError(mistake.pop("what"), **mistake) if mistake else None
 
 
 def _rank(
@@ -73,12 +87,11 @@ def _rank(
         os.environ[LISTENS] = str(listening.detach())
     processes.HEAD_START = 0.3  # no launcher looks who failed first
     ready.wait(60)  # short deadlines are for what is looked at, not for a process that a busy machine starts late
-    began = time.monotonic()
-    value, error = None, ""
+    value, mistake = None, None
     try:
         group = processes.start(deadline, "cpu")
         value = job(group, *args)
         group.close()
-    except UserError as failed:
-        error = str(failed)
-    pipe.send_bytes(pickle.dumps((value, error, time.monotonic() - began)))  # not as memory that it would share
+    except UserError as error:
+        mistake = {"what": error.what, "code": error.code, "where": error.where, "fix": error.fix}
+    pipe.send_bytes(pickle.dumps((value, mistake)))  # not as memory that it would share

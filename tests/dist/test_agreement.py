@@ -21,28 +21,29 @@ from valence.errors import UserError
 from valence.training.score import score
 from valence.training.signals import Interrupted
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 ROWS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": "bad"} for i in range(6)]
 
 
-def said(action: Callable[[], Any]) -> str:
+def mistake(action: Callable[[], Any]) -> tuple[str, str, str] | None:
+    """The code, the place and the sentence of a mistake, if there is one."""
     try:
         action()
     except UserError as error:
-        return str(error)
-    return "done"
+        return error.code, error.where or "", error.what
+    return None
 
 
-def given(group: Group, place: Path) -> dict[str, str]:
-    """What is said of objects and rows that processes give, which must not end the group."""
+def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
+    """The mistakes of objects and rows that processes give, which must not end the group."""
     tokenizer: Any = tiny_tokenizer(None)
 
     def model(seed: int) -> Any:
         return tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=seed)
 
-    def train(name: str, how: dict[str, Any], **objects: Any) -> str:
+    def train(name: str, how: dict[str, Any], **objects: Any) -> tuple[str, str, str] | None:
         made = written("dpo", place, place / name, "float32", **how)
-        return said(lambda: valence.train(made, group=group, quiet=True, tokenizer=tokenizer, **objects))
+        return mistake(lambda: valence.train(made, group=group, quiet=True, tokenizer=tokenizer, **objects))
 
     same = model(0)
     found = {
@@ -68,12 +69,14 @@ def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
     assert (first.error, other.error) == ("", "")
     assert first.value == other.value
     found = first.value
-    assert [name for name, words in found.items() if words == "done"] == ["the same models", "a function that makes one"]
-    assert "rank 1 has another model" in found["other models"]
-    assert "rank 1 has another reference" in found["other references"]
-    assert "rank 1 has another data.train" in found["other rows"]
-    assert "a parameter group of their own" in found["one that takes no mixture"]
-    assert "give a function" in found["an optimizer of whole weights"]
+    assert [name for name, error in found.items() if error is None] == ["the same models", "a function that makes one"]
+    differing = {"other models": "model", "other references": "reference", "other rows": "data.train"}
+    for name, what in differing.items():
+        code, where, sentence = found[name]
+        assert (code, where) == ("ranks-differ", "rank 1")
+        assert f" {what} " in sentence
+    assert found["an optimizer of whole weights"][:2] == ("optimizer-weights", "optimizer")
+    assert found["one that takes no mixture"][:2] == ("optimizer-mixes-weights", "optimizer")
 
 
 def scored(group: Group, place: Path) -> list[int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.dist.cases import Case, measure, models, split, whole
 from tests.dist.rig import run
+from tests.errors import check_error, raises_error
 from tests.models import tiny
 from tests.units import objective, units_for
 from valence.dist.protocol import Group
@@ -22,11 +23,12 @@ from valence.engine.cache import Cached
 from valence.engine.check import plain_batch
 from valence.engine.logprobs import Engine
 from valence.engine.memory import out_of_memory
-from valence.errors import UserError
+from valence.training.rounds import no_way_back
 from valence.training.step import optimizer_step
 from valence.types import Batch
 
 pytestmark = pytest.mark.dist
+slow = pytest.mark.slow
 
 NARROW = [
     Case("kto", dtype=torch.float32),
@@ -50,11 +52,15 @@ ON_TWO = [Case("kto", follows=True), Case("sft", architecture="qwen2"), *NARROW]
 PLAIN = [Case("kto", lora=True, follows=True), Case("dpo", lora=True, shares=True), Case("aot_unpaired", rows=3, lora=True)]
 
 
-@pytest.mark.parametrize(
-    ("size", "cases", "sharded"),
-    [(4, ON_FOUR, True), (2, ON_TWO, True), (4, PLAIN, False)],
-    ids=["4 split", "2 split", "4 whole"],
-)
+QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
+
+
+@pytest.mark.parametrize(("size", "cases", "sharded"), [
+    pytest.param(2, QUICK, True, id="2 split, quick"),
+    pytest.param(4, ON_FOUR, True, id="4 split", marks=slow),
+    pytest.param(2, ON_TWO, True, id="2 split", marks=slow),
+    pytest.param(4, PLAIN, False, id="4 whole", marks=slow),
+])  # fmt: skip
 def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[Case], sharded: bool) -> None:
     alone = measure(Single(), cases)
     ranks = run(measure, size, cases, sharded, deadline=60.0)
@@ -93,6 +99,7 @@ def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
     return found
 
 
+@slow
 def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
     cases = [Case("kto", lora=True, follows=True), Case("dpo")]
     alone, ranks = measure(Single(), cases), run(offloaded, 2, cases, deadline=60.0)
@@ -224,6 +231,7 @@ def short(group: Group, sharded: bool) -> list[Any]:
     return [said, len(told), norm, whole(policy.named_parameters())]
 
 
+@slow
 def test_an_engine_with_split_weights_is_that_engine() -> None:
     one, two = (rank.value for rank in run(parts, 2))
     assert one["packs"]
@@ -233,6 +241,7 @@ def test_an_engine_with_split_weights_is_that_engine() -> None:
     assert 0.9 < one["own"] / two["own"] < 1.2
 
 
+@slow
 def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
     wanted = kept(Single(), str(tmp_path / "alone"))[0][0]
     ranks = [rank.value for rank in run(kept, 2, str(tmp_path))]
@@ -244,9 +253,11 @@ def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None
     assert sum(misses for (_, _, misses), *_ in ranks) == 14
 
 
+@slow
 def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
     ranks = [rank.value for rank in run(short, 3, False)]
-    assert [said for said, *_ in ranks] == ["another process ran out of memory", "made up", "another process ran out of memory"]
+    assert all(text for text, *_ in ranks)
+    assert [text == "made up" for text, *_ in ranks] == [False, True, False]
     assert len({told for _, told, *_ in ranks}) == 1
     policy, reference = models(Case("kto"))
     made = objective("kto", policy, reference, budget=5)
@@ -257,11 +268,14 @@ def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
         assert distance(weights, whole(policy.named_parameters())) < 1e-12
 
 
+@slow
 def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> None:
-    ranks = run(short, 2, True, deadline=5.0)
-    assert "train.micro_batch_tokens" in ranks[1].error
-    assert "out of memory" in ranks[1].error
-    assert "rank 1" in ranks[0].error
+    first, second = run(short, 2, True, deadline=5.0)
+    assert first.mistake is not None
+    assert second.mistake is not None
+    check_error(second.mistake, "out-of-memory", where="train.micro_batch_tokens")
+    assert first.mistake.code in ("rank-lost", "rank-late")
+    assert "rank 1" in first.mistake.what
 
 
 def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
@@ -274,11 +288,5 @@ def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
     policy.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError, match="made up"):
         made.run(units_for("kto", 7, 0), iter(()), backward=True)
-    with pytest.raises(UserError, match="wait for each other"), _no_way_back():
+    with raises_error("out-of-memory", where="train.micro_batch_tokens"), no_way_back(True):
         raise MemoryError
-
-
-def _no_way_back() -> Any:
-    from valence.training.rounds import no_way_back
-
-    return no_way_back(True)

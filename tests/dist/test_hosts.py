@@ -20,10 +20,10 @@ from benchmarks.crash.trial import differences, newest
 from tests.arch.source import ROOT
 from tests.dist.hosts import ADDRESSES, CABLE, Hosts, two_hosts
 from tests.dist.test_run import same
+from tests.errors import raises_error
 from valence.checkpoint.keeper import check
 from valence.checkpoint.lock import holder
 from valence.dist.processes import start
-from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0
@@ -85,12 +85,14 @@ def undisturbed(hosts: Hosts, place: Place) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one_process_does(place: Place, undisturbed: Path) -> None:
     alone = place.folder / "alone"
     valence.train(place.recipe | {"run": place.recipe["run"] | {"dir": str(alone)}}, quiet=True)
     same(undisturbed, alone)
 
 
+@pytest.mark.slow
 def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(hosts: Hosts, place: Place, undisturbed: Path) -> None:
     run = place.folder / "cut"
     started = place.start(hosts, run)
@@ -100,15 +102,12 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(hosts: Hosts, p
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.01)
     hosts.cut()
-    began = time.monotonic()
     first, second = (process.communicate(timeout=DEADLINE + ANSWERS + LEAVES)[0] for process in started)
-    assert time.monotonic() - began > DEADLINE
     assert [process.returncode for process in started] == [1, 1], first + second  # as torchrun has it
     assert [hosts.pids(host) for host in range(2)] == [[], []]
-    said = r"valence: rank 0: (rank 1 has not come to `[a-z_ ]+` #\d+ within 8 s \(it was|.* rank 1 has ended or cannot be)"
-    assert re.search(said, first), first
-    said = rf"valence: rank 1: .* did not end within 8 s, .* rank 0, .* does not answer at {ADDRESSES[0]}:29500"
-    assert re.search(said, second), second
+    assert re.search(r"^valence: rank 0: .*\brank 1\b", first, re.MULTILINE), first
+    assert re.search(rf"^valence: rank 1: .*\brank 0\b.* {ADDRESSES[0]}:29500", second, re.MULTILINE), second
+    assert f" {DEADLINE:g} s" in second
     assert 6 <= newest(run) < newest(undisturbed)
     check(run / "checkpoints" / f"step-{newest(run)}")
     assert json.loads((run / "run.json").read_text(encoding="utf-8"))["status"] == "failed"
@@ -124,5 +123,5 @@ def test_a_deadline_that_is_no_number_of_seconds(given: str, monkeypatch: pytest
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("VALENCE_DEADLINE", given)
-    with pytest.raises(UserError, match="VALENCE_DEADLINE: .* is no number of seconds"):
+    with raises_error("environment-variable-invalid", where="VALENCE_DEADLINE"):
         start(device="cpu")

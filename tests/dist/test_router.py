@@ -16,7 +16,7 @@ from valence.engine.models import build_policy, build_reference
 from valence.report.metrics import Meter
 from valence.training.step import optimizer_step
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 
 def step(group: Group, name: str, count: int, weight: float) -> dict[str, Any]:

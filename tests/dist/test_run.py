@@ -22,10 +22,10 @@ from tests.dist.rig import run as together
 from valence.dist.protocol import Group
 from valence.dist.single import Single
 from valence.report.metrics import repeatable
-from valence.training import finish
+from valence.training.loop import Run
 from valence.training.signals import Interrupted
 
-pytestmark = pytest.mark.dist
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CASE = {case.name: case for case in CASES}
 HOW_IT_RAN = {
     "tokens",
@@ -155,15 +155,16 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(place: Path, t
 
 
 def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
-    """As ``train``; behind its last step the process of rank 1 is sent SIGTERM, between phases that need all."""
-    tell = finish._tell_of_the_end
+    """As ``train``; after the test's evaluation the process of rank 1 is sent SIGTERM, between phases that need all."""
+    evaluate = Run.evaluate
 
-    def act(*both: Any) -> None:
-        tell(*both)
-        if group.rank == 1:
+    def act(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
+        outcome = evaluate(self, rows, name=name)
+        if name == "test" and group.rank == 1:
             os.kill(os.getpid(), signal.SIGTERM)
+        return outcome
 
-    with mock.patch.object(finish, "_tell_of_the_end", act):
+    with mock.patch.object(Run, "evaluate", act):
         return train(group, [given])
 
 

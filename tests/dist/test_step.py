@@ -50,10 +50,18 @@ def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[s
 SOME = ("kto", "dpo", "sft", "bco", "aot_unpaired", "pointwise", "bradley_terry", "ppo")
 
 
-@pytest.mark.parametrize(("size", "count", "budget"), [(2, 7, 40), (4, 7, 10_000), (4, 3, 10_000)])
-def test_a_step_of_several_processes_is_that_of_one(size: int, count: int, budget: int) -> None:
+FEW = ("kto", "dpo", "bco")
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(("size", "count", "budget", "names"), [
+    pytest.param(2, 7, 40, FEW, id="2-few"),
+    pytest.param(2, 7, 40, tuple(LOSSES), id="2-all", marks=slow),
+    pytest.param(4, 7, 10_000, SOME, id="4", marks=slow),
+    pytest.param(4, 3, 10_000, SOME, id="4-of-3-rows", marks=slow),
+])  # fmt: skip
+def test_a_step_of_several_processes_is_that_of_one(size: int, count: int, budget: int, names: Sequence[str]) -> None:
     """Of every method on two; of some on four: seven rows, and three, of which one process has none."""
-    names = tuple(LOSSES) if size == 2 else SOME
     alone = steps(Single(), count, budget, names)
     ranks = run(steps, size, count, budget, names, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size

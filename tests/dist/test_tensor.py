@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,12 +19,13 @@ from tests.dist import jobs, rig
 from tests.engine.test_head import QUIRKS, VOCABULARY, layer, objective, oracle, rows
 from tests.engine.test_oracle import PATTERNS, forest_of
 from tests.engine.test_scores import reward_model
+from tests.errors import check_error, raises_error
 from tests.forests import conversations
 from tests.models import tiny
 from valence.dist.fsdp2 import full, shard
 from valence.dist.protocol import Group
 from valence.dist.single import Single
-from valence.dist.tensor import WholeColumns, _become, tensor_parallel
+from valence.dist.tensor import WholeColumns, convert_layer, tensor_parallel
 from valence.engine import head
 from valence.engine.head import Head
 from valence.engine.logprobs import Engine
@@ -33,6 +34,7 @@ from valence.engine.reference import AdapterOff, Frozen
 from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
+slow = pytest.mark.slow
 
 
 @dataclass(frozen=True)
@@ -134,6 +136,7 @@ def several(world: Group, tensor: int, cases: list[Case]) -> list[dict[str, Tens
     return [steps(case, data, group) for case in cases]
 
 
+@slow
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
 @pytest.mark.parametrize(("size", "tensor", "cases"), [(2, 2, TWO), (4, 4, FOUR), (4, 2, BOTH)], ids=["two", "four", "both"])
 def test_processes_that_share_products_are_one(
@@ -192,7 +195,7 @@ def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor
         settings: dict[str, Any] = dict(quirk)
         linear = layer(dtype, bool(settings.pop("bias", False)), vocabulary)
         if group.size > 1:
-            _become(linear, WholeColumns, 0, group)  # type: ignore[arg-type]
+            convert_layer(linear, WholeColumns, 0, group)  # type: ignore[arg-type]
         for entropy in (False, True):
             hidden, target = rows(dtype, vocabulary=vocabulary)
             made = Head(linear, **settings)
@@ -216,6 +219,7 @@ def shared_heads(world: Group, vocabulary: int) -> list[dict[str, Tensor]]:
     return [heads(group, dtype, vocabulary) for dtype in DTYPES]
 
 
+@slow
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, VOCABULARY), (4, 37)])
 def test_a_shared_head_is_the_whole_one(size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert vocabulary % size
@@ -267,6 +271,7 @@ def counted(world: Group) -> tuple[int, int, int]:
     return largest.count, forward, sums[0] - forward
 
 
+@slow
 def test_the_head_is_never_whole() -> None:
     for largest, forward, backward in given(counted, 2):
         assert largest <= -(-4001 // 2) * 32  # its own part of the weight, and of its gradient
@@ -305,6 +310,7 @@ def shared_others(world: Group) -> dict[str, Tensor]:
     return others(world.split(world.size)[1])
 
 
+@slow
 def test_references_and_reward_models() -> None:
     ranks = given(shared_others, 2)
     assert digest(ranks[0]) == digest(ranks[1])
@@ -314,29 +320,37 @@ def test_references_and_reward_models() -> None:
     assert not ranks[0]["off"].equal(ranks[0]["copy"])
 
 
-def mistakes(world: Group) -> list[str]:
-    def said(action: Callable[..., Any], *args: Any) -> str:
-        with pytest.raises(UserError) as error:
+def mistakes(world: Group) -> list[tuple[str, str, str]]:
+    def mistake(action: Callable[..., Any], *args: Any) -> tuple[str, str, str]:
+        with pytest.raises(UserError) as raised:
             action(*args)
-        return str(error.value)
+        return raised.value.code, raised.value.where or "", raised.value.what
 
     _, group = world.split(4)
     models = (tiny("gpt2"), tiny("qwen3_moe"), tiny("llama"), tiny("llama", num_key_value_heads=4, intermediate_size=50))
-    return [said(world.split, 3), *(said(tensor_parallel, model, group) for model in models)]
+    return [mistake(world.split, 3), *(mistake(tensor_parallel, model, group) for model in models)]
 
 
-def test_models_that_cannot_be_shared_say_why() -> None:
+MISTAKES = (
+    ("tensor-size-mismatch", ("4", "3")),
+    ("tensor-plan-missing", ("GPT2LMHeadModel",)),
+    ("tensor-unsupported", ("Qwen3MoeForCausalLM", "moe_tp_experts")),
+    ("tensor-heads-uneven", ("4 heads", "2")),
+    ("tensor-layer-uneven", ("50", "model.layers.0.mlp.gate_proj")),
+)
+"""The codes, and what the sentences name."""
+
+
+@slow
+def test_models_that_cannot_be_shared_are_mistakes() -> None:
     for found in given(mistakes, 4):
-        wanted = (
-            "4 processes are not a multiple of 3",
-            "transformers has no plan of how to share the layers of GPT2LMHeadModel",
-            "the plan of Qwen3MoeForCausalLM asks for moe_tp_experts",
-            "4 processes cannot share 4 heads, with keys and values of 2, evenly",
-            "4 processes cannot share the 50 numbers of model.layers.0.mlp.gate_proj evenly",
-        )
-        for said, what in zip(found, wanted, strict=True):
-            assert said.startswith(f"parallel.tensor: {what}")
-    with pytest.raises(UserError, match="one process cannot share its products among 2"):
+        for (code, where, what), (expected, names) in zip(found, MISTAKES, strict=True):
+            assert (code, where) == (expected, "parallel.tensor"), what
+            assert [name for name in names if name not in what] == []
+
+
+def test_one_process_cannot_share_layers() -> None:
+    with raises_error("tensor-size-mismatch", where="parallel.tensor"):
         Single().split(2)
     assert all(isinstance(group, Single) for group in Single().split(1))
 
@@ -353,6 +367,7 @@ def parts(world: Group) -> list[dict[str, Any]]:
     return found
 
 
+@slow
 def test_parts_are_groups() -> None:
     ranks = given(parts, 4)
     for name, own in jobs.summands(0).items():
@@ -370,16 +385,22 @@ def test_parts_are_groups() -> None:
             assert found["any"] == [True, False, True]
 
 
-def stays_away(world: Group) -> None:
+def stays_away(world: Group, folder: str) -> None:
+    """In the second half of the processes, rank 3 of all does not come to the second sum."""
     _, group = world.split(2)
     group.sum(torch.ones(1))
+    given_up = Path(folder, "given up")
     if world.rank == 2:
-        group.sum(torch.ones(1))
-    time.sleep(4.0)  # what the processes know of each other is with rank 0
+        with jobs.noted_end(folder, "given up"):
+            group.sum(torch.ones(1))
+    rig.wait_for(given_up)  # what the processes know of each other is with rank 0
 
 
-def test_who_is_missing_in_a_part_is_named_by_its_own_rank() -> None:
-    ended = rig.run(stays_away, 4, deadline=2.0)
+@slow
+def test_who_is_missing_in_a_part_is_named_by_its_own_rank(tmp_path: Path) -> None:
+    ended = rig.run(stays_away, 4, str(tmp_path), deadline=2.0)
     assert [each.error for each in ended[:2]] == ["", ""]
-    assert ended[2].error.startswith("rank 2: rank 3 has not come to `sum` #2 ")
-    assert "(it was last at `sum` #1)" in ended[2].error
+    mistake = ended[2].mistake
+    assert mistake is not None
+    check_error(mistake, "rank-late", where="rank 2")
+    assert [part for part in ("rank 3 ", "`sum` #2", "`sum` #1") if part not in mistake.what] == []

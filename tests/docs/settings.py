@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 from tests.docs.blocks import ROOT
 from valence.config.describe import SettingRow, settings_table
 from valence.config.learning_rates import LEARNING_RATES
+from valence.training.methods import METHODS, ONLINE
 
 PAGE = ROOT / "docs" / "settings.md"
 HEAD = """\
@@ -59,6 +61,19 @@ def _rate(rate: float) -> str:
 
 def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
+
+
+@cache
+def setting_names() -> frozenset[str]:
+    """Every setting of a recipe, those of the ``loss`` section of all methods among them."""
+    methods = (*METHODS.values(), *ONLINE.values())
+    of_methods = {f"loss.{name}" for method in methods for name in method.settings.model_fields}
+    return frozenset({row.name for row in settings_table()} | of_methods)
+
+
+def is_setting(name: str) -> bool:
+    """Whether a setting or a section has this name, in which ``N`` stands for an index."""
+    return name in setting_names() or any(each.startswith(f"{name}.") for each in setting_names())
 
 
 if __name__ == "__main__":

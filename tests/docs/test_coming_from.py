@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,9 @@ import pytest
 from pydantic import ValidationError
 from ruamel.yaml import YAML
 
+from tests.arch.source import tree
 from tests.docs.blocks import ROOT
+from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
 from valence.config.schema import Recipe, Source
 from valence.data.formats import FORMATS
@@ -48,16 +50,6 @@ def column(page: Path, *headers: str) -> list[str]:
         row[header.index(name)] for header, rows in tables(page) for name in headers if name in header for row in rows
     ]  # fmt: skip
     return [code for cell in cells for code in CODE.findall(cell)]
-
-
-@cache
-def settings() -> frozenset[str]:
-    own = {f"loss.{name}" for method in (*METHODS.values(), *ONLINE.values()) for name in method.settings.model_fields}
-    return frozenset({row.name for row in settings_table()} | own)
-
-
-def is_setting(name: str) -> bool:
-    return name in settings() or any(each.startswith(f"{name}.") for each in settings())
 
 
 def named(page: Path) -> list[tuple[str, str | None]]:
@@ -128,8 +120,12 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
 
 
 def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
-    source = "".join(Path(m.__file__).read_text(encoding="utf-8") for m in (signs, online_signs))
-    looked_for = set(re.findall(r'Sign\(\s*"([^"]+)"', source)) | {"failed", "tied"}
+    calls = (node for m in (signs, online_signs) for node in ast.walk(tree(Path(m.__file__))))
+    looked_for = {"failed", "tied"} | {
+        node.args[0].value
+        for node in calls
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Sign" and isinstance(node.args[0], ast.Constant)
+    }
     assert len(looked_for) > 8
     told = [cell.strip("`") for header, rows in tables(ROOT / "docs/curves.md") if "sign" in header for [cell, *_] in rows]
     assert sorted(told) == sorted(looked_for)

@@ -91,6 +91,7 @@ def _check_recipe(block: Block) -> None:
         load_recipe(path, method_of=method_of, training=False)
 
 
+@pytest.mark.slow
 def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
     """The function, the row and the golden of CONTRIBUTING.md, put into the tables and held to what every row must satisfy."""
     function, row, golden = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
@@ -195,11 +196,19 @@ def test_a_loss_without_a_guide_is_explained_all_the_same(monkeypatch: pytest.Mo
 
 
 def test_formula_and_source_are_told_apart() -> None:
-    doc = read_doc(preference.dpo.__doc__ or "")
-    assert doc.summary.startswith("Direct preference")
-    assert doc.formula == "-(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong."
-    assert doc.source.startswith("Rafailov et al. 2023, arXiv 2305.18290")
-    assert doc.tensors.startswith("logp_w, logp_l")
+    doc = """A loss of pairs.
+
+    -log s(beta*d), d = r_w - r_l. Smith et al. 2023, arXiv 2305.00000.
+
+    r_w, r_l [P]: log-ratios.
+
+    beta: how steep.
+    """
+    found = read_doc(doc)
+    assert found.summary == "A loss of pairs."
+    assert found.formula == "-log s(beta*d), d = r_w - r_l."
+    assert found.source == "Smith et al. 2023, arXiv 2305.00000."
+    assert found.tensors == "r_w, r_l [P]: log-ratios."
     assert read_doc("One line.\n\nx: a setting.") == Doc("One line.", "", "", "")
 
 

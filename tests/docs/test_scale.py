@@ -20,14 +20,13 @@ PAGE = scale.PAGE.read_text(encoding="utf-8")
 LINES = [line for block in blocks(PAGE, "sh") for line in block.text.splitlines()]
 
 
+@pytest.mark.slow
 def test_the_tables_are_up_to_date() -> None:
     assert scale.page() == PAGE, "run `python -m tests.docs.scale`"
 
 
 def test_the_page_tells_the_deadline() -> None:
-    assert DEADLINE == 600
-    assert "at most ten minutes" in PAGE
-    assert "within 600 s" in PAGE
+    assert f" {DEADLINE:g} s " in PAGE
 
 
 def options(command: list[str]) -> dict[str, Any]:

@@ -95,6 +95,7 @@ def test_rows_are_dealt_as_a_step_deals_them() -> None:
     assert dealt([8, 7, 6, 5], sharded(2), 8) == (2, pytest.approx(26 / 2 / (8 + 6)))  # 8 beside 7, then 6 beside 5
 
 
+@pytest.mark.slow
 def test_weights_are_split_where_they_do_not_fit() -> None:
     assert cases.chosen("8B", "dpo", 8, lora=True) == Layout(8, Split())
     assert cases.chosen("8B", "sft", 8) == sharded(8)
@@ -136,6 +137,7 @@ def small(group: Group) -> dict[str, Any]:
     return measure.measured(group, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_steps_of_one_process_and_two_are_measured_and_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = run(small, 2)

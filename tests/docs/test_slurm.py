@@ -31,9 +31,10 @@ echo started >> "$CALLS"
 while :; do sleep 0.02; done
 """
 ENDS_WHILE_SIGNALLED = """
-trap : USR1
+signals=0
+trap 'signals=$((signals + 1))' USR1
 echo started >> "$CALLS"
-for _ in 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15; do sleep 0.02; done
+while [ $signals -lt 5 ]; do sleep 0.02; done
 echo done >> "$CALLS"
 """
 
@@ -120,10 +121,13 @@ def test_a_training_that_is_signalled_is_waited_for(
 def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Callable[..., Job]) -> None:
     one = job(ENDS_WHILE_SIGNALLED)
     one.started()
+    until = time.monotonic() + 60
     while one.process.poll() is None:
+        assert time.monotonic() < until
         one.process.send_signal(signal.SIGUSR1)
         one.signal_training(signal.SIGUSR1)
-        time.sleep(0.013)
+        with suppress(subprocess.TimeoutExpired):
+            one.process.wait(0.013)
     assert one.code() == 0
     assert one.lines() == ["valence train recipe.yaml", "started", "done"]
 

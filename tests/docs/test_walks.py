@@ -11,13 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
 
 from tests.command import command
 from tests.docs.blocks import ROOT, blocks
 from tests.docs.outside import OUTSIDE
-from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, files_of, lines_of, parsed
-from valence import cli
+from tests.docs.settings import is_setting
+from tests.docs.walk import BY_SHELL, PAGES, README, Line, Walk, all_lines, commands, files_of, lines_of, parsed
 from valence.config.load import load_recipe
 from valence.training.methods import method_of
 
@@ -93,6 +92,7 @@ def has_something_to_run(page: str) -> bool:
 WALKED = [page for page in PAGES if has_something_to_run(page)]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("walk", WALKED, indirect=True)
 def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
@@ -116,12 +116,19 @@ def promised_files() -> list[str]:
     return [path for cell in cells for path in re.findall(r"`([^`]+)`", cell)]
 
 
+OVERRIDE = re.compile(r"([a-z_]+(?:\.[a-z_0-9]+)+)=")
+
+
 @pytest.mark.parametrize("page", PAGES)
-def test_what_is_not_run_is_told_and_exists(page: str) -> None:
+def test_commands_and_settings_exist_and_what_is_not_run_is_told(page: str) -> None:
     known = NOT_RUN.get(page, {})
     for line in all_lines(page):
-        if command := line.words or line.launched:
+        command = line.words or line.launched
+        if command:
             parsed(command)
+        overrides = [] if command[:1] == ["serve-reward"] else command  # it takes those of a reward
+        for name in (found[1] for word in overrides if (found := OVERRIDE.match(word))):
+            assert is_setting(re.sub(r"\.\d+", ".N", name)), f"{line}: there is no setting {name}"
         if not line.words and not line.text.startswith((*BY_SHELL, *OUTSIDE)):
             assert line.text in known or line.text.startswith(tuple(OTHERS)), f"{line}: neither run nor in a table"
 
@@ -140,14 +147,13 @@ def test_the_tables_name_what_is_there() -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_commands_in_the_prose_exist(page: str) -> None:
     """`valence NAME --option` between backticks, where places may stand for words."""
-    commands = typer.main.get_command(cli.app).commands  # type: ignore[attr-defined]
     text = (ROOT / page).read_text(encoding="utf-8")
     for block in reversed(blocks(text)):
         text = text[: block.start] + text[block.end :]
     for said in re.findall(r"`valence ([^`]+)`", text):
         name, *words = said.split()
-        assert name in commands, f"{page}: {said}"
-        options = {option for param in commands[name].params for option in param.opts}
+        assert name in commands(), f"{page}: {said}"
+        options = {option for param in commands()[name].params for option in param.opts}
         unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
         assert not unknown, f"{page}: `valence {said}` has no {unknown}"
 
@@ -176,6 +182,7 @@ def test_a_block_is_a_file_where_its_name_stands_before_it() -> None:
 
 def test_an_option_that_is_gone_is_seen(place: Path) -> None:
     parsed(["train", "recipe.yaml", "--nproc", "8"])
-    with pytest.raises(Exception, match="No such option"):
+    with pytest.raises(Exception, match="--processes") as raised:
         parsed(["train", "recipe.yaml", "--processes", "8"])
+    assert raised.typename == "NoSuchOption"
     assert command("runs", "--jsonl") == 2

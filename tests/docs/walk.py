@@ -303,7 +303,13 @@ class Walk:
         self.done.append(where)
 
 
+@cache
+def commands() -> dict[str, Any]:
+    """The commands of ``valence``, by their names."""
+    group: Any = typer.main.get_command(cli.app)
+    return group.commands
+
+
 def parsed(words: Sequence[str]) -> None:
     """Raises an error where the command, or one of its options, does not exist."""
-    group: Any = typer.main.get_command(cli.app)
-    group.commands[words[0]].make_context(words[0], list(words[1:]))
+    commands()[words[0]].make_context(words[0], list(words[1:]))

@@ -171,13 +171,14 @@ def _in_a_child() -> None:
     _held.clear()
 
 
-def _at_exit() -> None:
+def release_all() -> None:
+    """Release every lock that this process holds."""
     for lock in list(_held.values()):
         lock.release()
 
 
 os.register_at_fork(after_in_child=_in_a_child)
-atexit.register(_at_exit)
+atexit.register(release_all)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:
@@ -199,7 +200,9 @@ def _flock(fd: int) -> bool | None:
 
 def _own_name() -> bytes:
     pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
-    return json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": _birth(pid), "started": now}).encode() + b"\n"
+    return (
+        json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": start_ticks(pid), "started": now}).encode() + b"\n"
+    )
 
 
 def _named(fd: int) -> Holder | None:
@@ -212,14 +215,14 @@ def _named(fd: int) -> Holder | None:
         found = json.loads(raw.partition(b"\n")[0])
         host, pid, started = str(found["host"]), int(found["pid"]), str(found["started"])
         if host == socket.gethostname():
-            return Holder(host, pid, started, _birth(pid) in (0, found["pid_started"]))
+            return Holder(host, pid, started, start_ticks(pid) in (0, found["pid_started"]))
     except (ValueError, TypeError, KeyError, OverflowError):
         return Holder("an unknown host", 0, "at an unknown time", lately)
     return Holder(host, pid, started, lately)
 
 
-def _birth(pid: int) -> int:
-    """When a process of this host started (clock ticks since the boot; 0: the system does not say), -1 when it does not run."""
+def start_ticks(pid: int) -> int:
+    """Start time of a process of this host, in clock ticks since the boot; 0 if unknown, -1 if it does not run."""
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

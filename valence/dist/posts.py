@@ -66,6 +66,7 @@ class Posts:
     def missed(self, here: Place, waited: float | None) -> UserError:
         """What to say of a collective that failed. waited: seconds, when they were too many; None when a connection broke."""
         others = self.others()
+        code = "rank-lost" if waited is None else "rank-late"
         ended = f"within {waited:g} s" if waited is not None else "before a connection to another process broke"
         if others is None:
             keeper = f"rank 0, or what started it, does not answer{_address(self.store)}"
@@ -73,12 +74,13 @@ class Posts:
         elif behind := {rank: at for rank, at in others.items() if at.number < here.number}:
             what = f"{_ranks(behind)} not come to {here} {ended} ({_places(behind)})"
         elif apart := {rank: at for rank, at in others.items() if at.number == here.number and at.name != here.name}:
+            code = "ranks-parted"
             what = f"the processes have parted: this one is at {here}, {_places(apart)}"
         else:
             gone = f"rank {next(iter(others))}" if len(others) == 1 else "one of them"
             what = f"{here} did not end {ended}: all processes had come to it, so {gone} has ended or cannot be reached"
         fix = "see what these processes said last, and whether their hosts can be reached"
-        return UserError(what, code="rank-lost", where=f"rank {self.rank}", fix=fix)
+        return UserError(what, code=code, where=f"rank {self.rank}", fix=fix)
 
 
 def _address(store: Store) -> str:

@@ -60,7 +60,7 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
     }
     what = type(causal).__name__
     if not found:
-        raise _mistake(f"transformers has no plan of how to share the layers of {what}")
+        raise _mistake(f"transformers has no plan of how to share the layers of {what}", "tensor-plan-missing")
     if unknown := sorted({*found.values()} - {*STYLES, SMALL}):
         raise _mistake(f"the plan of {what} asks for {', '.join(unknown)}, which is not done here")
     if any(style == "colwise" and "att" in name.split(".")[-2] for name, style in found.items()):
@@ -69,14 +69,15 @@ def _plan(causal: Any, size: int) -> dict[str, str]:
         if any(count % size for count in heads):
             common = math.gcd(*heads)
             fits = f"; numbers that divide {common} fit" if common > 1 else ""
-            raise _mistake(f"{size} processes cannot share {heads[0]} heads, with keys and values of {heads[1]}, evenly{fits}")
+            why = f"{heads[0]} heads, with keys and values of {heads[1]}, evenly{fits}"
+            raise _mistake(f"{size} processes cannot share {why}", "tensor-heads-uneven")
     return found
 
 
-def _mistake(what: str) -> UserError:
+def _mistake(what: str, code: str = "tensor-unsupported") -> UserError:
     return UserError(
         what,
-        code="tensor-unsupported",
+        code=code,
         where=WHERE,
         fix="set parallel.tensor: 1 (parallel.shard: full splits the weights of any model)",
     )
@@ -238,18 +239,22 @@ def _share(module: Any, name: str, style: str, group: Part) -> None:
         raise _mistake(f"{name} is no linear layer, but {type(base).__name__}")
     kind, axis = STYLES[style]
     if base.weight.shape[axis] % group.size:  # an adapter's dropout would draw unlike numbers in each process
-        raise _mistake(f"{group.size} processes cannot share the {base.weight.shape[axis]} numbers of {name} evenly")
-    _become(base, kind, axis, group)
+        why = f"the {base.weight.shape[axis]} numbers of {name} evenly"
+        raise _mistake(f"{group.size} processes cannot share {why}", "tensor-layer-uneven")
+    convert_layer(base, kind, axis, group)
     if base is module or kind in (WholeColumns, CutRows):  # then an adapter sees whole inputs and outputs
         return
     if module.lora_magnitude_vector:
         raise _mistake(f"the adapter on {name} has magnitudes of its own (DoRA)")
     for each in (module.lora_B if kind is Columns else module.lora_A).values():
-        _become(each, kind, axis, group)
+        convert_layer(each, kind, axis, group)
 
 
-def _become(module: Any, kind: type[nn.Module], axis: int, group: Part) -> None:
-    """Makes a layer one of this kind, that has its part of the weight, and of a bias that is cut with it."""
+def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Part) -> None:
+    """Turn a linear or embedding layer into a tensor-parallel one that holds this process's part of its weight.
+
+    kind: the tensor-parallel class. axis: the axis along which the weight is split; a bias is split with axis 0.
+    """
     own = type(module)
     # A model's own kind of layer keeps what it does around the product.
     module.__class__ = kind if issubclass(kind, own) else type(own.__name__, (own, kind), {})
@@ -279,9 +284,9 @@ def _share_vocabulary(causal: Any, group: Part) -> None:
     if tied and not all(shared):
         return
     if shared[0]:
-        _become(table, Lookup, 0, group)
+        convert_layer(table, Lookup, 0, group)
     if shared[1]:
-        _become(head, WholeColumns, 0, group)
+        convert_layer(head, WholeColumns, 0, group)
     if tied:
         head.weight = table.weight  # type: ignore[union-attr]
 

@@ -293,7 +293,7 @@ def _apply(optimizer: torch.optim.Optimizer) -> None:
             raise
         what = "the optimizer does not take weights of which some are split over processes and some are not"
         fix = "give those of fewer than 2 axes a parameter group of their own, or set parallel.shard: off"
-        raise UserError(what, code="optimizer-weights", where="optimizer", fix=fix) from error
+        raise UserError(what, code="optimizer-mixes-weights", where="optimizer", fix=fix) from error
 
 
 def optimizer_step(
