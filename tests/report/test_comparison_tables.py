@@ -27,11 +27,14 @@ def test_runs_are_found_once_in_the_order_given_and_by_name_within_a_folder(tmp_
     assert [line.path.name for line in found] == ["c", "a", "b"]
 
 
-@pytest.mark.parametrize("name", ["nowhere", "file", "empty"])
-def test_what_is_no_run_is_named(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [("nowhere", "run-not-found"), ("file", "path-is-file"), ("empty", "run-not-found")],
+)
+def test_what_is_no_run_is_named(tmp_path: Path, name: str, code: str) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "empty").mkdir()
-    with raises_error("run-not-found", where=str(tmp_path / name)):
+    with raises_error(code, where=str(tmp_path / name)):
         find_runs([tmp_path / name], lambda _: None)
 
 
