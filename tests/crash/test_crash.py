@@ -80,9 +80,10 @@ def killed_in_save(case: str, place: Place, disk: Disk, folder: Path, only: str 
     left: list[tuple[str, Path]] = []
 
     def freeze(operation: str, path: str) -> None:
-        if only in (None, operation) and ("step-9" in path or "step-3" in path):
-            if newest(run) == (9 if "step-3" in path else 6):
-                left.append((operation, frozen(run, folder / f"left {len(left)}")))
+        at = {"step-9": 6, "step-3": LAST_OF_SAVE}  # which checkpoint is the newest then
+        steps = [step for part, step in at.items() if part in path]
+        if only in (None, operation) and newest(run) in steps:
+            left.append((operation, frozen(run, folder / f"left {len(left)}")))
 
     disk.each(freeze, run / "checkpoints")
     assert place.train(CASE[case], run, **SHORT) == 0
