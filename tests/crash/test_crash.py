@@ -118,7 +118,7 @@ def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place
         resumes(name, place, run, (run.name, operation))
 
 
-def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
+def killed_elsewhere(case: str, place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
     """The run as it was before the second file operation of each kind on each kind of file, or the only one.
 
     These are files of the start, the log, evaluations, the model and the page. Before a file is flushed the folder
@@ -136,7 +136,7 @@ def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, 
             left[kind] = frozen(run, folder / f"left {seen.total()}")
 
     disk.each(freeze, run)
-    assert place.train(CASE["dpo"], run, **SHORT) == 0
+    assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
     files = " ".join(file for _, file in left)
     names = ("config.yaml", "metrics.jsonl", "run.json", "report.html", "eval", "model")
@@ -149,14 +149,14 @@ def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tm
 
     The slow test has all operations.
     """
-    left = killed_elsewhere(place, disk, tmp_path)
+    left = killed_elsewhere("kto, lora", place, disk, tmp_path)
     for file in (".run.json.part", ".model.part"):
-        resumes("dpo", place, left["os.rename", file], file)
+        resumes("kto, lora", place, left["os.rename", file], file)
 
 
 @pytest.mark.slow
 def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    for kind, run in killed_elsewhere(place, disk, tmp_path).items():
+    for kind, run in killed_elsewhere("dpo", place, disk, tmp_path).items():
         resumes("dpo", place, run, kind)
 
 
