@@ -88,7 +88,7 @@ class Place:
         return ["train", str(written), f"run.dir={run}"]
 
     def alone(self, case: Case, /, **sections: dict[str, Any]) -> Path:
-        """The run without any disturbance. The settings WITHOUT_EFFECT are left out, so that it is shared."""
+        """The run without any disturbance, which runs share that differ in WITHOUT_EFFECT."""
         settings = sections.get("run", {})
         kept = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
         sections = {name: section for name, section in (sections | {"run": kept}).items() if section}

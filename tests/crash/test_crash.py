@@ -23,7 +23,7 @@ from tests.programs import fork_server
 KILLED = ("kto, lora", "dpo")
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
 LAST_OF_SAVE = 9
-"""The step of the third save of a short run, which also removes the checkpoint of the first, of step 3."""
+"""The step of the third save of a short run, which removes the checkpoint of step 3."""
 
 
 @pytest.fixture(scope="module")
@@ -74,20 +74,20 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     assert differences(run, place.alone(CASE["kto, lora"])) == []
 
 
-def killed_in_save(case: str, place: Place, disk: Disk, folder: Path) -> dict[str, list[Path]]:
-    """The run as it was before each file operation of a save, by the name of the operation, in their order."""
+def killed_in_save(case: str, place: Place, disk: Disk, folder: Path, only: str | None = None) -> list[tuple[str, Path]]:
+    """The file operations of a save, or those of one name, with the run as it was before each."""
     run = folder / "run"
-    left: dict[str, list[Path]] = {}
+    left: list[tuple[str, Path]] = []
 
     def freeze(operation: str, path: str) -> None:
-        if newest(run) == (9 if "step-3" in path else 6) and ("step-9" in path or "step-3" in path):
-            number = sum(map(len, left.values()))
-            left.setdefault(operation, []).append(frozen(run, folder / f"left {number}"))
+        at = {"step-9": 6, "step-3": LAST_OF_SAVE}  # which checkpoint is the newest then
+        steps = [step for part, step in at.items() if part in path]
+        if only in (None, operation) and newest(run) in steps:
+            left.append((operation, frozen(run, folder / f"left {len(left)}")))
 
     disk.each(freeze, run / "checkpoints")
     assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
-    assert {"os.mkdir", "os.fsync", "os.rename", "open"} <= left.keys()
     return left
 
 
@@ -97,11 +97,14 @@ def resumes(case: str, place: Place, run: Path, about: object) -> None:
 
 
 def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """The last file that is opened, and the last rename: what is there before is resumed. All operations are in the slow test."""
-    for operation, runs in killed_in_save("kto, lora", place, disk, tmp_path).items():
-        assert newest(runs[-1]) in (6, LAST_OF_SAVE)
-        if operation in ("open", "os.rename"):
-            resumes("kto, lora", place, runs[-1], operation)
+    """The renames: of the new checkpoint, and of the old one that is removed.
+
+    The slow test has all operations.
+    """
+    left = killed_in_save("kto, lora", place, disk, tmp_path, only="os.rename")
+    assert [newest(run) for _, run in left] == [6, LAST_OF_SAVE]
+    for _, run in left:
+        resumes("kto, lora", place, run, run.name)
 
 
 @pytest.mark.slow
@@ -109,15 +112,18 @@ def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp
 def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place: Place, disk: Disk, tmp_path: Path) -> None:
     """What is there before each of its operations is resumed."""
     left = killed_in_save(name, place, disk, tmp_path)
-    runs = sorted(((int(run.name.split()[1]), run, operation) for operation, several in left.items() for run in several))
-    for number, run, operation in runs[::stride]:
+    assert {"os.mkdir", "os.fsync", "os.rename", "open"} <= {operation for operation, _ in left}
+    for operation, run in left[::stride]:
         assert newest(run) in (6, LAST_OF_SAVE)
-        resumes(name, place, run, (number, operation))
+        resumes(name, place, run, (run.name, operation))
 
 
-def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
-    """The run as it was before the second file operation of each kind on each kind of file, or the only one: of the start, the
-    log, evaluations, the model, the page. Before a file is flushed the folder looks as it does before what comes next."""
+def killed_elsewhere(case: str, place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
+    """The run as it was before the second file operation of each kind on each kind of file, or the only one.
+
+    These are files of the start, the log, evaluations, the model and the page. Before a file is flushed the folder
+    looks as it does before what comes next.
+    """
     run = folder / "run"
     seen = Counter[tuple[str, str]]()
     left: dict[tuple[str, str], Path] = {}
@@ -130,7 +136,7 @@ def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, 
             left[kind] = frozen(run, folder / f"left {seen.total()}")
 
     disk.each(freeze, run)
-    assert place.train(CASE["dpo"], run, **SHORT) == 0
+    assert place.train(CASE[case], run, **SHORT) == 0
     disk.rest()
     files = " ".join(file for _, file in left)
     names = ("config.yaml", "metrics.jsonl", "run.json", "report.html", "eval", "model")
@@ -139,15 +145,18 @@ def killed_elsewhere(place: Place, disk: Disk, folder: Path) -> dict[tuple[str, 
 
 
 def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    """Renames of the run's state, before its first checkpoint, and of the model. All operations are in the slow test."""
-    left = killed_elsewhere(place, disk, tmp_path)
+    """Renames of the run's state, before its first checkpoint, and of the model.
+
+    The slow test has all operations.
+    """
+    left = killed_elsewhere("kto, lora", place, disk, tmp_path)
     for file in (".run.json.part", ".model.part"):
-        resumes("dpo", place, left["os.rename", file], file)
+        resumes("kto, lora", place, left["os.rename", file], file)
 
 
 @pytest.mark.slow
 def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
-    for kind, run in killed_elsewhere(place, disk, tmp_path).items():
+    for kind, run in killed_elsewhere("dpo", place, disk, tmp_path).items():
         resumes("dpo", place, run, kind)
 
 

@@ -57,8 +57,11 @@ def whole(run: Path) -> list[int]:
 
 
 def fail_in_save(which: int, case: str, place: Place, disk: Disk, folder: Path) -> tuple[list[str], bool]:
-    """A run in which one operation of the save of step 6 fails, if it has so many: it is warned of, the run goes on, and later
-    saves succeed. Returns the operations of that save, and whether one failed."""
+    """A run in which one operation of the save of step 6 fails, if it has so many.
+
+    The run warns of it and goes on, and later saves succeed. Returns the operations of that save,
+    and whether one failed.
+    """
     run = folder / f"run {which}"
     seen = fails(disk, run, "step-6.part", which)
     assert place.train(CASE[case], run, **SHORT) == 0, (which, seen)
@@ -287,7 +290,8 @@ def vanish(folder: Path) -> None:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@BACKGROUND
+@slow
+@pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_a_run_whose_folder_vanishes_is_an_error(
     background: bool, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -73,10 +73,10 @@ def status_of(run: Path) -> str | None:
     return json.loads(path.read_text(encoding="utf-8")).get("status") if path.is_file() else None
 
 
-QUICK_PHASES = ("training, amid a step", "export")
-
-
-@pytest.mark.parametrize("phase", [phase if phase in QUICK_PHASES else pytest.param(phase, marks=slow) for phase in PHASES])
+@pytest.mark.parametrize("phase", [
+    "training, amid a step",
+    *(pytest.param(phase, marks=slow) for phase in PHASES if phase != "training, amid a step"),
+])  # fmt: skip
 def test_sigterm_in_each_phase(
     phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -150,7 +150,10 @@ def never(group: Group) -> None:
 
 
 def watched(group: Group, ends: bool, printed: str) -> str:
-    """A collective that a device has queued: it ends after a while, or never. printed: where what it prints is kept."""
+    """A collective that a device has queued: it ends after a while, or never.
+
+    printed: a folder for what the process prints.
+    """
     os.dup2(os.open(f"{printed}/{group.rank}", os.O_WRONLY | os.O_CREAT), 2)
     done = Event()
 
@@ -173,7 +176,7 @@ def watched(group: Group, ends: bool, printed: str) -> str:
     ended.set()
     assert done.wait(60)
     watch.add(Place(2, "gather"))
-    time.sleep(2 * deadline)  # with nothing queued, a device may do nothing for longer than the deadline
+    time.sleep(2 * deadline)  # a device with nothing queued may be idle for longer than that
     return "went on"
 
 

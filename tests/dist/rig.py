@@ -23,7 +23,7 @@ from valence.errors import UserError
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: what its job gave, or the mistake that it met (error: its text), and its exit code."""
+    """A process that has ended: the result of its job or its mistake, and its exit code."""
 
     value: Any = None
     mistake: UserError | None = None

@@ -155,7 +155,7 @@ def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(place: Path, t
 
 
 def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
-    """As ``train``; after the test's evaluation the process of rank 1 is sent SIGTERM, between phases that need all."""
+    """As ``train``; rank 1 is sent SIGTERM after the test's evaluation, between phases."""
     evaluate = Run.evaluate
 
     def act(self: Run, rows: Any = None, *, name: str = "eval") -> Any:
