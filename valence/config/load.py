@@ -179,7 +179,7 @@ def _short_forms(given: Given) -> Given:
     data = values.get("data")
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)
-        values["data"] = {name: _sources(value) if name in LISTS else value for name, value in section.items()}
+        values["data"] = {name: _items(value, "path") if name in LISTS else value for name, value in section.items()}
     if values.get("reward") is not None:
         values["reward"] = _items(values["reward"], "reward")
     run = values.get("run")
@@ -196,7 +196,7 @@ def _with_files_as_sources(part: object) -> object:
     if not isinstance(part, dict) or "train" not in part:
         return cast(object, part)
     section = cast(dict[str, Any], part)
-    return {**section, "train": _sources(section["train"])}
+    return {**section, "train": _items(section["train"], "path")}
 
 
 def _items(value: object, named: str) -> object:
@@ -207,10 +207,6 @@ def _items(value: object, named: str) -> object:
         return value
     items = cast(list[object], value) if isinstance(value, list) else [cast(object, value)]
     return [{named: item} if isinstance(item, str) else item for item in items]
-
-
-def _sources(value: object) -> object:
-    return _items(cast(object, value), "path") if value is None or isinstance(value, str | list) else value
 
 
 def _checked_shape(
