@@ -12,6 +12,8 @@ from valence.report.html import flatten
 from valence.report.rundata import RunData
 from valence.report.signs import other_warnings, signs
 from valence.report.stats import finite
+from valence.report.verdict import HEADLINES as VERDICTS
+from valence.report.verdict import held_out_verdict
 
 
 def comparison_markdown(runs: Sequence[Compared]) -> str:
@@ -38,11 +40,24 @@ def run_markdown(run: RunData) -> str:
     found = signs(run)
     warnings = [*run.problems, *run.audited, *other_warnings(run, found), *map(str, run.run.get("notes", ()))]
     command, versions = run.run.get("command"), run.run.get("versions", {})
-    parts = [MARK, _listed([f"{sign.said} {sign.do}" for sign in found]), _sentence(run), _results(run), _test(run)]
+    parts = [
+        MARK,
+        _verdict(run),
+        _listed([f"{sign.said} {sign.do}" for sign in found]),
+        _sentence(run),
+        _results(run),
+        _test(run),
+    ]
     parts += ["Warnings and notes:", _listed(warnings)] if warnings else []
     parts += [fenced(str(command), "sh")] if command else []
     parts += [markdown(", ".join(f"{name} {version}" for name, version in versions.items()))] if versions else []
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _verdict(run: RunData) -> str:
+    """Whether the model is better on held-out data."""
+    found = held_out_verdict(run)
+    return f"**{markdown(VERDICTS[found.state])}.** {markdown(f'{found.sentence} {found.advice}')}"
 
 
 def _sentence(run: RunData) -> str:

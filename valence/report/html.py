@@ -9,6 +9,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, lru_cache
@@ -18,6 +19,7 @@ from typing import Any
 
 from valence.files import open_file, write_all
 from valence.report.console import esc
+from valence.report.definitions import DEFINITIONS
 from valence.report.rundata import Json
 
 TEMPLATE = Template(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
@@ -84,6 +86,25 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]], *, numeric
     body = "".join(line("td", row) for row in rows)
     kind = ' class="numeric"' if numeric else ""
     return f'<div class="scroll"><table{kind}>{head}<tbody>{body}</tbody></table></div>'
+
+
+def metric_anchor(name: str) -> str:
+    """The id of a metric's definition on the page."""
+    return f"metric-{re.sub(r'[^a-zA-Z0-9]+', '-', name)}"
+
+
+def metric_table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """A table of numbers whose first column has names of metrics, which lead to their definitions."""
+
+    def named(name: object) -> str:
+        known = str(name) in DEFINITIONS
+        return f'<a href="#{metric_anchor(str(name))}">{esc(name)}</a>' if known else esc(name)
+
+    lines = (f"<tr><td>{named(name)}</td>{''.join(f'<td>{esc(cell)}</td>' for cell in cells)}</tr>" for name, *cells in rows)
+    head = "".join(f"<th>{esc(cell)}</th>" for cell in header)
+    return (
+        f'<div class="scroll"><table class="numeric"><thead><tr>{head}</tr></thead><tbody>{"".join(lines)}</tbody></table></div>'
+    )
 
 
 @cache

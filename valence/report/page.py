@@ -13,14 +13,28 @@ from pathlib import Path
 
 from valence.report.console import as_tables, audit_in_words, compare, duration, esc, exact, number
 from valence.report.curves import KTO, curves, mean_width, spent
+from valence.report.definitions import DEFINITIONS, by_importance
 from valence.report.figures import calibration, lengths, spreads, still
-from valence.report.html import chart_grid, document, flatten, folded, plotly_js, table, tiles, write_aside
+from valence.report.html import (
+    chart_grid,
+    document,
+    flatten,
+    folded,
+    metric_anchor,
+    metric_table,
+    plotly_js,
+    table,
+    tiles,
+    write_aside,
+)
 from valence.report.online_signs import Sign
 from valence.report.rowlist import Room, own_samples, row_lists, samples
 from valence.report.rows import is_own, verdict
 from valence.report.rundata import Json, RunData, read_run
 from valence.report.signs import other_warnings, signs
 from valence.report.stats import finite
+from valence.report.verdict import HEADLINES as VERDICTS
+from valence.report.verdict import held_out_verdict
 
 ROWS = 50
 """Most rows of one table of the audit."""
@@ -41,9 +55,9 @@ HEADLINES = {
     "rewards/spearman": "rank correlation",
     "loss": "loss",
     "rewards/margins": "margin",
-    "logps/token": "log-probability of a token",
-    "rollout/length": "tokens of an answer",
-    "kl": "divergence",
+    "logps/token": "log-probability per token",
+    "rollout/length": "tokens per answer",
+    "kl": "KL divergence",
 }
 """Numbers of held-out rows that are seen first, with the words for them."""
 
@@ -71,11 +85,11 @@ def render(run: RunData) -> str:
     room = Room()
     own = run.first is not None and run.last is not None and any(map(is_own, run.last["rows"]))
     sections = (
+        ("Answers", _answers(run, own, room)),
         ("Warnings", _warnings(run)),
-        ("Results", _results(run)),
+        ("Metrics", _headlines(run) + _results(run)),
         ("Curves", _curve_section(run, charts, plotly)),
         ("Rewards", _reward_section(run, charts, plotly)),
-        ("Answers", _answers(run, own, room)),
         ("Held-out rows", _rows(run, room)),
         ("Training rows", _trained(run, room)),
         ("Data", _audit(run.audit, charts, plotly)),
@@ -83,12 +97,23 @@ def render(run: RunData) -> str:
         ("Reproduce", _reproduce(run)),
     )
     method, model = _what(run)
-    intro = f"{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}{_headlines(run)}"
+    intro = f"{_verdict(run)}{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}"
     title = f"{method} on {Path(model).name or model}"
     return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
 
 
 # What, and how far
+
+
+def _verdict(run: RunData) -> str:
+    """Whether the model is better on held-out data, before everything else."""
+    found = held_out_verdict(run)
+    far = f"So far (step {_step(run)}): " if _is_running(run) else ""
+    headline = f"{far}{VERDICTS[found.state]}"
+    return (
+        f'<div class="verdict {found.state}" id="verdict" data-state="{found.state}"><p><b>{esc(headline)}.</b> '
+        f'{esc(found.sentence)}</p><p class="dim">{esc(found.advice)}</p></div>'
+    )
 
 
 def _what(run: RunData) -> tuple[str, str]:
@@ -244,16 +269,30 @@ def _results(run: RunData) -> str:
     made = ""
     if run.first is not None and run.last is not None:
         header = ["metric", *dict.fromkeys(f"step {e['step']}" for e in (run.first, run.last)), "change"]
-        rows = compare(run.first["metrics"], run.last["metrics"])
-        made = table(header, rows, numeric=True) if len(header) > 3 else _measured(run.last)
+        changes = {row[0]: row for row in compare(run.first["metrics"], run.last["metrics"])}
+        rows = [changes[name] for name in by_importance(changes)]
+        made = metric_table(header, rows) if len(header) > 3 else _measured(run.last)
         made = f"<h3>Held-out rows ({number(len(run.last['rows']))})</h3>{made}"
     tested = f"<h3>Test rows, after training</h3>{_measured(run.test)}" if run.test else ""
     parts = "".join(f"<div>{part}</div>" for part in (made, tested) if part)
-    return f'<div class="flow">{parts}</div>' if parts else ""
+    evaluations = [each for each in (run.first, run.last, run.test) if each is not None]
+    names = by_importance(dict.fromkeys(name for each in evaluations for name in each["metrics"]))
+    return f'<div class="flow">{parts}</div>{_definitions(names)}' if parts else ""
+
+
+def _definitions(names: Sequence[str]) -> str:
+    """What each metric means, where the names in the tables lead to."""
+    known = [name for name in names if name in DEFINITIONS]
+    lines = (
+        f'<div id="{metric_anchor(name)}"><dt><code>{esc(name)}</code></dt><dd>{esc(DEFINITIONS[name])}</dd></div>'
+        for name in known
+    )
+    return f'<h3>Definitions</h3><dl class="definitions">{"".join(lines)}</dl>' if known else ""
 
 
 def _measured(evaluation: Json) -> str:
-    return table(("metric", f"step {evaluation['step']}"), evaluation["metrics"].items(), numeric=True)
+    metrics = evaluation["metrics"]
+    return metric_table(("metric", f"step {evaluation['step']}"), [(name, metrics[name]) for name in by_importance(metrics)])
 
 
 def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
