@@ -14,47 +14,126 @@ COLUMNS_SHOWN = 20
 """Columns that are not read that the screen has room for."""
 
 WARNINGS = {
-    "contradictions": "judged the other way elsewhere: {rows}",
-    "one_class": "all rows have the same label: there is nothing to tell apart",
-    "no_mismatch": "all rows share one prompt or one answer: kto needs two different ones of each",
-    "rows_in_train": "of these rows are also in data.train, so they cannot show what is learnt beyond it: {rows}",
-    "double_bos": "prompts start with two BOS tokens: {rows}",
-    "end_of_turn_missing": "answers have no end-of-turn token, so they do not teach to stop: {rows}",
-    "end_of_turn_unmasked": "end-of-turn tokens are outside the mask, so they do not teach to stop: {rows}",
-    "text_on_chat_model": "prompts are trained on as plain text, without the model's chat template: {rows}",
-    "another_header": "answers start with another header than the generation prompt, so training sees other tokens than "
-    "sampling: {rows}",
-    "reasoning_ignored": "answers have reasoning that the chat template does not print: {rows}",
-    "special_tokens_in_text": "texts hold the names of special tokens, which they become: {rows}",
-    "tools_ignored": "rows have tools, which the chat template does not print: {rows}",
-    "equal_sides": "pairs with twice the same answer: {rows}",
-    "tied_scores": "rankings give all of their answers the same score, so nothing is learnt from them: {rows}",
-    "length_bias": "length alone tells the answers apart (mean tokens: {lengths})",
+    "contradictions": (
+        "answers have the opposite label in another row: {rows}",
+        "Remove such rows, or give them a weight below 1.",
+    ),
+    "one_class": ("all rows have the same label", "Add rows with the other label, or train with sft on the good answers."),
+    "no_mismatch": (
+        "all rows share one prompt or one answer",
+        "Add rows with other prompts and answers: kto pairs each prompt with another row's answer.",
+    ),
+    "rows_in_train": (
+        "rows are also in data.train: {rows}",
+        "Remove them from one of the two files: they cannot show what the model learned beyond its training rows.",
+    ),
+    "double_bos": ("prompts start with two BOS tokens: {rows}", "Remove the BOS text from the prompts."),
+    "end_of_turn_missing": (
+        "answers have no end-of-turn token: {rows}",
+        "Add it to the tokens of each complete answer. Otherwise the model does not learn to stop.",
+    ),
+    "end_of_turn_unmasked": (
+        "end-of-turn tokens are outside the mask: {rows}",
+        "Set their mask to 1. Otherwise the model does not learn to stop.",
+    ),
+    "text_on_chat_model": (
+        "prompts are trained on as plain text, without the model's chat template: {rows}",
+        "Set data.as_chat: true, unless you will prompt the trained model with plain text too.",
+    ),
+    "another_header": (
+        "answers start with another header than the generation prompt: {rows}",
+        "Set data.chat_template_kwargs so that both agree (see docs/chat-templates.md). Otherwise training sees other tokens "
+        "than sampling.",
+    ),
+    "reasoning_ignored": (
+        "answers have reasoning that the chat template does not print: {rows}",
+        "Use a template that prints it, or remove the reasoning from the rows.",
+    ),
+    "special_tokens_in_text": (
+        "texts contain names of special tokens, which become these tokens: {rows}",
+        "Remove the names from the texts.",
+    ),
+    "tools_ignored": (
+        "rows have tools, which the chat template does not print: {rows}",
+        "Use a model or a template with tool support, or remove the tools.",
+    ),
+    "equal_sides": ("pairs have the same answer on both sides: {rows}", "Remove them: they express no preference."),
+    "tied_scores": (
+        "rankings give all answers the same score: {rows}",
+        "Remove them, or use finer scores: nothing can be learned from them.",
+    ),
+    "length_bias": (
+        "answer length alone separates good from bad answers (mean tokens: {lengths})",
+        "If you do not want the model to learn length, balance the lengths (see docs/tasks/thumbs.md).",
+    ),
 }
-"""What may spoil a result, by the name of the finding."""
+"""What may spoil a result, and what to do about it, by the name of the finding."""
 
 REMARKS = {
-    "prompts_in_train": "of the other rows share their prompt with a row of data.train: {rows}",
-    "text_has_no_turns": "prompts are text, where data.train_on: assistant finds no earlier answers to train on: {rows}",
-    "duplicates": "repeat an earlier row: {rows}",
-    "missing_attributes": "lack an attribute that other rows have: {rows}",
-    "end_of_turn_added": "the chat template prints no end of turn behind an answer; it was appended: {rows}",
-    "rewritten_prompt": "prompts are printed differently once they are answered; training sees them as sampling does: {rows}",
-    "reasoning_kept": "answers hold reasoning that the chat template drops from a conversation; it is trained on: {rows}",
-    "split_turns": "conversations became one example for each assistant turn, because the chat template prints earlier "
-    "turns differently: {rows}",
-    "boundary_merges": "prompt and answer would merge into one token, and were kept apart: {rows}",
-    "bos_in_text": "prompts bring BOS along; none was added: {rows}",
-    "empty_prompt": "empty prompts; a BOS (or else EOS) token stands in: {rows}",
-    "cut_prompt": "lost their oldest turns, or the start of their text: {rows}",
-    "cut_completion": "lost the end of an answer, and end without end-of-turn: {rows}",
-    "logps_of_others": "answers were not drawn at temperature 1 from all tokens: their log-probabilities are not read, and the "
-    "reference stands in for the policy that answered: {rows}",
-    "logps_missing": "rankings have answers without the log-probabilities that others have, so none are read: {rows}",
-    "blocks": "one class comes after the other (training shuffles them; `data.limit` would not)",
-    "dated_template": "the chat template prints today's date, so prompts differ from day to day",
+    "prompts_in_train": (
+        "other rows share their prompt with a row of data.train: {rows}",
+        "Hold out rows with other prompts to measure what carries over.",
+    ),
+    "text_has_no_turns": (
+        "prompts are text, without earlier answers for data.train_on: assistant: {rows}",
+        "Give prompts as chat turns, or remove data.train_on.",
+    ),
+    "duplicates": ("rows repeat an earlier row: {rows}", "Remove them if they should count once."),
+    "missing_attributes": (
+        "rows lack an attribute that other rows have: {rows}",
+        "Nothing to do if that is intended: the attribute is not trained on in these rows.",
+    ),
+    "end_of_turn_added": (
+        "answers got an end of turn that the chat template does not print: {rows}",
+        "Nothing to do: the model learns to stop.",
+    ),
+    "rewritten_prompt": (
+        "prompts are printed differently by the template once they are answered: {rows}",
+        "Nothing to do: training sees them as sampling does.",
+    ),
+    "reasoning_kept": (
+        "answers have reasoning that the chat template drops from a conversation; it is trained on: {rows}",
+        "Remove the reasoning from the rows if the model should not produce it.",
+    ),
+    "split_turns": (
+        "conversations became one example for each assistant turn, because the template prints earlier turns differently: {rows}",
+        "Nothing to do; expect more examples than rows.",
+    ),
+    "boundary_merges": (
+        "prompt and answer would merge into one token, and were kept apart: {rows}",
+        "Nothing to do: sampling sees the same tokens.",
+    ),
+    "bos_in_text": ("prompts contain BOS; none was added: {rows}", "Nothing to do."),
+    "empty_prompt": (
+        "prompts are empty; a BOS (or EOS) token replaces them: {rows}",
+        "Remove them, unless answers without a prompt are intended.",
+    ),
+    "cut_prompt": (
+        "rows lost their oldest turns, or the start of their text: {rows}",
+        "Raise data.max_length to keep them whole.",
+    ),
+    "cut_completion": (
+        "rows lost the end of an answer, and have no end-of-turn token: {rows}",
+        "Raise data.max_length to keep them whole.",
+    ),
+    "logps_of_others": (
+        "answers were not sampled at temperature 1 from all tokens, so their log-probabilities are not used: {rows}",
+        "Sample at temperature 1 and top_p 1 to use them; the reference replaces the behaviour policy.",
+    ),
+    "logps_missing": (
+        "rankings have answers without log-probabilities, so none are used: {rows}",
+        "Give the log-probabilities of all answers.",
+    ),
+    "blocks": (
+        "one class comes after the other",
+        "Nothing to do: training shuffles the rows. `data.limit` would not.",
+    ),
+    "dated_template": (
+        "the chat template prints today's date, so prompts differ from day to day",
+        "Set the date in data.chat_template_kwargs if the template allows it.",
+    ),
 }
-"""What is good to know."""
+"""What is good to know, and what to do about it, by the name of the finding."""
 
 
 def render(audit: Audit, *, training: bool = True) -> str:
@@ -67,8 +146,8 @@ def render(audit: Audit, *, training: bool = True) -> str:
         list(_lengths(audit)),
         list(_balance(audit, training)),
         _listed("Not used", _unused(audit)),
-        _listed("Warnings", _said(audit, WARNINGS)),
-        _listed("Remarks", [*_said(audit, REMARKS), *_ignored(audit)]),
+        _listed("Warnings", _found(audit, WARNINGS)),
+        _listed("Remarks", [*_found(audit, REMARKS), *_ignored(audit)]),
     ]
     return "\n\n".join("\n".join(block) for block in blocks if block)
 
@@ -108,12 +187,12 @@ def _numbers(spread: Spread) -> list[str]:
 
 def _cost(cut: Truncation) -> Iterator[str]:
     if not cut.too_long:
-        yield f"max_length {cut.max_length:,} keeps every row whole."
+        yield f"No row is longer than max_length ({cut.max_length:,} tokens)."
         return
     rows = f"{cut.too_long:,} of {cut.rows:,} rows ({_percent(cut.too_long, cut.rows)})"
     tokens = f"{cut.tokens_lost:,} of {cut.tokens:,} tokens ({_percent(cut.tokens_lost, cut.tokens)})"
-    yield f"max_length {cut.max_length:,} is too short for {rows}; {cut.keeps_99:,} would keep 99 % of the rows whole."
-    yield f"long_rows: {cut.long_rows} loses {tokens}."
+    yield f"{rows} are longer than max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} would keep 99 % of the rows whole."
+    yield f"long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
 
 
 def _percent(part: int, whole: int) -> str:
@@ -125,10 +204,10 @@ def _balance(audit: Audit, training: bool) -> Iterator[str]:
     if len(audit.mean_answer) == 2:
         (first, a), (second, b) = audit.mean_answer.items()
         longer = f"{first} {a / b:.2f} times as long" if a >= b else f"{second} {b / a:.2f} times as long"
-        yield f"mean answer: {first} {a:,.0f} tokens, {second} {b:,.0f} ({longer})"
+        yield f"mean answer length: {first} {a:,.0f} tokens, {second} {b:,.0f} ({longer})"
     weights = audit.weights
     if training and weights and weights.ratio is not None:
-        ratio = f"class weights at 1: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
+        ratio = f"class balance: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
         yield f"{ratio}; for kto, 1 to 1.33 is advised{f': {weights.remedy}' if weights.remedy else ''}"
 
 
@@ -146,19 +225,19 @@ def _why(unused: Unused, audit: Audit) -> str:
 
 
 def audited(audit: Audit) -> dict[str, Any]:
-    """The audit as plain values, with ``said``: the sentence about each finding, by its name."""
+    """The audit as plain values, with ``said``: by the name of each finding, what it is and what to do about it."""
     said = {
-        name: (f"{found.count:,} " if "{rows}" in text else "") + _sentence(text, found, audit)
-        for name, text in (WARNINGS | REMARKS).items()
+        name: (f"{found.count:,} " if "{rows}" in what else "") + f"{_sentence(what, found, audit)}. {fix}"
+        for name, (what, fix) in (WARNINGS | REMARKS).items()
         if (found := audit.findings.get(name))
     }
     return audit.to_dict() | {"said": said}
 
 
-def _said(audit: Audit, sentences: dict[str, str]) -> list[tuple[int, str]]:
-    """Count and sentence of the findings, in the order of the table."""
-    found = ((audit.findings.get(name), text) for name, text in sentences.items())
-    return [(f.count, _sentence(text, f, audit)) for f, text in found if f]
+def _found(audit: Audit, sentences: dict[str, tuple[str, str]]) -> list[tuple[int, str]]:
+    """Count, sentence and advice of the findings, in the order of the table."""
+    found = ((audit.findings.get(name), what, fix) for name, (what, fix) in sentences.items())
+    return [(f.count, f"{_sentence(what, f, audit)}\n{fix}") for f, what, fix in found if f]
 
 
 def _sentence(text: str, found: Finding, audit: Audit) -> str:
@@ -189,7 +268,8 @@ def _listed(title: str, lines: Sequence[tuple[int, str]]) -> list[str]:
     if not lines:
         return []
     width = max(len(f"{count:,}") for count, _ in lines)
-    return [title, *(f"  {count:>{width},}  {text}" for count, text in lines)]
+    indent = "\n" + " " * (width + 4)
+    return [title, *(f"  {count:>{width},}  {text.replace(chr(10), indent)}" for count, text in lines)]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int) -> Iterator[str]:
