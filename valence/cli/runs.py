@@ -179,11 +179,11 @@ def check(
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):
-        print_message(console, f"and {left} that have their defaults: --all lists them", "dim")
+        print_message(console, f"{left} more settings have their defaults (--all lists them)", "dim")
     check_sinks(source)
     prepared = prepare(source)
     if (Path(source.recipe.run.dir) / "run.json").is_file():
-        said = f"{source.recipe.run.dir} holds a run: `valence train` goes on with it, or says what has changed"
+        said = f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or reports what has changed"
         print_message(console, said, "yellow")
     show_audit(prepared, console)
     if crowded := crowding(nproc):

@@ -118,7 +118,7 @@ class RunFolder:
                 free = _free_name(path)
                 path.rename(free)
                 self.lock.release()
-                self.say(f"the earlier run is kept as {free}")
+                self.say(f"moved the earlier run to {free}")
                 path.mkdir()
                 self.lock = Lock(path)
                 self._take()

@@ -179,9 +179,9 @@ def describe(plan: Plan) -> list[str]:
     method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
     longest = max(map(_rows, units))
-    mismatched = " and as many mismatched ones, measured only," if method.mismatches else ""
-    trained = "all of which train" if shape.full else f"of which {shape.trained:,} train"
-    narrow = f", and {shape.quantized:,} are kept in 4 bits" if shape.quantized else ""
+    mismatched = ", and as many in KL pairs without gradient" if method.mismatches else ""
+    trained = "all trained" if shape.full else f"{shape.trained:,} of them trained"
+    narrow = f", {shape.quantized:,} in 4 bits" if shape.quantized else ""
     total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
     parts = {
         "program": memory.program,
@@ -196,7 +196,7 @@ def describe(plan: Plan) -> list[str]:
     rows = len(prepared.corpora["train"].units)
     lines = [
         f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} {plural(method.kind)})",
-        f"tokens: {sum(unit.tokens for unit in units):,}{mismatched} per epoch; {plan.micro_batch_tokens:,} at once"
+        f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of {plan.micro_batch_tokens:,}"
         + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}, {trained}{narrow}",
         *_shared(plan),
@@ -210,9 +210,13 @@ def describe(plan: Plan) -> list[str]:
         mixed = f"{len(part.sampler.units)} {plural(part.method.kind)}, {part.sampler.batch_size} a step, weight {part.weight:g}"
         lines.append(f"mix: {part.method.name} on {mixed}")
     if plan.free is not None and total > plan.free:
-        lines.append(f"that is more memory than is free: {_gigabytes(plan.free)}")
+        lines.append(
+            f"only {_gigabytes(plan.free)} of memory are free: use model.lora, train.checkpointing: full, or a smaller model"
+        )
     if longest > plan.micro_batch_tokens:
-        lines.append(f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such rows run alone")
+        lines.append(
+            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such rows form micro-batches of their own"
+        )
     if prepared.ends_early:
         lines.append(prepared.ends_early)
     if said := speed.slow(plan.device, DTYPES[prepared.recipe.model.dtype]):
@@ -223,13 +227,15 @@ def describe(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     """What to say of the time that a run takes."""
     prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
-    without = "sampling, judging and evaluation" if prepared.method.online else "evaluation"
-    said = [f"time: about {duration(plan.seconds())} a step at first, {duration(plan.total_seconds)} in all without {without}"]
+    without = "sampling, scoring and evaluation" if prepared.method.online else "evaluation"
+    said = [
+        f"time: about {duration(plan.seconds())} per step at first, {duration(plan.total_seconds)} in total, without {without}"
+    ]
     if (each := plan.round_seconds) is not None:
         rounds = -(-prepared.total_steps // rollout.steps_per_round)
         said.append(
-            f"sampling: up to about {duration(each)} a round, {duration(rounds * each)} in all, "
-            f"if all answers have {rollout.max_new_tokens:,} tokens"
+            f"sampling: up to about {duration(each)} per round, {duration(rounds * each)} in total, "
+            f"if every answer has {rollout.max_new_tokens:,} tokens"
         )
     return said
 

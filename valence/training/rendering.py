@@ -17,7 +17,7 @@ def describe_rendering(encoder: Encoder, data: Data) -> Iterator[str]:
         yield "plain-text prompts stay raw text, without a chat template"
     yield f"chat template: {_template(encoder, data)}"
     names = [f"{encoder.tokenizer.convert_ids_to_tokens(i)} ({i})" for i in encoder.end_ids]
-    yield f"an answer ends at {', '.join(names) or 'its longest length: there is no end token'}"
+    yield f"answers end at {', '.join(names) or 'their maximum length: there is no end token'}"
 
 
 def _template(encoder: Encoder, data: Data) -> str:

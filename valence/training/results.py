@@ -6,13 +6,18 @@ import json
 from pathlib import Path
 from typing import Any
 
+from valence.report.rundata import read_run
+from valence.report.verdict import HEADLINES, held_out_verdict
+
 FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 """What a run writes for its user, by the word for it."""
 
 
 def outputs(folder: Path) -> list[str]:
-    """One line for each file or folder that a finished run has for its user."""
-    return [f"{what:>7}  {folder / name}" for what, name in FILES.items() if (folder / name).exists()]
+    """What held-out rows say about a finished run, then one line for each file or folder that it has for its user."""
+    verdict = held_out_verdict(read_run(folder))
+    lines = [f"{HEADLINES[verdict.state]}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
+    return [*lines, *(f"{what:>7}  {folder / name}" for what, name in FILES.items() if (folder / name).exists())]
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:

@@ -154,22 +154,22 @@ class Earlier:
         how = f"it ended early: {facts['ended_early']}" if facts.get("ended_early") else f"{facts.get('steps')} steps"
         when = f", {facts['finished']}" if facts.get("finished") else ""
         return (
-            f"the run in {self.folder.path} is finished ({how}{when}): there is nothing to do\n"
-            "  to train longer, raise train.epochs or train.max_steps; to start anew, `valence train RECIPE --fresh`"
+            f"the run in {self.folder.path} is finished ({how}{when}): nothing to do\n"
+            "  to train longer, raise train.epochs or train.max_steps; to start over, use `valence train RECIPE --fresh`"
         )
 
     def _going_on(self) -> str:
-        where = f"after step {self.step} of {self.total}" if self.state else "from its first step (it has no checkpoint yet)"
+        where = f"at step {self.step} of {self.total}" if self.state else "at step 0 (it has no checkpoint yet)"
         if self.state and self.step >= self.total:
-            where += ": what comes after the last step is left, such as evaluation and model"
-        lines = [f"taking up the run in {self.folder.path} {where}", *(f"  with {said}" for said in self.changed.values())]
+            where += ": only the final evaluation and the model are left"
+        lines = [f"resuming the run in {self.folder.path} {where}", *(f"  with {said}" for said in self.changed.values())]
         before = self.folder.facts.get("total_steps")
         if before and before != self.total:
             lines.append(
-                f"  {self.total} steps instead of {before}: the learning rate has the schedule of {self.total} from here on"
+                f"  {self.total} steps instead of {before}: the learning rate follows the schedule of {self.total} steps from here on"
             )
         if self.state and "data.train" in self.changed:
-            lines.append(f"  all of the rows are trained on from step {self.step} on, as if none had been before")
+            lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
         return "\n".join(lines)
 
 
