@@ -113,7 +113,7 @@ def _tell_of_the_end(run: Run, folder: RunFolder) -> None:
     if run.best.step not in (None, run.step):
         best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
         run.say_once(
-            f"the best evaluation was at step {run.best.step} ({best}); model/ has the last weights: use `--step best` for the best"
+            f"the best evaluation was at step {run.best.step} ({best}): use `--step best`; model/ has the last weights"
         )
 
 

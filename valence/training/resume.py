@@ -166,7 +166,7 @@ class Earlier:
         before = self.folder.facts.get("total_steps")
         if before and before != self.total:
             lines.append(
-                f"  {self.total} steps instead of {before}: the learning rate follows the schedule of {self.total} steps from here on"
+                f"  {self.total} steps instead of {before}: the learning-rate schedule is that of {self.total} steps from here on"
             )
         if self.state and "data.train" in self.changed:
             lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
