@@ -56,7 +56,7 @@ def run_markdown(run: RunData) -> str:
 
 def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data."""
-    found = held_out_verdict(run)
+    found = held_out_verdict(run.first, run.last)
     return f"**{markdown(VERDICTS[found.state])}.** {markdown(f'{found.sentence} {found.advice}')}"
 
 

@@ -107,7 +107,7 @@ def render(run: RunData) -> str:
 
 def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data, before everything else."""
-    found = held_out_verdict(run)
+    found = held_out_verdict(run.first, run.last)
     far = f"So far (step {_step(run)}): " if _is_running(run) else ""
     headline = f"{far}{VERDICTS[found.state]}"
     return (

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from valence.report.console import number
 from valence.report.rows import is_own, is_pair, margin, per_token, value, verdict
-from valence.report.rundata import RunData
 from valence.report.stats import Z95, auc, auc_interval, finite, mean, mean_interval, spearman, wilson
 
 Json = Mapping[str, Any]
@@ -47,22 +46,25 @@ HEADLINES: dict[State, str] = {
 """The verdict in a few words."""
 
 
-def held_out_verdict(run: RunData) -> Verdict:
-    """Compare the last evaluation with the first one, or with chance where the run started there."""
-    if run.last is None:
+def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
+    """Compare a run's last evaluation with its first one, or with chance where the run started there.
+
+    Evaluations have ``rows``. first is last if there was only one; both are None if there was none.
+    """
+    if last is None:
         return Verdict(
             "unmeasured",
             "No rows were held out, so this report cannot say whether the model is better.",
             "Put a fifth of your rows, with other prompts, into a file of their own and name it under data.eval.",
         )
-    last, first = run.last["rows"], run.first["rows"] if run.first and run.first is not run.last else None
+    after, before = last["rows"], first["rows"] if first is not None and first is not last else None
     for of_kind in (_of_completions, _of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
-        found = of_kind(last, first)
+        found = of_kind(after, before)
         if found is not None:
             return found
     return Verdict(
         "unmeasured",
-        f"The {number(len(last))} held-out rows are too few, or of a kind without a measure.",
+        f"The {number(len(after))} held-out rows are too few, or of a kind without a measure.",
         "Hold out at least 50 rows.",
     )
 

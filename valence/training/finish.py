@@ -112,9 +112,7 @@ def _tell_of_the_end(run: Run, folder: RunFolder) -> None:
         folder.state(exclusions=dict(run.rounds.exclusions))
     if run.best.step not in (None, run.step):
         best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
-        run.say_once(
-            f"the best evaluation was at step {run.best.step} ({best}): use `--step best`; model/ has the last weights"
-        )
+        run.say_once(f"the best evaluation was at step {run.best.step} ({best}): use `--step best`; model/ has the last weights")
 
 
 def _test(run: Run, folder: RunFolder) -> None:

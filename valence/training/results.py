@@ -15,7 +15,8 @@ FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 
 def outputs(folder: Path) -> list[str]:
     """What held-out rows say about a finished run, then one line for each file or folder that it has for its user."""
-    verdict = held_out_verdict(read_run(folder))
+    run = read_run(folder)
+    verdict = held_out_verdict(run.first, run.last)
     lines = [f"{HEADLINES[verdict.state]}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
     return [*lines, *(f"{what:>7}  {folder / name}" for what, name in FILES.items() if (folder / name).exists())]
 
