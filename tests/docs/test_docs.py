@@ -30,7 +30,6 @@ from valence.training.explain import Doc, facts, read_doc
 from valence.training.methods import METHODS, Method, method_of
 from valence.training.signals import OUT_OF_TIME, SIGNALS
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
 
 
@@ -140,12 +139,13 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 # What is named
 
 
-def test_the_readme_names_every_format_command_and_status() -> None:
-    assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", README))
+def test_the_pages_name_every_format_command_and_status() -> None:
+    assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", text("docs/data.md")))
+    commands = text("docs/cli.md")
     assert {f"valence {c.name or c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
-        f"valence {name}" for name in re.findall(r"^\| `valence ([\w-]+)", README, re.MULTILINE)
+        f"valence {name}" for name in re.findall(r"^\| `valence ([\w-]+)", commands, re.MULTILINE)
     }
-    section = README.split("| exit status |")[1].split("\n\n")[0]
+    section = commands.split("| exit status |")[1].split("\n\n")[0]
     assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {
         0,
         1,
@@ -253,8 +253,8 @@ def test_every_pitfall_has_a_test() -> None:
         assert re.search(r"`tests/[\w/]+\.py::test_\w+`", row.split("|")[2]), row
 
 
-def test_the_rows_that_the_readme_shows_are_read() -> None:
-    rows = [json.loads(line) for line in README.split("```json\n")[-1].split("```")[0].splitlines()]
+def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
+    rows = [json.loads(line) for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()]
     kinds = [load([InMemory([row])], kind).formats["rows in memory"] for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True
     )]  # fmt: skip

@@ -36,7 +36,6 @@ from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence import cli
 
-README = (ROOT / "README.md").read_text(encoding="utf-8")
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 EXTENSIONS = {"json": ("jsonl", "json"), "yaml": ("yaml",), "python": ("py",), "text": ("csv", "tsv", "txt")}
@@ -167,10 +166,10 @@ def usual_files() -> dict[str, list[dict[str, Any]]]:
 
 
 def recipe_of(text: str) -> str:
-    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else the README's."""
+    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else that of the page on commands."""
     whole = [block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)]
     unnamed = [block for block in whole if not files_of(text, block)]
-    return (unnamed or blocks(README, "yaml"))[0].text
+    return (unnamed or blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"), "yaml"))[0].text
 
 
 # Going through a page
