@@ -134,7 +134,10 @@ def test_an_override_leaves_the_origins_of_its_neighbours():
     assert settings["data.train.0.weight"].origin == "command line"
 
 
-@pytest.mark.parametrize("train", ["feedback.jsonl", ["feedback.jsonl"], [{"path": "feedback.jsonl"}]])
+@pytest.mark.parametrize(
+    "train",
+    ["feedback.jsonl", ["feedback.jsonl"], {"path": "feedback.jsonl"}, [{"path": "feedback.jsonl"}]],
+)
 def test_short_forms_of_data(train: object):
     assert [s.path for s in load(source=minimal(data={"train": train})).recipe.data.train] == ["feedback.jsonl"]
 

@@ -26,12 +26,15 @@ class Source:
 
 
 def shown_findings(result: Audit) -> set[str]:
-    """The names of the findings that the screen of an audit lists, each with its count."""
-    text = audit_text.render(result)
+    """The names of the findings that the screen of an audit lists, each with its count and its advice."""
+    text = re.sub(r"\n {4,}", " ", audit_text.render(result))  # the advice stands on a line of its own
     sentences = audit_text.audited(result)["said"]
     names: set[str] = set()
     for name, finding in result.findings.items():
         sentence = sentences[name].removeprefix(f"{finding.count:,} ")
+        _, fix = (audit_text.WARNINGS | audit_text.REMARKS)[name]
+        assert sentence.endswith(f". {fix}")
+        sentence = f"{sentence.removesuffix(f'. {fix}')} {fix}"
         if re.search(rf"^ +{finding.count:,}  {re.escape(sentence)}$", text, re.MULTILINE):
             names.add(name)
     return names

@@ -229,16 +229,18 @@ def test_rounds_that_teach_little(name: str, value: float, healthy: dict[str, Ru
     assert only(logged(healthy["own"], lambda *_: {f"rollout/{name}": value})).name == name
 
 
-def test_the_page_begins_with_them(tmp_path: Path) -> None:
+def test_warnings_follow_the_answers(tmp_path: Path) -> None:
     folder = write_run(tmp_path, "own")
     audit = json.loads((folder / "audit.json").read_text())
     audit["train"]["truncation"] |= {"too_long": 100, "max_length": "<script>"}
     (folder / "audit.json").write_text(json.dumps(audit))
     page = write_page(folder).read_text(encoding="utf-8")
     [sign] = signs(read_run(folder))
-    sections = page.split("<main>")[1]
-    assert sections.startswith('<section id="s0"><h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.said))
-    assert "(&lt;script&gt;)" in sections[:600]
+    sections = re.split(r'<section id="s\d+">', page.split("<main>")[1])[1:]
+    assert [each.split("</h2>")[0] for each in sections[:3]] == ["<h2>Answers", "<h2>Warnings", "<h2>Metrics"]
+    assert sections[1].startswith('<h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.said))
+    assert html.escape(sign.do) in sections[1]
+    assert page.index('id="verdict"') < page.index("<main>")
 
 
 def letters_and_digits(text: str) -> str:
