@@ -142,6 +142,12 @@ def test_short_forms_of_data(train: object):
     assert [s.path for s in load(source=minimal(data={"train": train})).recipe.data.train] == ["feedback.jsonl"]
 
 
+def test_a_mistake_in_a_file_without_a_list_has_its_line(folder: Path):
+    (folder / "recipe.yaml").write_text("method: kto\nmodel: m\ndata:\n  train:\n    path: feedback.jsonl\n    kys: {}\n")
+    with raises_error("setting-unknown", where="recipe.yaml:6 (data.train.0.kys)", fix="data.train.0.keys"):
+        load()
+
+
 def test_empty_sections_and_lists_are_as_good_as_none(folder: Path):
     (folder / "recipe.yaml").write_text(
         "method: kto\nmodel: {name: m}\ndata:\n  train: feedback.jsonl\n  eval:\nloss:\ntrain:\n  # seed: 1\n"

@@ -189,7 +189,19 @@ def _short_forms(given: Given) -> Given:
     mix = values.get("mix")
     if isinstance(mix, list):
         values["mix"] = [_with_files_as_sources(part) for part in cast(list[object], mix)]
-    return Given(values, given.places)
+    return Given(values, _places_in_lists(given))
+
+
+def _places_in_lists(given: Given) -> dict[Key, str]:
+    """The places of settings, where sections that stand for a list of one are its first item."""
+    mix = given.values.get("mix")
+    lists: list[Key] = [("reward",), ("run", "sinks"), *(("data", name) for name in LISTS)]
+    lists += [("mix", i, "train") for i in range(len(cast(list[object], mix)) if isinstance(mix, list) else 0)]
+    alone = [path for path in lists if isinstance(messages.value_at(given.values, path), dict)]
+    return {
+        next(((*path, 0, *key[len(path) :]) for path in alone if len(key) > len(path) and key[: len(path)] == path), key): place
+        for key, place in given.places.items()
+    }
 
 
 def _with_files_as_sources(part: object) -> object:

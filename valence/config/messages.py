@@ -54,7 +54,7 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
         return UserError("is missing", code="setting-missing", where=where, fix=f"add {path[-1]}, {_explain(node)}")
-    value = _value_at(given.values, full)
+    value = value_at(given.values, full)
     if fix := error.get("ctx", {}).get("fix"):
         return UserError(f"{as_yaml(value)} {error['msg']}", code="setting-value", where=where, fix=fix)
     if error["type"] == "value_error":
@@ -163,7 +163,7 @@ def _is_number(text: str) -> bool:
     return True
 
 
-def _value_at(values: Any, path: Key) -> Any:
+def value_at(values: Any, path: Key) -> Any:
     for part in path:
         values = values[part]
     return values
