@@ -164,6 +164,10 @@ def _is_number(text: str) -> bool:
 
 
 def value_at(values: Any, path: Key) -> Any:
+    """The value at a path of mappings and lists; None where there is none."""
     for part in path:
-        values = values[part]
+        try:
+            values = values[part]
+        except (KeyError, IndexError, TypeError):
+            return None
     return values
