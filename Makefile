@@ -1,5 +1,5 @@
 # `make demo`: from a file of thumbs to a better model, on this machine, in minutes.
-# `make test`: what every commit must pass, in five minutes.   `make test-all`: everything, with mutants and vLLM.
+# `make test`: what every commit must pass, in five minutes.   `make test-all`: everything, with vLLM.
 # `make setup`: the environment that all of them use.
 PYTHON ?= python3
 WORKERS ?= 2
@@ -34,7 +34,6 @@ test: setup lint
 test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
 	$(PYTEST)
-	@$(MAKE) --no-print-directory mutants
 
 # Wrong versions of the package: does the suite of `make test` catch them?
 mutants: setup
