@@ -140,6 +140,7 @@ def test_a_script_that_got_past_the_escaping_would_not_run(browser: Browser, tmp
 def test_contents_rows_legends_and_colours(browser: Browser, pages: dict[str, Path]) -> None:
     with opened(browser, pages["pairs"], color_scheme="dark") as page:
         chart = page.locator("figure", has_text="Rewards by class").locator(".chart")
+        chart.scroll_into_view_if_needed()  # charts are drawn when they come near
         look_at_colours(page, dark=True)
         page.emulate_media(color_scheme="light")
         look_at_colours(page, dark=False)
