@@ -22,12 +22,29 @@ class UserError(Exception):
     fix: one sentence saying how to fix it.
     """
 
-    def __init__(self, what: str, *, code: str, where: str | None = None, fix: str | None = None) -> None:
+    def __init__(
+        self,
+        what: str,
+        *,
+        code: str,
+        where: str | None = None,
+        fix: str | None = None,
+        problems: Sequence[UserError] = (),
+    ) -> None:
         self.what, self.code, self.where, self.fix = what, code, where, fix
-        self.problems: Sequence[UserError] = (self,)
-        """The single mistakes that an error about several of them lists; otherwise the error itself."""
+        self._problems = tuple(problems)
         place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
         lines = [place + what.replace("\n", "\n  ")]  # a line of the text cannot pass for a message of its own
         if fix:
             lines.append(f"  to fix it: {fix}")
         super().__init__("\n".join(lines))
+
+    @property
+    def problems(self) -> tuple[UserError, ...]:
+        """The single mistakes that this error lists; the error itself if it is one."""
+        return self._problems or (self,)
+
+    @property
+    def facts(self) -> dict[str, str | None]:
+        """The arguments that make the error again in another process; without ``problems``."""
+        return {"what": self.what, "code": self.code, "where": self.where, "fix": self.fix}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from valence.report.stats import auc, auc_interval, mean_interval
-from valence.report.verdict import HEADLINES, Verdict, held_out_verdict
+from valence.report.verdict import Verdict, held_out_verdict
 
 Rows = Sequence[dict[str, Any]]
 
@@ -86,10 +86,7 @@ def test_scores_are_compared_by_rank() -> None:
 def test_what_cannot_be_measured_is_not_judged(rows: Rows | None) -> None:
     found = verdict_of(rows)
     assert (found.state, found.value) == ("unmeasured", None)
-
-
-def test_every_state_has_a_headline() -> None:
-    assert set(HEADLINES) == {"improved", "worse", "unclear", "unmeasured"}
+    assert found.headline
 
 
 @pytest.mark.parametrize(("shift", "ups", "downs"), [(0.0, 10, 15), (1.5, 37, 50), (2.5, 8, 8)])
@@ -110,4 +107,4 @@ def test_intervals_of_extreme_values() -> None:
     assert (low < 0.7, high) == (True, pytest.approx(1.0))
     assert auc_interval(0.3, 20, 20) == pytest.approx(tuple(1 - each for each in reversed(auc_interval(0.7, 20, 20))))
     assert auc([1.0, 2.0, 2.0], [2.0, 0.0]) == pytest.approx((0 + 1 + 0.5 + 1 + 0.5 + 1) / 6)
-    assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.96, 2 + 1.96))
+    assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))

@@ -47,7 +47,7 @@ class Registry:
                 what,
                 code="checkpoint-version",
                 where="checkpoint",
-                fix="take it up with the version that saved it, or start anew with --fresh",
+                fix="resume with the version that saved it, or start over with --fresh",
             )
         for name, part in self.parts.items():
             if name not in leaving_out:

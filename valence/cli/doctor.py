@@ -25,7 +25,7 @@ def doctor(
     network: Annotated[bool, typer.Option("--network", help="Also ask the hub whether it answers (3 seconds at most).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line of the table.")] = False,
 ) -> None:
-    """Say whether this machine is ready to train, and what would mend what is not.
+    """Say whether this machine is ready to train, and how to fix what is not.
 
     ok: it is there; missing: something optional is not; problem: look at it. The exit status is 2 when something that is needed
     is not there, else 0. The rows of a recipe are looked at by `valence check`.

@@ -34,9 +34,7 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
         return problems[0]
     lines = [f"  {line}" for problem in problems for line in str(problem).splitlines()]
     what = "\n".join([f"{len(problems)} settings are wrong", *lines])
-    error = UserError(what, code="settings-invalid", where=name)
-    error.problems = tuple(problems)
-    return error
+    return UserError(what, code="settings-invalid", where=name, problems=problems)
 
 
 def no_effect(given: Given, path: Key, why: str, fix: str) -> UserError:

@@ -285,7 +285,7 @@ def _json(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | BadRo
             f"the file is not valid JSON: {error.msg}, at column {error.colno}",
             code="json-syntax",
             where=f"{path}:{error.lineno}",
-            fix=f"mend that place; python -m json.tool {path} checks a whole file",
+            fix=f"correct that place; python -m json.tool {path} checks a whole file",
         ) from error
     except ValueError as error:
         raise UserError(

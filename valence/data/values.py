@@ -179,7 +179,7 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{name} is {shown(value)}, and must be an object", code="row-value-type", fix=f"mend {name} or leave it out"
+            f"{name} is {shown(value)}, and must be an object", code="row-value-type", fix=f"correct {name} or leave it out"
         )
     return value
 

@@ -25,12 +25,11 @@ def by_first(group: Group, action: Callable[[], Any]) -> Any:
         try:
             told = {"found": action()}
         except UserError as error:
-            group.broadcast({"mistake": [error.what, error.code, error.where, error.fix]})
+            group.broadcast({"mistake": error.facts})
             raise
     told = group.broadcast(told)
     if "mistake" in told:
-        what, code, where, fix = told["mistake"]
-        raise UserError(what, code=code, where=where, fix=fix)
+        raise UserError(**told["mistake"])
     return told["found"]
 
 

@@ -81,7 +81,7 @@ def _check_request(mask: Tensor | None, window: int | None, forest: Tensor | Non
         raise CannotPackError(what, code="sequences-unmarked")
     local = None if mask is None else int(mask.flatten()[0])
     if local != window:
-        what = f"its mask has a window of {local} tokens, and its attention is told of {window}"
+        what = f"its mask has a window of {local} tokens, and its attention gets one of {window}"
         raise CannotPackError(what, code="windows-differ")
     bending = [name for name, value in others.items() if isinstance(value, Tensor) and name not in HARMLESS]
     if bending:

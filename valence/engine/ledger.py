@@ -120,7 +120,7 @@ class Ledger:
             f"the cache cannot be used ({error})",
             code="reference-cache-unusable",
             where=str(self.folder),
-            fix="mend the folder, or name another",
+            fix="repair the folder, or name another",
         )
 
     def _read_index(self, path: Path) -> None:

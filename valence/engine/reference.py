@@ -120,7 +120,7 @@ class Later:
                     "the reference has changed since the run began",
                     code="reference-changed",
                     where=self.name,
-                    fix="start the run anew",
+                    fix="start the run over with --fresh",
                 )
             self._loaded = found
         return self._loaded(batch)

@@ -12,7 +12,6 @@ from valence.report.html import flatten
 from valence.report.rundata import RunData
 from valence.report.signs import other_warnings, signs
 from valence.report.stats import finite
-from valence.report.verdict import HEADLINES as VERDICTS
 from valence.report.verdict import held_out_verdict
 
 
@@ -57,7 +56,7 @@ def run_markdown(run: RunData) -> str:
 def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data."""
     found = held_out_verdict(run.first, run.last)
-    return f"**{markdown(VERDICTS[found.state])}.** {markdown(f'{found.sentence} {found.advice}')}"
+    return f"**{markdown(found.headline)}.** {markdown(f'{found.sentence} {found.advice}')}"
 
 
 def _sentence(run: RunData) -> str:

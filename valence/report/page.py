@@ -33,7 +33,6 @@ from valence.report.rows import is_own, verdict
 from valence.report.rundata import Json, RunData, read_run
 from valence.report.signs import other_warnings, signs
 from valence.report.stats import finite
-from valence.report.verdict import HEADLINES as VERDICTS
 from valence.report.verdict import held_out_verdict
 
 ROWS = 50
@@ -109,7 +108,7 @@ def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data, before everything else."""
     found = held_out_verdict(run.first, run.last)
     far = f"So far (step {_step(run)}): " if _is_running(run) else ""
-    headline = f"{far}{VERDICTS[found.state]}"
+    headline = f"{far}{found.headline}"
     return (
         f'<div class="verdict {found.state}" id="verdict" data-state="{found.state}"><p><b>{esc(headline)}.</b> '
         f'{esc(found.sentence)}</p><p class="dim">{esc(found.advice)}</p></div>'

@@ -9,7 +9,7 @@ from typing import TypeGuard
 LARGEST = 1e100
 """Nothing that was measured is larger, and sums, squares and axes of larger numbers are not finite."""
 
-Z95 = 1.96
+Z95 = 1.959964
 """Standard errors to either side that hold 95 % of a normal distribution."""
 
 

@@ -36,14 +36,15 @@ class Verdict:
     baseline: float | None = None
     count: int = 0
 
-
-HEADLINES: dict[State, str] = {
-    "improved": "Improved on held-out data",
-    "worse": "Worse on held-out data",
-    "unclear": "No clear change on held-out data",
-    "unmeasured": "Not measured on held-out data",
-}
-"""The verdict in a few words."""
+    @property
+    def headline(self) -> str:
+        """The verdict in a few words."""
+        return {
+            "improved": "Improved on held-out data",
+            "worse": "Worse on held-out data",
+            "unclear": "No clear change on held-out data",
+            "unmeasured": "Not measured on held-out data",
+        }[self.state]
 
 
 def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:

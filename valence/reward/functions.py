@@ -316,7 +316,7 @@ def _import(name: str, target: str, where: str) -> ModuleType:
             fix="name it as `package.module:function`, from the folder that the package is in",
         )
     said, at = _cut(describe_error(error)), _place_of(error)
-    fix = "install it in this environment" if isinstance(error, ModuleNotFoundError) else "mend the file"
+    fix = "install it in this environment" if isinstance(error, ModuleNotFoundError) else "correct the file"
     raise UserError(f"importing {name} failed at {at}: {said}", code="reward-import-failed", where=place, fix=fix) from error
 
 

@@ -195,8 +195,7 @@ class WorkerPool:
             worker.send((self.target, dict(self.settings), self.seconds, self.where))
             message = await worker.receive()
             if "error" in message:
-                what, code, where, fix = message["error"]
-                raise UserError(what, code=code, where=where, fix=fix)
+                raise UserError(**message["error"])
             on_failure.pop_all()
         return worker, message["loaded"]
 

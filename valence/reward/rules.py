@@ -79,7 +79,7 @@ def regex(
         compiled = engine.compile(pattern, engine.DOTALL | (engine.IGNORECASE if ignore_case else 0))
     except engine.error as error:
         raise UserError(
-            f"this is no regular expression: {error}", code="reward-setting-value", where="pattern", fix="mend it"
+            f"this is no regular expression: {error}", code="reward-setting-value", where="pattern", fix="correct it"
         ) from error
 
     def rule(completion: Completion) -> float:
@@ -318,7 +318,7 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
         raise UserError(
-            f"this is no JSON schema: {error.message}", code="reward-setting-value", where="schema", fix="mend it"
+            f"this is no JSON schema: {error.message}", code="reward-setting-value", where="schema", fix="correct it"
         ) from error
     return kind(loaded).is_valid
 

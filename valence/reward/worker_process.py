@@ -60,7 +60,7 @@ def _load(connection: socket.socket, target: str, settings: Mapping[str, Any], s
         }
         _send(connection, {"loaded": facts})
     except UserError as error:
-        _send(connection, {"error": [error.what, error.code, error.where, error.fix]})
+        _send(connection, {"error": error.facts})
         return None
     return function
 

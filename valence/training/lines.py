@@ -265,7 +265,7 @@ def check_line(value: Mapping[str, Any], origin: object) -> None:
         as_line(value)
     except ValueError as error:
         raise UserError(
-            f"the row cannot be written as JSON ({error})", code="row-not-json", where=str(origin), fix="mend the row"
+            f"the row cannot be written as JSON ({error})", code="row-not-json", where=str(origin), fix="correct the row"
         ) from None
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.report.rundata import read_run
-from valence.report.verdict import HEADLINES, held_out_verdict
+from valence.report.verdict import held_out_verdict
 
 FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 """What a run writes for its user, by the word for it."""
@@ -17,7 +17,7 @@ def outputs(folder: Path) -> list[str]:
     """What held-out rows say about a finished run, then one line for each file or folder that it has for its user."""
     run = read_run(folder)
     verdict = held_out_verdict(run.first, run.last)
-    lines = [f"{HEADLINES[verdict.state]}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
+    lines = [f"{verdict.headline}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
     return [*lines, *(f"{what:>7}  {folder / name}" for what, name in FILES.items() if (folder / name).exists())]
 
 

@@ -304,7 +304,7 @@ def _check_some(window: Sequence[Told], scores: Sequence[Score]) -> None:
         row, score = judged[0]
         what = f"the reward failed for all {len(judged)} answers from here on; the first: {score.error}"
         raise UserError(
-            what, code="reward-failures", where=str(row.origin), fix="mend the reward; the same command goes on from here"
+            what, code="reward-failures", where=str(row.origin), fix="fix the reward, then run the same command again to resume"
         )
 
 

@@ -271,7 +271,7 @@ class _Writer:
                     what,
                     code="output-rows-changed",
                     where=str(self.prompts[k].origin),
-                    fix="undo the change, or start anew with --fresh",
+                    fix="undo the change, or start over with --fresh",
                 )
         return int(self.group.broadcast(self.lines.kept // self.n))
 

@@ -245,5 +245,5 @@ class Saver:
             f"the state could not be saved ({failed} in a row failed; {kept})",
             code="checkpoint-not-saved",
             where=str(self.checkpoints.folder),
-            fix="make room or mend the folder; the same command then goes on from the last good checkpoint",
+            fix="free disk space or repair the folder, then run the same command again to resume from the last good checkpoint",
         )

@@ -291,7 +291,7 @@ class _Window:
         try:
             return as_line({**row.value, column: said}), said
         except ValueError as error:
-            said = self._error(i, f"the row cannot be written as JSON ({error})", "mend the row")
+            said = self._error(i, f"the row cannot be written as JSON ({error})", "correct the row")
             return as_line(said), said
 
     def _said(self, i: int) -> Said:

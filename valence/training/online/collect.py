@@ -321,7 +321,7 @@ class Collector:
                 f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: {failed[0]}",
                 code="reward-failed" if stops else "reward-failures",
                 where="reward",
-                fix="mend the reward; the same command then goes on from the last step",
+                fix="fix the reward, then run the same command again to resume from the last step",
             )
 
     def judged(
