@@ -60,7 +60,7 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
         f"no format fits the columns {listed(map(repr, found)) or '(none)'}",
         code="format-unknown-columns",
         fix=(
-            "name the columns that hold the parts, beside the path: {path: FILE, keys: {prompt: question, label: verdict}}"
+            "map your columns next to the path: {path: FILE, keys: {prompt: question, label: verdict}}"
             + (f". Nearest formats: {lacks}" if lacks else "")
         ),
     )
