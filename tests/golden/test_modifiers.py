@@ -55,3 +55,15 @@ def test_alpha_goes_from_reverse_to_forward_kl() -> None:
     r = torch.linspace(-2, 2, 9, dtype=torch.float64)
     torch.testing.assert_close(scores("alpha", r, f_alpha=1e-6), r, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(scores("alpha", r, f_alpha=1 - 1e-6), scores("forward_kl", r), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["forward_kl", "js", "alpha"])
+def test_scores_of_far_answers_are_finite(name: str) -> None:
+    """A log-ratio of hundreds of nats is common for long answers, and e to it overflows float32."""
+    r = torch.tensor([-300.0, -90.0, 90.0, 300.0], requires_grad=True)
+    score = scores(name, r)
+    score.square().sum().backward()
+    assert r.grad is not None
+    assert score.isfinite().all()
+    assert r.grad.isfinite().all()
+    assert (score.diff() >= 0).all()  # a more likely answer never scores less

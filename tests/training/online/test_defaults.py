@@ -85,6 +85,7 @@ def test_the_divergence_is_measured_by_default_where_it_costs_no_second_model(pl
     ("grpo", {"rollout": {"measure_kl": False}, "loss": {"kl_weight": 0.1}}, True),
     ("ppo", {"rollout": {"measure_kl": False}, "loss": {"kl_beta": 0.0}}, False),
     ("grpo", {"model": {"lora": None}, "loss": {"kl_weight": 0.1}}, True),
+    ("grpo", {"model": {"lora": None}, "loss": {"humanline": [-0.5, 0.5]}}, True),
     ("rloo", {"model": {"lora": None}}, True), ("online_dpo", {"model": {"lora": None}}, True),
     ("rejection", {}, True), ("rejection", {"model": {"lora": None}}, False),
     ("rejection", {"rollout": {"measure_kl": False}}, False),
