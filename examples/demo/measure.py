@@ -1,4 +1,4 @@
-"""Numbers with their uncertainty: 95 % intervals and an exact paired test."""
+"""A share with its 95 % interval, and an exact paired test."""
 
 from __future__ import annotations
 
@@ -20,20 +20,10 @@ class Estimate:
     def percent(self) -> str:
         return f"{self.value:.0%} ({self.low:.0%} to {self.high:.0%})"
 
-    def __str__(self) -> str:
-        return f"{self.value:.2f} ({self.low:.2f} to {self.high:.2f})"
 
-
-def share(verdicts: Sequence[bool]) -> Estimate:
+def share(labels: Sequence[bool]) -> Estimate:
     """The share of True, with Wilson's score interval."""
-    return Estimate(sum(verdicts) / len(verdicts), *stats.wilson(sum(verdicts), len(verdicts)))
-
-
-def auc(ups: Sequence[float], downs: Sequence[float]) -> Estimate:
-    """The probability that a random thumbs-up scores higher than a random thumbs-down (ties count half), with the
-    interval that the report shows."""
-    value = stats.auc(ups, downs)
-    return Estimate(value, *stats.auc_interval(value, len(ups), len(downs)))
+    return Estimate(sum(labels) / len(labels), *stats.wilson(sum(labels), len(labels)))
 
 
 def mcnemar(before: Sequence[bool], after: Sequence[bool]) -> float:

@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 import examples.quickstart
-from examples.demo.__main__ import show_answers, show_separation
+from examples.demo.__main__ import show_answers
 from examples.quickstart.judge import MOST_WORDS, judge
 from examples.quickstart.make_feedback import write_judged
 from valence.types import Chat, Completion
@@ -97,11 +97,3 @@ def test_the_demo_shows_both_sides_and_their_difference() -> None:
     assert "p = 0.008" in shown
     assert "[bold] could be said [...]" in shown
     assert shown.count("The number is a count.") == 3
-
-
-def test_the_demo_reads_the_implicit_reward(tmp_path: Path) -> None:
-    rows = [{"reward": r, "label": up} for r, up in ((2.0, True), (1.0, True), (1.5, False), (-1.0, False))]
-    (tmp_path / "step-3.json").write_text(json.dumps({"rows": rows}))
-    console = Console(record=True, width=160, file=io.StringIO())
-    show_separation(tmp_path / "step-3.json", console)
-    assert "0.75" in console.export_text()

@@ -92,11 +92,11 @@ def render(run: RunData) -> str:
         ("Held-out rows", _rows(run, room)),
         ("Training rows", _trained(run, room)),
         ("Data", _audit(run.audit, charts, plotly)),
-        ("Settings", _settings(run)),
+        ("Settings", _facts(run) + _settings(run)),
         ("Reproduce", _reproduce(run)),
     )
     method, model = _what(run)
-    intro = f"{_verdict(run)}{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}{_facts(run)}"
+    intro = f"{_verdict(run)}{_urgent(run)}<p>{_sentence(run)}</p>{_progress(run)}"
     title = f"{method} on {Path(model).name or model}"
     return document(title, intro, sections, charts, status=_status(run), live=_is_running(run))
 
