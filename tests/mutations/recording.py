@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -119,16 +120,23 @@ class Candidates:
 
 
 def rounds(tests: Iterable[RecordedTest]) -> list[RecordedTest]:
-    """First the cheapest case of each test function, then the second of each, and so on.
+    """First the cheapest test of each file, then another function of each, and cases last.
 
-    Cases of one function mostly notice the same mutants. Cheapest first within a round.
+    Cases of one function mostly notice the same mutants, and so do functions of one file.
+    Cheapest first within a round.
     """
-    seen: dict[str, int] = {}
-    placed: list[tuple[int, float, str, RecordedTest]] = []
+    num_cases: Counter[str] = Counter()
+    num_functions: Counter[str] = Counter()
+    ranks: dict[str, int] = {}
+    placed: list[tuple[int, int, float, str, RecordedTest]] = []
     for test in sorted(tests, key=lambda test: (cost(test), test.name)):
-        seen[test.function] = seen.get(test.function, -1) + 1
-        placed.append((seen[test.function], cost(test), test.name, test))
-    return [test for *_, test in sorted(placed, key=lambda place: place[:3])]
+        if test.function not in ranks:
+            ranks[test.function] = num_functions[test.file]
+            num_functions[test.file] += 1
+        rank = ranks[test.function]
+        placed.append((num_cases[test.function], rank, cost(test), test.name, test))
+        num_cases[test.function] += 1
+    return [test for *_, test in sorted(placed, key=lambda place: place[:4])]
 
 
 def is_word(key: str, name: str) -> bool:
@@ -227,6 +235,7 @@ def _run_recorder(
     command = [
         *(sys.executable, "-m", "pytest", "-p", "tests.mutations.recorder", *OPTIONS),
         *(f"--basetemp={folder / 'temporary'}", "-m", expression, *parallel, *tests),
+        "--ignore=tests/mutations",  # which test this tool, and not the package
     ]
     with (folder / "output").open("wb") as file:
         subprocess.run(command, cwd=tree, env=environment, stdout=file, stderr=file, check=False)

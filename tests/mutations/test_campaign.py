@@ -209,11 +209,11 @@ def make_test(name: str, seconds: float, **shared: float) -> RecordedTest:
     return RecordedTest(name, seconds, shared, frozenset(), frozenset())
 
 
-def test_cases_of_many_functions_come_before_many_cases_of_one() -> None:
+def test_files_come_before_functions_and_functions_before_cases() -> None:
     tests = [make_test(f"a.py::f[{n}]", 0.1 * n) for n in range(3)]
-    tests += [make_test("b.py::g", 5.0)]
+    tests += [make_test("a.py::h", 0.1), make_test("b.py::g", 5.0)]
     names = [test.name for test in rounds(tests)]
-    assert names == ["a.py::f[0]", "b.py::g", "a.py::f[1]", "a.py::f[2]"]
+    assert names == ["a.py::f[0]", "b.py::g", "a.py::h", "a.py::f[1]", "a.py::f[2]"]
 
 
 def test_shared_fixtures_are_paid_once_and_time_is_capped() -> None:
