@@ -3,6 +3,7 @@
 # `make setup`: the environment that all of them use.
 PYTHON ?= python3
 WORKERS ?= 2
+MUTANTS ?= 100
 BIN := .venv/bin
 
 # Threads that wait by spinning slow a small machine several times over.
@@ -34,10 +35,11 @@ test: setup lint
 test-all: setup lint
 	@$(MAKE) --no-print-directory vllm || echo "no environment with vLLM could be built: the tests that need one are skipped"
 	$(PYTEST)
+	@$(MAKE) --no-print-directory mutants
 
 # Wrong versions of the package: does the suite of `make test` catch them?
 mutants: setup
-	$(BIN)/python -m tests.mutations
+	$(BIN)/python -m tests.mutations --size $(MUTANTS)
 
 lint: setup
 	$(BIN)/ruff check .

@@ -129,7 +129,7 @@ def _sentence(run: RunData) -> str:
     rank = settings.get("model.lora.rank")
     how = "an adapter" if settings.get("model.adapter") else "all weights"
     how = f"a LoRA adapter of rank {esc(rank)}" if rank else how
-    files = _paths(settings.get("data.train"))
+    files = ", ".join(map(_short_name, _paths(settings.get("data.train"))))
     seconds = run.run.get("seconds")
     training = math.fsum(record["seconds"] for record in run.metrics if finite(record.get("seconds")))
     took = f" in {duration(seconds)}" if finite(seconds) else ""
@@ -138,14 +138,19 @@ def _sentence(run: RunData) -> str:
     judged = f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
     ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
     return (
-        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of <b>{esc(model)}</b>{on}{judged}: "
+        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of <b>{esc(_short_name(model))}</b>{on}{judged}: "
         f"{esc(_step(run))} optimizer steps{took}.{ended}"
     )
 
 
-def _paths(sources: object) -> str:
+def _paths(sources: object) -> list[str]:
     records = sources if isinstance(sources, list) else []
-    return ", ".join(str(s.get("path")) for s in records if isinstance(s, Mapping))
+    return [str(s.get("path")) for s in records if isinstance(s, Mapping)]
+
+
+def _short_name(path: str) -> str:
+    """The last part of a local path; a hub id as it is."""
+    return Path(path).name if Path(path).is_absolute() else path
 
 
 def _status(run: RunData) -> str:
@@ -194,7 +199,9 @@ def seconds_of_a_step(metrics: Sequence[Json]) -> float | None:
 def _facts(run: RunData) -> str:
     settings = flatten(run.config)
     facts: list[tuple[str, object]] = [
-        ("held-out rows", _paths(settings.get("data.eval"))),
+        ("model", _what(run)[1]),
+        ("training rows", ", ".join(_paths(settings.get("data.train")))),
+        ("held-out rows", ", ".join(_paths(settings.get("data.eval")))),
         ("reference", settings.get("reference.model")),
         ("examples per step", settings.get("train.batch_size")),
         ("learning rate", exact(rate) if finite(rate := settings.get("train.learning_rate")) else None),
