@@ -14,6 +14,7 @@ from rich.console import Console
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
+from valence.batching.micro_batches import make_micro_batches
 from valence.config.arguments import names_a_model, recipe_from_arguments
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.schema import Recipe, seconds_of
@@ -21,7 +22,6 @@ from valence.data.audit_text import render, warnings_of
 from valence.data.encode import Encoder
 from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows, as_overrides
-from valence.data.pack import collate, pack
 from valence.data.template import AsChat
 from valence.dist.processes import start
 from valence.dist.protocol import Group
@@ -379,8 +379,7 @@ def logprobs(
         engine = Engine(model)
         try:
             engine.check_layout()
-            for dealt in pack(units, micro_batch_tokens):
-                batch = collate([units[i] for i in dealt], dealt, device=engine.device)
+            for batch in make_micro_batches(units, micro_batch_tokens, engine.device):
                 logp = engine(batch).logp
                 for s, (unit, side) in enumerate(zip(batch.unit.tolist(), batch.side.tolist(), strict=True)):
                     ours = batch.mask & (batch.seq == s)

@@ -76,7 +76,7 @@ class Here:
         reference = other if method.needs_reference else None
         objective = Objective(method, method.resolve(case.ours), policy, reference, Single(), BUDGET, max_length(source))
         for _ in range(case.steps - 1):
-            objective.learn(objective.run(units, backward=False))
+            objective.update_statistics(objective.run(units, backward=False))
         outcome = objective.run(units, backward=True)
         meter = Meter()
         meter.pool(outcome.metrics)

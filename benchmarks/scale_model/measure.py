@@ -19,8 +19,6 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from valence.data.forest import plant
-from valence.data.pack import strands
 from valence.dist.fsdp2 import shard
 from valence.dist.processes import start
 from valence.dist.protocol import Group
@@ -82,9 +80,9 @@ class Way:
     def laid_out(self, tokens: int) -> list[Work]:
         """What each of this process's micro-batches of a step runs, counted on the rows."""
         units = rows(tokens)
-        dealt = [[units[i] for i in sorted(set(batch.unit.tolist()))] for batch in self.objective.batches(units)]
-        forests = [plant([strand for unit in own for strand in strands(unit)]) for own in dealt]
-        return [Work(float(len(f.tokens)), float(f.mask.sum()), float((f.pos + 1).sum())) for f in forests]
+        return [
+            Work(float(len(b.tokens)), float(b.mask.sum()), float((b.pos + 1).sum())) for b in self.objective.divide(units).local
+        ]
 
 
 class Timer:

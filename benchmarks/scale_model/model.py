@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from valence.data.pack import deal, fill
+from valence.batching.micro_batches import balance_across_ranks, fill_bins, round_robin
 from valence.engine import speed
 from valence.engine.checkpointing import Checkpointing
 from valence.engine.memory import Split
 from valence.engine.shape import Shape
 from valence.engine.speed import Work
-from valence.training.rounds import in_turn
 
 MASTER = 4
 """Bytes of a weight that trains, and of its gradient."""
@@ -184,9 +183,9 @@ def _sums_within(job: Job, layout: Layout, machine: Machine) -> float:
 
 def dealt(lengths: Sequence[int], layout: Layout, budget: int) -> tuple[int, float]:
     """How a step's rows are dealt, as the step does it: micro-batches of a process, and their balance."""
-    bins = fill(lengths, max(1, min(budget, -(-sum(lengths) // layout.dealt))))
+    bins = fill_bins(lengths, max(1, min(budget, -(-sum(lengths) // layout.dealt))))
     costs = [float(sum(lengths[i] for i in rows)) for rows in bins]
-    hands = (in_turn if layout.split.ways > 1 else deal)(costs, layout.dealt)
+    hands = (round_robin if layout.split.ways > 1 else balance_across_ranks)(costs, layout.dealt)
     return max(map(len, hands)), balance([[costs[k] for k in hand] for hand in hands], layout)
 
 

@@ -23,7 +23,7 @@ from benchmarks.step import THREADS
 from benchmarks.step.cases import SMALL
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import save_models
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.engine.compiling import compile_layers, why_not
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, load_model
@@ -48,7 +48,7 @@ def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: rand
         )
         for i in range(prompts)
     ]  # fmt: skip
-    return collate(units, range(prompts), device=device)
+    return make_micro_batch(units, device=device)
 
 
 def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:

@@ -15,8 +15,8 @@ from benchmarks.parity.cases import z0_of_trl
 from benchmarks.step.cases import Case
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, Models
-from valence.data.mismatch import mismatch_groups
-from valence.data.pack import collate
+from valence.batching.kl_pairs import make_kl_pairs_in_groups
+from valence.batching.micro_batches import make_micro_batch
 from valence.dist.single import Single
 from valence.engine.cache import Cached
 from valence.engine.compiling import compile_layers, why_not
@@ -88,7 +88,7 @@ class Ours:
     def _values(self, unit: Encoded) -> list[list[float]]:
         """The reference's log-probabilities of each answer's tokens."""
         assert self.reference is not None
-        batch = collate([unit], [0], None, self.policy.device)
+        batch = make_micro_batch([unit], device=self.policy.device)
         values, owner = self.reference(batch)[batch.mask], batch.seq[batch.mask]
         found = [values[owner == side].tolist() for side in range(len(unit.answers))]
         if [len(each) for each in found] != [len(answer.ids) for answer in unit.answers]:
@@ -121,7 +121,7 @@ class Ours:
 
 def mismatched(units: list[Encoded]) -> list[Encoded]:
     """What a step of KTO measures for its reference point: behind each prompt the completion of the row before."""
-    return mismatch_groups(units, len(units), "previous", max_length=MAX_LENGTH)
+    return make_kl_pairs_in_groups(units, len(units), "previous", max_length=MAX_LENGTH)
 
 
 def apart(units: list[Encoded]) -> list[Encoded]:

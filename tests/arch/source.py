@@ -13,7 +13,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """``valence/data/pack.py`` is valence.data.pack, and ``valence/data/__init__.py`` is valence.data."""
+    """The module of a file: ``valence/data/load.py`` is valence.data.load, ``valence/data/__init__.py`` is valence.data."""
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 

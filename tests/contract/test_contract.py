@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.units import models_for, objective, policy_and_reference, policy_with_values, sampled, units, units_for
+from valence.batching.micro_batches import make_micro_batch
 from valence.data.sampler import canonical_order
 from valence.engine.logprobs import Engine
 from valence.engine.reference import Reference
@@ -22,7 +23,7 @@ from valence.losses.average import Average, counts, divisors
 from valence.losses.stats import RewardShift, moments, powers, reference_point
 from valence.report.metrics import Meter
 from valence.training.methods import METHODS
-from valence.training.step import Objective, Outcome
+from valence.training.step import Objective, StepResult
 from valence.types import Batch, Encoded, Mean, TokenOut
 
 ROWS = sorted(LOSSES)
@@ -62,7 +63,7 @@ def in_order(rows: list[Encoded]) -> list[Encoded]:
     return [rows[i] for i in canonical_order(rows, 0, 0)]
 
 
-def gradient(objective: Objective, rows: list[Encoded]) -> tuple[Outcome, dict[str, float], Tensor]:
+def gradient(objective: Objective, rows: list[Encoded]) -> tuple[StepResult, dict[str, float], Tensor]:
     """The outcome of a step's rows, its pooled numbers, and the gradient of all weights as one vector."""
     objective.policy.zero_grad()
     outcome = objective.run(in_order(rows), backward=True)
@@ -136,7 +137,7 @@ def masked(row: Encoded) -> Encoded:
 def same_however_cut(
     name: str, settings: dict[str, Any], models: tuple[Engine, Reference | None], rows: list[Encoded],
     budgets: Sequence[int],
-) -> Outcome:  # fmt: skip
+) -> StepResult:  # fmt: skip
     """Loss, gradient and numbers of a step in one micro-batch and in many, in any order. budgets: tokens of a micro-batch."""
 
     def made(budget: int) -> Objective:
@@ -229,7 +230,7 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     made = objective(name, policy, reference)
     loss = made.method.loss
     rows = [replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0]
-    (batch,) = made.batches(rows)
+    (batch,) = made.divide(rows).local
     n = torch.bincount(batch.read[1])[batch.seq].double()
     logp = (-batch.mask.double() / n).requires_grad_()
     ref = logp.detach() if made.method.needs_reference else None
@@ -260,7 +261,7 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     """Where the policy that answers is the one that trains: of every token, or of all of an answer that is judged as a whole."""
     made = objective(name, models_of(name)[0], None)
     loss = made.method.loss
-    (batch,) = made.batches([row for row in sampled(known=("adv",)) if row.weight > 0])
+    (batch,) = made.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
     logp = (-batch.mask.double()).requires_grad_()
     count, shared = of_the_step(made, batch)
     plain, view = loss.read(batch, TokenOut(logp), None, made.settings, shared)
@@ -278,7 +279,7 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
     assert isinstance(policy, Scorer)
     made = objective(name, policy, None)
     loss, rows = made.method.loss, [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0]
-    (batch,) = made.batches(rows)
+    (batch,) = made.divide(rows).local
     count, shared = of_the_step(made, batch)
     if policy.thresholds is not None:
         shared["thresholds"] = policy.thresholds.detach()
@@ -319,13 +320,16 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     rows = in_order(units(METHODS[name].kind))
     outcome, numbers, grad = gradient(made, rows)
     assert (outcome.micro_batches == 1) is (budget == NEVER_ALONE)
-    extra, groups = made.mismatched(rows, ())
-    sums = torch.stack([found for _, found in made.apart(extra, groups, lambda _: None)]).sum(0)
-    z0, raw = reference_point(sums)
+    assert made.method.loss.statistic is not None
+    pairs, _ = made.make_kl_pairs(rows, ())
+    with torch.no_grad():
+        batch = make_micro_batch(pairs)
+        _, sums = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, view="seq")
+    z0, raw = reference_point(made.method.loss.statistic(sums["logp"], sums["ref"], batch.group, 1))
     assert raw.abs().max() > 1e-3  # else this would hold by accident
     assert numbers["kl/raw"] == pytest.approx(float(raw), rel=1e-10)
     policy.zero_grad()
-    for batch in made.batches(rows):
+    for batch in made.divide(rows).local:
         shared = {"z0": torch.full((batch.sequences,), float(z0), dtype=torch.float64)}
         plain, view = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, shared)
         made.method.loss.total(plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}).backward()

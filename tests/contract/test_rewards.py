@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.contract.test_contract import ON, SUMMED
 from tests.units import objective, policy_and_reference, units, units_for
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES, Loss
 from valence.losses.metrics import won
 from valence.training.methods import METHODS
@@ -158,7 +158,7 @@ TOKENS = [(name, settings) for name, settings in CASES if settings.keys() & {"hu
 def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) -> None:
     """Tokens that count less for the loss, or have no gradient, count as little for the reward."""
     loss, given = LOSSES[name], resolve(name, settings)
-    batch = collate(units("preference"), range(9))
+    batch = make_micro_batch(units("preference"))
     draw = torch.Generator().manual_seed(2)
     logp, ref = (-2 + torch.randn(len(batch.tokens), generator=draw, dtype=torch.float64) for _ in range(2))
     logp = logp.requires_grad_()

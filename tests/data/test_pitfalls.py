@@ -9,9 +9,9 @@ import pytest
 
 from tests.data.rows import load_rows
 from tests.tiny import CHATML, tiny_tokenizer
+from valence.batching.micro_batches import make_micro_batch
 from valence.data.audit import audit
 from valence.data.encode import Encoder
-from valence.data.pack import collate
 from valence.data.sampler import Sampler
 from valence.types import Encoded
 
@@ -52,7 +52,7 @@ def test_end_of_sequence_in_the_context_is_seen(tmp_path: Path) -> None:
     (unit,) = encoded(tmp_path, "judgement", [{"prompt": turns, "completion": "star", "label": True}])
     end = tiny_tokenizer(CHATML).eos_token_id
     assert unit.prompt_ids.count(end) == 3
-    batch = collate([unit], [0])
+    batch = make_micro_batch([unit])
     assert tuple(batch.tokens.tolist()) == unit.prompt_ids + unit.answers[0].ids
     assert batch.mask.tolist() == [False] * len(unit.prompt_ids) + [True] * len(unit.answers[0].ids)
     assert batch.tokens[-1] == end

@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from tests.data.rows import Source, load_rows, shown_findings, write
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
+from valence.batching.micro_batches import make_micro_batch
 from valence.data.audit import audit
 from valence.data.audit_text import render
 from valence.data.convert import CONVERSIONS, Unused, best_to_demonstrations
 from valence.data.detect import detect
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import Loaded, load
-from valence.data.pack import collate
 from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Prompt, Ranking
 
 HERE = Origin("rows.jsonl", 1)
@@ -116,7 +116,7 @@ def test_stored_log_probabilities_reach_the_micro_batch_token_by_token(tmp_path:
     assert [unit.scores for unit in found.units] == [(1.0, 0.0), (0.0, 1.0)]
     assert found.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
     assert found.notes == {}
-    batch = collate(found.units, range(2))
+    batch = make_micro_batch(found.units)
     ids, owner = batch.tokens[batch.scored].tolist(), batch.seq[batch.scored].tolist()
     told = sorted(zip(owner, ids, batch.given["old"].tolist(), strict=True))
     assert told == [(0, 5, 0.0), (0, 6, -0.125), (0, 7, -0.25), (1, 5, 0.0), (1, 8, -0.125), (2, 5, 0.0), (3, 6, 0.0)]

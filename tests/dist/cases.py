@@ -21,7 +21,7 @@ from valence.engine.reference import Following, Frozen, Reference
 from valence.losses import LOSSES
 from valence.report.metrics import Meter
 from valence.training.optim import adamw
-from valence.training.step import Share, optimizer_step
+from valence.training.step import AuxiliaryLoss, optimizer_step
 from valence.types import Batch
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
@@ -100,7 +100,7 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     said: list[dict[str, float]] = []
     for seed in (0, 1):
         meter = Meter()
-        shares = [Share("sft", other, 0.3, units_for("sft", 2, seed), iter(()))] if case.shares else []
+        shares = [AuxiliaryLoss("sft", other, 0.3, units_for("sft", 2, seed), iter(()))] if case.shares else []
         rows, following = units_for(case.loss, case.rows, seed), iter(units_for(case.loss, 3, 9))
         outcome, norm, applied = optimizer_step(made, optimizer, rows, following, 1.0, shares)
         meter.pool(outcome.metrics)

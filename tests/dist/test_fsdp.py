@@ -23,8 +23,7 @@ from valence.engine.cache import Cached
 from valence.engine.check import plain_batch
 from valence.engine.logprobs import Engine
 from valence.engine.memory import out_of_memory
-from valence.training.rounds import no_way_back
-from valence.training.step import optimizer_step
+from valence.training.step import final_out_of_memory, optimizer_step
 from valence.types import Batch
 
 pytestmark = pytest.mark.dist
@@ -226,7 +225,7 @@ def short(group: Group, sharded: bool) -> list[Any]:
     except torch.OutOfMemoryError as error:
         said = str(error) if out_of_memory(error) else ""
     handle.remove()
-    made.budget = 5
+    made.micro_batch_tokens = 5
     _, norm, _ = optimizer_step(made, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
     return [said, len(told), norm, whole(policy.named_parameters())]
 
@@ -288,5 +287,5 @@ def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
     policy.register_forward_pre_hook(fail)
     with pytest.raises(MemoryError, match="made up"):
         made.run(units_for("kto", 7, 0), iter(()), backward=True)
-    with raises_error("out-of-memory", where="train.micro_batch_tokens"), no_way_back(True):
+    with raises_error("out-of-memory", where="train.micro_batch_tokens"), final_out_of_memory(True):
         raise MemoryError

@@ -36,7 +36,7 @@ def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[s
             outcome, norm, applied = optimizer_step(made, optimizer, rows, iter(units_for(name, 3, 9)), 1.0)
             meter.pool(outcome.metrics)
             said.append({"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group))
-            said[-1] |= {"tokens": outcome.tokens, "distinct": outcome.distinct_tokens, "shift": made.shift.delta}
+            said[-1] |= {"tokens": outcome.tokens, "distinct": outcome.num_unique_tokens, "shift": made.shift.delta}
         evaluated = made.run(units_for(name, count, 3), backward=False, rows=True)
         weights = [p.detach() for p in policy.parameters()]
         digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in weights)).hexdigest()

@@ -20,8 +20,8 @@ from tests.engine.test_head import QUIRKS, VOCABULARY, layer, objective, oracle,
 from tests.engine.test_oracle import PATTERNS, forest_of
 from tests.engine.test_scores import reward_model
 from tests.errors import check_error, raises_error
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from valence.dist.fsdp2 import full, shard
 from valence.dist.protocol import Group
 from valence.dist.single import Single

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from tests.forests import Segments, dense_attention, forests, path, seen
+from tests.prefix_trees import Segments, dense_attention, forests, path, seen
 from valence.engine import attention, flex, layout, native
 from valence.engine.attention import Memory, attend, remembering
 from valence.engine.flex import BLOCK, Visible

@@ -15,7 +15,7 @@ from torch import Tensor
 from tests.errors import raises_error
 from tests.models import tiny
 from tests.units import objective, policy_and_reference, units
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.engine import cache
 from valence.engine.cache import Cached
 from valence.engine.digest import Digests
@@ -41,7 +41,7 @@ class Counted:
 
 
 def batch_of(rows: Sequence[Encoded]) -> Batch:
-    return collate(rows, range(len(rows)))
+    return make_micro_batch(rows)
 
 
 def test_a_second_run_with_other_settings_computes_nothing(tmp_path: Path) -> None:

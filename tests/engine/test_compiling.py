@@ -15,8 +15,8 @@ from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
 
 from tests.engine.test_oracle import PATTERNS, forest_of
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from tests.tiny import tiny_tokenizer
 from valence.engine import compiling
 from valence.engine.check import plain_batch

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.engine.test_oracle import PATTERNS, forest_of, one_by_one
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from valence.engine.compiling import compile_layers
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy

@@ -10,7 +10,7 @@ from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.forests import Segments, forests, path, rows, seen
+from tests.prefix_trees import Segments, forests, path, rows, seen
 from valence.engine import layout
 from valence.engine.layout import Table, blocks, hidden, runs, segments_of, split, table
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.engine.test_attention import heads, plain_products, with_slopes
-from tests.forests import Segments, dense_attention, forests, seen
+from tests.prefix_trees import Segments, dense_attention, forests, seen
 from tests.programs import Program
 from valence.engine import native
 from valence.engine.attention import attend

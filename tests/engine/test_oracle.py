@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from tests.forests import conversations, encoded, sharing, strand_sets
 from tests.models import ARCHITECTURES, tiny
-from valence.data.forest import Strand
-from valence.data.pack import collate
+from tests.prefix_trees import conversations, encoded, sharing, strand_sets
+from valence.batching.micro_batches import make_micro_batch
+from valence.batching.prefix_tree import TokenSequence
 from valence.engine import attention, head
 from valence.engine.check import plain_batch
 from valence.engine.compiling import compile_layers
@@ -90,7 +90,7 @@ def compare(engine: Engine, batch: Batch, *, rough: bool = False) -> None:
 
 def forest_of(units: list[Encoded], trains: Sequence[bool] = ()) -> Batch:
     with sharing(4):
-        batch = collate(units, range(len(units)))
+        batch = make_micro_batch(units)
     return replace(batch, trains=tuple(trains)) if trains else batch
 
 
@@ -146,11 +146,13 @@ def kept_policy(name: str) -> Engine:
 @pytest.mark.parametrize("name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["llama", "gemma2"]))
 @settings(max_examples=12)
 @given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
-def test_any_tree_of_prompts_and_completions(name: str, strands: list[Strand], least: int, trains: int, stride: int) -> None:
+def test_any_tree_of_prompts_and_completions(
+    name: str, strands: list[TokenSequence], least: int, trains: int, stride: int
+) -> None:
     """stride: tells the letters of the sequences apart as tokens."""
-    assume(any(any(strand.mask) for strand in strands))
+    assume(any(any(strand.loss_mask) for strand in strands))
     with sharing(least):
-        batch = collate([encoded(strand) for strand in strands], range(len(strands)))
+        batch = make_micro_batch([encoded(strand) for strand in strands])
     batch = replace(batch, tokens=3 + stride * batch.tokens, trains=tuple(bool(trains >> s & 1) for s in range(len(strands))))
     compare(kept_policy(name), batch, rough=name in ROUGH)
 

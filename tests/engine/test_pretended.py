@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.engine.test_oracle import PATTERNS
-from tests.forests import conversations, sharing
 from tests.models import ARCHITECTURES, tiny
+from tests.prefix_trees import conversations, sharing
 from tests.pretend import CUDA, HOST, pretended
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy
 from valence.types import Batch
@@ -31,7 +31,7 @@ def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch
     engine.along = 0
     units = conversations()
     with sharing(4):
-        return engine, replace(collate(units, range(len(units)), device=device), trains=trains)
+        return engine, replace(make_micro_batch(units, device=device), trains=trains)
 
 
 def measured(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:

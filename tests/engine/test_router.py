@@ -13,8 +13,8 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.errors import raises_error
 from tests.models import tiny
 from tests.units import objective, unit
+from valence.batching.micro_batches import make_micro_batch
 from valence.config.schema import Lora
-from valence.data.pack import collate
 from valence.engine.check import plain_batch
 from valence.engine.checkpointing import Checkpointing
 from valence.engine.logprobs import Engine
@@ -22,7 +22,7 @@ from valence.engine.models import build_policy, build_reference
 from valence.engine.router import check_router, num_trained_tokens, token_weights
 from valence.engine.scores import Scorer
 from valence.report.metrics import Meter
-from valence.training.step import Share, optimizer_step
+from valence.training.step import AuxiliaryLoss, optimizer_step
 from valence.types import Batch, Encoded
 
 WANT = ("router_aux_loss",)
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_plain_autograd(packed: bool, checkpointing: Che
     wanted = gradients(plain)
     engine = policy(checkpointing=checkpointing).train()
     engine.lay_out(packed=packed)
-    loss = engine(collate(ROWS, range(3)), WANT).router_aux_loss
+    loss = engine(make_micro_batch(ROWS), WANT).router_aux_loss
     assert loss is not None
     assert loss.item() == pytest.approx(wanted_loss.item(), rel=1e-6)
     loss.backward()
@@ -116,7 +116,7 @@ def test_the_gradient_is_that_of_plain_autograd(packed: bool, checkpointing: Che
 
 
 def test_a_shared_token_counts_once_for_every_sequence_that_trains() -> None:
-    batch = collate(ROWS, range(3))
+    batch = make_micro_batch(ROWS)
     counts = Counter(row for s in range(batch.sequences) for row in batch.rows(s).tolist())
     weights = token_weights(batch)
     assert weights.tolist() == [counts[row] for row in range(len(batch.tokens))]
@@ -133,9 +133,9 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
     engine.lay_out(packed=packed)
     engine.along = along
     ours, measured = UNPAIRED[:2], [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2
-    batch: Batch = collate(ours, range(2), measured=measured)
+    batch: Batch = make_micro_batch(ours, kl_pairs=measured)
     assert not all(batch.trains)
-    found, alone = (engine(each, WANT).router_aux_loss for each in (batch, collate(ours, range(2))))
+    found, alone = (engine(each, WANT).router_aux_loss for each in (batch, make_micro_batch(ours)))
     assert found is not None
     assert alone is not None
     assert found.item() == pytest.approx(alone.item(), rel=1e-6)
@@ -166,7 +166,7 @@ def test_micro_batches_are_averaged_by_their_tokens() -> None:
     with_router, metrics, its_gradient, micro_batches = step(engine, WEIGHT, ROWS, budget=40)
     assert micro_batches > 1
     made = objective("cpo", engine, None, budget=40)
-    parts = [[ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in made.batches(ROWS)]
+    parts = [[ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in made.divide(ROWS).local]
     total = sum(row.tokens for row in ROWS)
     engine.zero_grad()
     wanted = torch.stack([sum(row.tokens for row in part) / total * plain_loss(engine, part) for part in parts]).sum()
@@ -213,7 +213,7 @@ def test_mixed_methods_share_one_average() -> None:
     def run(weight: float) -> tuple[Tensor, dict[str, float], Tensor, int]:
         sft = objective("sft", engine, None)
         sft.router_aux_loss = weight
-        return step(engine, weight, ROWS, shares=[Share("sft", sft, 0.3, mixed, ())])
+        return step(engine, weight, ROWS, shares=[AuxiliaryLoss("sft", sft, 0.3, mixed, ())])
 
     loss, _, gradient, _ = run(0.0)
     with_router, metrics, its_gradient, _ = run(WEIGHT)
@@ -269,7 +269,7 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
     engine = Scorer(model.float().eval())
     engine.lay_out(packed=packed)
     check_router(engine)
-    found = engine(collate(ROWS, range(3)), WANT).router_aux_loss
+    found = engine(make_micro_batch(ROWS), WANT).router_aux_loss
     assert found is not None
     assert found.item() == pytest.approx(plain_loss(policy(), ROWS).item(), rel=1e-6)
 

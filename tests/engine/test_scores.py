@@ -18,8 +18,8 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from tests.engine.test_check import Leaky, codes
 from tests.engine.test_oracle import PATTERNS, ROUGH, forest_of, gradients, named, sequences
 from tests.errors import raises_error
-from tests.forests import conversations
 from tests.models import ARCHITECTURES, OTHERS, SMALL, tiny
+from tests.prefix_trees import conversations
 from tests.tiny import CHATML, tiny_tokenizer
 from valence.checkpoint.export import export
 from valence.engine.check import PackingWarning, plain_batch

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.engine.test_oracle import PATTERNS, forest_of, named, policy
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from valence.engine import head
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.engine.test_oracle import PATTERNS, forest_of, policy
 from tests.errors import raises_error
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from valence.engine.adapters import adapted
 from valence.engine.digest import model_digest
 from valence.engine.logprobs import Engine

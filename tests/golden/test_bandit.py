@@ -19,7 +19,7 @@ from torch import Tensor
 
 from tests.golden.plain import column, positional
 from tests.units import unit
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.losses.advantage import CREDITS
 from valence.losses.average import counts, divisors
 from valence.losses.modifiers import places
@@ -102,7 +102,7 @@ class Round:
                  soft=self.soft[i] if self.soft else None)
             for i, group in enumerate(apart)
         ]  # fmt: skip
-        return collate(rows, range(len(rows)), None, "cpu")
+        return make_micro_batch(rows)
 
     def rows(self, table: Tensor) -> Tensor:
         """Numbers of the answers' letters [A, n], where the micro-batch has its tokens [T]."""

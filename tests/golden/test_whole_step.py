@@ -14,8 +14,8 @@ import torch
 from tests.golden.measured import Of, Said, measured, models, rows, slope
 from tests.golden.whole import IDLE, WHOLE_STEP, Step, answers, reference_points, value_error
 from tests.units import objective
-from valence.data.mismatch import mismatch
-from valence.data.pack import pack
+from valence.batching.kl_pairs import make_kl_pairs
+from valence.batching.micro_batches import StepPacker
 from valence.dist.single import Single
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
@@ -143,9 +143,9 @@ def test_a_whole_step_of_sampled_answers(name: str, given: dict[str, Any], known
 @pytest.mark.parametrize("kind", ["judgement", "preference", "demonstration"])
 def test_micro_batches_are_unequal(kind: Kind) -> None:
     """Of equal ones, the mean of their means would be right by accident."""
-    measured_too = mismatch(rows(kind), max_length=64) if kind == "judgement" else rows(kind)
+    measured_too = make_kl_pairs(rows(kind), max_length=64) if kind == "judgement" else rows(kind)
     for step in (rows(kind), measured_too):
-        assert len({len(numbers) for numbers in pack(step, BUDGET)}) > 1
+        assert len({len(numbers) for numbers in StepPacker(step).pack(range(len(step)), BUDGET)}) > 1
 
 
 def test_the_reference_point_of_these_rows_is_seen_and_so_is_its_clamp() -> None:

@@ -12,7 +12,7 @@ import torch
 import valence
 from tests.training.online.rig import make, recipe
 from tests.units import models_for, objective, units_for
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES
 from valence.report.metrics import Meter
 
@@ -34,7 +34,7 @@ def measured(name: str, budget: int, *, backward: bool, entropy: bool = True) ->
 def test_entropy_is_that_of_the_whole_vocabulary_for_every_split(name: str) -> None:
     """Against the softmax of the model's own logits, one sequence at a time in float64."""
     policy, _ = models_for(name)
-    batch = collate(units_for(name), range(9))
+    batch = make_micro_batch(units_for(name))
     entropies: list[float] = []
     for s in range(batch.sequences):
         rows = batch.rows(s)

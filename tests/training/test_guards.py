@@ -120,7 +120,7 @@ def test_when_memory_runs_out_half_as_much_runs_at_once(
     passes: list[int] = []
 
     def fail(objective: Objective, step: int, backward: bool) -> None:
-        if objective.budget > 100 and backward is (phase == "training") and len(passes) < 3:
+        if objective.micro_batch_tokens > 100 and backward is (phase == "training") and len(passes) < 3:
             passes.append(step)
             if len(passes) == 3:
                 raise error
@@ -146,7 +146,7 @@ def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
     settings["train"]["micro_batch_tokens"] = 60
 
     def fail(objective: Objective, step: int, backward: bool) -> None:
-        if backward and step == 5 and objective.budget > 30:
+        if backward and step == 5 and objective.micro_batch_tokens > 30:
             raise MemoryError
 
     with monkeypatch.context() as patch:

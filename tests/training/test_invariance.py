@@ -12,10 +12,10 @@ import torch
 
 from tests.models import tiny
 from tests.units import objective, unit, units
-from valence.data import forest
-from valence.data.forest import planted
-from valence.data.mismatch import mismatch
-from valence.data.pack import pack, strands
+from valence.batching import prefix_tree
+from valence.batching.kl_pairs import make_kl_pairs
+from valence.batching.micro_batches import StepPacker, token_sequences
+from valence.batching.prefix_tree import num_unique_tokens
 from valence.data.sampler import Sampler
 from valence.engine.logprobs import Engine
 from valence.engine.models import build_policy, build_reference
@@ -56,12 +56,16 @@ def models(dtype: torch.dtype) -> Pair:
 
 
 def tokens(rows: Iterable[Encoded]) -> int:
-    return planted([strand for row in rows for strand in strands(row)])
+    return num_unique_tokens([strand for row in rows for strand in token_sequences(row)])
+
+
+def num_micro_batches_of(rows: list[Encoded], max_tokens: int) -> int:
+    return len(StepPacker(rows).pack(range(len(rows)), max_tokens))
 
 
 def budget_for(rows: list[Encoded], micro_batches: int) -> int:
     """A large token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
-    return next(budget for budget in range(tokens(rows), 0, -5) if len(pack(rows, budget)) >= micro_batches)
+    return next(budget for budget in range(tokens(rows), 0, -5) if num_micro_batches_of(rows, budget) >= micro_batches)
 
 
 def related(kind: Kind) -> list[Encoded]:
@@ -122,12 +126,12 @@ class Way:
 
 
 NEVER = 10**9
-LAYOUTS = ((forest.SHARE, True), (3, True), (NEVER, True), (forest.SHARE, False))
+LAYOUTS = ((prefix_tree.MIN_SHARED_TOKENS, True), (3, True), (NEVER, True), (prefix_tree.MIN_SHARED_TOKENS, False))
 CUTS = ((WHOLE, None), (0, None), (0, 1), (0, 2), (0, 7))
 ALL_WAYS = [Way(*layout, *cut, order) for layout in LAYOUTS for cut in CUTS for order in (None, 1)]
 FEW_WAYS = [
-    Way(forest.SHARE, True, WHOLE, None, 1), Way(3, True, 0, None, None), Way(3, True, 0, 2, 1),
-    Way(NEVER, True, 0, 7, None), Way(forest.SHARE, False, 0, 7, 1),
+    Way(prefix_tree.MIN_SHARED_TOKENS, True, WHOLE, None, 1), Way(3, True, 0, None, None), Way(3, True, 0, 2, 1),
+    Way(NEVER, True, 0, 7, None), Way(prefix_tree.MIN_SHARED_TOKENS, False, 0, 7, 1),
 ]  # fmt: skip
 APART, RELATED = "apart", "related"
 
@@ -151,13 +155,13 @@ def test_a_step_is_the_same_however_it_is_run(
     assert expected["grad_norm"] > 1e-3
     assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, "z0 must not be clamped for this to say anything"
     for way in ways:
-        monkeypatch.setattr(forest, "SHARE", way.share)
+        monkeypatch.setattr(prefix_tree, "MIN_SHARED_TOKENS", way.share)
         budget = WHOLE if way.micro_batches is None else budget_for(rows, way.micro_batches)
         pair.policy.along = way.along
         pair.lay_out(packed=way.packed)
         arriving = rows if way.order is None else random.Random(way.order).sample(rows, len(rows))
         found, num_micro_batches = step(pair, method, arriving, budget)
-        assert num_micro_batches == len(pack(rows, budget))
+        assert num_micro_batches == num_micro_batches_of(rows, budget)
         assert found == pytest.approx(expected, rel=TOLERANCE[dtype], abs=0), (way, budget)
 
 
@@ -165,7 +169,7 @@ def test_a_step_is_the_same_however_it_is_run(
 def test_related_rows_share_much(kind: Kind) -> None:
     rows = related(kind)
     assert tokens(rows) < 0.6 * sum(row.tokens for row in rows)
-    extra = mismatch(rows, max_length=200)
+    extra = make_kl_pairs(rows, max_length=200)
     assert kind == "preference" or tokens([*rows, *extra]) < tokens(rows) + 0.5 * tokens(extra)
 
 

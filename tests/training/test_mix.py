@@ -22,7 +22,7 @@ from valence.errors import UserError
 from valence.training.loop import Callback, Run
 from valence.training.methods import method_of
 from valence.training.saving import load_weights
-from valence.training.step import Share, optimizer_step
+from valence.training.step import AuxiliaryLoss, optimizer_step
 
 THUMBS = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
 SHOWN = [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(5)]
@@ -70,7 +70,7 @@ def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
         losses.append(float(objective(name, policy, reference, budget=budget).run(rows, backward=True).loss))
         alone.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
     before = torch.cat([p.detach().flatten() for p in policy.parameters() if p.grad is not None])
-    share = Share("sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ())
+    share = AuxiliaryLoss("sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ())
     sgd = torch.optim.SGD(policy.parameters(), lr=1.0)
     main = objective("kto", policy, reference, budget=budget)
     outcome, _, applied = optimizer_step(main, sgd, judged, (), None, [share])
@@ -94,7 +94,7 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
     """Whatever the policy is sampled at."""
     policy, reference = policy_and_reference()
     judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
-    share = Share("sft", objective("sft", policy, reference), 0.25, shown, ())
+    share = AuxiliaryLoss("sft", objective("sft", policy, reference), 0.25, shown, ())
     wanted = float(objective("sft", policy, reference).run(shown, backward=False).loss)
     policy.temperature = 0.5
     sgd = torch.optim.SGD(policy.parameters(), lr=0.0)

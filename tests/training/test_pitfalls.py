@@ -141,7 +141,7 @@ def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None
 
 def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
     """A log-probability of exactly 0 is a token like any other."""
-    (batch,) = _made().batches(units("judgement", 3))
+    (batch,) = _made().divide(units("judgement", 3)).local
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float64)
     columns = token_columns(batch, TokenOut(zeros), zeros)
     view = seq_view(batch, columns)
@@ -192,7 +192,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     """The gradient of kto with respect to a token does not know how many tokens its row has."""
     short, long = (unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40))))
     made = _made("apo_zero_unpaired")
-    (batch,) = made.batches([short, long])
+    (batch,) = made.divide([short, long]).local
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
     view = seq_view(batch, token_columns(batch, TokenOut(logp), torch.zeros_like(logp.detach())))
     made.method.loss(view, made.settings).sum().backward()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forests import conversations
 from tests.models import tiny
+from tests.prefix_trees import conversations
 from tests.pretend import CUDA, pretended
 from tests.units import models_for, objective, units_for
-from valence.data.pack import collate
+from valence.batching.micro_batches import make_micro_batch
 from valence.engine.models import build_policy
 from valence.engine.values import add_values
 from valence.training.methods import METHODS
@@ -70,7 +70,7 @@ def test_adapters_critics_and_what_else_is_told(trunk: Any) -> None:
             add_values(policy, trunk=trunk)
         policy, _ = moved(policy, None)
         units = conversations()
-        batch = collate(units, range(len(units)), device=CUDA)
+        batch = make_micro_batch(units, device=CUDA)
         with policy.tempered(0.7):
             out = policy(batch, ("entropy", "sum_sq", *(["value"] if trunk else [])))
         (out.logp.sum() + out.entropy.sum() + (out.value.sum() if trunk else 0)).backward()

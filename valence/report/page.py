@@ -138,7 +138,8 @@ def _sentence(run: RunData) -> str:
     judged = f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
     ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
     return (
-        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of <b>{esc(_short_name(model))}</b>{on}{judged}: "
+        f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of "
+        f"<b>{esc(_short_name(model))}</b>{on}{judged}: "
         f"{esc(_step(run))} optimizer steps{took}.{ended}"
     )
 

@@ -13,7 +13,7 @@ from valence.data.sampler import canonical_order
 from valence.dist.protocol import Group
 from valence.dist.together import gathered
 from valence.report.metrics import Meter
-from valence.training.step import Objective, SequenceRow
+from valence.training.step import Objective, SequenceResult
 from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference, Ranking
 
 
@@ -43,7 +43,7 @@ def evaluate(
     meter = Meter()
     meter.add({"loss": Mean(outcome.loss, outcome.loss.new_ones(()))})
     meter.pool(outcome.metrics)
-    by_unit: dict[int, list[SequenceRow]] = {}
+    by_unit: dict[int, list[SequenceResult]] = {}
     for row in all_rows(objective.group, outcome.rows):
         by_unit.setdefault(order[row.unit], []).append(row)
     rows = [
@@ -52,14 +52,14 @@ def evaluate(
     return Evaluation(meter.reduce(objective.group), rows)
 
 
-def all_rows(group: Group, own: Sequence[SequenceRow]) -> list[SequenceRow]:
+def all_rows(group: Group, own: Sequence[SequenceResult]) -> list[SequenceResult]:
     """What all processes measured."""
     found = gathered(group, [astuple(row) for row in own]) if group.size > 1 else []
-    return [SequenceRow(*row) for rows in found for row in rows] if found else list(own)
+    return [SequenceResult(*row) for rows in found for row in rows] if found else list(own)
 
 
 def _row(
-    unit: Encoded, measured: Sequence[SequenceRow], example: Example | None, tokenizer: PreTrainedTokenizerBase
+    unit: Encoded, measured: Sequence[SequenceResult], example: Example | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """What is written about one row: where it is from, its verdict, what was measured, its text."""
     row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}

@@ -298,7 +298,7 @@ def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase,
     policy.eval()
     try:
         ours = run.objective
-        found = ours.rounds(ours.hand(looked_at), lambda batch: policy(batch).score, ours.beside)
+        found = ours.run_micro_batches(ours.divide(looked_at), lambda batch: policy(batch).score, ours.join_collectives)
     finally:
         policy.train()
     own = [row for scores in found if scores is not None for row in scores.tolist()]

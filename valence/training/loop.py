@@ -39,7 +39,7 @@ from valence.training.results import FILES, read_history
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
-from valence.training.step import Objective, Outcome, Share, optimizer_step
+from valence.training.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
 from valence.training.track import Budget, Counters, Selection, Watch, Window
 from valence.types import Chat, Completion, Content, Mean
 
@@ -278,7 +278,7 @@ class Run:
         if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
             self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
 
-    def _one_step(self) -> Outcome:
+    def _one_step(self) -> StepResult:
         """One optimizer step, and what the counters and the window say of it."""
         began = time.monotonic()
         before = self._light()
@@ -299,7 +299,7 @@ class Run:
         if self.group.rank == 0:  # what is known of all processes together
             window.meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))} if applied else {})
             window.meter.add({
-                "waste": Mean(torch.tensor(outcome.tokens - outcome.distinct_tokens), torch.tensor(outcome.tokens)),
+                "waste": Mean(torch.tensor(outcome.tokens - outcome.num_unique_tokens), torch.tensor(outcome.tokens)),
                 "skipped": _one(torch.tensor(float(not applied))),
             })  # fmt: skip
         window.ran(outcome.tokens_of)
@@ -309,43 +309,46 @@ class Run:
         if self.rounds is not None and applied:
             counters.zero_gradient_steps = counters.zero_gradient_steps + 1 if norm == 0 else 0
         self._guard(outcome, norm, applied, before)
-        most = self.objective.budget
+        most = self.objective.micro_batch_tokens
         if outcome.largest > most:
             self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
         return outcome
 
-    def _update(self) -> tuple[Outcome, float, bool, int]:
-        """What the step measured, the gradient's norm, whether it was applied, and how many examples it had."""
+    def _update(self) -> tuple[StepResult, float, bool, int]:
+        """Return the measurements of a step, the gradient's norm, whether it was applied, and the number of examples."""
         assert self.sampler is not None
         at = self.step - self.counters.first
         if self.rounds is None:
-            ours, following = self.sampler.step(at)
+            indices, later = self.sampler.step(at)
             units = self.sampler.units
-            chosen, later = [units[i] for i in ours], (units[i] for i in following)
+            examples, following = [units[i] for i in indices], (units[i] for i in later)
         else:
-            chosen, later = self.rounds.next()
-        shares = [self._share(part, objective) for part, objective in self.mixed]
+            examples, following = self.rounds.next()
+        auxiliary = [self._auxiliary_loss(part, objective) for part, objective in self.mixed]
         clip = self.recipe.train.clip_norm
         entropy = self._is_logged(self.step + 1)
-        found = optimizer_step(self.objective, self.optimizer, chosen, later, clip, shares, entropy)
-        return *found, len(chosen) + sum(len(share.units) for share in shares)
+        measured = optimizer_step(self.objective, self.optimizer, examples, following, clip, auxiliary, entropy)
+        return *measured, len(examples) + sum(len(aux.examples) for aux in auxiliary)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the log has a record of this step."""
         return step % self.recipe.run.log_every == 0 or step == self.total_steps or measure.due(self, step)
 
-    def _share(self, part: Part, objective: Objective) -> Share:
-        """What a method of `mix` trains on in this step."""
-        ours, following = part.sampler.step(self.step - self.counters.firsts.get(part.rows, 0))
+    def _auxiliary_loss(self, part: Part, objective: Objective) -> AuxiliaryLoss:
+        """The loss of a method of `mix` in this step."""
+        indices, following = part.sampler.step(self.step - self.counters.firsts.get(part.rows, 0))
         units = part.sampler.units
-        return Share(part.name, objective, part.weight, [units[i] for i in ours], (units[i] for i in following))
+        examples, later = [units[i] for i in indices], (units[i] for i in following)
+        return AuxiliaryLoss(part.name, objective, part.weight, examples, later)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """The weights that train, by name."""
         return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
-    def _guard(self, outcome: Outcome, norm: float, applied: bool, before: tuple[dict[str, Any], list[dict[str, Any]]]) -> None:
+    def _guard(
+        self, outcome: StepResult, norm: float, applied: bool, before: tuple[dict[str, Any], list[dict[str, Any]]]
+    ) -> None:
         """A step that was not finite is named; too many in a row end the run. ``before``: the state of what any step changes."""
         counters = self.counters
         if applied:

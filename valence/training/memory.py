@@ -35,7 +35,7 @@ def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
         random = RandomState()
         before = random.state_dict()
         for objective in run.objectives:
-            objective.budget = run.budget.at(run.step, phase)
+            objective.micro_batch_tokens = run.budget.at(run.step, phase)
         try:
             return action()
         except (RuntimeError, MemoryError) as error:

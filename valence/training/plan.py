@@ -10,9 +10,8 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from valence.data.forest import plant
-from valence.data.mismatch import mismatch_groups
-from valence.data.pack import strands
+from valence.batching.kl_pairs import make_kl_pairs_in_groups
+from valence.batching.micro_batches import StepPacker
 from valence.data.sampler import Sampler
 from valence.dist.launch import usable_cores
 from valence.dist.protocol import Group
@@ -86,7 +85,7 @@ class Plan:
         units = [sampler.units[i] for i in sampler.step(number)[0]]
         trained, both = _work(units), list(units)
         if method.mismatches:
-            both += mismatch_groups(units, len(units), "next", max_length=self.prepared.recipe.data.max_length)
+            both += make_kl_pairs_in_groups(units, len(units), "next", max_length=self.prepared.recipe.data.max_length)
         return method, trained, _work(both) - trained
 
     def seconds(self, *, again: bool = False) -> float:
@@ -259,8 +258,12 @@ def _rows(unit: Encoded) -> int:
 
 def _work(units: Sequence[Encoded]) -> Work:
     """Of one pass over these units, were they all in one micro-batch."""
-    forest = plant([strand for unit in units for strand in strands(unit)])
-    return Work(tokens=len(forest.tokens), scored=float(forest.mask.sum()), pairs=float((forest.pos + 1).sum()))
+    tree = StepPacker(units).tree
+    return Work(
+        tokens=len(tree.tokens),
+        scored=float(tree.loss_mask.sum()),
+        pairs=float((tree.position_ids + 1).sum()),
+    )
 
 
 def _gigabytes(size: float) -> str:

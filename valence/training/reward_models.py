@@ -11,10 +11,10 @@ from typing import Any, Literal, cast
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from valence.batching.micro_batches import make_micro_batches
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype, Recipe
 from valence.data.encode import Encoder, Unusable
-from valence.data.pack import collate, pack
 from valence.engine.models import DTYPES
 from valence.engine.shape import skeleton
 from valence.errors import UserError
@@ -97,8 +97,7 @@ class ModelScores:
 
     def _numbers(self, units: Sequence[Encoded]) -> list[Numbers]:
         found: dict[int, Numbers] = {}
-        for dealt in pack(units, self.settings.tokens):
-            batch = collate([units[k] for k in dealt], dealt, device=self.judge.device)
+        for batch in make_micro_batches(units, self.settings.tokens, self.judge.device):
             try:
                 numbers = self.judge(batch)
             except torch.OutOfMemoryError as error:

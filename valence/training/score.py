@@ -115,7 +115,7 @@ def passes(run: Run) -> Iterator[list[Encoded]]:
     for objective, units, following in _own(run):
         yield units
         if objective.method.mismatches:
-            yield objective.mismatched(units, following)[0]
+            yield objective.make_kl_pairs(units, following)[0]
 
 
 def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]]]:
@@ -140,7 +140,7 @@ def _trained(run: Run) -> list[Encoded]:
     units = [units[i] for i in canonical_order(units, 0, 0)]
     try:
         if run.objective.method.mismatches:
-            run.objective.mismatched(units, iter(()))
+            run.objective.make_kl_pairs(units, iter(()))
     except UserError:
         return []
     return units
@@ -160,14 +160,14 @@ def _fill(run: Run, cached: Cached) -> None:
             bar.update(min(done, total), tokens=tokens)
 
         for units in passes(run):
-            run.objective.rounds(run.objective.hand(units), scored, cached.beside)
+            run.objective.run_micro_batches(run.objective.divide(units), scored, cached.beside)
 
 
 def _verified(run: Run, cached: Cached, number: int) -> str:
     """What to say after so many sequences, drawn from all rows, were computed again. Raises UserError when they differ."""
     units = [unit for corpus in run.prepared.corpora.values() for unit in corpus.units]
     chosen = random.Random(run.recipe.train.seed).sample(units, min(number, len(units)))
-    own = run.objective.rounds(run.objective.hand(chosen), cached.check, cached.beside)
+    own = run.objective.run_micro_batches(run.objective.divide(chosen), cached.check, cached.beside)
     found = [pair for pairs in gathered(run.group, own) for pair in pairs]
     count, largest = sum(count for count, _ in found), max(difference for _, difference in found)
     return f"computed {count} sequences again: they differ by {largest:.2g} nats a token at most"

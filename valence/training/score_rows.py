@@ -16,12 +16,12 @@ import torch
 from rich.console import Console
 
 from valence import __version__
+from valence.batching.micro_batches import StepPacker
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Recipe, Source
 from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
 from valence.data.load import stream
-from valence.data.pack import collate, pack
 from valence.data.sources import BadRow, Row
 from valence.dist.protocol import Group
 from valence.dist.single import Single
@@ -266,8 +266,10 @@ class _Window:
     def score(self, judge: Judge, tokens: int, group: Group) -> Iterator[tuple[int, int]]:
         """Each process scores a share. Yields how many units and tokens were run, each time."""
         own: list[tuple[int, Numbers]] = []
-        for dealt in pack(self.units, tokens)[group.rank :: group.size]:
-            batch = collate([self.units[k] for k in dealt], dealt, device=judge.device)
+        packer = StepPacker(self.units, device=judge.device)
+        packed = packer.pack(packer.example_indices, tokens)
+        for dealt in packed[group.rank :: group.size]:
+            batch = packer.micro_batch(dealt)
             try:
                 numbers = judge(batch)
             except torch.OutOfMemoryError as error:

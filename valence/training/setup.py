@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from valence.batching.kl_pairs import make_kl_pairs
 from valence.config.load import LoadedRecipe, Setting
 from valence.config.schema import Data, Recipe
 from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import EncodedSet, Encoder
 from valence.data.load import Loaded, load, sources_from
-from valence.data.mismatch import mismatch
 from valence.data.objects import Rows
 from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
@@ -390,7 +390,7 @@ def _check(prepared: Prepared) -> None:
             )
         if method.mismatches and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
-            mismatch(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
+            make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
             f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",

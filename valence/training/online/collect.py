@@ -405,7 +405,9 @@ class Collector:
                     done += (0 if batch is None else batch.sequences) * run.group.size
                     bar.update(min(done, len(units)))
 
-                parts = objective.rounds(objective.hand(units), measure, lambda ghost: self._of(ghost, names), advance)
+                parts = objective.run_micro_batches(
+                    objective.divide(units), measure, lambda dummy: self._of(dummy, names), advance
+                )
         finally:
             policy.train()
         own = [row for batch, columns in parts for row in _by_unit(batch, columns)]  # now a device is waited for

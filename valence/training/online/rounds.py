@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from valence.data.mismatch import mismatch
+from valence.batching.kl_pairs import make_kl_pairs
 from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
@@ -177,7 +177,7 @@ class Rounds:
         if not self.run.prepared.method.mismatches:
             return True
         try:
-            mismatch(units, max_length=self.run.recipe.data.max_length)
+            make_kl_pairs(units, max_length=self.run.recipe.data.max_length)
         except UserError:
             return False
         return True

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 
+from valence.batching.micro_batches import make_micro_batches
 from valence.config.schema import Recipe
-from valence.data.pack import collate, pack
 from valence.engine.adapters import adapted, largest_rank
 from valence.errors import UserError
 from valence.reward.build import reward_of
@@ -176,8 +176,7 @@ class OnServer:
         policy.eval()
         try:
             with policy.tempered(temperature):
-                for dealt in pack(units, run.objective.budget):
-                    batch = collate([units[i] for i in dealt], dealt, device=policy.device)
+                for batch in make_micro_batches(units, run.objective.micro_batch_tokens, policy.device):
                     logp = policy(batch).logp[batch.scored].cpu()
                     for s, i in enumerate(batch.unit.tolist()):
                         found[i] = logp[batch.read[1] == s].tolist()

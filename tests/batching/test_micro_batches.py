@@ -11,10 +11,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.forests import sharing
+from tests.prefix_trees import sharing
 from tests.units import unit, units
-from valence.data.forest import planted
-from valence.data.pack import collate, fill, pack, strands
+from valence.batching.micro_batches import StepPacker, fill_bins, make_micro_batch, token_sequences
+from valence.batching.prefix_tree import num_unique_tokens
 from valence.types import Batch, Encoded
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
@@ -22,7 +22,7 @@ lengths = st.lists(st.integers(1, 40), max_size=40)
 
 @given(lengths, st.integers(1, 60))
 def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget: int) -> None:
-    dealt = fill(sizes, budget)
+    dealt = fill_bins(sizes, budget)
     assert sorted(i for rows in dealt for i in rows) == list(range(len(sizes)))
     for rows in dealt:
         assert rows == sorted(rows)
@@ -32,7 +32,7 @@ def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget
 def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_trains_on_them() -> None:
     """Two conversations that begin alike: one trains on the earlier answer (token 6), the other does not."""
     first, second = unit("a", "demonstration", (5, 6, 7), (8, 9)), unit("b", "demonstration", (5, 6, 7), (8, 10))
-    batch = collate([replace(first, prompt_mask=(False, True, False)), second], [0, 1])
+    batch = make_micro_batch([replace(first, prompt_mask=(False, True, False)), second])
     read = sorted((s, int(batch.tokens[row])) for row, s in batch.read.T.tolist())
     assert read == [(0, 6), (0, 8), (0, 9), (1, 8), (1, 10)]
 
@@ -42,7 +42,7 @@ def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     """At most one more than twice what the tokens alone would ask for."""
     shared = [n for n in sizes if n <= budget]
     most = 2 * sum(shared) / budget + 1 if shared else 0
-    assert len(fill(sizes, budget)) - (len(sizes) - len(shared)) <= most
+    assert len(fill_bins(sizes, budget)) - (len(sizes) - len(shared)) <= most
 
 
 @pytest.mark.parametrize(("sizes", "budget", "expected"), [
@@ -56,12 +56,12 @@ def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     ([6, 6, 6, 1, 1], 10, [[0, 3], [1, 4], [2]]),
 ])  # fmt: skip
 def test_what_is_over_the_budget_is_alone_and_the_others_are_dealt_evenly(sizes: list, budget: int, expected: list) -> None:
-    assert fill(sizes, budget) == expected
+    assert fill_bins(sizes, budget) == expected
 
 
 @given(lengths.filter(bool))
 def test_a_budget_of_one_puts_each_alone(sizes: list[int]) -> None:
-    assert all(len(rows) == 1 for rows in fill(sizes, 1))
+    assert all(len(rows) == 1 for rows in fill_bins(sizes, 1))
 
 
 @st.composite
@@ -78,17 +78,21 @@ def unit_sets(draw: st.DrawFn) -> list[Encoded]:
     return made
 
 
-def planted_units(made: Sequence[Encoded]) -> int:
-    return planted([strand for one in made for strand in strands(one)])
+def num_tokens(examples: Sequence[Encoded]) -> int:
+    return num_unique_tokens([s for example in examples for s in token_sequences(example)])
+
+
+def pack(examples: Sequence[Encoded], max_tokens: int) -> list[list[int]]:
+    return StepPacker(examples).pack(range(len(examples)), max_tokens)
 
 
 @given(unit_sets(), st.integers(0, 20))
 def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: list[Encoded], less: int) -> None:
     """Also when the budget is just too small for all of them at once."""
     with sharing(1):
-        budget = max(1, planted_units(made) - less)
+        budget = max(1, num_tokens(made) - less)
         dealt = pack(made, budget)
-        laid = [len(collate([made[i] for i in rows], rows).tokens) for rows in dealt]
+        laid = [len(make_micro_batch([made[i] for i in rows]).tokens) for rows in dealt]
     assert sorted(i for rows in dealt for i in rows) == list(range(len(made)))
     for rows, tokens in zip(dealt, laid, strict=True):
         assert rows == sorted(rows)
@@ -104,15 +108,15 @@ def test_the_order_of_the_units_changes_no_micro_batch_count(made: list[Encoded]
 def test_short_questions_behind_one_system_prompt_are_within_the_budget() -> None:
     system = (1,) * 100
     made = [unit(f"{q}{i}", "judgement", system + (q,) * 10, (20 + q, i, 5)) for q in range(3, 7) for i in range(2)]
-    for budget in range(120, planted_units(made) + 1):
-        assert all(planted_units([made[i] for i in rows]) <= budget for rows in pack(made, budget))
+    for budget in range(120, num_tokens(made) + 1):
+        assert all(num_tokens([made[i] for i in rows]) <= budget for rows in pack(made, budget))
 
 
 def test_units_of_one_prompt_run_together_as_far_as_the_budget_goes() -> None:
     prompts = [(p,) * 30 for p in range(3)]
     made = [unit(f"{p}{i}", "judgement", prompts[p], (p, i, 5)) for i in range(4) for p in range(3)]
     assert pack(made, 42) == [[0, 3, 6, 9], [1, 4, 7, 10], [2, 5, 8, 11]]
-    tokens = [len(collate([made[i] for i in rows], rows).tokens) for rows in pack(made, 37)]
+    tokens = [len(make_micro_batch([made[i] for i in rows]).tokens) for rows in pack(made, 37)]
     assert sorted(tokens) == [36] * 6
     assert len(pack(made, 10_000)) == 1
 
@@ -124,19 +128,19 @@ def test_turns_of_one_conversation_run_together() -> None:
         first, second = (talk,) * 20, (talk,) * 20 + (7,) * 5 + (8,) * 20
         made += [unit(f"second{talk}", "judgement", second, (9, 9)), unit(f"first{talk}", "judgement", first, (7,) * 5)]
     assert pack(made, 50) == [[0, 1], [2, 3], [4, 5]]
-    assert all(len(collate([made[i], made[i + 1]], [0, 1]).tokens) == 47 for i in (0, 2, 4))
+    assert all(len(make_micro_batch([made[i], made[i + 1]]).tokens) == 47 for i in (0, 2, 4))
 
 
 def test_a_unit_of_many_answers_is_as_large_as_what_is_laid() -> None:
     ranking = unit("ranking", "ranking", (1,) * 100, *((i,) * 5 for i in range(8)))
     assert ranking.tokens == 840
-    assert planted(strands(ranking)) == 140
+    assert num_unique_tokens(token_sequences(ranking)) == 140
     assert pack([ranking, unit("other", "judgement", (2,) * 10, (3,) * 10)], 160) == [[0, 1]]
 
 
 def test_the_columns_of_a_pair() -> None:
     pair = unit("pair", "preference", (3, 4), (5, 6, 7), (8,), weight=0.5, margin=0.25)
-    batch = collate([pair], [9])
+    batch = StepPacker([pair] * 10).micro_batch([9])
     assert batch.tokens.tolist() == [3, 4, 5, 6, 7, 3, 4, 8]
     assert batch.pos.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
     assert batch.source.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6]
@@ -154,7 +158,7 @@ def test_the_columns_of_a_pair() -> None:
 
 def test_a_long_prompt_of_a_pair_is_there_once() -> None:
     pair = unit("pair", "preference", (3,) * 16, (8,), (5, 6))
-    batch = collate([pair], [0])
+    batch = make_micro_batch([pair])
     assert batch.tokens.tolist() == [3] * 16 + [5, 6, 8]
     assert batch.segments == ((0, 16, -1), (16, 18, 0), (18, 19, 0))
     assert batch.leaf == (2, 1)
@@ -167,7 +171,7 @@ def test_a_long_prompt_of_a_pair_is_there_once() -> None:
 
 def test_labels_and_groups_are_columns() -> None:
     rows = units("judgement", 4)
-    batch = collate([rows[3], rows[1]], [3, 1], groups=[0, 0, 1, 1])
+    batch = StepPacker(rows[:4], groups=[0, 0, 1, 1]).micro_batch([3, 1])
     assert batch.label is not None
     assert batch.label.tolist() == [False, True]
     assert batch.group.tolist() == [1, 0]
@@ -179,7 +183,7 @@ def test_labels_and_groups_are_columns() -> None:
 def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
     rows = units(kind, 7)  # type: ignore[arg-type]
     with sharing(1 if share else 10**9):
-        batch = collate(rows, range(7))
+        batch = make_micro_batch(rows)
     assert batch.sequences == sum(len(u.answers) for u in rows)
     assert share or len(batch.tokens) == sum(u.tokens for u in rows)
     for s in range(batch.sequences):
@@ -199,7 +203,7 @@ def joint() -> tuple[Batch, list[Encoded], list[Encoded]]:
     prompts = [(p,) * 20 for p in (3, 4)]
     trains = [unit(f"own{p}", "judgement", prompts[p], (5 + p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
     measured = [unit(f"other{p}", "judgement", prompts[p], (6 - p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
-    return collate(trains, range(2), [0, 1], measured=measured), trains, measured
+    return make_micro_batch(trains, kl_pairs=measured, groups=[0, 1]), trains, measured
 
 
 def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_groups() -> None:
@@ -238,7 +242,7 @@ def test_a_part_reads_its_own_sequences_of_the_same_tokens(trains: bool) -> None
 
 
 def test_a_part_that_is_all_is_the_batch() -> None:
-    batch = collate(units("judgement", 4), range(4))
+    batch = make_micro_batch(units("judgement", 4))
     assert batch.part(trains=True) is batch
     own = joint()[0].part(trains=False)
     assert own.part(trains=False) is own

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.units import unit
-from valence.data import forest
-from valence.data.forest import Strand
+from valence.batching import prefix_tree
+from valence.batching.prefix_tree import TokenSequence
 from valence.types import Answer, Encoded
 
 Segments = list[tuple[int, int, int]]
@@ -23,19 +23,19 @@ Segments = list[tuple[int, int, int]]
 def sharing(least: int) -> Iterator[None]:
     """Inside the block common beginnings of so many tokens are shared."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forest, "SHARE", least)
+        patch.setattr(prefix_tree, "MIN_SHARED_TOKENS", least)
         yield
 
 
 @st.composite
-def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[Strand]:
+def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
     """Sequences that grow out of each other, of few letters, so that many begin alike; some are the same."""
     found: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
         stem = draw(st.sampled_from(found)) if found and draw(st.booleans()) else ()
         more = draw(st.lists(st.integers(0, 1), min_size=0 if stem else 1, max_size=9))
         found.append((*stem[: draw(st.integers(0, len(stem)))], *more) or (0,))
-    strands: list[Strand] = []
+    strands: list[TokenSequence] = []
     for ids in draw(st.permutations(found)):
         mask = [False] * len(ids)
         prompt = draw(st.integers(1, len(ids)))
@@ -43,13 +43,13 @@ def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[Strand]:
             free = st.lists(st.booleans(), min_size=len(ids), max_size=len(ids))
             mask = [i >= prompt for i in range(len(ids))] if draw(st.booleans()) else draw(free)
             mask[0] = False
-        strands.append(Strand(ids, tuple(mask)))
+        strands.append(TokenSequence(ids, tuple(mask)))
     return strands
 
 
-def encoded(strand: Strand, name: str = "") -> Encoded:
+def encoded(strand: TokenSequence, name: str = "") -> Encoded:
     """A demonstration whose only sequence is this one."""
-    ids, mask = strand.ids, strand.mask
+    ids, mask = strand.token_ids, strand.loss_mask
     cut = mask.index(True) if True in mask else len(ids) - 1
     answer = Answer(ids[cut:], mask[cut:])
     return replace(unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,))

@@ -1,0 +1,192 @@
+"""The prefix tree of sequences: properties that hold for all of them, and which tokens are shared."""
+
+from __future__ import annotations
+
+from collections import Counter
+from random import Random
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.prefix_trees import sharing, strand_sets
+from valence.batching import prefix_tree
+from valence.batching.prefix_tree import PrefixTree, TokenSequence, build_prefix_tree, num_unique_tokens
+
+
+def strand(ids: list[int] | str, mask: str = "") -> TokenSequence:
+    """``mask``: an x for each token that is measured; what it does not say is not."""
+    read = tuple(c == "x" for c in mask.ljust(len(ids)))
+    return TokenSequence(tuple(map(int, ids)), read)
+
+
+shares = st.sampled_from([1, 2, 3, 4, prefix_tree.MIN_SHARED_TOKENS])
+
+
+def path(found: PrefixTree, s: int) -> list[int]:
+    """The segments from the root to the one that a sequence ends with."""
+    segments = [found.leaves[s]]
+    while (parent := found.segments[segments[-1]][2]) >= 0:
+        segments.append(parent)
+    return segments[::-1]
+
+
+def rows(found: PrefixTree, s: int) -> list[int]:
+    return [row for k in path(found, s) for row in range(*found.segments[k][:2])]
+
+
+@given(strand_sets(), shares)
+def test_every_path_spells_its_sequence(strands: list[TokenSequence], least: int) -> None:
+    with sharing(least):
+        found = build_prefix_tree(strands)
+    assert len(found.leaves) == len(strands)
+    for s, one in enumerate(strands):
+        own = rows(found, s)
+        assert tuple(found.tokens[own]) == one.token_ids
+        assert found.position_ids[own].tolist() == list(range(len(one.token_ids)))
+        assert found.previous[own].tolist() == [-1, *own[:-1]]
+
+
+@given(strand_sets(), shares)
+def test_segments_come_parents_first_and_tile_the_rows(strands: list[TokenSequence], least: int) -> None:
+    with sharing(least):
+        found = build_prefix_tree(strands)
+        assert num_unique_tokens(strands) == len(found.tokens)
+    assert [start for start, _, _ in found.segments] == [0, *(end for _, end, _ in found.segments[:-1])]
+    assert found.segments[-1][1] == len(found.tokens)
+    assert all(start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(found.segments))
+    assert {k for s in range(len(strands)) for k in path(found, s)} == set(range(len(found.segments)))
+    for name in ("tokens", "position_ids", "previous", "sequence_ids", "loss_mask"):
+        assert getattr(found, name).shape == found.tokens.shape
+
+
+@given(strand_sets(), shares)
+def test_a_measured_token_has_one_row_and_one_reader(strands: list[TokenSequence], least: int) -> None:
+    with sharing(least):
+        found = build_prefix_tree(strands)
+    readers = Counter[int]()
+    for s, one in enumerate(strands):
+        own = np.array(rows(found, s))
+        read = own[np.array(one.loss_mask)]
+        assert found.loss_mask[read].all()
+        assert (found.sequence_ids[read] == s).all()
+        assert not ((found.sequence_ids[own] == s) & found.loss_mask[own] & ~np.array(one.loss_mask)).any()
+        readers.update(read.tolist())
+    assert set(readers) == set(np.flatnonzero(found.loss_mask).tolist())
+    assert set(readers.values()) <= {1}
+
+
+@given(strand_sets(), shares)
+def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(strands: list[TokenSequence], least: int) -> None:
+    with sharing(least):
+        found = build_prefix_tree(strands)
+    inside = [set(rows(found, s)) for s in range(len(strands))]
+    assert all(row in inside[s] for row, s in enumerate(found.sequence_ids.tolist()))
+
+
+@given(strand_sets(), shares, st.randoms(use_true_random=False))
+def test_the_order_of_the_sequences_costs_no_row(strands: list[TokenSequence], least: int, draw: Random) -> None:
+    with sharing(least):
+        found = num_unique_tokens(strands)
+        assert num_unique_tokens(strands[::-1]) == num_unique_tokens(draw.sample(strands, len(strands))) == found
+    assert found <= sum(len(one.token_ids) for one in strands)
+
+
+@given(strand_sets(measured=False))
+def test_with_nothing_measured_every_beginning_is_laid_once(strands: list[TokenSequence]) -> None:
+    with sharing(1):
+        found = num_unique_tokens(strands)
+    assert found == len({one.token_ids[:n] for one in strands for n in range(1, len(one.token_ids) + 1)})
+
+
+@given(strand_sets(), shares)
+def test_a_beginning_is_shared_only_if_it_is_long_enough(strands: list[TokenSequence], least: int) -> None:
+    with sharing(least):
+        found = build_prefix_tree(strands)
+    users = Counter(k for s in range(len(strands)) for k in path(found, s))
+    for s in range(len(strands)):
+        shared = [k for k in path(found, s) if users[k] > 1]
+        assert not shared or found.position_ids[found.segments[shared[-1]][1] - 1] + 1 >= least
+
+
+def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
+    prompt = "12345678901234567890"
+    found = build_prefix_tree([strand(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")])
+    assert found.segments == ((0, 20, -1), (20, 23, 0), (23, 26, 0), (26, 29, 0))
+    assert found.leaves == (1, 3, 2)
+    assert found.position_ids.tolist() == [*range(20), *[20, 21, 22] * 3]
+    assert found.previous.tolist() == [*range(-1, 19), 19, 20, 21, 19, 23, 24, 19, 26, 27]
+    assert found.sequence_ids[20:].tolist() == [0] * 3 + [2] * 3 + [1] * 3
+    assert found.loss_mask.tolist() == [False] * 20 + [True] * 9
+
+
+def test_a_short_prompt_is_laid_for_each() -> None:
+    assert prefix_tree.MIN_SHARED_TOKENS == 16
+    for length, laid in ((15, 2 * 15 + 2), (16, 16 + 2)):
+        prompt = "0" * length
+        assert num_unique_tokens([strand(prompt + answer, " " * length + "x") for answer in "12"]) == laid
+
+
+def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
+    """Two turns of one conversation judged separately: everything is there once."""
+    first, second = "0" * 20, "0" * 20 + "1" * 20 + "2" * 20
+    found = build_prefix_tree([strand(second + "3", " " * 60 + "x"), strand(first + "1" * 20, " " * 20 + "x" * 20)])
+    assert len(found.tokens) == 61
+    assert found.sequence_ids[20:40].tolist() == [1] * 20
+    assert found.sequence_ids[60] == 0
+    assert found.loss_mask.tolist() == [False] * 20 + [True] * 20 + [False] * 20 + [True]
+    assert found.leaves == (1, 0)
+
+
+def test_what_two_sequences_measure_is_laid_for_each() -> None:
+    """Also when they are the same, as when one answer was judged twice."""
+    same = strand("0" * 20 + "12", " " * 20 + "xx")
+    found = build_prefix_tree([same, same])
+    assert found.segments == ((0, 20, -1), (20, 22, 0), (22, 24, 0))
+    assert sorted(found.leaves) == [1, 2]
+
+
+@pytest.mark.parametrize("strands", [[strand("1", "x")], [strand("12", " x"), strand("12", "xx")]])
+def test_a_measured_first_token_is_an_error(strands: list[TokenSequence]) -> None:
+    with pytest.raises(ValueError):
+        build_prefix_tree(strands)
+
+
+def rows_of_path(tree: PrefixTree, sequence: int) -> list[int]:
+    return [row for k in tree.path(sequence) for row in range(*tree.segments[k][:2])]
+
+
+@given(strand_sets(), shares, st.data())
+def test_a_selection_is_a_tree_of_its_sequences(strands: list[TokenSequence], least: int, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
+    with sharing(least):
+        tree = build_prefix_tree(strands).select(chosen)
+    assert [start for start, _, _ in tree.segments] == [0, *(end for _, end, _ in tree.segments[:-1])]
+    assert tree.segments[-1].end == len(tree.tokens)
+    assert all(start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(tree.segments))
+    num_readers = Counter[int]()
+    for number, sequence in enumerate(chosen):
+        rows = rows_of_path(tree, number)
+        assert tuple(tree.tokens[rows]) == strands[sequence].token_ids
+        assert tree.position_ids[rows].tolist() == list(range(len(rows)))
+        assert tree.previous[rows].tolist() == [-1, *rows[:-1]]
+        reads = tree.loss_mask[rows] & (tree.sequence_ids[rows] == number)
+        assert tuple(reads) == strands[sequence].loss_mask
+        num_readers.update(np.array(rows)[reads].tolist())
+    assert num_readers == Counter(np.flatnonzero(tree.loss_mask).tolist())
+    paths = [set(rows_of_path(tree, number)) for number in range(len(chosen))]
+    assert all(row in paths[s] for row, s in enumerate(tree.sequence_ids.tolist()))
+
+
+@given(strand_sets(measured=False), shares, st.data())
+def test_a_selection_is_the_tree_that_would_be_built(strands: list[TokenSequence], least: int, data: st.DataObject) -> None:
+    """Segments too: one that has lost its siblings is no longer apart from its parent."""
+    chosen = sorted(data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True)))
+    with sharing(least):
+        selected = build_prefix_tree(strands).select(chosen)
+        built = build_prefix_tree([strands[s] for s in chosen])
+    assert selected.segments == built.segments
+    assert selected.leaves == built.leaves
+    for name in ("tokens", "position_ids", "previous", "loss_mask"):
+        assert getattr(selected, name).tolist() == getattr(built, name).tolist()

@@ -1,0 +1,1 @@
+"""Tokenized examples to micro-batches: shared prefixes, packing, KL pairs, balance across processes."""

@@ -1,0 +1,74 @@
+"""KL pairs of KTO: each prompt of a step with the completion of another example, to estimate z0.
+
+Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4.2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Literal
+
+from valence.errors import UserError
+from valence.types import Answer, Encoded
+
+Pairing = Literal["next", "previous", "reversed"]
+
+
+def make_kl_pairs(examples: Sequence[Encoded], following: Iterable[Encoded] = (), *, max_length: int) -> list[Encoded]:
+    """Make one KL pair for each example of a step in canonical order.
+
+    The completion is that of the next example, cyclically, whose prompt and completion both
+    differ, and which fits behind the prompt. If none fits, it is the next one that differs, cut on
+    the right to at least one token. If no example of the step differs, it is the first of
+    ``following`` (later examples of the epoch) that does. Raises UserError when none differs.
+    """
+    later: list[Encoded] | None = None
+    pairs: list[Encoded] = []
+    for i, example in enumerate(examples):
+        others = (examples[(i + k) % len(examples)] for k in range(1, len(examples)))
+        partner = _find_partner(example, others, max_length)
+        if partner is None:
+            later = list(following) if later is None else later
+            partner = _find_partner(example, later, max_length)
+        if partner is None:
+            raise UserError(
+                "no other example has both another prompt and another completion",
+                code="kl-pairs-missing",
+                where=str(example.origin),
+                fix="KTO needs at least two distinct prompts with distinct completions; apo_zero_unpaired does not",
+            )
+        pairs.append(_with_completion(example, partner.answers[0], max_length))
+    return pairs
+
+
+def make_kl_pairs_in_groups(examples: Sequence[Encoded], group_size: int, pairing: Pairing, *, max_length: int) -> list[Encoded]:
+    """Make KL pairs within groups of consecutive examples, cyclically, as other libraries do."""
+    pairs: list[Encoded] = []
+    for start in range(0, len(examples), group_size):
+        group = examples[start : start + group_size]
+        for i, example in enumerate(group):
+            index = {"next": i + 1, "previous": i - 1, "reversed": -1 - i}[pairing] % len(group)
+            pairs.append(_with_completion(example, group[index].answers[0], max_length))
+    return pairs
+
+
+def _find_partner(example: Encoded, others: Iterable[Encoded], max_length: int) -> Encoded | None:
+    """Return the first of ``others`` that differs and fits, else the first that differs."""
+    room = max_length - len(example.prompt_ids)
+    completion = example.answers[0].ids
+    first = None
+    for other in others:
+        if other.prompt_ids == example.prompt_ids or other.answers[0].ids == completion:
+            continue
+        if len(other.answers[0].ids) <= room:
+            return other
+        first = first or other
+    return first
+
+
+def _with_completion(example: Encoded, completion: Answer, max_length: int) -> Encoded:
+    room = max(1, max_length - len(example.prompt_ids))
+    is_whole = len(completion.ids) <= room
+    cut = Answer(completion.ids[:room], completion.mask[:room], completion.complete and is_whole)
+    return replace(example, prompt_mask=(False,) * len(example.prompt_ids), answers=(cut,))

@@ -1,0 +1,281 @@
+"""Examples of a step to micro-batches: packing under a token budget, and balance across ranks."""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from valence.batching.prefix_tree import PrefixTree, TokenSequence, build_prefix_tree
+from valence.types import Batch, Encoded, sent
+
+
+@dataclass(frozen=True)
+class RankBatches:
+    """The micro-batches of one rank.
+
+    num_rounds: the largest number of micro-batches of any rank. dummy: a micro-batch that this
+    rank runs, without effect on the result, while others run theirs (None: it does not need to).
+    """
+
+    local: list[Batch]
+    num_rounds: int
+    dummy: Batch | None = None
+
+
+class StepPacker:
+    """Divides the examples of a step into micro-batches. The prefix tree is built once.
+
+    examples: in canonical order. kl_pairs: one for each example, or none; their indices follow
+    those of the examples. groups: which statistic of the step each example belongs to, such as
+    the reference point of KTO (None: one for all).
+    """
+
+    def __init__(
+        self,
+        examples: Sequence[Encoded],
+        kl_pairs: Sequence[Encoded] = (),
+        groups: Sequence[int] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.examples, self.kl_pairs = list(examples), list(kl_pairs)
+        self._all = [*self.examples, *self.kl_pairs]
+        self._groups, self._device = groups, torch.device(device)
+        self._first: list[int] = []  # number of the first sequence of each example
+        sequences: list[TokenSequence] = []
+        for example in self._all:
+            self._first.append(len(sequences))
+            sequences += token_sequences(example)
+        self.tree = build_prefix_tree(sequences)
+        self._segments = [self.tree.segments_of(self._sequences(i)) for i in range(len(self._all))]
+
+    @property
+    def example_indices(self) -> range:
+        return range(len(self.examples))
+
+    @property
+    def kl_indices(self) -> range:
+        return range(len(self.examples), len(self._all))
+
+    def example(self, index: int) -> Encoded:
+        """The example or KL pair of an index."""
+        return self._all[index]
+
+    @property
+    def num_unique_tokens(self) -> int:
+        """Tokens that any layout has to run."""
+        return len(self.tree.tokens)
+
+    def _sequences(self, index: int) -> range:
+        first = self._first[index]
+        return range(first, first + len(self._all[index].answers))
+
+    def num_tokens(self, indices: Sequence[int]) -> int:
+        """Unique tokens of these examples together."""
+        return self.tree.num_tokens(self._union(indices))
+
+    def attention_cost(self, indices: Sequence[int], hidden_size: int) -> float:
+        """Cost of a micro-batch of these examples, in tokens.
+
+        Attention to a context of 6 hidden sizes costs as much as the matrix products of a layer.
+        """
+        segments = self._union(indices)
+        context = self.tree.num_context_tokens(segments)
+        return self.tree.num_tokens(segments) + context / (6 * hidden_size)
+
+    def _union(self, indices: Sequence[int]) -> set[int]:
+        """Segments of these examples together."""
+        return set[int]().union(*(self._segments[i] for i in indices))
+
+    def pack(self, indices: Sequence[int], max_tokens: int) -> list[list[int]]:
+        """Divide examples into as few micro-batches as possible, evenly filled.
+
+        Examples with a common prefix stay together as far as ``max_tokens`` allows. An example
+        that is longer has a micro-batch of its own. Indices are ascending in each micro-batch.
+        """
+        families = self._families(indices, max_tokens)
+        bins = fill_bins([tokens for tokens, _ in families], max_tokens)
+        return [sorted(i for k in members for i in families[k][1]) for members in bins]
+
+    def _families(self, indices: Sequence[int], max_tokens: int) -> list[tuple[int, list[int]]]:
+        """Neighbours in the tree that share tokens, up to ``max_tokens``: (tokens, indices)."""
+        families: list[tuple[int, list[int]]] = []
+        before = set[int]()
+        order = {i: (self._all[i].prompt_ids, [a.ids for a in self._all[i].answers]) for i in indices}
+        for i in sorted(indices, key=lambda i: order[i]):
+            own = self._segments[i]
+            alone, new = self.tree.num_tokens(own), self.tree.num_tokens(own - before)
+            if new < alone and families[-1][0] + new <= max_tokens:
+                families[-1] = families[-1][0] + new, [*families[-1][1], i]
+            else:
+                families.append((alone, [i]))
+            before = own
+        return families
+
+    def micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> Batch:
+        """Build the micro-batch of these examples. No gradient flows from those of ``no_grad``."""
+        rows = [  # one for each sequence
+            _Row(self._all[i], i % len(self.examples), side, requires_grad)
+            for chosen, requires_grad in ((indices, True), (no_grad, False))
+            for i in chosen
+            for side in range(len(self._all[i].answers))
+        ]
+        sequences = [s for i in (*indices, *no_grad) for s in self._sequences(i)]
+        is_whole = sequences == list(range(len(self.tree.leaves)))
+        tree = self.tree if is_whole else self.tree.select(sequences)
+        return _to_device(tree, rows, self._groups, self._device)
+
+
+def token_sequences(example: Encoded) -> list[TokenSequence]:
+    """Return the prompt with each of its completions."""
+    return [TokenSequence(example.prompt_ids + answer.ids, example.prompt_mask + answer.mask) for answer in example.answers]
+
+
+def make_micro_batch(
+    examples: Sequence[Encoded],
+    *,
+    kl_pairs: Sequence[Encoded] = (),
+    groups: Sequence[int] | None = None,
+    device: torch.device | str = "cpu",
+) -> Batch:
+    """Build one micro-batch of all these examples. No gradient flows from the KL pairs."""
+    packer = StepPacker(examples, kl_pairs, groups, device)
+    return packer.micro_batch(packer.example_indices, packer.kl_indices)
+
+
+def make_micro_batches(examples: Sequence[Encoded], max_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:
+    """Divide examples into micro-batches of at most ``max_tokens`` tokens.
+
+    ``unit`` of each is the index in ``examples``.
+    """
+    packer = StepPacker(examples, device=device)
+    return [packer.micro_batch(rows) for rows in packer.pack(packer.example_indices, max_tokens)]
+
+
+def fill_bins(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Divide items of these sizes into as few bins as possible, evenly filled.
+
+    An item larger than the capacity has a bin of its own.
+    """
+    if not sizes:
+        return []
+    longest_first = sorted(range(len(sizes)), key=lambda i: -sizes[i])
+    alone = [i for i in longest_first if sizes[i] > capacity]
+    shared = longest_first[len(alone) :]
+    bins: list[list[int]] = [[] for _ in range(-(-sum(sizes[i] for i in shared) // capacity))]
+    heap = [(0, k) for k in range(len(bins))]  # the emptiest bin first
+    for i in shared:
+        size, k = heap[0]
+        if size + sizes[i] <= capacity:
+            heapq.heapreplace(heap, (size + sizes[i], k))
+        else:  # an item that does not fit the emptiest bin fits none
+            k = len(bins)
+            bins.append([])
+            heapq.heappush(heap, (sizes[i], k))
+        bins[k].append(i)
+    return [[i] for i in alone] + [sorted(items) for items in bins if items]
+
+
+def balance_across_ranks(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Assign items to ranks, the most expensive first and each to the rank with the least so far.
+
+    Returns indices, ascending for each rank. Some ranks may get none.
+    """
+    ranks: list[list[int]] = [[] for _ in range(num_ranks)]
+    heap = [(0.0, rank) for rank in range(num_ranks)]
+    for i in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        cost, rank = heap[0]
+        heapq.heapreplace(heap, (cost + costs[i], rank))
+        ranks[rank].append(i)
+    return [sorted(items) for items in ranks]
+
+
+def round_robin(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
+    """Assign items to ranks in turn, the most expensive first.
+
+    The k-th items of all ranks then cost about the same, for ranks that wait for each other in
+    every layer.
+    """
+    order = sorted(range(len(costs)), key=lambda i: -costs[i])
+    return [order[rank::num_ranks] for rank in range(num_ranks)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    """One sequence of a micro-batch. number: index of its example in the step."""
+
+    example: Encoded
+    number: int
+    side: int
+    requires_grad: bool
+
+
+def _to_device(tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device) -> Batch:
+    """The tensors of a micro-batch. groups: see ``StepPacker``."""
+    float_type = torch.float32 if device.type == "mps" else torch.float64
+    labels = [row.example.label for row in rows]
+    scored = tree.scored
+
+    def column(values: Sequence[float | bool | None], dtype: torch.dtype) -> torch.Tensor:
+        return sent(torch.tensor(values, dtype=dtype), device)
+
+    def tensor(values: object) -> torch.Tensor:
+        return sent(torch.as_tensor(values), device)
+
+    return Batch(
+        tokens=tensor(tree.tokens),
+        pos=tensor(tree.position_ids),
+        source=tensor(tree.previous),
+        seq=tensor(tree.sequence_ids),
+        mask=tensor(tree.loss_mask),
+        scored=tensor(scored[0]),
+        host=torch.as_tensor(tree.tokens),
+        read=torch.as_tensor(scored),
+        segments=tree.segments,
+        leaf=tree.leaves,
+        trains=tuple(row.requires_grad for row in rows),
+        unit=column([row.number for row in rows], torch.long),
+        side=column([row.side for row in rows], torch.long),
+        label=None if None in labels else column(labels, torch.bool),
+        weight=column([row.example.weight for row in rows], torch.float32),
+        margin=column([row.example.margin for row in rows], torch.float32),
+        soft=column(
+            [math.nan if row.example.soft is None else row.example.soft for row in rows],
+            torch.float32,
+        ),
+        target=_targets(rows, device),
+        group=column([groups[row.number] if groups else 0 for row in rows], torch.long),
+        groups=max(groups) + 1 if groups else 1,
+        ids=tuple(row.example.id for row in rows),
+        given={name: column(values, float_type) for name, values in _token_columns(rows, tree)},
+    )
+
+
+def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, list[float]]]:
+    """Columns of the completions: (name, a number for each token that a loss reads).
+
+    Raises ValueError where only some completions have a column.
+    """
+    columns = [dict(row.example.answers[row.side].columns) for row in rows]
+    names = list(columns[0])
+    if any(list(each) != names for each in columns):
+        raise ValueError("some completions of a micro-batch have columns that others lack")
+    starts = [len(row.example.prompt_ids) for row in rows]
+    scored_rows, readers = tree.scored
+    places = list(zip(readers.tolist(), tree.position_ids[scored_rows].tolist(), strict=True))
+    return [(name, [columns[s][name][at - starts[s]] for s, at in places]) for name in names]
+
+
+def _targets(rows: Sequence[_Row], device: torch.device) -> torch.Tensor | None:
+    """Scores of the data [S, A], NaN where a row has none; None when no row has any."""
+    scores = [
+        row.example.scores[row.side : row.side + 1] if row.example.kind == "ranking" else row.example.scores for row in rows
+    ]
+    width = max(map(len, scores))
+    if not width:
+        return None
+    table = [list(each) or [math.nan] * width for each in scores]
+    return sent(torch.tensor(table, dtype=torch.float32), device)
