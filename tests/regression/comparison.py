@@ -177,7 +177,9 @@ def _absent(
         ("second", sorted(ours.keys() - theirs.keys())),
     ):
         if missing:
-            yield f"{kind}s missing in the {word} recording{where}: {', '.join(missing)}"
+            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+            names = f"{', '.join(missing[:3])}{more}"
+            yield f"{kind}s missing in the {word} recording{where}: {names}"
 
 
 def _of_numbers(a: Any, b: Any) -> float:

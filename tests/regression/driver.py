@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -42,8 +43,9 @@ def _is_killed(run: Mapping[str, Any]) -> bool:
 def _run(run: Mapping[str, Any]) -> dict[str, Any]:
     began, error = time.monotonic(), None
     try:
-        for start in run["starts"]:
-            _start(run, start)
+        with redirect_stdout(sys.stderr):
+            for start in run["starts"]:
+                _start(run, start)
     except (Exception, SystemExit):
         error = traceback.format_exc()
     seconds = time.monotonic() - began
@@ -56,9 +58,9 @@ def _start(run: Mapping[str, Any], start: Mapping[str, Any]) -> None:
     if run["processes"] > 1:
         words = ["train", run["recipe"], *overrides, "--nproc", str(run["processes"]), "--quiet"]
         command = [sys.executable, "-m", "valence", *words]
-        done = subprocess.run(command, stderr=subprocess.PIPE, encoding="utf-8", check=False)
-        if done.returncode:
-            raise RuntimeError(f"exit status {done.returncode}\n{done.stderr}")
+        ended = subprocess.run(command, capture_output=True, encoding="utf-8", check=False)
+        if ended.returncode:
+            raise RuntimeError(f"exit status {ended.returncode}\n{ended.stderr}")
     elif start["killed_after"] is not None:
         _train_and_be_killed(run["recipe"], overrides, start["killed_after"])
     else:

@@ -18,7 +18,7 @@ from tests.tiny import CHATML, CORPUS, INST, tiny_tokenizer
 
 WORDS = " ".join(CORPUS[:2]).split()
 REWARDS = '''
-"""Rewards that depend on the text alone."""
+"""Rewards with either of the two signatures that a function may have."""
 
 
 def vowels(completions, **context):
@@ -26,11 +26,12 @@ def vowels(completions, **context):
     return [sum(c in "aeiou" for c in each.text) / max(1, len(each.text)) for each in completions]
 
 
-def wanted(completions, *, scale, **context):
-    """A penalty of length that a column of the row scales; nothing for a few completions."""
+def near_length(prompts, completions, length, *, scale, **columns):
+    """How far a completion is from a length that the row sets; no score for a few of them."""
+    sizes = [len(each[0]["content"]) for each in completions]
     return [
-        None if len(each.text) % 11 == 5 else -scale * each.info["wanted"] * len(each.text)
-        for each in completions
+        None if size % 11 == 5 else -scale * abs(size - wanted)
+        for size, wanted in zip(sizes, length)
     ]
 '''
 
@@ -154,7 +155,7 @@ def _stars(draw: random.Random, i: int) -> dict[str, Any]:
 
 
 def _prompt(draw: random.Random, i: int) -> dict[str, Any]:
-    return {"prompt": _chat(i), "wanted": i % 3, "answer": draw.choice(WORDS)}
+    return {"prompt": _chat(i), "length": 15 * (i % 3)}
 
 
 ROWS = {

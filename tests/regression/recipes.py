@@ -109,10 +109,10 @@ RECIPES = (
     ),
     _recipe(
         "cpo", "qwen2", "pairs", name="keep_best",
-        train={"learning_rate": 2e-2, "max_steps": 12, "schedule": "constant"},
+        train={"learning_rate": 1e-2, "max_steps": 12, "schedule": "constant"},
         eval={"every": 2},
         run={"keep": 1, "keep_best": {"metric": "eval/rewards/rejected", "mode": "max"},
-             "save_hf": True},  # the best is step 6
+             "save_hf": True},  # the best is not the last
     ),
     # Demonstrations.
     _recipe(
@@ -152,8 +152,9 @@ RECIPES = (
     ),
     _recipe(
         "rejection", "gemma3", "prompts",
-        reward={"reward": "regression_rewards:wanted", "settings": {"scale": 0.5}},
+        reward={"reward": "regression_rewards:near_length", "settings": {"scale": 0.5}},
         rollout={"top_n": 2, "max_failed": 1.0, "mask_truncated": False, "top_p": 0.9},
+        train={"learning_rate": 5e-4},
     ),
     _recipe(
         "online_kto", "gpt_neox", "prompts", lora=True, reward="regression_rewards:vowels",
