@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tests.regression.__main__ import ROOT
@@ -154,6 +154,69 @@ def test_a_recipe_without_results_is_a_difference(what: str, ours: Path, tmp_pat
 
 def test_there_are_twenty_recipes_with_names_of_their_own() -> None:
     assert len({recipe.name for recipe in RECIPES}) == len(RECIPES) == 20
+
+
+PACKAGE = """
+import json
+from pathlib import Path
+
+import numpy
+from safetensors.numpy import save_file
+
+
+def train(recipe, *, overrides, quiet, callbacks=()):
+    if "ipo" in recipe:
+        raise ValueError("no such method")
+    folder = Path(json.loads(overrides[-1].removeprefix("run.dir=")))
+    (folder / "model").mkdir(parents=True, exist_ok=True)
+    with (folder / "metrics.jsonl").open("a") as log:
+        for step in (1, 2, 3, 4, 5, 6):
+            record = {"step": step, "has_overrides": len(overrides) > 1}
+            record |= {"seconds": 1.0, "tokens/s": 2.0, "memory": 3.0}
+            log.write(json.dumps(record) + "\\n")
+            log.flush()
+            for callback in callbacks:
+                callback(None, record)
+    save_file({"head": numpy.ones(2, numpy.float32)}, folder / "model" / "model.safetensors")
+"""
+"""A package that has nothing but the public interface."""
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A folder with PACKAGE, in which the driver also finds its inputs."""
+    (tmp_path / "tree" / "valence").mkdir(parents=True)
+    (tmp_path / "tree" / "valence" / "__init__.py").write_text(PACKAGE, encoding="utf-8")
+    return tmp_path / "tree"
+
+
+def test_a_recording_keeps_what_can_be_repeated(tree: Path, tmp_path: Path) -> None:
+    recipes = [recipe for recipe in RECIPES if recipe.name in ("kto", "ipo", "resumed")]
+    errors = record(tmp_path / "out", tree, tree, recipes)
+    assert list(errors) == ["ipo"]
+    assert "no such method" in (tmp_path / "out" / "ipo" / ERROR).read_text(encoding="utf-8")
+    logs = {
+        name: (tmp_path / "out" / name / METRICS).read_text(encoding="utf-8").splitlines()
+        for name in ("kto", "resumed")
+    }
+    assert [json.loads(line) for line in logs["kto"]] == [
+        {"step": step, "has_overrides": False} for step in range(1, 7)
+    ]
+    # Killed at step 5, started again, and continued with another setting.
+    steps = [json.loads(line)["step"] for line in logs["resumed"]]
+    assert steps == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6]
+    assert json.loads(logs["resumed"][-1])["has_overrides"]
+    weights = load_file(tmp_path / "out" / "kto" / WEIGHTS)
+    assert {name: value.tolist() for name, value in weights.items()} == {
+        "model/model.safetensors:head": [1.0, 1.0]
+    }
+
+
+def test_a_package_from_elsewhere_is_not_recorded(tmp_path: Path) -> None:
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(RuntimeError):
+        record(tmp_path / "out", empty, empty, RECIPES[:1])
 
 
 @pytest.mark.slow
