@@ -57,7 +57,7 @@ class Comparison:
             yield "identical"
             return
         yield f"within {TOLERANCE:g}" if self.is_same else "DIFFERENT"
-        yield from self.problems
+        yield from _shortened(self.problems)
         for kind, found in (("metrics", self.metrics), ("tensors", self.tensors)):
             if found:
                 largest = max(found, key=lambda difference: difference.relative)
@@ -177,9 +177,14 @@ def _absent(
         ("second", sorted(ours.keys() - theirs.keys())),
     ):
         if missing:
-            more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            names = f"{', '.join(missing[:3])}{more}"
+            names = ", ".join(_shortened(missing))
             yield f"{kind}s missing in the {word} recording{where}: {names}"
+
+
+def _shortened(texts: Sequence[str], shown: int = 3) -> list[str]:
+    """The first texts, and how many more there are."""
+    rest = len(texts) - shown
+    return [*texts[:shown], f"{rest} more"] if rest > 1 else list(texts)
 
 
 def _of_numbers(a: Any, b: Any) -> float:
