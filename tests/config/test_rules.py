@@ -160,6 +160,7 @@ EFFECTIVE: dict[str, list[str]] = {
     "samples of the test": ["data.eval=[]", "data.test=held_out.jsonl", "run.samples.prompts=3"],
     "threshold": ["data.convert=scores_to_judgements", "data.threshold=3"],
     "the best ones": ["method=sft", "data.convert=best_to_demonstrations", "data.top_n=3"],
+    "truncated ones": ["method=sft", "data.convert=best_to_demonstrations", "data.mask_truncated=false"],
     "difference": ["method=dpo", "data.convert=scores_to_pairs", "data.threshold=0.5"],
     "any difference": ["method=dpo", "data.convert=scores_to_pairs"],
     "difference of all pairs": ["method=dpo", "data.convert=scores_to_all_pairs", "data.threshold=0.5"],

@@ -50,7 +50,7 @@ def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[s
 SOME = ("kto", "dpo", "sft", "bco", "aot_unpaired", "pointwise", "bradley_terry", "ppo")
 
 
-FEW = ("kto", "dpo", "bco")
+FEW = ("kto", "dpo", "bco", "aot")
 slow = pytest.mark.slow
 
 
