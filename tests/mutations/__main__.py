@@ -28,7 +28,7 @@ from tests.mutations.recording import (
 )
 from tests.mutations.sample import PACKAGE, all_mutants, choose, is_under
 
-BAR = 80
+BAR = 65
 COMPARED_BAR = 95
 COMPARED_CAP = 90.0
 """Seconds of tests of the full suite for a mutant that the fast suite has not caught."""
