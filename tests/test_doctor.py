@@ -14,7 +14,7 @@ import torch
 
 from tests.command import command as valence
 from valence import network
-from valence.engine import loading, speed
+from valence.models import loading, speed
 from valence.training import doctor, doctor_recipe
 from valence.training.doctor import EXTRAS, Finding, examine, writable
 

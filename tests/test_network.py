@@ -9,12 +9,12 @@ from collections.abc import Iterator
 import pytest
 
 from tests.errors import raises_error
-from tests.reward.kit import answers, error, reward, values
-from tests.reward.kit import server as reward_server
-from tests.rollout.vllm_server import END, PROMPTS, Completions, Words, serving
-from valence.rollout.openai import OpenAIGenerator
-from valence.rollout.protocol import Sampling
-from valence.rollout.wire import Lost, Wire
+from tests.rewards.kit import answers, error, reward, values
+from tests.rewards.kit import server as reward_server
+from tests.rollouts.vllm_server import END, PROMPTS, Completions, Words, serving
+from valence.rollouts.openai import OpenAIGenerator
+from valence.rollouts.protocol import Sampling
+from valence.rollouts.wire import Lost, Wire
 
 
 @pytest.fixture(params=["HTTP_PROXY", "ALL_PROXY"])

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 import valence
 from tests.command import ROWS, place
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from valence.config.arguments import recipe_from_arguments
 from valence.errors import UserError
 from valence.types import Chat
@@ -73,7 +73,7 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
 
 
 def _greedy() -> Any:
-    from valence.rollout.protocol import Sampling
+    from valence.rollouts.protocol import Sampling
 
     return Sampling(temperature=0.0, max_new_tokens=5, seed=0)
 

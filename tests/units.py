@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 
-from tests.models import tiny
-from valence.dist.single import Single
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, build_reference
-from valence.engine.reference import Reference
-from valence.engine.values import add_values
+from tests.tiny_models import tiny
+from valence.distributed.single import Single
 from valence.losses import LOSSES
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, build_reference
+from valence.models.reference import Reference
+from valence.models.values import add_values
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Answer, Encoded, Kind, Origin
@@ -96,7 +96,7 @@ def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[E
 
 def models_for(name: str) -> tuple[Engine, Reference | None]:
     """What a row of the table of losses is run with: policy and reference, or a reward model."""
-    from tests.engine.test_scores import reward_model
+    from tests.models.test_scores import reward_model
 
     loss = LOSSES[name]
     if not loss.of_scores:

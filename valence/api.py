@@ -23,17 +23,17 @@ from valence.data.encode import Encoder
 from valence.data.load import load, sources_from
 from valence.data.objects import PathOrPaths, Rows, as_overrides
 from valence.data.template import AsChat
-from valence.dist.processes import start
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import by_first, same
-from valence.engine.digest import model_digest
-from valence.engine.logprobs import Engine
-from valence.engine.models import load_tokenizer, stops_of
+from valence.distributed.processes import start
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first, same
 from valence.errors import UserError
-from valence.report.sinks import Sink
-from valence.report.trackers import check
-from valence.rollout.hf import evaluating
+from valence.models.digest import model_digest
+from valence.models.logprobs import Engine
+from valence.models.models import load_tokenizer, stops_of
+from valence.reports.sinks import Sink
+from valence.reports.trackers import check
+from valence.rollouts.hf import evaluating
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.build import build_models
 from valence.training.choices import with_dtype

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from benchmarks.crash.forked import popen_forks
 
 PRELOADED = [
-    "benchmarks.crash.forked", "valence.cli", "valence.api", "valence.report.page", "peft",
+    "benchmarks.crash.forked", "valence.cli", "valence.api", "valence.reports.page", "peft",
     "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "torch.utils.flop_counter",
     "torch._dynamo", "peft.tuners.lora.bnb", "plotly.offline",
 ]  # fmt: skip
@@ -115,7 +115,7 @@ def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) ->
     operations(changes)
     from tqdm import std
 
-    from valence.dist import processes
+    from valence.distributed import processes
 
     vars(std)["TqdmDefaultWriteLock"].mp_lock = None  # a semaphore, which would outlive a process that is killed
     processes.HEAD_START = 0.3  # long enough for who started it to see which one failed first

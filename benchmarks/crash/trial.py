@@ -21,7 +21,7 @@ from safetensors.numpy import load_file
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
 from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
 from valence.checkpoint.lock import holder
-from valence.report.metrics import repeatable
+from valence.reports.metrics import repeatable
 
 UNSEEDED = ("/random/python", "/random/numpy")
 """In names of tensors: what draws without a seed."""

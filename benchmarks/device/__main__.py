@@ -28,14 +28,14 @@ from benchmarks.step.cases import PROMPT_400, TINY, Case, Shape
 from benchmarks.step.floor import work_of
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
-from valence.dist.single import Single
-from valence.engine import speed
-from valence.engine.compiling import compile_layers, why_not
-from valence.engine.digest import Digests
-from valence.engine.gradients import clear
-from valence.engine.head import Head
-from valence.engine.models import build_policy
-from valence.engine.shape import shape_of
+from valence.distributed.single import Single
+from valence.models import speed
+from valence.models.compiling import compile_layers, why_not
+from valence.models.digest import Digests
+from valence.models.gradients import clear
+from valence.models.head import Head
+from valence.models.models import build_policy
+from valence.models.shape import shape_of
 from valence.training.build import best_device
 from valence.training.methods import METHODS
 from valence.training.step import Objective

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 import valence
 from examples.demo import assets
-from valence.report.rows import surprise
+from valence.reports.rows import surprise
 
 FLIPPED, LOOKED_AT = 0.05, 0.1
 """Share of the rows that is turned round, and share of the rows that is looked at."""

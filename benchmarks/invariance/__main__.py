@@ -17,10 +17,10 @@ from dataclasses import dataclass, fields
 import torch
 
 from valence.data.sampler import canonical_order
-from valence.dist.single import Single
-from valence.engine.models import build_policy, build_reference
-from valence.engine.reference import Frozen
-from valence.report.metrics import Meter
+from valence.distributed.single import Single
+from valence.models.models import build_policy, build_reference
+from valence.models.reference import Frozen
+from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Answer, Encoded, Kind, Origin

@@ -23,7 +23,7 @@ from benchmarks.methods import rows
 from benchmarks.methods.cases import CASES, QUICK, Case
 from examples.demo import assets
 from valence.api import build_run
-from valence.engine.models import load_model, load_tokenizer
+from valence.models.models import load_model, load_tokenizer
 from valence.training.methods import METHODS
 
 QUICK_STEPS = 5

@@ -18,11 +18,11 @@ from benchmarks.parity.cases import Case
 from benchmarks.parity.halos_side import Side, halos
 from benchmarks.parity.stages import Stage, as_kind, shortened
 from benchmarks.peers import surroundings
-from valence.dist.single import Single
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, build_reference, load_model
-from valence.engine.reference import Reference
-from valence.report.metrics import Meter
+from valence.distributed.single import Single
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, build_reference, load_model
+from valence.models.reference import Reference
+from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Encoded, Mean

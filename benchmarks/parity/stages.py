@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.parity.cases import ROWS
 from examples.demo import assets
 from valence.config.load import load_recipe
-from valence.engine.models import load_model
+from valence.models.models import load_model
 from valence.training.methods import method_of
 from valence.training.setup import prepare
 from valence.types import Answer, Encoded, Kind, Origin

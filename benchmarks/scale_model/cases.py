@@ -12,11 +12,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, sharded
 from valence.config.schema import Lora
-from valence.engine.checkpointing import Checkpointing
-from valence.engine.head import AREA, KEEP_CUDA
-from valence.engine.memory import Split, predict
-from valence.engine.shape import Shape, shape_of
-from valence.engine.speed import Work
+from valence.models.checkpointing import Checkpointing
+from valence.models.head import AREA, KEEP_CUDA
+from valence.models.memory import Split, predict
+from valence.models.shape import Shape, shape_of
+from valence.models.speed import Work
 
 DECODERS = {
     "0.5B": (896, 4864, 24, 14, 2, 151936, True),

@@ -14,9 +14,9 @@ from unittest.mock import patch
 
 from benchmarks.scale_model.measure import SENT, STEPS, UPDATED, WAYS
 from benchmarks.scale_model.model import UPDATE, Job, Layout, Machine, balance, seconds, sharded
-from valence.dist.launch import launch
-from valence.engine.shape import Shape
-from valence.engine.speed import Work
+from valence.distributed.launch import launch
+from valence.models.shape import Shape
+from valence.models.speed import Work
 
 
 @dataclass(frozen=True)

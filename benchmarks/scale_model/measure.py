@@ -1,6 +1,6 @@
 """One of two processes that time what the model needs to know of this machine, and steps that it is to foretell.
 
-``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.dist.launch``: rank 0 writes what was found.
+``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launch``: rank 0 writes what was found.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from valence.dist.fsdp2 import shard
-from valence.dist.processes import start
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered
-from valence.engine import speed
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy
-from valence.engine.shape import decoder_layers, shape_of
-from valence.engine.speed import Work
+from valence.distributed.fsdp2 import shard
+from valence.distributed.processes import start
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered
+from valence.models import speed
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy
+from valence.models.shape import decoder_layers, shape_of
+from valence.models.speed import Work
 from valence.training.methods import METHODS
 from valence.training.step import Objective, optimizer_step
 from valence.types import Answer, Encoded, Origin

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from itertools import zip_longest
 
 from valence.batching.micro_batches import balance_across_ranks, fill_bins, round_robin
-from valence.engine import speed
-from valence.engine.checkpointing import Checkpointing
-from valence.engine.memory import Split
-from valence.engine.shape import Shape
-from valence.engine.speed import Work
+from valence.models import speed
+from valence.models.checkpointing import Checkpointing
+from valence.models.memory import Split
+from valence.models.shape import Shape
+from valence.models.speed import Work
 
 MASTER = 4
 """Bytes of a weight that trains, and of its gradient."""

@@ -24,9 +24,9 @@ from benchmarks.step.cases import SMALL
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import save_models
 from valence.batching.micro_batches import make_micro_batch
-from valence.engine.compiling import compile_layers, why_not
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, load_model
+from valence.models.compiling import compile_layers, why_not
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, load_model
 from valence.training.build import best_device
 from valence.types import Answer, Batch, Encoded, Origin
 

@@ -17,11 +17,11 @@ from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, Models
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import make_micro_batch
-from valence.dist.single import Single
-from valence.engine.cache import Cached
-from valence.engine.compiling import compile_layers, why_not
-from valence.engine.gradients import clear
-from valence.engine.models import build_policy, build_reference, load_model
+from valence.distributed.single import Single
+from valence.models.cache import Cached
+from valence.models.compiling import compile_layers, why_not
+from valence.models.gradients import clear
+from valence.models.models import build_policy, build_reference, load_model
 from valence.training.methods import METHODS
 from valence.training.step import Objective
 from valence.types import Encoded

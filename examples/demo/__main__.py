@@ -16,7 +16,7 @@ from examples.demo.assets import quick_dtype, smollm2
 from examples.demo.measure import mcnemar, share
 from examples.quickstart.judge import judge
 from examples.quickstart.make_feedback import MAX_NEW_TOKENS, TEMPERATURE, read_prompts
-from valence.rollout import Sampling
+from valence.rollouts import Sampling
 from valence.training.loop import Interrupted
 from valence.types import Chat, Completion
 

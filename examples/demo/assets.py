@@ -42,7 +42,7 @@ FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d
 
 def quick_dtype() -> str:
     """The type in which this machine computes quickest: bfloat16, but for a processor that does not know it."""
-    from valence.engine import speed
+    from valence.models import speed
     from valence.training.build import best_device
 
     return "float32" if speed.slow(best_device(), torch.bfloat16) else "bfloat16"

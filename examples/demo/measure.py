@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from valence.report import stats
+from valence.reports import stats
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from examples.demo.assets import smollm2
 from examples.quickstart.judge import judge
 from valence.data.encode import Encoder
-from valence.rollout import HFGenerator, Sampling
+from valence.rollouts import HFGenerator, Sampling
 from valence.types import Chat, Completion
 
 HERE = Path(__file__).parent

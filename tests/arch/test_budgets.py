@@ -14,9 +14,9 @@ from tests.arch.source import FILES, ROOT, shown, tree
 LINES_OF_A_FILE = 800
 LINES_OF_A_FUNCTION = 120
 TAKES_ANYTHING = {
-    "valence/report/sinks.py": 1,
+    "valence/reports/sinks.py": 1,
     "valence/checkpoint/keeper.py": 1,
-    "valence/reward/threads.py": 1,
+    "valence/rewards/threads.py": 1,
     "valence/training/pages.py": 1,
     "valence/network.py": 1,
 }

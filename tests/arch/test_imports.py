@@ -21,14 +21,14 @@ LAYERS = (
     "types",
     "config",
     "batching",
-    "dist",
+    "distributed",
     "losses",
-    "engine",
+    "models",
     "data",
-    "rollout",
-    "reward",
+    "rollouts",
+    "rewards",
     "checkpoint",
-    "report",
+    "reports",
     "terminal",
 )
 
@@ -41,14 +41,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "types": (),
     "config": ("files",),
     "batching": ("types",),
-    "dist": ("terminal",),
+    "distributed": ("terminal",),
     "losses": ("types",),
-    "engine": ("types", "network", "files"),
+    "models": ("types", "network", "files"),
     "data": ("types",),
-    "rollout": ("types", "network", "files"),
-    "reward": ("types", "network", "checksums", "files"),
-    "checkpoint": ("types", "dist.protocol", "dist.together", "checksums", "files"),
-    "report": ("types", "dist.protocol", "checksums", "files", "terminal"),
+    "rollouts": ("types", "network", "files"),
+    "rewards": ("types", "network", "checksums", "files"),
+    "checkpoint": ("types", "distributed.protocol", "distributed.together", "checksums", "files"),
+    "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
     "training": (*LAYERS, "network"),
     "api": (*LAYERS, "training"),
     "cli": (*LAYERS, "training", "api"),
@@ -146,12 +146,12 @@ def test_only_dist_speaks_to_other_processes() -> None:
     users = [
         f"{shown(path)}:{line}"
         for path in FILES
-        if part_of(path) != "dist"
+        if part_of(path) != "distributed"
         for line, name in imports(path)
         if is_in(name, "torch.distributed")
     ]
     # A server that is sent weights is no process of the run.
-    assert [place for place in users if not place.startswith("valence/rollout/vllm_plugin.py:")] == []
+    assert [place for place in users if not place.startswith("valence/rollouts/vllm_plugin.py:")] == []
 
 
 STATEMENTS = (
@@ -194,7 +194,7 @@ for case in cases:
             exec(case["statement"], {})
         else:
             import valence.cli
-            from valence.dist import launch
+            from valence.distributed import launch
             launch.launch = lambda *_: launched.append(True) or 0
             sys.argv = ["valence", *case["words"].split()]
             valence.cli.main()

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.fsdp import fully_shard
 
-from tests.dist.rig import run
+from tests.distributed.rig import run
 from tests.errors import raises_error
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints, check
 from valence.checkpoint.store import Stored
-from valence.dist import shards
-from valence.dist.protocol import Group
+from valence.distributed import shards
+from valence.distributed.protocol import Group
 from valence.errors import UserError
 
 pytestmark = pytest.mark.dist
@@ -260,7 +260,7 @@ class Case:
         from peft import LoraConfig, get_peft_model
         from transformers import AutoModelForSequenceClassification
 
-        from tests.models import tiny
+        from tests.tiny_models import tiny
 
         made: Any = tiny(self.kind, dtype=torch.bfloat16 if self.narrow else torch.float32)
         if scores := (self.lora or {}).get("task_type") == "SEQ_CLS":
@@ -337,7 +337,7 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    from tests.models import tiny
+    from tests.tiny_models import tiny
 
     if name == "adapter":
         return PeftModel.from_pretrained(tiny(CASES[name].kind, dtype=torch.float32), str(folder)).state_dict()  # type: ignore[arg-type]

@@ -15,11 +15,11 @@ import torch
 
 import valence
 from tests.arch.source import FILES, ROOT, imports, is_in, tree
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.test_run import recipe
 
-OWN_PIPE = ("valence/reward/pool.py", "valence/reward/worker_process.py")
+OWN_PIPE = ("valence/rewards/pool.py", "valence/rewards/worker_process.py")
 """A server sends calls to its own worker through a pipe that nobody else writes to. Replies are JSON."""
 PICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 

@@ -11,7 +11,7 @@ import torch
 from tests.errors import raises_error
 from valence.config.learning_rates import LEARNING_RATES
 from valence.config.load import LoadedRecipe, load_recipe
-from valence.engine.speed import automatic_dtype
+from valence.models.speed import automatic_dtype
 from valence.training.choices import with_dtype, with_recorded
 from valence.training.methods import METHODS, ONLINE, method_of
 

@@ -15,8 +15,8 @@ from transformers import LlamaConfig, PreTrainedConfig, Qwen2Config
 
 from tests.tiny import tiny_tokenizer
 from valence.config.load import load_recipe
-from valence.dist.single import Planned
-from valence.engine.memory import Split
+from valence.distributed.single import Planned
+from valence.models.memory import Split
 from valence.training import plan
 from valence.training.methods import METHODS, ONLINE, method_in, method_of
 from valence.training.plan import Plan, make_plan

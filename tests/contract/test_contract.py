@@ -15,13 +15,13 @@ from torch import Tensor
 from tests.units import models_for, objective, policy_and_reference, policy_with_values, sampled, units, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.data.sampler import canonical_order
-from valence.engine.logprobs import Engine
-from valence.engine.reference import Reference
-from valence.engine.scores import Scorer
 from valence.losses import LOSSES
 from valence.losses.average import Average, counts, divisors
 from valence.losses.stats import RewardShift, moments, powers, reference_point
-from valence.report.metrics import Meter
+from valence.models.logprobs import Engine
+from valence.models.reference import Reference
+from valence.models.scores import Scorer
+from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective, StepResult
 from valence.types import Batch, Encoded, Mean, TokenOut

@@ -12,8 +12,8 @@ import torch
 
 from benchmarks.crash.cases import write_rows
 from tests.crash.rig import Disk, Place
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 
 collect_ignore_glob = [] if Path("/proc/self/fd").is_dir() else ["test_*.py"]  # which says what file an operation is on
 

@@ -16,8 +16,8 @@ from benchmarks.crash.cases import CASES, Case, recipe
 from benchmarks.crash.process import operations
 from tests.command import command, command_error
 from valence.data.sampler import Sampler
-from valence.engine.logprobs import Engine
 from valence.errors import UserError
+from valence.models.logprobs import Engine
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13

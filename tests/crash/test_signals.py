@@ -15,7 +15,7 @@ from tests.command import command
 from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
 from valence.checkpoint.store import Snapshot
-from valence.engine.cache import Cached
+from valence.models.cache import Cached
 from valence.training import finish
 from valence.training.loop import Run
 

@@ -46,7 +46,7 @@ COMMANDS = {
 OUTSIDE = (*(f"{name} " for name in COMMANDS), "source ", "sbatch ", "scancel ", "kubectl ")
 """How lines of such programs begin."""
 COPIED = ("torchrun", "accelerate", "python", "sbatch", "kubectl")
-"""Those that start training, here as copies. That it starts from nothing, too, is tested in tests/dist."""
+"""Those that start training, here as copies. That it starts from nothing, too, is tested in tests/distributed."""
 
 
 def stand_ins(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:

@@ -19,7 +19,7 @@ from valence.config.describe import settings_table
 from valence.config.schema import Recipe, Source
 from valence.data.formats import FORMATS
 from valence.data.load import load
-from valence.report import online_signs, signs
+from valence.reports import online_signs, signs
 from valence.training.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))

@@ -13,12 +13,12 @@ from benchmarks.scale_model import cases, here, measure
 from benchmarks.scale_model.here import Step
 from benchmarks.scale_model.measure import WAYS
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, seconds, sharded, volume
-from tests.dist.rig import run
-from valence.dist.protocol import Group
-from valence.engine import speed
-from valence.engine.memory import Split
-from valence.engine.shape import Shape
-from valence.engine.speed import Work
+from tests.distributed.rig import run
+from valence.distributed.protocol import Group
+from valence.models import speed
+from valence.models.memory import Split
+from valence.models.shape import Shape
+from valence.models.speed import Work
 
 SHAPE = Shape(
     parameters=1000, trained=1000, linear=800, layers=4, hidden=8, inner=16, heads=8, vocabulary=10, largest=200, outside=200

@@ -26,7 +26,7 @@ NOT_RUN: dict[str, dict[str, str]] = {
 Commands are parsed all the same."""
 
 OTHERS: dict[str, str] = {
-    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollout/test_vllm_server.py` starts its servers by these lines, where the environment is",
+    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollouts/test_vllm_server.py` starts its servers by these lines, where the environment is",
 }
 """How lines begin that are run elsewhere, and where."""
 

@@ -31,9 +31,9 @@ from ruamel.yaml import YAML
 from tests.command import command
 from tests.docs.blocks import ROOT, Block, blocks, same_output
 from tests.docs.outside import OUTSIDE, Outside, smaller
-from tests.models import tiny
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from valence import cli
 
 PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]

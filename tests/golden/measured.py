@@ -13,13 +13,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from tests.engine.test_scores import reward_model
-from tests.models import tiny
+from tests.models.test_scores import reward_model
+from tests.tiny_models import tiny
 from tests.units import units
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, build_reference
-from valence.engine.reference import Frozen
-from valence.engine.values import add_values
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, build_reference
+from valence.models.reference import Frozen
+from valence.models.values import add_values
 from valence.types import Answer, Encoded, Kind
 
 Of = Literal["tokens", "values", "scores", "levels"]

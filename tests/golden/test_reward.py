@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from valence.dist.single import Single
+from valence.distributed.single import Single
 from valence.losses.metrics import Metrics
 from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
-from valence.report.metrics import STATISTICS, Meter, calibration_error, explained, pearson, spearman
+from valence.reports.metrics import STATISTICS, Meter, calibration_error, explained, pearson, spearman
 from valence.types import Ranked
 
 

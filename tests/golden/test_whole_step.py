@@ -16,10 +16,10 @@ from tests.golden.whole import IDLE, WHOLE_STEP, Step, answers, reference_points
 from tests.units import objective
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker
-from valence.dist.single import Single
+from valence.distributed.single import Single
 from valence.losses import LOSSES
 from valence.losses.modifiers import MODIFIERS
-from valence.report.metrics import Meter
+from valence.reports.metrics import Meter
 from valence.training.evaluate import evaluate
 from valence.training.methods import METHODS
 from valence.training.step import Objective, optimizer_step

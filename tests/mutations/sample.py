@@ -11,12 +11,12 @@ from tests.mutations.operators import Mutant, find_mutants
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = "valence"
-EXCLUDED = ("cli", "report", "terminal.py", "engine/head_triton.py", "losses/guide.py")
+EXCLUDED = ("cli", "reports", "terminal.py", "models/head_triton.py", "losses/guide.py")
 """What shows texts and charts, or needs a GPU."""
 STRATA = {
-    "losses": 50, "training/step.py": 22, "training/passes.py": 12, "training/online": 14,
-    "training": 26, "data": 26, "engine": 24, "dist": 10, "config": 10, "reward": 10,
-    "checkpoint": 8, "rollout": 8, "": 4,
+    "losses": 50, "batching": 12, "training/step.py": 30, "training/online": 14, "training": 26,
+    "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "checkpoint": 8,
+    "rollouts": 8, "": 4,
 }  # fmt: skip
 """Prefix of a path -> its weight in the sample. A file belongs to the first prefix that fits."""
 RARE = {"arguments": 0.3, "keyword": 0.4, "return": 0.3}

@@ -12,9 +12,9 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from tests.models import SMALL, tiny
 from tests.regression.recipes import ARCHITECTURES, RECIPES
 from tests.tiny import CHATML, CORPUS, INST, tiny_tokenizer
+from tests.tiny_models import SMALL, tiny
 
 WORDS = " ".join(CORPUS[:2]).split()
 REWARDS = '''

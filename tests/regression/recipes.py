@@ -172,4 +172,4 @@ RECIPES = (
     ),
 )  # fmt: skip
 ARCHITECTURES = tuple(sorted({r.settings["model"]["name"].split("/")[1] for r in RECIPES}))
-"""Names of the models in ``tests/models.py`` that the recipes train."""
+"""Names of the models in ``tests/tiny_models.py`` that the recipes train."""

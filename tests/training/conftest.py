@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, killed, settings, settings_for, train
 from tests.training.scoring import FILES, write
 from tests.training.test_run import finished, folder, recipe

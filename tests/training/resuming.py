@@ -14,7 +14,7 @@ from rich.console import Console
 import valence
 from tests.training.test_run import logged, recipe
 from valence.errors import UserError
-from valence.report.metrics import repeatable
+from valence.reports.metrics import repeatable
 from valence.training.loop import Run
 
 

@@ -15,14 +15,14 @@ from transformers import AutoTokenizer, GenerationConfig
 import valence
 from tests.command import command
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import CHATML, tiny_tokenizer, tokenizer_of
+from tests.tiny_models import tiny
 from tests.training.scoring import read, score, write
 from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
-from valence.engine.models import generation_stops
-from valence.rollout.protocol import Sampling
+from valence.models.models import generation_stops
+from valence.rollouts.protocol import Sampling
 from valence.training.finish import write_model
 from valence.training.methods import method_of
 from valence.training.restore import restore

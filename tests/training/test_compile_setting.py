@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.engine.logprobs import Engine
-from valence.engine.reference import Frozen
+from valence.models.logprobs import Engine
+from valence.models.reference import Frozen
 from valence.training import build as building
 from valence.training.build import build_models
 from valence.training.methods import method_of

@@ -13,8 +13,8 @@ import torch
 
 import valence
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.test_run import FinishedRuns, recipe
 from valence.errors import UserError
 from valence.training import finish

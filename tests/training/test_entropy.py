@@ -14,7 +14,7 @@ from tests.training.online.rig import make, recipe
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES
-from valence.report.metrics import Meter
+from valence.reports.metrics import Meter
 
 
 def measured(name: str, budget: int, *, backward: bool, entropy: bool = True) -> tuple[dict[str, float], torch.Tensor]:

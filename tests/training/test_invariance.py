@@ -10,17 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import tiny
+from tests.tiny_models import tiny
 from tests.units import objective, unit, units
 from valence.batching import prefix_tree
 from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker, token_sequences
 from valence.batching.prefix_tree import num_unique_tokens
 from valence.data.sampler import Sampler
-from valence.engine.logprobs import Engine
-from valence.engine.models import build_policy, build_reference
-from valence.engine.reference import Frozen
-from valence.report.metrics import Meter
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, build_reference
+from valence.models.reference import Frozen
+from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
 from valence.types import Encoded, Kind

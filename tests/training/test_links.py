@@ -16,9 +16,9 @@ from tests.training.resuming import settings, train
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
 from valence.checkpoint.store import write_whole, written_aside
-from valence.engine.ledger import Ledger
 from valence.files import make_folder, open_file
-from valence.reward.cache import Kept
+from valence.models.ledger import Ledger
+from valence.rewards.cache import Kept
 from valence.training.folder import FOLDERS
 from valence.types import Score
 

@@ -12,13 +12,13 @@ import pytest
 import torch
 
 from tests.errors import check_error, raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.units import objective, policy_and_reference, units
 from valence.api import build_run
 from valence.config.load import load_recipe
-from valence.engine.reference import Following
 from valence.errors import UserError
+from valence.models.reference import Following
 from valence.training.loop import Callback, Run
 from valence.training.methods import method_of
 from valence.training.saving import load_weights

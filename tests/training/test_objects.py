@@ -12,8 +12,8 @@ import pytest
 import torch
 
 import valence
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 
 ROWS = [
     {"prompt": f"question {i} ", "completion": f"{'good' if i % 2 else 'bad'} answer {i}", "label": "yes" if i % 2 else "no"}

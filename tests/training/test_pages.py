@@ -12,11 +12,11 @@ import torch
 import valence
 from tests.training.conftest import SharedRuns
 from tests.training.test_run import ROWS, folder, logged, recipe  # noqa: F401  (a fixture)
-from valence.engine import speed
 from valence.errors import UserError
-from valence.report import page
-from valence.report.html import write_aside
-from valence.report.metrics import repeatable
+from valence.models import speed
+from valence.reports import page
+from valence.reports.html import write_aside
+from valence.reports.metrics import repeatable
 from valence.training import pages
 from valence.training.restore import restore
 

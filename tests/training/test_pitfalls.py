@@ -13,14 +13,14 @@ from torch import Tensor
 
 import valence
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.units import objective, policy_and_reference, unit, units
-from valence.dist.single import Single
-from valence.engine.models import build_policy, build_reference
-from valence.engine.reference import Frozen
+from valence.distributed.single import Single
 from valence.losses import LOSSES, Loss, stats
 from valence.losses.views import seq_view, token_columns, token_view
+from valence.models.models import build_policy, build_reference
+from valence.models.reference import Frozen
 from valence.training.loop import Run
 from valence.training.step import Objective
 from valence.types import Encoded, TokenOut

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.resuming import Undisturbed, facts, killed, records, train, weights
 from tests.training.test_run import ROWS, written
 from valence.config.learning_rates import LEARNING_RATES
@@ -196,7 +196,7 @@ def spy_on_steps(
         shares: Any,
         *rest: Any,
     ) -> Any:
-        note(list(units), [unit for share in shares for unit in share.units])
+        note(list(units), [unit for share in shares for unit in share.examples])
         return step(objective, optimizer, units, following, clip, shares, *rest)
 
     monkeypatch.setattr(loop, "optimizer_step", spied)

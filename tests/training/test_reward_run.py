@@ -15,8 +15,8 @@ from typer.testing import CliRunner
 
 import valence
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from valence import cli
 from valence.config.load import load_recipe
 from valence.training.build import build_models

@@ -11,8 +11,8 @@ import torch
 
 import valence
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 
 ROWS = [{"prompt": f"tell of {n}", "chosen": f"{n} is wet", "rejected": "no"} for n in ("rain", "snow", "wind", "hail")]
 

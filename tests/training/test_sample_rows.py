@@ -15,16 +15,16 @@ import torch
 
 import valence
 from tests.command import command
-from tests.dist.rig import run as together
+from tests.distributed.rig import run as together
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, judge, prompts, sample
 from tests.training.scoring import invoke, read, write
 from valence import cli
 from valence.data.encode import Encoder
-from valence.dist.protocol import Group
-from valence.engine.models import load_model
-from valence.rollout.hf import HFGenerator
+from valence.distributed.protocol import Group
+from valence.models.models import load_model
+from valence.rollouts.hf import HFGenerator
 from valence.training import sample_rows as module
 from valence.types import Chat
 

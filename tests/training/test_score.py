@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 import valence
-from tests.dist.rig import run as together
+from tests.distributed.rig import run as together
 from tests.errors import raises_error
 from tests.programs import Program
-from valence.dist.protocol import Group
-from valence.engine.reference import AdapterOff, Frozen, Later
-from valence.report.metrics import repeatable
+from valence.distributed.protocol import Group
+from valence.models.reference import AdapterOff, Frozen, Later
+from valence.reports.metrics import repeatable
 from valence.training import build
 from valence.training.restore import restore
 from valence.training.score import score

@@ -13,12 +13,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import valence
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.scoring import FILES, read, score
 from valence.config.schema import Lora
-from valence.engine.adapters import with_adapter
-from valence.engine.models import load_model
+from valence.models.adapters import with_adapter
+from valence.models.models import load_model
 
 RECIPE = (
     "method: apo_zero_unpaired\n"

@@ -14,8 +14,8 @@ from ruamel.yaml import YAML
 import valence
 from tests.command import command
 from tests.errors import raises_error
-from tests.models import tiny
 from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
 from tests.training.conftest import SharedRuns, copy_run
 from tests.training.scoring import invoke
 from tests.training.test_run import folder

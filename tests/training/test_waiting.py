@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models import tiny
 from tests.prefix_trees import conversations
 from tests.pretend import CUDA, pretended
+from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
-from valence.engine.models import build_policy
-from valence.engine.values import add_values
+from valence.models.models import build_policy
+from valence.models.values import add_values
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
 from valence.types import sent

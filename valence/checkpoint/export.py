@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from valence.checkpoint.store import agreed, apart, is_sharded, place_aside, written_aside
-from valence.dist.protocol import Group
+from valence.distributed.protocol import Group
 from valence.errors import UserError
 
 LARGEST = 5 * 10**9

@@ -18,8 +18,8 @@ from typing import Any
 from torch import Tensor
 
 from valence.checkpoint.store import PLAIN, Snapshot, Write, agreed, place_aside, synced, written_aside
-from valence.dist.protocol import Group
-from valence.dist.together import gathered
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.files import refuse_links
 

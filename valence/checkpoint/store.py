@@ -16,8 +16,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from valence.dist.protocol import Group
-from valence.dist.together import gathered
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.files import open_file, refuse_links, write_all
 

@@ -20,7 +20,7 @@ from valence.errors import UserError
 from valence.terminal import Terminal, print_message
 
 if TYPE_CHECKING:
-    from valence.dist.protocol import Group
+    from valence.distributed.protocol import Group
 
 NOTHING_BEGUN = "stopped before anything was begun"
 MISTAKE = 2
@@ -88,12 +88,12 @@ def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:
 def processes(nproc: int | None) -> Iterator[Group]:
     """The processes that the command runs in. Started here where several are asked for: then this one only waits for them, and
     ends as they do. Only rank 0 prints."""
-    from valence.dist.launch import launch, needed
+    from valence.distributed.launch import launch, needed
 
     if needed(nproc):
         raise typer.Exit(launch(sys.argv[1:], nproc or 1))
     with stoppable(NOTHING_BEGUN):
-        from valence.dist.processes import start
+        from valence.distributed.processes import start
 
         group = start()
     if group.rank:

@@ -60,7 +60,7 @@ def methods(incomplete: str) -> list[str]:
 
 def rules(incomplete: str) -> list[str]:
     """Names of rewards that are rules."""
-    from valence.reward.rules import RULES
+    from valence.rewards.rules import RULES
 
     return [name for name in RULES if name.startswith(incomplete)]
 

@@ -29,7 +29,7 @@ from valence.files import check_path
 from valence.terminal import print_message
 
 if TYPE_CHECKING:
-    from valence.dist.protocol import Group
+    from valence.distributed.protocol import Group
 
 Longest = Annotated[
     int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens. Default: the recipe's, or 128.")
@@ -177,7 +177,7 @@ def export(
 ) -> None:
     """Write a run's weights as a folder that transformers loads and vLLM serves."""
     with processes(nproc) as group:
-        from valence.dist.together import by_first
+        from valence.distributed.together import by_first
         from valence.training.finish import write_model
 
         by_first(group, partial(_check_can_be_made, to))

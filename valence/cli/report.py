@@ -30,10 +30,10 @@ def report(
     """Write the page of a run again, or compare several runs on one page: numbers, settings that differ, curves, rows on which
     they disagree. Runs that are not finished are told of with what they have."""
     from valence.checkpoint.lock import holder
-    from valence.report.compared import find_runs, read_compared
-    from valence.report.comparison import comparison_page, refuse_others, write_out
-    from valence.report.comparison_markdown import comparison_markdown, run_markdown
-    from valence.report.rundata import read_run
+    from valence.reports.compared import find_runs, read_compared
+    from valence.reports.comparison import comparison_page, refuse_others, write_out
+    from valence.reports.comparison_markdown import comparison_markdown, run_markdown
+    from valence.reports.rundata import read_run
 
     found = find_runs(runs, holder)
     several = len(found) > 1
@@ -51,8 +51,8 @@ def report(
 
 def _page_of(run_dir: Path, *, copied: bool) -> str:
     """Writes the page of a run again. Returns where it is, or what it holds if that is to be copied."""
-    from valence.report.comparison_tables import MARK
-    from valence.report.page import write_page
+    from valence.reports.comparison_tables import MARK
+    from valence.reports.page import write_page
 
     try:
         page = write_page(run_dir)

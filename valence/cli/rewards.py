@@ -18,8 +18,8 @@ def rewards(
 ) -> None:
     """List the rewards that are rules, or explain one. Functions, reward models and servers are named in the same place."""
     from valence.config.describe import settings_table
-    from valence.reward.build import KINDS
-    from valence.reward.rules import RULES, settings_of, unknown_rule
+    from valence.rewards.build import KINDS
+    from valence.rewards.rules import RULES, settings_of, unknown_rule
 
     if name is None:
         table = Table("rule", "score", box=None, pad_edge=False)

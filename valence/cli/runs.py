@@ -114,7 +114,7 @@ def resume(
 ) -> None:
     """Go on with a run by its folder, wherever its recipe is now. It is read and written where the run was started from."""
     must_be_open(as_json)
-    from valence.report.runs import place_of_run
+    from valence.reports.runs import place_of_run
 
     if any(each.split("=")[0] == "run.dir" for each in overrides or []):
         raise UserError("a run goes on where it is", code="option-conflict", where="run.dir", fix="move the folder, and name it")
@@ -136,7 +136,7 @@ def runs(
 ) -> None:
     """List the runs in a folder: state, step, time left, last numbers."""
     from valence.checkpoint.lock import holder
-    from valence.report import runs as listed
+    from valence.reports import runs as listed
 
     found = listed.list_runs(folder, holder)
     if not as_json:
@@ -160,8 +160,8 @@ def check(
     source = load_recipe(recipe, overrides or [], method_of=method_of)  # before torch is imported
 
     from valence.api import check_sinks, show_audit
-    from valence.dist.single import Planned
-    from valence.report.console import exact
+    from valence.distributed.single import Planned
+    from valence.reports.console import exact
     from valence.training.choices import with_dtype
     from valence.training.plan import crowding, describe, make_plan
     from valence.training.rendering import in_short

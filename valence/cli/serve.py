@@ -15,10 +15,10 @@ from valence.errors import UserError, install_command
 from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
-    from valence.reward.build import Spec
-    from valence.reward.calls import Backend
-    from valence.reward.server import Service
-    from valence.reward.serving import Limits
+    from valence.rewards.build import Spec
+    from valence.rewards.calls import Backend
+    from valence.rewards.server import Service
+    from valence.rewards.serving import Limits
 
 MEGABYTE = 1_000_000
 
@@ -64,8 +64,8 @@ def serve_reward(
 ) -> None:
     """Serve a reward over HTTP: POST /get_reward, the wire that OpenRLHF and recipes with an address read. KEY=VALUE: settings
     of the reward, as a recipe's reward section has them (`settings.answer=label`)."""
-    from valence.reward.server import serve
-    from valence.reward.serving import Limits
+    from valence.rewards.server import serve
+    from valence.rewards.serving import Limits
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
@@ -86,9 +86,9 @@ def reward_service(
 ) -> Service:
     """The reward, loaded. Raises UserError for one that cannot be served."""
     from valence.config.load import load_reward
-    from valence.reward import reward_of
-    from valence.reward.pool import WorkerPool
-    from valence.reward.server import ENDS, Service
+    from valence.rewards import reward_of
+    from valence.rewards.pool import WorkerPool
+    from valence.rewards.server import ENDS, Service
 
     if target.startswith(("http://", "https://")):
         raise UserError(

@@ -15,23 +15,23 @@ from transformers import PreTrainedTokenizerBase
 
 from valence.config.schema import Model, Recipe
 from valence.data.targets import ONE
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import same
-from valence.engine.cache import Cached
-from valence.engine.compiling import compile_layers, why_not
-from valence.engine.digest import model_digest
-from valence.engine.logprobs import Engine
-from valence.engine.memory import Split, free_memory
-from valence.engine.models import DTYPES, build_policy, build_reference, load_model, position_limit
-from valence.engine.quantized import is_quantized
-from valence.engine.reference import Frozen, Reference
-from valence.engine.router import check_router
-from valence.engine.scores import is_reward_model
-from valence.engine.shape import shape_of, skeleton, skeleton_of
-from valence.engine.stream import CannotStreamError, Stream, outline
-from valence.engine.values import add_values
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import same
 from valence.errors import UserError
+from valence.models.cache import Cached
+from valence.models.compiling import compile_layers, why_not
+from valence.models.digest import model_digest
+from valence.models.logprobs import Engine
+from valence.models.memory import Split, free_memory
+from valence.models.models import DTYPES, build_policy, build_reference, load_model, position_limit
+from valence.models.quantized import is_quantized
+from valence.models.reference import Frozen, Reference
+from valence.models.router import check_router
+from valence.models.scores import is_reward_model
+from valence.models.shape import shape_of, skeleton, skeleton_of
+from valence.models.stream import CannotStreamError, Stream, outline
+from valence.models.values import add_values
 from valence.training.compare import rows_of
 from valence.training.setup import Prepared
 from valence.training.sharding import at_rest, check_folders, choose, fits_whole, least_free, share, trains_whole

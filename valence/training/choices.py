@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from valence.config.load import LoadedRecipe
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import by_first
-from valence.engine.speed import automatic_dtype
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first
+from valence.models.speed import automatic_dtype
 
 
 def with_dtype(source: LoadedRecipe, group: Group | None = None) -> LoadedRecipe:

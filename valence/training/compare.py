@@ -16,9 +16,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from valence.checksums import KEY, checksum
-from valence.dist.protocol import Group
-from valence.engine.logprobs import Engine
+from valence.distributed.protocol import Group
 from valence.errors import UserError
+from valence.models.logprobs import Engine
 from valence.training.folder import versions
 from valence.training.setup import Corpus, Prepared
 from valence.types import Encoded

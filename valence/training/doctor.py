@@ -17,10 +17,10 @@ from typing import Any, Literal
 import torch
 
 from valence import __version__
-from valence.dist.backends import backends
-from valence.engine import speed
-from valence.engine.memory import free_memory
+from valence.distributed.backends import backends
 from valence.errors import install_command
+from valence.models import speed
+from valence.models.memory import free_memory
 from valence.network import ask_hub
 
 State = Literal["ok", "missing", "problem"]

@@ -13,11 +13,11 @@ import torch
 
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
-from valence.engine import speed
-from valence.engine.loading import is_cached, must_exist
 from valence.errors import UserError, install_command
+from valence.models import speed
+from valence.models.loading import is_cached, must_exist
 from valence.network import DEADLINE, within
-from valence.report.trackers import check
+from valence.reports.trackers import check
 from valence.training.doctor import EXTRAS, Finding, writable
 from valence.training.methods import method_of
 

@@ -10,9 +10,9 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.data.sampler import canonical_order
-from valence.dist.protocol import Group
-from valence.dist.together import gathered
-from valence.report.metrics import Meter
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
+from valence.reports.metrics import Meter
 from valence.training.step import Objective, SequenceResult
 from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference, Ranking
 

@@ -19,15 +19,15 @@ from valence.checkpoint.store import Snapshot
 from valence.checksums import add_checksum, verify
 from valence.data.sampler import canonical_order
 from valence.data.targets import ONE
-from valence.dist.fsdp2 import local
-from valence.dist.together import by_first, gathered
-from valence.engine.adapters import merged
-from valence.engine.cache import Cached
-from valence.engine.models import DTYPES, load_model
-from valence.engine.scores import Scorer, with_padding
+from valence.distributed.fsdp2 import local
+from valence.distributed.together import by_first, gathered
 from valence.errors import UserError
-from valence.report.card import CardFacts, last_record, license_of, model_card
-from valence.rollout.protocol import Sampling
+from valence.models.adapters import merged
+from valence.models.cache import Cached
+from valence.models.models import DTYPES, load_model
+from valence.models.scores import Scorer, with_padding
+from valence.reports.card import CardFacts, last_record, license_of, model_card
+from valence.rollouts.protocol import Sampling
 from valence.terminal import output_errors, print_message
 from valence.training import measure
 from valence.training.evaluate import as_text

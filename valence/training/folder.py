@@ -16,9 +16,9 @@ from typing import Any
 from valence.checkpoint.lock import NAME, Lock
 from valence.checkpoint.store import write_whole
 from valence.checksums import add_checksum, verify
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import by_first
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
 

@@ -13,11 +13,13 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from valence.config.load import LoadedRecipe
 from valence.config.schema import Model
-from valence.engine.adapters import with_adapter
-from valence.engine.digest import model_digest
-from valence.engine.loading import LOADING_ERRORS, cannot_load, must_exist
-from valence.engine.logprobs import Engine
-from valence.engine.models import (
+from valence.errors import UserError
+from valence.losses.metrics import Reward, log_ratio
+from valence.models.adapters import with_adapter
+from valence.models.digest import model_digest
+from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.logprobs import Engine
+from valence.models.models import (
     DTYPES,
     build_reference,
     load_model,
@@ -25,10 +27,8 @@ from valence.engine.models import (
     position_limit,
     without_dropout,
 )
-from valence.engine.reference import Reference
-from valence.engine.scores import Scorer, widen_head
-from valence.errors import UserError
-from valence.losses.metrics import Reward, log_ratio
+from valence.models.reference import Reference
+from valence.models.scores import Scorer, widen_head
 from valence.training.build import best_device, check_vocabulary
 from valence.training.choices import with_dtype
 from valence.training.methods import method_in

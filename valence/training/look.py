@@ -16,7 +16,7 @@ from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
 from valence.data.sources import Row
 from valence.errors import UserError
-from valence.report.show import show_encoded, show_example, show_row
+from valence.reports.show import show_encoded, show_example, show_row
 from valence.training.methods import method_in, method_of
 from valence.training.rendering import describe_rendering
 from valence.training.setup import prepare

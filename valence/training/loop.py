@@ -11,20 +11,20 @@ import torch
 from rich.console import Console
 
 from valence.data.audit_text import audited
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered
-from valence.engine import speed
-from valence.engine.logprobs import Engine
-from valence.engine.models import DTYPES
-from valence.engine.reference import Following, Reference
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered
 from valence.errors import UserError
-from valence.report.console import number
-from valence.report.live import Dashboard
-from valence.report.online_signs import OnlineWatch
-from valence.report.sinks import FanOut, JsonlSink, Sink
-from valence.report.trackers import trackers
-from valence.rollout import Sampling
+from valence.models import speed
+from valence.models.logprobs import Engine
+from valence.models.models import DTYPES
+from valence.models.reference import Following, Reference
+from valence.reports.console import number
+from valence.reports.live import Dashboard
+from valence.reports.online_signs import OnlineWatch
+from valence.reports.sinks import FanOut, JsonlSink, Sink
+from valence.reports.trackers import trackers
+from valence.rollouts import Sampling
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training import measure
 from valence.training.evaluate import Evaluation

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from valence.data.sampler import canonical_order
 from valence.errors import UserError
-from valence.report.console import Progress
-from valence.report.sinks import SAMPLES
-from valence.rollout import HFGenerator, Sampling
+from valence.reports.console import Progress
+from valence.reports.sinks import SAMPLES
+from valence.rollouts import HFGenerator, Sampling
 from valence.terminal import print_message
 from valence.training.evaluate import Evaluation
 from valence.training.evaluate import evaluate as evaluate_rows

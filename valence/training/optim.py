@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from valence.engine.values import PREFIX
 from valence.errors import UserError, install_command
+from valence.models.values import PREFIX
 
 Kind = Literal["adamw", "adamw_8bit"]
 

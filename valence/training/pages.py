@@ -29,7 +29,7 @@ class Pages:
 
     def write(self, status: str) -> None:
         """status: that the page says the run has."""
-        from valence.report.page import write_page
+        from valence.reports.page import write_page
 
         try:
             write_page(self._folder, status)

@@ -13,17 +13,17 @@ from torch import nn
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import StepPacker
 from valence.data.sampler import Sampler
-from valence.dist.launch import usable_cores
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.tensor import check_shares
-from valence.engine import speed
-from valence.engine.checkpointing import recompute_layers
-from valence.engine.memory import Memory, Split, free_memory
-from valence.engine.models import DTYPES
-from valence.engine.shape import Shape, shape_of
-from valence.engine.speed import Work
-from valence.report.console import duration
+from valence.distributed.launch import usable_cores
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.tensor import check_shares
+from valence.models import speed
+from valence.models.checkpointing import recompute_layers
+from valence.models.memory import Memory, Split, free_memory
+from valence.models.models import DTYPES
+from valence.models.shape import Shape, shape_of
+from valence.models.speed import Work
+from valence.reports.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared

@@ -14,13 +14,13 @@ from valence.checkpoint.keeper import Checkpoints, Damaged, Saved, check
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Recipe
-from valence.dist import shards
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import by_first
+from valence.distributed import shards
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import by_first
 from valence.errors import UserError
-from valence.report.runs import config_of
-from valence.reward.build import is_function, is_server
+from valence.reports.runs import config_of
+from valence.rewards.build import is_function, is_server
 from valence.training.build import build_models
 from valence.training.folder import read_object
 from valence.training.loop import Run

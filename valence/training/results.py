@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from valence.report.rundata import read_run
-from valence.report.verdict import held_out_verdict
+from valence.reports.rundata import read_run
+from valence.reports.verdict import held_out_verdict
 
 FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 """What a run writes for its user, by the word for it."""

@@ -16,10 +16,10 @@ from valence.checkpoint.keeper import Checkpoints, Saved
 from valence.checksums import add_checksum, add_checksum_line
 from valence.data.audit_text import audited
 from valence.data.lengths import distributions
-from valence.dist import shards
-from valence.dist.together import by_first
+from valence.distributed import shards
+from valence.distributed.together import by_first
 from valence.errors import UserError
-from valence.report.console import visible
+from valence.reports.console import visible
 from valence.training.choices import with_recorded
 from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
 from valence.training.folder import RunFolder, now, versions

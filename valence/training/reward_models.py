@@ -15,13 +15,13 @@ from valence.batching.micro_batches import make_micro_batches
 from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype, Recipe
 from valence.data.encode import Encoder, Unusable
-from valence.engine.models import DTYPES
-from valence.engine.shape import skeleton
 from valence.errors import UserError
-from valence.reward.build import KINDS
-from valence.reward.calls import Backend
-from valence.reward.rules import code_of, said
-from valence.reward.threads import Raised, in_thread
+from valence.models.models import DTYPES
+from valence.models.shape import skeleton
+from valence.rewards.build import KINDS
+from valence.rewards.calls import Backend
+from valence.rewards.rules import code_of, said
+from valence.rewards.threads import Raised, in_thread
 from valence.training.judges import Numbers, Rewards, load_judge
 from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from valence.data.encode import Encoder, Unusable
-from valence.reward.calls import Backend
+from valence.rewards.calls import Backend
 from valence.training.reward_models import HERE, ModelScores, reward_model
 from valence.types import Completion, Demonstration, Encoded, Ids
 

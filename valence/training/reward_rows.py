@@ -21,13 +21,13 @@ from valence.data.encode import Encoder
 from valence.data.formats import columns_read
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered
 from valence.errors import UserError
-from valence.report.console import Progress
-from valence.reward.build import identities, reward_of
-from valence.reward.run import close, score_all
+from valence.reports.console import Progress
+from valence.rewards.build import identities, reward_of
+from valence.rewards.run import close, score_all
 from valence.terminal import Terminal
 from valence.training.evaluate import as_text
 from valence.training.lines import ANEW, Lines, as_line, check_line

@@ -17,14 +17,14 @@ from valence import __version__
 from valence.config.schema import Rollout, Source
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered, same
-from valence.engine.digest import model_digest
-from valence.engine.models import position_limit
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered, same
 from valence.errors import UserError
-from valence.report.console import Progress, number
-from valence.rollout.protocol import Sampling
+from valence.models.digest import model_digest
+from valence.models.models import position_limit
+from valence.reports.console import Progress, number
+from valence.rollouts.protocol import Sampling
 from valence.terminal import Terminal, print_message
 from valence.training.evaluate import as_text
 from valence.training.lines import ANEW, Lines, as_line, check_line

@@ -13,14 +13,14 @@ import torch
 from valence.checkpoint import store
 from valence.checkpoint.keeper import Checkpoints
 from valence.checkpoint.state import RandomState, Registry, State, Through
-from valence.dist import shards
-from valence.dist.together import gathered
-from valence.engine.cache import Cached
-from valence.engine.reference import AdapterOff, Following
+from valence.distributed import shards
+from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
-from valence.report.metrics import Meter
-from valence.report.sinks import JsonlSink
+from valence.models.cache import Cached
+from valence.models.reference import AdapterOff, Following
+from valence.reports.metrics import Meter
+from valence.reports.sinks import JsonlSink
 from valence.training.folder import RunFolder
 from valence.training.track import Window
 

@@ -13,12 +13,12 @@ from rich.console import Console
 from valence.config.load import load_recipe
 from valence.config.schema import seconds_of
 from valence.data.sampler import canonical_order
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered
-from valence.engine.cache import Cached
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered
 from valence.errors import UserError
-from valence.report.console import Progress
+from valence.models.cache import Cached
+from valence.reports.console import Progress
 from valence.terminal import Terminal, print_message
 from valence.training.build import build_models
 from valence.training.folder import RunFolder, now

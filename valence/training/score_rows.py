@@ -23,11 +23,11 @@ from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
 from valence.data.load import stream
 from valence.data.sources import BadRow, Row
-from valence.dist.protocol import Group
-from valence.dist.single import Single
-from valence.dist.together import gathered, same
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.distributed.together import gathered, same
 from valence.errors import UserError
-from valence.report.console import Progress
+from valence.reports.console import Progress
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.judges import Judge, Numbers, load_judge
 from valence.training.lines import ANEW, Lines, as_line

@@ -20,10 +20,10 @@ from valence.data.objects import Rows
 from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
-from valence.engine.loading import must_exist
-from valence.engine.models import DTYPES, generation_stops, load_tokenizer, stops_of
-from valence.engine.quantized import check_library
 from valence.errors import UserError
+from valence.models.loading import must_exist
+from valence.models.models import DTYPES, generation_stops, load_tokenizer, stops_of
+from valence.models.quantized import check_library
 from valence.training.choices import with_dtype
 from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.online.sources import check_rewards

@@ -12,17 +12,17 @@ from typing import Any
 import torch
 
 from valence.config.schema import Recipe
-from valence.dist.fsdp2 import shard
-from valence.dist.protocol import Group
-from valence.dist.tensor import tensor_parallel
-from valence.dist.together import same
-from valence.engine.loading import fingerprint
-from valence.engine.logprobs import Engine
-from valence.engine.memory import Memory, Split, predict, sampled, with_values
-from valence.engine.models import DTYPES
-from valence.engine.shape import Shape, decoder_layers
-from valence.engine.stream import Stream
+from valence.distributed.fsdp2 import shard
+from valence.distributed.protocol import Group
+from valence.distributed.tensor import tensor_parallel
+from valence.distributed.together import same
 from valence.errors import UserError
+from valence.models.loading import fingerprint
+from valence.models.logprobs import Engine
+from valence.models.memory import Memory, Split, predict, sampled, with_values
+from valence.models.models import DTYPES
+from valence.models.shape import Shape, decoder_layers
+from valence.models.stream import Stream
 from valence.training.setup import Prepared
 
 MARGIN = 0.8  # share of the free memory that `auto` may plan to take

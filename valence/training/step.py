@@ -23,19 +23,19 @@ from valence.batching.micro_batches import (
     balance_across_ranks,
     round_robin,
 )
-from valence.dist.protocol import Group
-from valence.engine.cache import Cached
-from valence.engine.gradients import clear
-from valence.engine.logprobs import Engine
-from valence.engine.memory import out_of_memory
-from valence.engine.reference import Reference
-from valence.engine.router import ROUTER_AUX_LOSS, num_trained_tokens
-from valence.engine.scores import Scorer
+from valence.distributed.protocol import Group
 from valence.errors import UserError
 from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
+from valence.models.cache import Cached
+from valence.models.gradients import clear
+from valence.models.logprobs import Engine
+from valence.models.memory import out_of_memory
+from valence.models.reference import Reference
+from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
+from valence.models.scores import Scorer
 from valence.training.methods import Method
 from valence.types import Batch, Encoded, Mean, Ranked, TokenOut, sent
 
@@ -478,7 +478,7 @@ class _Step:
             return
         self._num_left -= 1
         if self.objective.policy.lockstep:
-            from valence.dist.fsdp2 import sync_gradients
+            from valence.distributed.fsdp2 import sync_gradients
 
             sync_gradients(self.objective.policy, self.is_last and self._num_left == 0)
         part.backward()

@@ -10,9 +10,9 @@ from typing import Any
 from rich.console import Console
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
-from valence.dist.protocol import Group
+from valence.distributed.protocol import Group
 from valence.errors import UserError
-from valence.report.runs import config_of
+from valence.reports.runs import config_of
 from valence.training.build import build_models
 from valence.training.choices import with_dtype
 from valence.training.loop import Run

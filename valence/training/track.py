@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from valence.config.schema import Best, EarlyStop
 from valence.errors import UserError
-from valence.report.metrics import Meter
+from valence.reports.metrics import Meter
 
 
 @dataclass

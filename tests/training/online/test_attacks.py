@@ -162,7 +162,7 @@ def test_the_first_gradient_is_that_of_the_formulas(
     """Two rows ask the same: their answers are two groups. The model norms its layers in float32, whatever its weights are."""
     prompts(place, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
     seen: dict[str, Any] = {}
-    judged, learn = Collector.judged, Objective.learn
+    judged, learn = Collector.judged, Objective.update_statistics
 
     def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
         worth = [[score.value for score in own] for own in scores]
@@ -177,7 +177,7 @@ def test_the_first_gradient_is_that_of_the_formulas(
         learn(self, outcome)
 
     monkeypatch.setattr(Collector, "judged", keep)
-    monkeypatch.setattr(Objective, "learn", note)
+    monkeypatch.setattr(Objective, "update_statistics", note)
     train(recipe_without_eval(
         place, method, model={"dtype": "float64", "lora": None}, rollout=how, train={"max_steps": 1, "clip_norm": None}
     ))  # fmt: skip

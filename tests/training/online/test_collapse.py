@@ -15,12 +15,12 @@ import torch
 from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.report.comparison_markdown import run_markdown
-from valence.report.online_signs import OnlineWatch
-from valence.report.page import render
-from valence.report.rundata import read_run
-from valence.report.signs import signs
-from valence.rollout import HFGenerator
+from valence.reports.comparison_markdown import run_markdown
+from valence.reports.online_signs import OnlineWatch
+from valence.reports.page import render
+from valence.reports.rundata import read_run
+from valence.reports.signs import signs
+from valence.rollouts import HFGenerator
 from valence.training.online.collect import distinct_ngrams, duplicates
 from valence.types import Completion
 

@@ -14,8 +14,8 @@ from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
-from valence.engine.reference import AdapterOff, Frozen
-from valence.rollout import HFGenerator
+from valence.models.reference import AdapterOff, Frozen
+from valence.rollouts import HFGenerator
 from valence.training.methods import ONLINE, method_of, reads_reference
 from valence.training.online.makers import Answered
 from valence.types import Completion, Encoded, Origin

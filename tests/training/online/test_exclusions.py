@@ -14,7 +14,7 @@ import valence
 from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
-from valence.rollout import HFGenerator
+from valence.rollouts import HFGenerator
 from valence.training.online.makers import Answered, best_of_n, exclusion_reasons
 from valence.types import Completion, Encoded, Origin
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from tests.dist.rig import run as together
-from tests.dist.test_run import train
+from tests.distributed.rig import run as together
+from tests.distributed.test_run import train
 from tests.training.online.rig import logged, make, recipe
-from valence.dist.single import Single
+from valence.distributed.single import Single
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 DIFFER = {"ranks", "tokens/rank_max", "tokens/rank_min", "micro_batches", "tokens", "tokens_seen", "waste"}

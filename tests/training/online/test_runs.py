@@ -19,7 +19,7 @@ from tests.training.online.rig import PROMPTS, logged, make, recipe, recipe_with
 from tests.training.resuming import facts, killed, resumed_steps, train, weights
 from tests.training.scoring import FILES, read, score, write
 from valence.errors import UserError
-from valence.rollout import HFGenerator
+from valence.rollouts import HFGenerator
 from valence.training.methods import ONLINE, method_of
 from valence.training.online.collect import Collector
 from valence.types import Completion
@@ -409,6 +409,6 @@ def test_memory_that_runs_out_while_sampling_is_an_error(
     def full(*_: Any, **__: Any) -> Any:
         raise MemoryError
 
-    monkeypatch.setattr("valence.rollout.hf.HFGenerator.generate", full)
+    monkeypatch.setattr("valence.rollouts.hf.HFGenerator.generate", full)
     with raises_error("out-of-memory", where="rollout.at_once: 64", fix="rollout.max_new_tokens"):
         train(recipe(place))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from valence.rollout import Sampling
+from valence.rollouts import Sampling
 from valence.training.online.sources import OnServer
 
 
@@ -32,7 +32,7 @@ class Endless:
 def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """When others are asked for, and at the end of the run, which they would hold up."""
     client = Endless()
-    monkeypatch.setattr("valence.rollout.openai.OpenAIGenerator", lambda *_, **__: client)
+    monkeypatch.setattr("valence.rollouts.openai.OpenAIGenerator", lambda *_, **__: client)
     rollout = SimpleNamespace(engine="openai", url="http://127.0.0.1:1", timeout=1.0)
     encoder = SimpleNamespace(end_ids=(), tokenizer=None, vocab=SimpleNamespace(prefix=()))
     run: Any = SimpleNamespace(
@@ -55,8 +55,8 @@ def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPa
 def test_a_server_has_room_for_the_largest_rank_of_an_adapter(lora: Any, rank: int) -> None:
     from peft import LoraConfig, get_peft_model
 
-    from tests.models import tiny
-    from valence.engine.adapters import largest_rank
+    from tests.tiny_models import tiny
+    from valence.models.adapters import largest_rank
 
     model: Any = tiny()
     wrapped = model if lora is None else get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **lora))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.vllm_server import HERE, needs_vllm
+from tests.rollouts.vllm_server import HERE, needs_vllm
 from tests.training.online.rig import logged, make, recipe
 from tests.training.resuming import train
 from valence.training.online.collect import Collector

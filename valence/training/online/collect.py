@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from valence.dist.together import gathered
-from valence.engine.memory import out_of_memory
-from valence.engine.reference import Frozen
+from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.losses.policy import k1, k3
-from valence.report.console import Progress
-from valence.reward.build import digests
-from valence.reward.combine import Combined
-from valence.reward.run import Stopped, close, score_all
-from valence.rollout.protocol import Sampling
+from valence.models.memory import out_of_memory
+from valence.models.reference import Frozen
+from valence.reports.console import Progress
+from valence.rewards.build import digests
+from valence.rewards.combine import Combined
+from valence.rewards.run import Stopped, close, score_all
+from valence.rollouts.protocol import Sampling
 from valence.training.evaluate import Evaluation, as_text
 from valence.training.measure import went_bad
 from valence.training.memory import with_memory

@@ -15,17 +15,17 @@ import torch
 
 from valence.batching.micro_batches import make_micro_batches
 from valence.config.schema import Recipe
-from valence.engine.adapters import adapted, largest_rank
 from valence.errors import UserError
-from valence.reward.build import reward_of
-from valence.reward.combine import Combined
-from valence.rollout import HFGenerator, Sampling
-from valence.rollout.protocol import Named, Pair, Served
+from valence.models.adapters import adapted, largest_rank
+from valence.rewards.build import reward_of
+from valence.rewards.combine import Combined
+from valence.rollouts import HFGenerator, Sampling
+from valence.rollouts.protocol import Named, Pair, Served
 from valence.types import Answer, Completion, Encoded, Origin, Score
 
 if TYPE_CHECKING:
-    from valence.rollout.servers import Server
-    from valence.rollout.transports import Transport
+    from valence.rollouts.servers import Server
+    from valence.rollouts.transports import Transport
     from valence.training.loop import Run
 
 Answers = list[list[Completion]]
@@ -140,7 +140,7 @@ class OnServer:
         self.synced = run.step
         if not self.rollout.check_prompts:
             return
-        from valence.rollout.check import Evidence, check
+        from valence.rollouts.check import Evidence, check
 
         longest = sorted({unit.prompt_ids for unit in run.prepared.corpora["train"].units}, key=lambda ids: (-len(ids), ids))
         config = run.policy.causal.config.get_text_config()
@@ -190,10 +190,10 @@ class OnServer:
         run, rollout, encoder = self.run, self.rollout, self.run.prepared.encoder
         how: dict[str, Any] = {"end_ids": encoder.end_ids, "timeout": rollout.timeout, "say": run.warn}
         if rollout.engine == "openai":
-            from valence.rollout.openai import OpenAIGenerator
+            from valence.rollouts.openai import OpenAIGenerator
 
             return cast("Served", OpenAIGenerator(rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **how))
-        from valence.rollout.vllm import VLLMGenerator
+        from valence.rollouts.vllm import VLLMGenerator
 
         name = self._transport_name()
         if rollout.start:
@@ -210,7 +210,7 @@ class OnServer:
         return "nccl" if self.run.policy.device.type == "cuda" else "disk"
 
     def _transport(self, name: str) -> Transport:
-        from valence.rollout import transports
+        from valence.rollouts import transports
 
         if name in ("disk", "lora"):
             # Of its own in a folder that several runs may name: each removes what it left there when it was killed.
@@ -222,7 +222,7 @@ class OnServer:
         return transports.Nccl(self.rollout.timeout, self.run.policy.device)
 
     def _start(self, transport: str) -> Server:
-        from valence.rollout.servers import Server, located
+        from valence.rollouts.servers import Server, located
 
         recipe = self.run.recipe
         extra = ["--trust-remote-code"] if recipe.model.trust_remote_code else []

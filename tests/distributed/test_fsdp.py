@@ -1,0 +1,291 @@
+"""With weights split over processes, every number is that of one process."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.cases import Case, measure, models, split, whole
+from tests.distributed.rig import run
+from tests.errors import check_error, raises_error
+from tests.tiny_models import tiny
+from tests.units import objective, units_for
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+from valence.models.cache import Cached
+from valence.models.check import plain_batch
+from valence.models.logprobs import Engine
+from valence.models.memory import out_of_memory
+from valence.training.step import final_out_of_memory, optimizer_step
+from valence.types import Batch
+
+pytestmark = pytest.mark.dist
+slow = pytest.mark.slow
+
+NARROW = [
+    Case("kto", dtype=torch.float32),
+    Case("dpo", dtype=torch.float32),
+    Case("dpo", dtype=torch.bfloat16),
+    Case("kto", lora=True, dtype=torch.bfloat16),
+]
+ON_FOUR = [
+    Case("dpo", shares=True),
+    Case("kto", lora=True, follows=True),
+    Case("bradley_terry", packs=False),
+    Case("aot_unpaired", architecture="llama-tied", checkpointing="full"),
+    # One process has no row of these.
+    Case("sft", rows=3, lora=True, each=True),
+    Case("kto", rows=3),
+    Case("bradley_terry", rows=3, reshard=False),
+    Case("aot_unpaired", rows=3, lora=True),
+    Case("dpo", rows=3, lora=True, packs=False, checkpointing="full"),
+]
+ON_TWO = [Case("kto", follows=True), Case("sft", architecture="qwen2"), *NARROW]
+PLAIN = [Case("kto", lora=True, follows=True), Case("dpo", lora=True, shares=True), Case("aot_unpaired", rows=3, lora=True)]
+
+
+QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
+
+
+@pytest.mark.parametrize(("size", "cases", "sharded"), [
+    pytest.param(2, QUICK, True, id="2 split, quick"),
+    pytest.param(4, ON_FOUR, True, id="4 split", marks=slow),
+    pytest.param(2, ON_TWO, True, id="2 split", marks=slow),
+    pytest.param(4, PLAIN, False, id="4 whole", marks=slow),
+])  # fmt: skip
+def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[Case], sharded: bool) -> None:
+    alone = measure(Single(), cases)
+    ranks = run(measure, size, cases, sharded, deadline=60.0)
+    assert [rank.error for rank in ranks] == [""] * size
+    for case in cases:
+        wanted, each = alone[case.name], [rank.value[case.name] for rank in ranks]
+        rel, near, far = tolerances(case, wanted)
+        for found in each:
+            assert found["digests"][0] == wanted["digests"][0], case.name
+            for key in ("digests", "steps", "ran", "calls", "followed"):
+                assert str(found[key]) == str(each[0][key]), (case.name, key)  # to the last bit
+            for one, other in zip(found["steps"], wanted["steps"], strict=True):
+                assert one == pytest.approx(other, rel=rel, abs=near, nan_ok=True), case.name
+                exact = {key: value for key, value in other.items() if key in ("loss", "norm")}
+                assert {key: one[key] for key in exact} == pytest.approx(exact, rel=rel, abs=1e-9), case.name
+            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), case.name
+        assert distance(each[0]["weights"], wanted["weights"]) <= far, case.name
+        assert sum(found["rows"] for found in each) == wanted["rows"], case.name
+
+
+def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
+    """With what ``parallel.offload`` asks for, but for memory that a device reads by itself: there is none."""
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    from valence.distributed import fsdp2
+
+    made: list[CPUOffloadPolicy] = []
+
+    def policy() -> CPUOffloadPolicy:
+        made.append(CPUOffloadPolicy(pin_memory=False))
+        return made[-1]
+
+    with patch.object(fsdp2, "OffloadPolicy", policy):
+        found = measure(group, cases, True)
+    assert len(made) >= len(cases)
+    return found
+
+
+@slow
+def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
+    cases = [Case("kto", lora=True, follows=True), Case("dpo")]
+    alone, ranks = measure(Single(), cases), run(offloaded, 2, cases, deadline=60.0)
+    assert [rank.error for rank in ranks] == ["", ""]
+    for case in cases:
+        found, wanted = ranks[0].value[case.name], alone[case.name]
+        for one, other in zip(found["steps"], wanted["steps"], strict=True):
+            assert one == pytest.approx(other, rel=1e-6, abs=1e-9, nan_ok=True), case.name
+        assert distance(found["weights"], wanted["weights"]) <= 1e-9, case.name
+
+
+def tolerances(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float, float]:
+    """Relative and absolute, of numbers; absolute, of weights. In float32 a number may be a difference of log-probabilities, and
+    is known to a millionth of these."""
+    if case.dtype == torch.float64:
+        return 1e-6, 1e-9, 1e-9
+    rel, far = spread(case, wanted)
+    if case.dtype == torch.bfloat16:
+        return rel, 1e-9, far
+    largest = max(abs(value) for step in wanted["steps"] for name, value in step.items() if name.startswith("logps/"))
+    return 1e-6, 1e-6 * largest, far
+
+
+def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
+    """How far, relatively, the numbers of one process are from each other when a step is cut otherwise; and how far weights are:
+    twice that."""
+    rel = far = 0.0
+    for budget in (13, 25, 10_000):
+        (other,) = measure(Single(), [replace(case, budget=budget)]).values()
+        for one, two in zip(other["steps"], wanted["steps"], strict=True):
+            rel = max(rel, *(abs(one[key] - two[key]) / (abs(two[key]) + 1e-12) for key in two if two[key] == two[key]))
+        far = max(far, distance(other["weights"], wanted["weights"]))
+    return max(2 * rel, 1e-6), 2 * far
+
+
+def distance(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> float:
+    assert one.keys() == other.keys()
+    return max(float((one[name] - other[name]).abs().max()) for name in one)
+
+
+def parts(group: Group) -> dict[str, Any]:
+    """What an engine is while its weights are split."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    from valence.distributed.fsdp2 import full, local
+
+    case = Case("sft")
+    policy, _ = models(case)
+    tokens = torch.arange(3, 30)
+    batch = plain_batch([tokens[:9], tokens[9:]])
+    expected = policy(batch).logp.detach()
+    with policy.stock(), torch.no_grad():
+        alone = policy.outputs(tokens)
+    split(policy, case, group)
+    policy.check_layout()
+    with policy.stock(), torch.no_grad():
+        outputs = policy.outputs(tokens)
+        inside = policy.within(lambda: policy.causal(input_ids=tokens[None]).logits[0])
+    found = policy(batch).logp
+    found.sum().backward()
+    weights = dict(policy.named_parameters())
+    meta = Engine(tiny().to("meta"))
+    split(meta, case, group)
+    rotary = {name: buffer.clone() for name, buffer in policy.named_buffers()}
+    meta.to_empty(device="cpu")
+    with torch.no_grad():
+        for name, weight in meta.named_parameters():
+            given = full(weights[name])
+            is_split = isinstance(weight, DTensor)
+            weight.copy_(distribute_tensor(given, weight.device_mesh, weight.placements) if is_split else given)
+        for name, buffer in meta.named_buffers():
+            buffer.copy_(rotary[name])
+    return {
+        "outputs": distance({"a": outputs, "b": inside}, {"a": alone, "b": alone}),
+        "logp": distance({"a": found, "b": meta(batch).logp}, {"a": expected, "b": expected}),
+        "packs": policy.packs,
+        "split": {name for name, weight in weights.items() if isinstance(weight, DTensor)},
+        "own": sum(local(weight).numel() for weight in weights.values() if isinstance(weight, DTensor)),
+        "all": {name: weight.ndim for name, weight in weights.items()},
+    }
+
+
+def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
+    """Evaluations with a reference whose values each process keeps in a place of its own: none, all, and those of rank 0 are
+    there."""
+    case = Case("dpo")
+    policy, reference = models(case)
+    assert reference is not None
+    if group.size > 1:
+        for engine in (policy, reference.engine):  # type: ignore[attr-defined]
+            split(engine, case, group)
+    found: list[tuple[float, int, int]] = []
+    for place in (group.rank, group.rank, 0 if group.rank == 0 else 10):
+        cached = Cached(reference, Path(folder, str(place)), agree=group.any)
+        made = objective("dpo", policy, cached, budget=40)
+        made.group = group
+        found.append((float(made.run(units_for("dpo", 7, 0), backward=False).loss), cached.hits, cached.misses))
+    return found
+
+
+def short(group: Group, sharded: bool) -> list[Any]:
+    """A step in which rank 1 runs out of memory in its second micro-batch, and then again with the half at once."""
+    case = Case("kto")
+    policy, reference = models(case)
+    if sharded:
+        for engine in (policy, reference.engine):  # type: ignore[union-attr]
+            split(engine, case, group)
+    made = objective("kto", policy, reference, budget=10)
+    made.group = group
+    calls = 0
+
+    def fail(_engine: Engine, _batch: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 2 and group.rank == 1:
+            raise torch.OutOfMemoryError("made up")
+
+    handle = policy.register_forward_pre_hook(fail)
+    optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
+    told: list[Batch | None] = []
+    said = ""
+    try:
+        made.run(units_for("kto", 7, 0), iter(()), backward=True, progress=told.append)
+    except torch.OutOfMemoryError as error:
+        said = str(error) if out_of_memory(error) else ""
+    handle.remove()
+    made.micro_batch_tokens = 5
+    _, norm, _ = optimizer_step(made, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    return [said, len(told), norm, whole(policy.named_parameters())]
+
+
+@slow
+def test_an_engine_with_split_weights_is_that_engine() -> None:
+    one, two = (rank.value for rank in run(parts, 2))
+    assert one["packs"]
+    assert two["packs"]
+    assert max(one["outputs"], one["logp"], two["outputs"], two["logp"]) < 1e-12
+    assert one["split"] == {name for name, axes in one["all"].items() if axes > 1}
+    assert 0.9 < one["own"] / two["own"] < 1.2
+
+
+@slow
+def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None:
+    wanted = kept(Single(), str(tmp_path / "alone"))[0][0]
+    ranks = [rank.value for rank in run(kept, 2, str(tmp_path))]
+    for rank, found in enumerate(ranks):
+        assert [loss for loss, _, _ in found] == pytest.approx([wanted] * 3, rel=1e-9)
+        (_, hits, misses), (_, again, none), (_, last, more) = found
+        assert (hits, none) == (0, 0)  # what it takes part in beside its own rows is neither looked up nor kept
+        assert misses == again == (last if rank == 0 else more)
+    assert sum(misses for (_, _, misses), *_ in ranks) == 14
+
+
+@slow
+def test_all_processes_give_up_a_step_when_one_has_no_memory_left() -> None:
+    ranks = [rank.value for rank in run(short, 3, False)]
+    assert all(text for text, *_ in ranks)
+    assert [text == "made up" for text, *_ in ranks] == [False, True, False]
+    assert len({told for _, told, *_ in ranks}) == 1
+    policy, reference = models(Case("kto"))
+    made = objective("kto", policy, reference, budget=5)
+    optimizer = torch.optim.SGD(policy.parameters(), lr=0.1)
+    _, norm, _ = optimizer_step(made, optimizer, units_for("kto", 7, 0), iter(()), 1.0)
+    for _, _, found, weights in ranks:
+        assert found == pytest.approx(norm, rel=1e-9)
+        assert distance(weights, whole(policy.named_parameters())) < 1e-12
+
+
+@slow
+def test_processes_that_cannot_go_on_without_each_other_say_why_they_end() -> None:
+    first, second = run(short, 2, True, deadline=5.0)
+    assert first.mistake is not None
+    assert second.mistake is not None
+    check_error(second.mistake, "out-of-memory", where="train.micro_batch_tokens")
+    assert first.mistake.code in ("rank-lost", "rank-late")
+    assert "rank 1" in first.mistake.what
+
+
+def test_a_process_that_runs_out_of_memory_alone_raises_its_own_error() -> None:
+    policy, reference = models(Case("kto"))
+    made = objective("kto", policy, reference, budget=10)
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("made up")
+
+    policy.register_forward_pre_hook(fail)
+    with pytest.raises(MemoryError, match="made up"):
+        made.run(units_for("kto", 7, 0), iter(()), backward=True)
+    with raises_error("out-of-memory", where="train.micro_batch_tokens"), final_out_of_memory(True):
+        raise MemoryError

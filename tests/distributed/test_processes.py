@@ -1,0 +1,207 @@
+"""Many processes give what one would, the same bits to all; and none waits for ever."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed import jobs, rig
+from tests.errors import check_error, raises_error
+from valence.distributed.posts import Place, Posts
+from valence.distributed.processes import Processes, start
+from valence.distributed.protocol import Group
+from valence.distributed.single import Single
+
+pytestmark = pytest.mark.dist
+
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module", params=[pytest.param(2, marks=slow), pytest.param(4, marks=slow)])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of 2, and of 4 processes found."""
+    ended = rig.run(jobs.members, request.param)
+    assert [each.error for each in ended] == [""] * request.param
+    assert [each.code for each in ended] == [0] * request.param
+    return [each.value for each in ended]
+
+
+def same_bits(ranks: list[dict[str, Any]], name: str) -> torch.Tensor:
+    first = ranks[0][name]
+    for other in ranks[1:]:
+        assert other[name].dtype == first.dtype
+        assert other[name].shape == first.shape
+        assert other[name].contiguous().view(-1).view(torch.uint8).equal(first.contiguous().view(-1).view(torch.uint8))
+    return first
+
+
+@pytest.mark.parametrize("name", jobs.summands(0))
+def test_sum(ranks: list[dict[str, Any]], name: str) -> None:
+    given = [jobs.summands(rank)[name] for rank in range(len(ranks))]
+    total = same_bits(ranks, f"sum {name}") if given[0].ndim else torch.stack([each[f"sum {name}"] for each in ranks]).unique()[0]
+    torch.testing.assert_close(total, torch.stack(given).sum(0))
+    assert all(each["kept"] for each in ranks)
+
+
+@pytest.mark.parametrize("name", jobs.parts(0))
+def test_gather(ranks: list[dict[str, Any]], name: str) -> None:
+    whole = torch.cat([jobs.parts(rank)[name] for rank in range(len(ranks))])
+    for each in ranks:
+        torch.testing.assert_close(each[f"gather {name}"], whole, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("i", range(len(jobs.parameters(0))))
+def test_gradients(ranks: list[dict[str, Any]], i: int) -> None:
+    given = [jobs.parameters(rank)[i].grad for rank in range(len(ranks))]
+    there = [grad for grad in given if grad is not None]
+    assert all(each["in place"] for each in ranks)
+    if not there:
+        assert [each[f"grad {i}"] for each in ranks] == [None] * len(ranks)
+    else:
+        assert {each[f"grad {i}"].shape for each in ranks} == {there[0].shape}
+        for each in ranks:
+            assert each[f"grad {i}"].equal(ranks[0][f"grad {i}"])
+        torch.testing.assert_close(ranks[0][f"grad {i}"], torch.stack(there).sum(0))
+
+
+def test_broadcast_any_barrier(ranks: list[dict[str, Any]]) -> None:
+    assert [each["broadcast"] for each in ranks] == [jobs.JSON | {"pair": [1, 2]}] * len(ranks)
+    assert [each["any"] for each in ranks] == [[True, False, True]] * len(ranks)
+    assert all(each["barrier"] for each in ranks)
+    assert [each["place"] for each in ranks] == [(rank, len(ranks), rank) for rank in range(len(ranks))]
+
+
+def test_one_process_is_a_group_too() -> None:
+    found = jobs.members(Single())
+    for name, values in jobs.summands(0).items():
+        assert found[f"sum {name}"].equal(values)
+    for name, values in jobs.parts(0).items():
+        assert found[f"gather {name}"].equal(values)
+    assert found["broadcast"] == jobs.JSON | {"pair": [1, 2]}
+    assert found["any"] == [True, False, True]
+    assert found["place"] == (0, 1, 0)
+
+
+@pytest.mark.parametrize("kind", [Single, Processes])
+def test_groups_have_the_members_of_the_protocol(kind: type) -> None:
+    for name, member in vars(Group).items():
+        if not name.startswith("_") and inspect.isfunction(member):
+            assert inspect.signature(getattr(kind, name)) == inspect.signature(member)
+
+
+@slow
+def test_a_second_group_finds_nothing_of_the_first() -> None:
+    assert [each.value for each in rig.run(jobs.twice, 2)] == [[2.0, 4.0]] * 2
+
+
+def lost(ended: rig.Ended, code: str, *parts: str) -> None:
+    """A process ended with this mistake, whose text names these ranks and collectives."""
+    assert ended.mistake is not None
+    check_error(ended.mistake, code)
+    assert [part for part in parts if part not in ended.mistake.what] == []
+
+
+@slow
+@pytest.mark.parametrize(("size", "away"), [(4, 2), (2, 0)])
+def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_path: Path) -> None:
+    ended = rig.run(jobs.one_stays_away, size, away, str(tmp_path), deadline=2.0)
+    others = [each for rank, each in enumerate(ended) if rank != away]
+    assert ended[away].error == ""
+    assert any(each.mistake and each.mistake.code == "rank-late" for each in others)
+    for rank, each in enumerate(ended):
+        if rank != away:  # those that come later may find that a connection broke
+            assert each.mistake is not None
+            lost(each, "rank-late" if "2 s" in each.error else "rank-lost", f"rank {away} ", "`sum` #2", "`barrier audit` #1")
+            assert each.mistake.where == f"rank {rank}"
+
+
+@slow
+def test_processes_that_part_are_told_so() -> None:
+    first, second = rig.run(jobs.they_part, 2, deadline=2.0)
+    parted = [each for each in (first, second) if each.mistake and each.mistake.code == "ranks-parted"]
+    assert parted
+    lost(parted[0], "ranks-parted", "`sum` #2", "`gather` #2")
+
+
+@slow
+@pytest.mark.parametrize(("size", "killed", "before"), [(2, 1, False), (4, 2, False), (4, 1, True), (2, 0, False)])
+def test_a_process_that_is_killed_ends_the_others_before_the_deadline(size: int, killed: int, before: bool) -> None:
+    ended = rig.run(jobs.one_is_killed, size, killed, before)
+    assert ended[killed].code == -9
+    others = [each for rank, each in enumerate(ended) if rank != killed]
+    assert {each.code for each in others} == {0}
+    assert {each.mistake and each.mistake.code for each in others} == {"rank-lost"}
+    if killed == 0:  # who kept what the others know
+        assert all("rank 0" in each.error for each in others)
+    elif before:
+        assert any(f"rank {killed} " in each.error and "`reduce_gradients` #2" in each.error for each in others)
+
+
+@slow
+def test_a_process_that_does_not_start_is_named() -> None:
+    (first,) = rig.run(jobs.never, 3, deadline=0.5, started=[0])
+    lost(first, "rank-missing", "rank 1, 2", "0.5 s")
+    assert first.mistake is not None
+    assert first.mistake.where == "rank 0"
+    (second,) = rig.run(jobs.never, 3, deadline=0.5, started=[1])
+    lost(second, "rank-connection", "rank 0", "0.5 s")
+    assert second.mistake is not None
+    assert (second.mistake.where or "").startswith("127.0.0.1:")
+
+
+@slow
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_collective_that_a_device_does_not_end_ends_the_process(ends: bool, tmp_path: Path) -> None:
+    ended = rig.run(jobs.watched, 2, ends, str(tmp_path))
+    assert [(each.value, each.code) for each in ended] == [("went on", 0) if ends else (None, 2)] * 2
+    printed = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
+    assert printed == ["" if ends else "valence: late: `sum` #1\n"] * 2
+
+
+@slow
+def test_other_errors_of_a_collective_stay_what_they_are() -> None:
+    ended = rig.run(jobs.wrong_type, 2)
+    assert [each.value for each in ended] == ["RuntimeError"] * 2
+    assert [each.error for each in ended] == ["", ""]
+
+
+def test_no_environment_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert isinstance(start(), Single)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert isinstance(start(), Single)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    with raises_error("environment-variable-invalid", where="RANK", fix="--nproc"):
+        start()
+
+
+def test_many_missing_are_counted() -> None:
+    posts = Posts(torch.distributed.HashStore(), 0, range(30))
+    for rank in range(30):
+        Posts(posts.store, rank, range(30)).post(Place(5 if rank % 2 == 0 else 4, "sum"))
+    mistake = posts.missed(Place(5, "sum"), 600.0)
+    check_error(mistake, "rank-late", where="rank 0")
+    named, _, places = mistake.what.partition("`sum` #5")
+    assert re.findall(r"\d+", named) == [*map(str, range(1, 16, 2)), "7"]  # 7 more
+    assert re.findall(r"rank (\d+) .*?`sum` #4", places) == [*map(str, range(1, 16, 2))]
+    assert posts.missed(Place(5, "sum"), None).code == "rank-lost"
+    assert posts.missed(Place(5, "gather"), None).code == "rank-lost"  # those that are behind are named first
+    parted = Posts(posts.store, 0, range(0, 30, 2)).missed(Place(5, "gather"), None)
+    check_error(parted, "ranks-parted")
+    assert "`gather` #5" in parted.what
+
+
+def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
+    """PyTorch's own, in float32, is 4e-5 too small here."""
+    weight = torch.nn.Parameter(torch.zeros(3, 800_000))
+    weight.grad = torch.rand(3, 800_000, generator=torch.Generator().manual_seed(0)) + 0.5
+    expected = weight.grad.double().square().sum().sqrt().item()
+    assert Single().norm([weight]).item() == pytest.approx(expected, rel=1e-12)
+    assert Single().norm([torch.nn.Parameter(torch.zeros(2))]).item() == 0.0

@@ -1,0 +1,204 @@
+"""Tensors in parts: written once by those that hold them, read by any number of processes, in any parts."""
+
+from __future__ import annotations
+
+import shutil
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from tests.distributed.rig import run
+from tests.errors import raises_error
+from valence.distributed import shards
+from valence.distributed.protocol import Group
+from valence.errors import UserError
+
+pytestmark = pytest.mark.dist
+slow = pytest.mark.slow
+
+
+def tensors() -> dict[str, Tensor]:
+    """Of several types; rows that do not divide evenly, fewer of them than processes, and none."""
+    torch.manual_seed(0)
+    return {
+        "float32": torch.randn(7, 5),
+        "two/rows": torch.randn(2, 6),
+        "bfloat16": torch.randn(9, 4, 3).bfloat16(),
+        "uint8": torch.randint(0, 256, (10, 6), dtype=torch.uint8),
+        "empty": torch.zeros(0, 3),
+        "line": torch.randn(6, dtype=torch.float64),
+        "number": torch.tensor(3.5),
+        "whole number": torch.tensor(7),
+    }
+
+
+LAYOUTS: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+    "rows": ((-1,), [Shard(0)]),
+    "columns": ((-1,), [Shard(1)]),
+    "copies": ((-1,), [Replicate()]),
+    "copies of rows": ((2, 2), [Replicate(), Shard(0)]),
+    "blocks": ((2, 2), [Shard(0), Shard(1)]),
+}
+
+
+@cache
+def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
+    return init_device_mesh("cpu", shape)
+
+
+def placed(values: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
+    """Those with two axes or more as DTensors."""
+    shape, placements = LAYOUTS[layout]
+    mesh = mesh_of(tuple(torch.distributed.get_world_size() if n == -1 else n for n in shape))
+    return {name: distribute_tensor(t, mesh, placements) if t.ndim > 1 else t for name, t in values.items()}
+
+
+def differing(folder: Path, layout: str | None, given: dict[str, Tensor] | None = None) -> list[str]:
+    """Tensors that are not as they were written, after reading them into others of this layout (None: whole)."""
+    wanted = given or tensors()
+    empty = {name: torch.full_like(value, 99) for name, value in wanted.items()}
+    into = placed(empty, layout) if layout else empty
+    shards.read(folder, into)
+    found = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in into.items()}
+    return [name for name, value in wanted.items() if not torch.equal(found[name], value)]
+
+
+def writes(group: Group, folder: str) -> dict[str, Any]:
+    """Writes in every layout, and reads in every other."""
+    shards.FILE = 100
+    found: dict[str, Any] = {}
+    for layout in LAYOUTS:
+        place = Path(folder, layout)
+        place.mkdir(exist_ok=True)
+        found[layout] = [path.name for path in shards.write(place, placed(tensors(), layout))]
+        group.barrier("written")
+        found |= {(layout, other): differing(place, other) for other in (*LAYOUTS, None)}
+    return found
+
+
+def reads(group: Group, folder: str) -> dict[str, list[str]]:
+    layouts = [name for name, (shape, _) in LAYOUTS.items() if len(shape) == 1]
+    return {f"{place.name} {other}": differing(place, other) for place in Path(folder).iterdir() for other in layouts}
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("shards")
+    ended = run(writes, 4, str(folder))
+    assert [each.error for each in ended] == [""] * 4
+    return folder, [each.value for each in ended]
+
+
+@slow
+def test_what_is_written_in_any_layout_is_read_in_any(written: tuple[Path, list[dict[str, Any]]]) -> None:
+    folder, ranks = written
+    for rank in ranks:
+        assert {key: odd for key, odd in rank.items() if isinstance(key, tuple) and odd} == {}
+    assert {layout: differing(folder / layout, None) for layout in LAYOUTS} == {layout: [] for layout in LAYOUTS}
+
+
+@slow
+def test_another_number_of_processes_reads(written: tuple[Path, list[dict[str, Any]]]) -> None:
+    for each in run(reads, 3, str(written[0])):
+        assert len(each.value) == 15
+        assert {key: odd for key, odd in each.value.items() if odd} == {}
+
+
+@slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_process_writes_its_own_parts_and_what_is_the_same_once(
+    written: tuple[Path, list[dict[str, Any]]], layout: str
+) -> None:
+    folder, ranks = written
+    own = [name for rank in ranks for name in rank[layout]]
+    assert sorted(own) == sorted(path.name for path in (folder / layout).iterdir())  # no metadata, which would be a pickle
+    assert len(own) == len(set(own))
+    elements = dict.fromkeys(tensors(), 0)
+    for name in own:
+        with safe_open(folder / layout / name, "pt") as file:
+            for key in file.keys():  # noqa: SIM118 - it is no mapping
+                elements[key] += file.get_tensor(key).numel()
+    assert elements == {name: value.numel() for name, value in tensors().items()}
+    if layout in ("rows", "blocks"):
+        assert len(own) > 4  # several files of a process
+        assert all(rank[layout] for rank in ranks)
+
+
+@slow
+def test_other_types_are_filled_rounded(written: tuple[Path, list[dict[str, Any]]]) -> None:
+    given = {"float32": torch.zeros(7, 5, dtype=torch.bfloat16)}
+    shards.read(written[0] / "rows", given)
+    assert given["float32"].equal(tensors()["float32"].bfloat16())
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one process has written, into several files."""
+    folder = tmp_path_factory.mktemp("rows")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "FILE", 100)
+        assert len(shards.write(folder, tensors())) > 2
+    return folder
+
+
+@pytest.mark.parametrize(("into", "parts"), [
+    ({"float32": torch.zeros(7, 6)}, ["float32", "[7, 5]", "[7, 6]"]), ({"other": torch.zeros(2)}, ["other"]),
+])  # fmt: skip
+def test_what_is_not_there_is_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
+    with raises_error("checkpoint-damaged", where=str(rows)) as raised:
+        shards.read(rows, into)
+    assert [part for part in parts if part not in raised.error.what] == []
+
+
+@pytest.mark.parametrize("damage", ["a file is gone", "a file is cut"])
+def test_what_is_not_whole_is_refused(rows: Path, damage: str, tmp_path: Path) -> None:
+    shutil.copytree(rows, tmp_path / "rows")
+    with safe_open(file := sorted((tmp_path / "rows").iterdir())[0], "pt") as opened:
+        name = next(iter(opened.keys()))
+    file.unlink() if damage == "a file is gone" else file.write_bytes(file.read_bytes()[:-1])
+    with raises_error("checkpoint-damaged", where=str(tmp_path / "rows")):
+        shards.read(tmp_path / "rows", {name: torch.zeros_like(tensors()[name])})
+
+
+def test_one_process_writes_too(tmp_path: Path) -> None:
+    given = {"weight": torch.randn(3, 4), "number": torch.tensor(2.0)}
+    assert [path.name for path in shards.write(tmp_path, given)] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert differing(tmp_path, None, given) == []
+
+
+def one_cannot(group: Group, folder: str) -> list[tuple[str, str]]:
+    """One process has no room: all get the mistake, and the next time goes well."""
+    mistakes: list[tuple[str, str]] = []
+
+    def full(*_: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    writer: Any = HuggingFaceStorageWriter
+    as_it_is = writer.write_data
+    for cannot in (True, False):
+        writer.write_data = full if cannot and group.rank == 1 else as_it_is
+        try:
+            shards.write(Path(folder), placed(tensors(), "rows"))
+        except UserError as error:
+            mistakes.append((error.code, error.what))
+    group.barrier("end")
+    return mistakes
+
+
+@slow
+def test_one_that_cannot_write_fails_all_alike(tmp_path: Path) -> None:
+    first, second = run(one_cannot, 2, str(tmp_path))
+    assert first.value == second.value
+    ((code, what),) = first.value
+    assert code == "checkpoint-incomplete"
+    assert "rank 1: [Errno 28] No space left on device" in what
+    assert "rank 0" not in what
+    assert differing(tmp_path, None) == []

@@ -1,0 +1,138 @@
+"""What the compiler is told of the layers."""
+
+from __future__ import annotations
+
+import shutil
+import warnings
+from functools import partial, partialmethod
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.profiler import ProfilerActivity, profile
+
+from tests.models.test_oracle import PATTERNS, forest_of
+from tests.prefix_trees import conversations
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
+from valence.models import compiling
+from valence.models.check import plain_batch
+from valence.models.compiling import compile_layers, compiled_program
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy
+from valence.rollouts import HFGenerator, Sampling
+
+
+@pytest.mark.slow
+def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The compiler computes again what it thinks cheap, and knows nothing of this operator but what it is told."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    # What decides which values are kept, without the programs that are made then.
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
+    engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
+    assert compile_layers(engine)
+    batch = plain_batch([torch.arange(1, 41), torch.arange(2, 25)])
+    engine(batch).logp.sum().backward()
+    with profile(activities=[ProfilerActivity.CPU]) as seen:
+        engine(batch).logp.sum().backward()
+    count = {event.key: event.count for event in seen.key_averages()}
+    layers = engine.causal.config.num_hidden_layers
+    assert count["valence::forest_attention_backward"] == layers
+    assert count["valence::forest_attention"] == layers
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("adapter", "checkpointing"), [(True, "full"), (True, "selective"), (False, "selective")])
+def test_a_layer_that_runs_again_runs_the_same_program(
+    adapter: bool, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, where something is around each run of an adapter."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    lora = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear") if adapter else None
+    batches = [plain_batch([torch.arange(1, 41), torch.arange(2, n)]) for n in (25, 60)]
+
+    def engine() -> Engine:
+        torch.manual_seed(0)
+        made = build_policy(tiny("qwen3", dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
+        for name, p in made.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(p, std=0.1)
+        return made
+
+    plain, compiled = engine(), engine()
+    compiled_program.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "the layers of")
+        assert compile_layers(compiled)
+    for batch in batches:
+        runs = [(each(batch).logp, [p for p in each.parameters() if p.requires_grad]) for each in (plain, compiled)]
+        wanted, found = (torch.autograd.grad(logp.sum(), weights) for logp, weights in runs)
+        torch.testing.assert_close(runs[1][0], runs[0][0], rtol=0.02, atol=0.02)
+        for theirs, ours in zip(wanted, found, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+    with torch.no_grad():
+        compiled.eval()(batches[1])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(batches[0]).logp, plain(batches[0]).logp, rtol=0.02, atol=0.02)
+        compiled.train()(batches[0]).logp.sum().backward()
+
+
+@pytest.mark.slow
+def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer would be one, by its number."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    tokenizer = tiny_tokenizer()
+    engine = build_policy(tiny(vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.float32)
+    made: Any = engine.model
+    how = Sampling(max_new_tokens=6)
+    with engine.stock():
+        wanted = HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how)
+    assert compile_layers(engine)
+    graphs = counters["stats"]["unique_graphs"]
+    with engine.sampling():
+        assert HFGenerator(made, tokenizer).generate([(5, 6, 7)], 2, how) == wanted
+    assert counters["stats"]["unique_graphs"] == graphs > 0
+
+
+@pytest.mark.slow
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:.*torch.compile.*")
+def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
+    """Which has no backward pass on a CPU. The programs are for any number of tokens, and a second pass reads the first one's
+    keys."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    batches = [forest_of(conversations(), trains) for trains in PATTERNS] + [plain_batch([torch.arange(1, n)]) for n in (30, 70)]
+    engine = build_policy(tiny(dtype=torch.float32), dtype=torch.float32).requires_grad_(False)
+    wanted = [engine(batch).logp for batch in batches]
+    engine.flexes, engine.along = True, 0
+    assert compile_layers(engine)
+    engine(batches[-1])
+    with torch.compiler.set_stance("fail_on_recompile"):
+        found = [engine(batch).logp for batch in batches]
+    for ours, theirs in zip(found, wanted, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One random token may be far off in bfloat16, but not all of them."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    monkeypatch.setattr(nn.Module, "compile", lambda *_, **__: None)
+    tell = compiling.said
+    one = torch.zeros(40)
+    one[7] = 0.9
+    for off, fine in ((one, True), (torch.full((40,), 0.4), False)):
+        engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
+        added = iter([torch.zeros(40), off])
+        monkeypatch.setattr(compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added))
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            assert compile_layers(engine) is fine
+        assert [each.category for each in heard] == ([] if fine else [UserWarning])
+        assert all("0.4" in str(each.message) for each in heard)

@@ -1,0 +1,273 @@
+"""Entries in a folder: found again whatever happened to whoever wrote them, and never wrong."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+import numpy as np
+import pytest
+
+from tests.errors import raises_error
+from valence.models import ledger as module
+from valence.models.ledger import HEAD, ROW, Ledger, entries_of
+
+ROOT = Path(__file__).parents[2]
+IDENTITY = {"of": "tests"}
+DESCRIPTORS = Path("/proc/self/fd")
+"""Of the files that this process has open, where the system shows them."""
+
+WRITER = """
+import sys
+from pathlib import Path
+from tests.models.test_ledger import key, opened, values
+ledger = opened(Path(sys.argv[1]))
+print("ready", flush=True)
+sys.stdin.readline()
+for i in range(int(sys.argv[2]), int(sys.argv[3])):
+    ledger.add({key(4 * i + k): values(4 * i + k) for k in range(4)})
+    print(i, flush=True)
+"""
+"""A process that adds four entries at a time, and says so after each time."""
+
+
+def opened(folder: Path, identity: dict[str, str] = IDENTITY) -> Ledger:
+    return Ledger(folder, identity, {"about": "numbers"})
+
+
+def key(i: int) -> bytes:
+    return i.to_bytes(16, "big")
+
+
+def values(i: int) -> np.ndarray:
+    return np.arange(i, i + i % 7 + 1, dtype=np.float32)
+
+
+def filled(folder: Path, count: int = 3) -> Ledger:
+    found = opened(folder)
+    found.add({key(i): values(i) for i in range(count)})
+    return found
+
+
+def read(folder: Path, count: int = 3) -> dict[int, list[float]]:
+    """What a new process would find."""
+    found = {i: opened(folder).get(key(i)) for i in range(count)}
+    return {i: entry.tolist() for i, entry in found.items() if entry is not None}
+
+
+RIGHT = {i: values(i).tolist() for i in range(3)}
+
+
+def writer(folder: Path, first: int, last: int) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(folder), str(first), str(last)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+    )  # fmt: skip
+    assert pipe(process.stdout).readline() == "ready\n"
+    return process
+
+
+def pipe(found: IO[str] | None) -> IO[str]:
+    assert found is not None
+    return found
+
+
+def go(process: subprocess.Popen[str]) -> None:
+    pipe(process.stdin).write("\n")
+    pipe(process.stdin).flush()
+
+
+def test_what_one_process_adds_another_finds(tmp_path: Path) -> None:
+    first = filled(tmp_path)
+    assert len(first) == 3
+    assert read(tmp_path) == RIGHT
+    assert opened(tmp_path).get(key(9)) is None
+
+
+def test_a_value_stays_what_it_was(tmp_path: Path) -> None:
+    ledger = filled(tmp_path)
+    ledger.add({key(1): np.zeros(2, np.float32)})
+    opened(tmp_path).add({key(1): np.zeros(2, np.float32)})
+    assert len(list(tmp_path.iterdir())) == 2
+    assert read(tmp_path) == RIGHT
+
+
+def test_an_open_ledger_takes_in_what_others_add(tmp_path: Path) -> None:
+    one, two = opened(tmp_path), opened(tmp_path)
+    one.add({key(0): values(0)})
+    two.add({key(1): values(1)})
+    two.refresh()
+    one.add({key(2): values(2)})
+    two.refresh()
+    assert [i for i in range(3) if key(i) in two] == [0, 1, 2]
+
+
+def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
+    """What a process that was killed leaves: any beginning of an index. Nothing is said about it."""
+    filled(tmp_path / "whole")
+    (path,) = (tmp_path / "whole").glob("*.index")
+    raw = path.read_bytes()
+    warnings.simplefilter("error", UserWarning)
+    for length in (*range(0, HEAD, 97), *range(HEAD, len(raw) + 1)):
+        path.write_bytes(raw[:length])
+        kept = max(0, length - HEAD) // ROW.itemsize
+        assert read(tmp_path / "whole") == {i: RIGHT[i] for i in range(kept)}
+
+
+def test_a_flipped_byte_anywhere_is_seen_and_named(tmp_path: Path) -> None:
+    filled(tmp_path)
+    for path in tmp_path.iterdir():
+        raw = path.read_bytes()
+        for at in (*range(0, min(HEAD, len(raw)), 41), *range(HEAD, len(raw))):
+            path.write_bytes(raw[:at] + bytes([raw[at] ^ 16]) + raw[at + 1 :])
+            with pytest.warns(UserWarning, match=path.name):
+                found = read(tmp_path)
+            assert found.items() < RIGHT.items()
+        path.write_bytes(raw)
+
+
+def test_numbers_that_are_missing_are_seen(tmp_path: Path) -> None:
+    """After a power cut the rows may be there, and the numbers not."""
+    filled(tmp_path)
+    (path,) = tmp_path.glob("*.values")
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.warns(UserWarning, match=path.name):
+        assert read(tmp_path) == {0: RIGHT[0], 1: RIGHT[1]}
+    path.unlink()
+    with pytest.warns(UserWarning, match=path.name):
+        assert read(tmp_path) == {}
+
+
+def test_what_was_damaged_can_be_added_again(tmp_path: Path) -> None:
+    filled(tmp_path)
+    (path,) = tmp_path.glob("*.values")
+    path.write_bytes(b"\xff" * path.stat().st_size)
+    ledger = opened(tmp_path)
+    with pytest.warns(UserWarning, match=path.name):
+        assert ledger.get(key(1)) is None
+    assert ledger.damaged == 1
+    ledger.add({key(1): values(1)})
+    assert opened(tmp_path).get(key(1)).tolist() == RIGHT[1]  # type: ignore[union-attr]
+
+
+@pytest.mark.slow
+def test_killed_again_and_again_while_it_fills(tmp_path: Path) -> None:
+    """Everything that a process had added before it was killed is found, and right."""
+    sure = 0
+    for entries in (1, 20, 45, 70):
+        process = writer(tmp_path, sure, 10**6)
+        go(process)
+        lines = [pipe(process.stdout).readline() for _ in range(entries)]
+        process.send_signal(signal.SIGKILL)
+        lines += pipe(process.stdout).readlines()
+        process.wait()
+        sure = 1 + int([line for line in lines if line.endswith("\n")][-1])
+        ledger = opened(tmp_path)
+        assert len(ledger) >= 4 * sure
+        assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(len(ledger)))  # type: ignore[arg-type]
+        assert ledger.damaged == 0
+
+
+@pytest.mark.slow
+def test_two_processes_fill_at_once(tmp_path: Path) -> None:
+    both = [writer(tmp_path, 0, 200), writer(tmp_path, 100, 300)]
+    for process in both:
+        go(process)
+    for process in both:
+        process.communicate(timeout=60)
+    assert len(list(tmp_path.glob("*.index"))) == 2
+    ledger = opened(tmp_path)
+    assert len(ledger) == 1200
+    assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(1200))  # type: ignore[arg-type]
+
+
+def test_many_entries_open_at_once_without_reading_their_numbers(tmp_path: Path) -> None:
+    count = 20_000
+    ledger = opened(tmp_path)
+    ledger.add({key(i): values(i) for i in range(count)})
+    (path,) = tmp_path.glob("*.values")
+    os.truncate(path, 4)  # only the first number is left
+    found = opened(tmp_path)
+    assert len(found) == count
+    assert found.get(key(0)).tolist() == [0.0]  # type: ignore[union-attr]
+
+
+def test_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    for i in range(module.OPEN_FILES + 6):
+        opened(tmp_path).add({key(i): values(i)})
+    ledger = opened(tmp_path)
+    for _ in range(2):
+        assert all(np.array_equal(ledger.get(key(i)), values(i)) for i in range(len(ledger)))  # type: ignore[arg-type]
+        if DESCRIPTORS.is_dir():
+            paths = [os.readlink(each) for each in DESCRIPTORS.iterdir() if os.path.islink(each)]
+            assert sum(path.startswith(str(tmp_path)) for path in paths) == module.OPEN_FILES
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file of this process can become larger: what does not fit is not written."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("suffix", [".values", ".index"])
+def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> None:
+    """Neither while the numbers are written, nor after them: a part of the next ones still fits the file."""
+    ledger = filled(tmp_path, 2)
+    (path,) = tmp_path.glob(f"*{suffix}")
+    with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned, largest_file(path.stat().st_size + 5):
+        ledger.add({key(2): values(2)})
+    assert [each.category for each in warned if each.category is not ResourceWarning] == [UserWarning]
+    warnings.simplefilter("error", UserWarning)
+    ledger.add({key(2): values(2), key(1): values(9)})
+    kept = ledger.get(key(2))
+    assert kept is not None
+    assert kept.tolist() == RIGHT[2]
+    assert read(tmp_path) == {i: RIGHT[i] for i in range(2)}
+    ledger.sync()  # there is room again
+    ledger.add({key(3): values(3)})
+    assert read(tmp_path, 4) == {i: values(i).tolist() for i in range(4)}
+
+
+def test_files_of_another_identity_are_refused(tmp_path: Path) -> None:
+    filled(tmp_path / "here")
+    other = {"of": "others"}
+    opened(tmp_path / "there", other).add({key(0): values(5)})
+    (path,) = (tmp_path / "there").glob("*.index")
+    shutil.copy(path, tmp_path / "here")
+    with raises_error("reference-cache-foreign", where=path.name):
+        opened(tmp_path / "here")
+
+
+def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with raises_error("reference-cache-unusable", where=str(tmp_path / "file")):
+        opened(tmp_path / "file" / "inside")
+
+
+def test_reading_alone_leaves_no_trace(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "nowhere", IDENTITY, {}, adds=False)
+    ledger.add({key(0): values(0)})
+    assert len(ledger) == 0
+    assert not (tmp_path / "nowhere").exists()
+
+
+def test_a_folder_is_counted_without_being_opened(tmp_path: Path) -> None:
+    filled(tmp_path)
+    opened(tmp_path).add({key(7): values(7)})
+    count, head = entries_of(tmp_path)
+    assert (count, head["about"], head["of"]) == (4, "numbers", "tests")

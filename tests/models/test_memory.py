@@ -1,0 +1,150 @@
+"""Memory is predicted from the shape of the model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tiny_models import tiny
+from valence.models import memory
+from valence.models.memory import Memory, Split, free_memory, predict, sampled, with_values
+from valence.models.shape import decoder_layers, shape_of, skeleton_of
+
+SHAPE = shape_of(skeleton_of(tiny()))
+ADAPTED = replace(SHAPE, trained=1000, adapted=500)
+
+
+def predicted(shape: Any = SHAPE, **changes: Any) -> Memory:
+    return predict(shape, **({"width": 4, "frozen_copy": False} | changes))
+
+
+def test_masters_and_their_copy_are_float32_whatever_the_computation() -> None:
+    head = SHAPE.vocabulary * SHAPE.hidden
+    found = predicted(width=2, frozen_copy=True)
+    assert found.weights == 6 * SHAPE.parameters  # and copies in the type of the products
+    assert found.reference == predicted().weights == 4 * SHAPE.parameters
+    assert found.gradient == 4 * SHAPE.parameters
+    elsewhere = predicted(width=2, device=torch.device("mps"))  # where that of a matrix of the vocabulary is not written in place
+    assert elsewhere.gradient == 4 * (SHAPE.parameters + head)
+    assert predicted(width=8).weights == 8 * SHAPE.parameters
+
+
+def test_compiled_layers_keep_less() -> None:
+    assert predicted(compiled=True).per_token < 0.7 * predicted().per_token
+
+
+def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
+    found = predicted(ADAPTED, width=2, frozen_copy=True)
+    assert found.weights == 2 * SHAPE.parameters + 4 * 1000
+    assert found.reference == 2 * SHAPE.parameters
+    assert (found.gradient, found.optimizer) == (4000, 8000)
+
+
+def test_moments_of_8_bits_take_a_quarter() -> None:
+    assert predicted(optimizer="adamw_8bit").optimizer == pytest.approx(predicted().optimizer / 4, rel=0.05)
+
+
+def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
+    modes = ("off", "selective", "full", "offloaded")
+    found = [predicted(replace(SHAPE, layers=8), checkpointing=how).per_token for how in modes]
+    assert found == sorted(found, reverse=True)
+    assert found[2] < 0.3 * found[0]
+
+
+def test_a_token_more_takes_what_a_token_takes() -> None:
+    found = predicted()
+    assert found.total(100) - found.total(99) == found.per_token
+    assert found.total(0) > found.program + found.weights + found.gradient + found.optimizer
+
+
+def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
+    """In bfloat16 over masters: the layer that runs and the next one, and embedding and head with their copies."""
+    large = replace(SHAPE, layers=8)
+    whole, quarter = (predicted(large, width=2, frozen_copy=True, split=split) for split in (Split(), Split(4)))
+    assert quarter.weights == quarter.reference == SHAPE.parameters  # 4 bytes each, for 4 processes
+    assert (quarter.optimizer, whole.gathered) == (whole.optimizer // 4, 0)
+    assert quarter.gathered == 2 * 2 * SHAPE.largest + 6 * SHAPE.outside
+    head = 4 * SHAPE.vocabulary * SHAPE.hidden
+    assert quarter.gradient == SHAPE.parameters + 4 * (2 * SHAPE.largest + SHAPE.outside) + head
+    assert quarter.per_token == whole.per_token
+    assert quarter.total(0) - whole.total(0) == quarter.gathered + sum(
+        getattr(quarter, part) - getattr(whole, part) for part in ("weights", "reference", "gradient", "optimizer")
+    )
+
+
+def test_settings_of_a_split_cost_what_they_cost() -> None:
+    base = predicted(split=Split(4))
+    kept, once, away = (predicted(split=Split(4, **{name: value})) for name, value in
+                        (("reshard", False), ("each", False), ("offload", True)))  # fmt: skip
+    assert kept.gathered - base.gathered == 4 * (SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest)
+    assert once.gradient == base.gradient + 4 * (SHAPE.parameters - min(SHAPE.parameters, SHAPE.outside + 2 * SHAPE.largest))
+    assert (away.weights, away.reference, away.optimizer, away.gathered) == (0, 0, 0, base.gathered)
+    assert away.gradient == base.gradient - SHAPE.parameters
+
+
+def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
+    whole, half, quarter = (predicted(split=split, device=torch.device("mps")) for split in (Split(), Split(1, 2), Split(2, 2)))
+    assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (whole.weights, whole.gradient, whole.optimizer)
+    assert half.per_token < whole.per_token
+    assert half.gathered == 0 < quarter.gathered
+    assert quarter.weights == half.weights // 2
+
+
+def test_a_value_model_is_a_policy_without_a_head() -> None:
+    whole = predicted(width=2)
+    found = with_values(whole, whole, SHAPE, 2)
+    decoder = SHAPE.parameters - SHAPE.vocabulary * SHAPE.hidden
+    assert found.value == pytest.approx((6 + 4 + 8) * decoder, abs=1)
+    assert found.per_token == 2 * whole.per_token
+    tied = replace(SHAPE, outside=SHAPE.vocabulary * SHAPE.hidden)
+    assert with_values(whole, whole, tied, 2).value == (6 + 4 + 8) * SHAPE.parameters
+
+
+def test_a_value_model_under_an_adapter_is_another_adapter() -> None:
+    found = predicted(ADAPTED, width=2)
+    assert with_values(found, found, ADAPTED, 2).value == (4 + 4 + 8) * ADAPTED.trained
+
+
+def test_sampling_and_training_take_turns() -> None:
+    """Two layers with 2 heads of 8 for keys and values."""
+    taken = sampled(SHAPE, rows=3, tokens=50, width=2)
+    assert taken == 3 * (2 * 2 * 16 * 50 * 2 + 4 * 4 * SHAPE.vocabulary)
+    found = predicted()
+    training = found.head + 100 * found.per_token
+    assert replace(found, sampling=training - 1).total(100) == found.total(100)
+    assert replace(found, sampling=training + 7).total(100) == found.total(100) + 7
+    assert replace(found, judges=5, value=6).total(100) == found.total(100) + 11
+
+
+def test_layers_and_what_is_outside_them_are_all_weights() -> None:
+    for kind in ("llama", "gpt2", "opt", "qwen3_moe"):
+        model = skeleton_of(tiny(kind))
+        found = shape_of(model)
+        assert found.largest == sum(p.numel() for p in decoder_layers(model)[0].parameters())
+        assert found.parameters == 2 * found.largest + found.outside
+
+
+def test_free_memory_is_what_the_machine_has_left() -> None:
+    found = free_memory(torch.device("cpu"))
+    if not Path("/proc/meminfo").exists():
+        pytest.skip("nothing tells")
+    assert found is not None
+    assert 2**27 < found < 2**50
+
+
+@pytest.mark.parametrize(("files", "left"), [
+    ({}, None),
+    ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": "inactive_file 2\n"}, None),
+    ({"memory.max": "100\n", "memory.current": "50\n", "memory.stat": "anon 9\ninactive_file 20\n"}, 70),
+    ({"memory/memory.limit_in_bytes": "90\n", "memory/memory.usage_in_bytes": "50\n",
+      "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n"}, 60),
+])  # fmt: skip
+def test_a_container_leaves_what_its_limit_leaves(files: dict[str, str], left: int | None, tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir()
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert memory.container_memory(tmp_path) == left

@@ -1,0 +1,151 @@
+"""How a model is made ready: types, dropout, adapters, and mistakes in what is loaded."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.errors import raises_error
+from tests.models.test_oracle import sequences
+from tests.tiny_models import tiny
+from valence.models.check import plain_batch
+from valence.models.models import build_policy, build_reference, load_model, position_limit
+from valence.models.reference import AdapterOff
+
+F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
+
+
+def lora(targets: Any = "all-linear", dropout: float = 0.0) -> Any:
+    return SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets=targets)
+
+
+@pytest.mark.parametrize(("given", "dtype", "masters", "compute"), [
+    (BF16, F32, F32, None), (F32, BF16, F32, BF16), (BF16, BF16, F32, BF16), (F32, F32, F32, None),
+    (F64, F32, F64, None), (F32, F64, F64, None), (F64, BF16, F32, BF16),
+])  # fmt: skip
+def test_weights_that_train_are_masters_whatever_comes_in(given: Any, dtype: Any, masters: Any, compute: Any) -> None:
+    engine = build_policy(tiny(dtype=given), dtype=dtype)
+    assert {p.dtype for p in engine.parameters()} == {masters}
+    assert engine.compute == compute
+
+
+@pytest.mark.parametrize(("given", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)])
+def test_a_base_under_an_adapter_has_the_type_of_the_computation(given: Any, dtype: Any, adapter: Any) -> None:
+    engine = build_policy(tiny(dtype=given), dtype=dtype, lora=lora())
+    assert {p.dtype for p in engine.parameters() if not p.requires_grad} == {dtype}
+    assert {p.dtype for p in engine.parameters() if p.requires_grad} == {adapter}
+    assert engine.compute == (BF16 if dtype == BF16 else None)
+
+
+def test_rotary_frequencies_are_not_rounded() -> None:
+    engine = build_policy(tiny(dtype=F32), dtype=BF16, lora=lora())
+    assert {b.dtype for name, b in engine.named_buffers() if "inv_freq" in name} == {F32}
+
+
+@pytest.mark.parametrize("given", [F32, BF16])
+@pytest.mark.parametrize("adapter", [None, lora()])
+def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, given: Any) -> None:
+    weights = tiny(dtype=BF16).state_dict()
+    policy, other = tiny(dtype=F32), tiny(dtype=F32, seed=7)
+    policy.load_state_dict(weights)
+    other.load_state_dict(weights)
+    for p in other.parameters():  # as it is loaded: the type of the weights, and rotary frequencies in float32
+        p.data = p.data.to(given)
+    engine = build_policy(policy, dtype=BF16, lora=adapter)
+    reference = build_reference(engine, fresh_adapter=False, model=other, name="another")
+    batch = plain_batch(sequences())
+    assert torch.equal(engine(batch).logp, reference(batch))
+
+
+@pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
+def test_a_training_forward_is_not_random(kind: str) -> None:
+    engine = build_policy(tiny(kind, dtype=F32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5), dtype=F32)
+    assert engine.training
+    batch = plain_batch(sequences())
+    assert torch.equal(engine(batch).logp, engine(batch).logp)
+
+
+def test_an_adapters_own_dropout_stays() -> None:
+    engine = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
+    with torch.no_grad():
+        for name, p in engine.named_parameters():
+            if "lora_B" in name:
+                p.fill_(0.1)
+    batch = plain_batch(sequences())
+    assert not torch.equal(engine(batch).logp, engine(batch).logp)
+
+
+def test_a_continued_adapter_trains_without_dropout(tmp_path: Path) -> None:
+    """Which nobody has asked for here."""
+    made = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(dropout=0.5))
+    for name, p in made.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.3)
+    made.model.save_pretrained(tmp_path)  # type: ignore[operator]
+    with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned:
+        engine = build_policy(tiny(dtype=F32), dtype=F32, adapter=str(tmp_path))
+    assert sum(str(tmp_path) in str(each.message) for each in warned) == 1
+    assert engine.packs
+    assert engine.training
+    batch = plain_batch([torch.arange(1, 9)])
+    assert torch.equal(engine(batch).logp, engine(batch).logp)
+
+
+def test_a_target_that_is_no_layer_is_named_with_near_ones() -> None:
+    with raises_error("lora-targets", where="model.lora.targets", fix="q_proj") as raised:
+        build_policy(tiny(), dtype=F64, lora=lora(targets=["v_proj", "q_porj"]))
+    assert "q_porj" in raised.error.what
+
+
+def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
+    folders = [tmp_path / "one", tmp_path / "two"]
+    for folder in folders:
+        tiny(dtype=F32).save_pretrained(folder)  # type: ignore[operator]
+    made = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, lora=lora())
+    made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
+    names = ".*".join(re.escape(str(folder)) for folder in folders)
+    with pytest.warns(UserWarning, match=names):
+        build_policy(load_model(str(folders[1]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", f".*{names}")
+        again = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+    assert not isinstance(build_reference(again, fresh_adapter=False), AdapterOff)
+
+
+def test_the_adapter_is_off_for_the_reference_alone() -> None:
+    policy = build_policy(tiny(dtype=F32), dtype=F32, lora=lora(targets=["v_proj", "up_proj"]))
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if "lora_B" in name:
+                p.normal_()
+    trains = {name for name, p in policy.named_parameters() if p.requires_grad}
+    batch = plain_batch(sequences())
+    before = policy(batch).logp.detach()
+    assert torch.equal(AdapterOff(policy)(batch), build_policy(tiny(dtype=F32), dtype=F32)(batch).logp)
+    assert torch.equal(policy(batch).logp, before)
+    with pytest.raises(AttributeError):
+        AdapterOff(policy)(None)  # type: ignore[arg-type]
+    assert torch.equal(policy(batch).logp, before)
+    assert {name for name, p in policy.named_parameters() if p.requires_grad} == trains != set()
+
+
+def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> None:
+    tiny(dtype=F32).save_pretrained(tmp_path)  # type: ignore[operator]
+    (path,) = tmp_path.glob("*.safetensors")
+    path.write_bytes(path.read_bytes()[:1000])
+    with raises_error("model-not-loadable", where="model") as raised:
+        load_model(str(tmp_path), dtype=F32)
+    assert str(tmp_path) in raised.error.what
+
+
+@pytest.mark.parametrize(("kind", "expected"), [
+    ("llama", (256, False)), ("gpt2", (256, True)), ("opt", (256, True)), ("gpt_neox", (256, False)),
+])  # fmt: skip
+def test_the_positions_a_model_was_made_for(kind: str, expected: Any) -> None:
+    assert position_limit(tiny(kind)) == expected

@@ -1,0 +1,56 @@
+"""On a CUDA device, here a pretended one, the engine packs, says and learns what it does on the host, and waits for nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.models.test_oracle import PATTERNS
+from tests.prefix_trees import conversations, sharing
+from tests.pretend import CUDA, HOST, pretended
+from tests.tiny_models import ARCHITECTURES, tiny
+from valence.batching.micro_batches import make_micro_batch
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy
+from valence.types import Batch
+
+HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
+HOW += [
+    pytest.param(name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow)
+    for name in ARCHITECTURES
+]
+
+
+def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[Engine, Batch]:
+    model = tiny(name, dtype=torch.float32).to(device)
+    engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
+    engine.along = 0
+    units = conversations()
+    with sharing(4):
+        return engine, replace(make_micro_batch(units, device=device), trains=trains)
+
+
+def measured(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+    """Log-probabilities, and the gradient of their sum."""
+    logp = engine(batch).logp
+    logp.sum().backward()
+    return logp.detach(), torch.cat([p.grad.flatten() for p in engine.parameters() if p.grad is not None])
+
+
+@pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
+def test_a_device_says_what_the_host_does(name: str, checkpointing: Any, trains: tuple[bool, ...]) -> None:
+    wanted = measured(*built(name, checkpointing, trains, HOST))
+    with pretended() as waits:
+        engine, batch = built(name, checkpointing, trains, CUDA)
+        assert engine.device == CUDA
+        assert engine.packs
+        waits.clear()  # loading a model, and looking whether it packs
+        found = measured(engine, batch)
+        assert waits == []
+        found = [each.cpu() for each in found]
+    torch.testing.assert_close(found[0], wanted[0], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found[1], wanted[1], rtol=1e-3, atol=1e-3)

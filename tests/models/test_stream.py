@@ -1,0 +1,214 @@
+"""Weights that are read late, and in parts, are those of a model that was loaded whole."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from tests.errors import raises_error
+from tests.tiny_models import tiny
+from valence.models.models import build_policy, load_model
+from valence.models.stream import CannotStreamError, outline, part_of
+
+CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
+LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
+KINDS = ["llama", "qwen2", "gemma2", "gpt2"]
+
+
+def saved(folder: Path, kind: str, size: str = "20KB", **changes: Any) -> str:
+    model: Any = tiny(kind, dtype=F32, tie_word_embeddings=kind == "qwen2", **changes)
+    model.save_pretrained(folder, max_shard_size=size)
+    return str(folder)
+
+
+def differences(found: nn.Module, wanted: nn.Module) -> list[str]:
+    """Weights and buffers, those that are in no file too, that do not have the same bits and type."""
+    ours, theirs = ({**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())} for m in (found, wanted))
+    assert list(ours) == list(theirs)
+    return [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
+
+
+def own_bytes(model: nn.Module) -> int:
+    return sum(p.untyped_storage().nbytes() for p in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_read_is_what_would_be_loaded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    name = saved(tmp_path, kind)
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    model, stream = outline(name, dtype=dtype, device=CPU)
+    wanted: Any = load_model(name, dtype=dtype)
+    assert type(model) is type(wanted)
+    assert not model.training
+    stream.forget(model)
+    stream.fill(model, CPU)
+    assert differences(model, wanted) == []
+    found: Any = model
+    assert found.config.to_dict() == wanted.config.to_dict()
+    assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
+    tied = [each.get_input_embeddings().weight is each.get_output_embeddings().weight for each in (found, wanted)]
+    assert tied == [kind == "qwen2"] * 2
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [None, LORA])
+def test_a_policy_is_the_same(kind: str, dtype: torch.dtype, lora: Any, tmp_path: Path) -> None:
+    name, loaded = saved(tmp_path, kind), F32 if lora is None else dtype
+    engines: list[Any] = []
+    for streamed in (True, False):
+        model, stream = outline(name, dtype=loaded, device=CPU) if streamed else (load_model(name, dtype=loaded), None)
+        torch.manual_seed(3)
+        engine = build_policy(model, dtype=dtype, lora=lora, check=False)
+        if stream:
+            stream.forget(engine.causal)
+            stream.fill(engine.causal, CPU)
+        engines.append(engine)
+    assert differences(*engines) == []
+    assert [p.requires_grad for p in engines[0].parameters()] == [p.requires_grad for p in engines[1].parameters()]
+    assert engines[0].compute == engines[1].compute
+
+
+def test_a_stand_in_is_where_the_weight_will_be_and_takes_no_memory(tmp_path: Path) -> None:
+    name = saved(tmp_path, "llama")
+    model, stream = outline(name, dtype=F32, device=CPU)
+    wanted = load_model(name, dtype=F32)
+    small = 8 * len(list(model.parameters()))
+    assert own_bytes(model) < small < own_bytes(wanted) / 100
+    assert [(p.shape, p.dtype, p.device) for p in model.parameters()] == [
+        (p.shape, p.dtype, p.device) for p in wanted.parameters()
+    ]
+    engine = build_policy(model, dtype=F32, lora=LORA, check=False)
+    assert sum(p.untyped_storage().nbytes() for p in engine.parameters() if not p.requires_grad) < small
+    stream.forget(engine.causal)
+    assert {p.is_meta for p in engine.parameters() if not p.requires_grad} == {True}
+    assert {p.is_meta for p in engine.parameters() if p.requires_grad} == {False}
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_the_head_of_a_reward_model_is_there_at_once(kept: bool, tmp_path: Path) -> None:
+    name = saved(tmp_path / "model", "llama")
+    if kept:
+        scores: Any = load_model(name, dtype=F32, attributes=("good",))
+        nn.init.normal_(scores.score.weight)
+        name = str(tmp_path / "scores")
+        scores.save_pretrained(name)
+    model, stream = outline(name, dtype=F32, device=CPU, attributes=("good",))
+    wanted: Any = load_model(name, dtype=F32, attributes=("good",))
+    assert torch.equal(model.get_submodule("score").weight, wanted.score.weight)  # type: ignore[arg-type]
+    assert bool(wanted.score.weight.any()) is kept
+    stream.fill(model, CPU)
+    assert differences(model, wanted) == []
+
+
+def test_names_that_transformers_changes_are_found(tmp_path: Path) -> None:
+    """A decoder that was saved by itself: its names lack the prefix."""
+    tiny("qwen2", dtype=F32, tie_word_embeddings=True).model.save_pretrained(tmp_path)  # type: ignore[union-attr, operator]
+    assert "embed_tokens.weight" in load_file(tmp_path / "model.safetensors")
+    model, stream = outline(str(tmp_path), dtype=F32, device=CPU)
+    stream.fill(model, CPU)
+    assert differences(model, load_model(str(tmp_path), dtype=F32)) == []
+
+
+def rewrite(folder: Path, change: Any) -> None:
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, {"format": "pt"})
+
+
+def _quantized(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+
+
+def _pickled(folder: Path) -> None:
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+
+
+@pytest.mark.parametrize(("kind", "change", "code"), [
+    ("qwen3_moe", lambda folder: None, "weights-converted"),
+    ("llama", _quantized, "weights-quantized"),
+    ("llama", _pickled, "not-safetensors"),
+    ("llama", lambda folder: rewrite(folder, lambda w: w.pop("lm_head.weight")), "weights-missing"),
+    ("llama", lambda folder: rewrite(folder, lambda w: w.update({"lm_head.weight": torch.ones(3, 32)})), "weight-shape"),
+    ("qwen2", lambda folder: rewrite(folder, lambda w: w.update({"lm_head.weight": torch.ones(97, 32)})), "tied-weights-apart"),
+])  # fmt: skip
+def test_what_cannot_be_read_in_parts_is_told(kind: str, change: Any, code: str, tmp_path: Path) -> None:
+    name = saved(tmp_path, kind, "1GB")
+    change(tmp_path)
+    with pytest.raises(CannotStreamError) as error:
+        outline(name, dtype=F32, device=CPU)
+    assert error.value.code == code
+    assert ("lm_head.weight" in str(error.value)) is ("weight-" in code or code in ("weights-missing", "tied-weights-apart"))
+
+
+def test_a_gguf_file_is_not_read_in_parts(tmp_path: Path) -> None:
+    with pytest.raises(CannotStreamError) as error:
+        outline(str(tmp_path), dtype=F32, device=CPU, gguf_file="model.gguf")
+    assert error.value.code == "weights-gguf"
+
+
+@pytest.mark.parametrize("what", ["file", "index", "part"])
+def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_path: Path) -> None:
+    name = saved(tmp_path, "llama", "1GB" if what == "file" else "20KB")
+    index, part = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("*.safetensors"))
+    {"file": lambda: part.write_bytes(part.read_bytes()[:1000]), "index": lambda: index.write_text("{"), "part": part.unlink}[
+        what
+    ]()
+    with raises_error("model-not-loadable", where="model") as raised:
+        outline(name, dtype=F32, device=CPU)
+    assert str(tmp_path) in raised.error.what
+
+
+# ---------------------------------------------------------------- parts
+
+
+class Parted(SimpleNamespace):
+    """What a DTensor tells of itself: how many processes along each axis of a mesh, this one's place, the axis that is cut."""
+
+    def __init__(self, whole: Tensor, sizes: list[int], place: list[int], cut: list[int | None]) -> None:
+        mesh = SimpleNamespace(ndim=len(sizes), size=sizes.__getitem__, get_local_rank=place.__getitem__)
+        kinds = [SimpleNamespace(dim=axis, is_replicate=lambda axis=axis: axis is None) for axis in cut]
+        super().__init__(whole=whole, shape=whole.shape, device_mesh=mesh, placements=kinds)
+
+    def detach(self) -> Parted:
+        return self
+
+    def to_local(self) -> Tensor:
+        """As PyTorch cuts it: along the last axis of the mesh first."""
+        own = self.whole
+        for axis in reversed(range(self.device_mesh.ndim)):
+            dim = self.placements[axis].dim
+            if dim is not None:
+                pieces = own.chunk(self.device_mesh.size(axis), dim)
+                rank = self.device_mesh.get_local_rank(axis)
+                own = pieces[rank] if rank < len(pieces) else own.narrow(dim, own.shape[dim], 0)
+        return own
+
+
+@pytest.mark.parametrize(("sizes", "cut"), [
+    ([3], [0]), ([4], [0]), ([9], [0]), ([2, 2], [0, 0]), ([3, 2], [0, 1]), ([2, 3], [0, None]), ([2], [None]),
+])  # fmt: skip
+def test_a_part_is_where_it_says(sizes: list[int], cut: list[int | None]) -> None:
+    whole = torch.arange(35).view(7, 5)
+    for place in torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes)).tolist():
+        own, rows = part_of(Parted(whole, sizes, place, cut))
+        assert torch.equal(own, whole[rows])
+
+
+def test_a_weight_that_is_not_split_is_its_own_part() -> None:
+    weight = torch.randn(3, 2, requires_grad=True)
+    own, rows = part_of(weight)
+    assert torch.equal(own, weight[rows])
+    own.zero_()
+    assert not weight.any()

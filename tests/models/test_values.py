@@ -1,0 +1,247 @@
+"""A critic against the oracle: hidden states of the model's own forward, one sequence at a time, in float64."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.errors import raises_error
+from tests.models.test_oracle import PATTERNS, forest_of, policy
+from tests.prefix_trees import conversations
+from tests.tiny_models import tiny
+from valence.models.adapters import adapted
+from valence.models.digest import model_digest
+from valence.models.logprobs import Engine
+from valence.models.models import build_policy, build_reference, load_model
+from valence.models.reference import Following
+from valence.models.scores import Scorer
+from valence.models.values import PREFIX, add_values
+from valence.types import Batch
+
+TRUNKS: tuple[Literal["separate", "shared"], ...] = ("separate", "shared")
+LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+
+
+def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full") -> Engine:
+    """A policy with a critic that says something, and whose trunk has moved away from the policy's."""
+    engine = policy(name, how)
+    add_values(engine, trunk=trunk)
+    assert engine.critic is not None
+    made = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weight in engine.critic.parameters():
+            if weight.requires_grad:
+                weight.add_(torch.randn(weight.shape, generator=made, dtype=weight.dtype), alpha=0.1)
+    return engine
+
+
+def by_hand(engine: Engine, batch: Batch) -> Tensor:
+    """V [T] of the token before each that is read, from the last hidden states of a stock forward."""
+    assert engine.critic is not None
+    reads = engine.critic.trunk or engine
+    head = engine.critic.head
+    found = torch.zeros(len(batch.tokens), dtype=torch.float64)
+    decoder = getattr(reads.causal, reads.causal.base_model_prefix)
+    with reads.stock():
+        for s in range(batch.sequences):
+            rows = batch.rows(s)
+            read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+            hidden = decoder(input_ids=batch.tokens[rows][None], output_hidden_states=True).hidden_states[-1][0]
+            found = found.index_put((rows[read],), hidden[read - 1] @ head.weight[0] + head.bias[0])
+    return found
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("name", "how"), [
+    ("llama", "lora"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
+        ("llama", "full"), ("gemma2", "full"), ("llama-tied", "checkpointed"), ("gpt2", "lora"), ("qwen3", "full"))),
+])  # fmt: skip
+def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
+    name: str, how: str, packed: bool, trunk: Literal["separate", "shared"]
+) -> None:
+    """Together with the log-probabilities, which are those without a critic; only what trains has a gradient."""
+    engine = valued(trunk, name, how)
+    engine.lay_out(packed=packed)
+    batch = forest_of(conversations(), PATTERNS[1])
+    trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
+    wanted = by_hand(engine, batch)
+    slopes = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    weights = {key: p for key, p in engine.named_parameters() if p.requires_grad}
+    whole = engine.critic.trunk if engine.critic is not None and engine.critic.trunk is not None else engine
+    with whole.stock():
+        theirs = torch.autograd.grad((wanted * slopes)[trains].sum(), list(weights.values()), allow_unused=True)
+    rough = name == "gemma2"
+    for along in (0, 10_000):
+        whole.along = along
+        out = engine(batch, ("value",))
+        assert out.value is not None
+        assert torch.equal(out.logp, engine(batch).logp)
+        assert (out.value[~batch.mask] == 0).all()
+        torch.testing.assert_close(out.value, wanted, rtol=1e-5 if rough else 1e-11, atol=1e-5 if rough else 1e-11)
+        ours = torch.autograd.grad((out.value * slopes).sum(), list(weights.values()), allow_unused=True)
+        for key, one, other in zip(weights, ours, theirs, strict=True):
+            assert (one is None) == (other is None), key
+            if one is not None:
+                torch.testing.assert_close(one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6, msg=key)
+
+
+@pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
+def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other(how: str) -> None:
+    engine, batch = valued("separate", how=how), forest_of(conversations())
+    out = engine(batch, ("value",))
+    assert out.value is not None
+    trained = {key: p for key, p in engine.named_parameters() if p.requires_grad}
+    for told, own in ((out.value, True), (out.logp, False)):
+        slopes = torch.autograd.grad(told.sum(), list(trained.values()), retain_graph=True, allow_unused=True)
+        for key, slope in zip(trained, slopes, strict=True):
+            assert (slope is not None and bool((slope != 0).any())) == (key.startswith(PREFIX) is own), key
+
+
+def test_with_the_trunk_of_the_policy_its_gradient_trains_the_policy() -> None:
+    engine, batch = valued("shared"), forest_of(conversations())
+    out = engine(batch, ("value",))
+    assert out.value is not None
+    slopes = torch.autograd.grad(out.value.sum(), list(engine.model.parameters()), allow_unused=True)
+    unread = [key for (key, _), slope in zip(engine.model.named_parameters(), slopes, strict=True) if slope is None]
+    assert unread == ["lm_head.weight"]
+
+
+def test_under_an_adapter_a_trunk_shares_all_weights_that_do_not_train() -> None:
+    engine = policy("llama", "lora")
+    before = {key: p.requires_grad for key, p in engine.named_parameters()}
+    add_values(engine, trunk="separate")
+    after = {key: p.requires_grad for key, p in engine.named_parameters()}
+    assert engine.critic is not None
+    assert engine.critic.trunk is not None
+    own = {key.replace("critic.trunk.", "") for key in after if key.startswith("critic.trunk.")}
+    assert own == {key for key, trains in before.items() if trains}
+    assert after == before | {f"critic.trunk.{key}": True for key in own} | {"critic.head.weight": True, "critic.head.bias": True}
+    theirs = dict(engine.critic.trunk.model.named_parameters())
+    frozen = {key: p for key, p in engine.model.named_parameters() if not p.requires_grad and "lm_head" not in key}
+    assert len(frozen) == 20
+    assert all(theirs[key] is p for key, p in frozen.items())
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("how", ["full", "lora"])
+def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(trunk: Literal["separate", "shared"], how: str) -> None:
+    """What is saved and sampled, what log-probabilities are, and the generator of random numbers."""
+    engine, batch = policy("llama", how), forest_of(conversations())
+    saved, logp, random = dict(engine.model.state_dict()), engine(batch).logp, torch.get_rng_state()
+    digest = model_digest(engine, adapter=True)
+    add_values(engine, trunk=trunk)
+    assert torch.equal(torch.get_rng_state(), random)
+    after = engine.model.state_dict()
+    assert saved.keys() == after.keys()
+    assert all(saved[key].data_ptr() == after[key].data_ptr() for key in saved)
+    out = engine(batch, ("value",))
+    assert out.value is not None
+    assert out.value.requires_grad
+    assert not out.value.any()
+    assert torch.equal(out.logp, logp)
+    assert engine(batch).value is None
+    assert model_digest(engine, adapter=True) == digest
+    assert all(module.training for module in engine.modules())
+
+
+def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
+    """With the same head, both say the same."""
+    found: list[Tensor] = []
+    for trunk in TRUNKS:
+        engine = policy("llama", "lora")
+        add_values(engine, trunk=trunk)
+        assert engine.critic is not None
+        torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
+        out = engine(forest_of(conversations()), ("value",))
+        assert out.value is not None
+        found.append(out.value)
+    assert torch.equal(found[0], found[1])
+    assert found[0].std() > 0.1
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+def test_what_trains_is_all_that_a_saved_state_needs(trunk: Literal["separate", "shared"], how: str) -> None:
+    engine, batch = valued(trunk, how=how), forest_of(conversations())
+    saved = {key: p.detach().clone() for key, p in engine.named_parameters() if p.requires_grad}
+    other = policy("llama", how)
+    add_values(other, trunk=trunk)
+    own = {key: p for key, p in other.named_parameters() if p.requires_grad}
+    assert own.keys() == saved.keys()
+    with torch.no_grad():
+        for key, p in own.items():
+            p.copy_(saved[key])
+    one, two = engine(batch, ("value",)).value, other(batch, ("value",)).value
+    assert one is not None
+    assert two is not None
+    assert torch.equal(one, two)
+
+
+@pytest.mark.parametrize(("how", "packed"), [
+    ("lora", True), ("full", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", True), ("lora", False)))
+])  # fmt: skip
+def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
+    lora = LORA if how == "lora" else None
+    engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
+    assert adapted(engine.model) is (how == "lora")
+    add_values(engine, trunk="separate")
+    assert engine.critic is not None
+    torch.nn.init.normal_(engine.critic.head.weight, generator=torch.Generator().manual_seed(0))
+    engine.lay_out(packed=packed)
+    found = engine(forest_of(conversations()), ("value",)).value
+    assert found is not None
+    assert found.dtype == engine.critic.head.weight.dtype == torch.float32
+    assert not torch.equal(found, found.bfloat16().float())
+    exact = copy.deepcopy(engine)
+    exact.float()
+    for part in (exact, exact.critic.trunk if exact.critic else None):
+        assert part is not None
+        part.compute = None
+    wanted = exact(forest_of(conversations()), ("value",)).value
+    assert wanted is not None
+    assert 0 < (found - wanted).abs().max() < 0.3
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(trunk: Literal["separate", "shared"]) -> None:
+    engine, batch = valued(trunk, how="lora"), forest_of(conversations())
+    critic = engine.critic
+    frozen = build_reference(engine, fresh_adapter=False)
+    following = build_reference(engine, fresh_adapter=False, follows=True)
+    assert engine.critic is critic is not None
+    assert isinstance(following, Following)
+    before = engine(batch).logp.detach()
+    with torch.no_grad():
+        for p in engine.parameters():
+            if p.requires_grad:
+                p.add_(0.05)
+    for made in (frozen, following):
+        assert made.engine.critic is None  # type: ignore[attr-defined]
+        assert torch.equal(made(batch), before)
+    following.follow({key: p.detach() for key, p in engine.named_parameters() if p.requires_grad})
+    assert torch.equal(following(batch), engine(batch).logp.detach())
+
+
+def test_what_has_no_values_is_said(tmp_path: Any) -> None:
+    engine = policy("llama")
+    with pytest.raises(ValueError, match="add_values"):
+        engine(forest_of(conversations()), ("value",))
+    engine.lockstep = True
+    with raises_error("value-head-unsupported", where="parallel", fix="parallel.shard: off"):
+        add_values(engine, trunk="shared")
+    engine.lockstep, engine.shared = False, True
+    with raises_error("value-head-unsupported", where="parallel", fix="parallel.tensor: 1"):
+        add_values(engine, trunk="separate")
+    engine.shared = False
+    add_values(engine, trunk="shared")
+    with raises_error("value-head-exists", where="value"):
+        add_values(engine, trunk="shared")
+    tiny().save_pretrained(tmp_path)  # type: ignore[operator]
+    scorer = Scorer(load_model(str(tmp_path), dtype=torch.float64, attributes=["score"]))
+    with raises_error("value-head-unsupported", where="method"):
+        add_values(scorer, trunk="shared")

@@ -1,0 +1,85 @@
+"""Charts of several runs: what is drawn of them, over what, and that a run looks the same in all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.reports.comparing import a_run, config, own, read, thumbs
+from valence.reports.compared import Compared, trained_seconds
+from valence.reports.comparison import comparison_page
+from valence.reports.comparison_charts import COLOURS, curves, frontier, look, over_time
+
+
+def test_curves_are_those_that_two_runs_share_and_that_vary(two: list[Compared], tmp_path: Path) -> None:
+    third = a_run(tmp_path / "third", own(0, 1.0, 0.0), own(20, 2.0, 1.0))
+    runs = [*two, *read(third)]
+    held_out, training = curves(runs)
+    assert {"eval/loss", "eval/rewards/auc"} <= set(held_out)
+    assert "eval/reward/mean" not in held_out
+    assert set(training) == {"loss"}  # lr and lag are the same everywhere, the others only count
+    assert [trace["x"] for trace in held_out["eval/loss"]["data"]] == [[0, 20], [0, 20]]
+
+
+def test_charts_have_words_for_titles_and_a_note_where_sizes_do_not_compare(tmp_path: Path) -> None:
+    evaluations = thumbs(0), thumbs(20, {"1": 2.0})
+    runs = read(*(a_run(tmp_path / str(beta), *evaluations, settings=config(beta=beta)) for beta in (0.1, 0.5)))
+    held_out, _ = curves(runs)
+    assert held_out["eval/rewards/margins"]["note"].startswith("eval/rewards/margins")
+    assert held_out["eval/rewards/margins"]["note"] != "eval/rewards/margins"
+    assert held_out["eval/rewards/auc"]["note"] == "eval/rewards/auc"
+    page = comparison_page(runs)
+    assert "Margin, held out" in page
+    assert "Accuracy and AUC: auc, held out" in page
+
+
+def test_a_run_looks_the_same_in_every_chart_and_no_two_are_alike(tmp_path: Path) -> None:
+    runs = read(*(a_run(tmp_path / f"run{i:02}", *([] if i == 1 else [thumbs(0), thumbs(20)])) for i in range(12)))
+    held_out, training = curves(runs)
+    looks = {
+        (trace["name"], trace["line"]["color"], trace["line"]["dash"])
+        for figure in (*held_out.values(), *training.values())
+        for trace in figure["data"]
+    }
+    assert len(looks) == 12
+    assert len({look(i) for i in range(5 * len(COLOURS))}) == 5 * len(COLOURS)
+    assert ("run02", *look(2)) in looks
+
+
+def test_time_is_drawn_where_runs_take_different_times(tmp_path: Path) -> None:
+    evaluations = thumbs(0), thumbs(20)
+    same = read(a_run(tmp_path / "a", *evaluations), a_run(tmp_path / "b", *evaluations, seconds=2.1))
+    assert over_time(same) == {}
+    slower = read(tmp_path / "a", a_run(tmp_path / "c", *evaluations, seconds=30.0))
+    assert [trace["x"] for trace in over_time(slower)["loss"]["data"]] == [
+        [pytest.approx(2 / 60, 1e-5), pytest.approx(4 / 60, 1e-5)],
+        [0.5, 1.0],
+    ]
+    assert over_time(slower)["eval/loss"]["data"][1]["x"] == [0.0, 1.0]
+
+
+def test_seconds_of_rounds_are_part_of_training() -> None:
+    log = [
+        {"step": 0},
+        {"step": 2, "seconds": 1.0, "rounds": 2, "seconds/rollout": 10.0, "seconds/reward": 1.0},
+        {"step": 3, "seconds": 1.0, "rounds": 2, "seconds/evaluation": 50.0},
+        {"step": 4, "eval/loss": 1.0},
+    ]
+    assert trained_seconds(log) == [0.0, 23.0, 24.0, None]
+
+
+def test_the_frontier_joins_evaluations_of_own_answers(tmp_path: Path) -> None:
+    runs = read(
+        a_run(tmp_path / "x", own(0, 0.1, 0.0), own(10, 0.5, 2.0), own(20, 0.4, 1.0)),
+        a_run(tmp_path / "y", thumbs(0), thumbs(20)),
+    )
+    made = frontier(runs)
+    _, figure = made["Reward against divergence"]
+    [trace] = figure["data"]
+    assert (trace["name"], trace["x"], trace["y"]) == ("x", [0, 2, 1], [0.1, 0.5, 0.4])
+    assert trace["text"] == ["step 0", "step 10", "step 20"]
+    _, figure = made["Margin against drift"]
+    [trace] = figure["data"]
+    assert (trace["name"], trace["x"], trace["y"]) == ("y", [0, 1], [0, 3])
+    assert trace["line"]["color"] == look(1)[0]

@@ -1,0 +1,108 @@
+"""A tracker's library that fails or hangs: it is reported once, and no step waits for it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.reports.tracked import CONFIG, Killed, home, record
+from valence.reports import backends
+from valence.reports import sinks as sinks_module
+from valence.reports import trackers as trackers_module
+from valence.reports.trackers import Tracker
+
+__all__ = ["home"]
+
+
+class Fake:
+    """A library that does as it is told."""
+
+    def __init__(self, at: str = "", does: Callable[[], None] = lambda: None) -> None:
+        self.at, self.does, self.got = at, does, list[Any]()
+
+    def __call__(self, opening: Any) -> Fake:
+        self._do("open", None)
+        opening.state["id"] = 1
+        opening.keep()
+        return self
+
+    def _do(self, what: str, value: Any) -> None:
+        if what == self.at:
+            self.does()
+        self.got.append((what, value))
+
+    def has(self, name: str, step: int) -> bool:
+        return False
+
+    def log(self, step: int, numbers: Any) -> None:
+        self._do("log", step)
+
+    def table(self, name: str, step: int, rows: Any) -> None:
+        self._do("table", step)
+
+    def close(self, status: str) -> None:
+        self._do("close", status)
+
+
+def fails() -> None:
+    raise ConnectionError("nobody there")
+
+
+@pytest.mark.parametrize("at", ["open", "log", "table", "close"])
+def test_a_library_that_fails_is_reported_once(
+    at: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake(at, fails))
+    run = Killed(tmp_path)
+    run.go(0, 5)
+    (said,) = run.said
+    assert "tensorboard" in said
+    assert "nobody there" in said
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    never = threading.Event()
+    monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
+    monkeypatch.setattr(trackers_module, "BEHIND", 50)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("log", lambda: never.wait() and None))
+    run = Killed(tmp_path)
+    run.go(0, 5)
+    (unclosed,) = run.said
+    assert "tensorboard" in unclosed
+    assert "0.3" in unclosed
+    run.said.clear()
+    run.go(6, 200)
+    never.set()
+    (behind,) = run.said
+    assert "50" in behind
+
+
+def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
+    run = Killed(tmp_path)
+    run.go(0, 4)
+    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake())
+    run.go(4, 6, keep=4)
+    assert [step for what, step in fake.got if what == "log"] == [0, 1, 2, 3, 4, 5, 6]
+    assert [step for what, step in fake.got if what == "table"] == [0, 3, 6]
+    assert fake.got[-1] == ("close", "done")
+
+
+def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None))
+    tracker = Tracker({"kind": "tensorboard"}, print)
+    tracker.start(CONFIG, tmp_path, False)
+    for step in range(50):
+        tracker.log(record(step))
+    assert tracker.waiting >= 49
+    go_on.set()
+    tracker.close()
+    assert [step for what, step in fake.got if what == "log"] == list(range(50))

@@ -1,0 +1,110 @@
+"""The verdict of a report: its state, its number and its interval, for every kind of held-out rows."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from valence.reports.stats import auc, auc_interval, mean_interval
+from valence.reports.verdict import Verdict, held_out_verdict
+
+Rows = Sequence[dict[str, Any]]
+
+
+def verdict_of(last: Rows | None, first: Rows | None = None) -> Verdict:
+    """The verdict of a run with these rows in its last evaluation, and in its first one if there was another."""
+    after = None if last is None else {"rows": list(last)}
+    return held_out_verdict(after if first is None else {"rows": list(first)}, after)
+
+
+def thumbs(ups: Sequence[float], downs: Sequence[float]) -> Rows:
+    rated = [(True, reward) for reward in ups] + [(False, reward) for reward in downs]
+    return [{"id": str(i), "label": label, "reward": reward} for i, (label, reward) in enumerate(rated)]
+
+
+def pairs(margins: Sequence[float]) -> Rows:
+    return [{"id": str(i), "reward_chosen": each, "reward_rejected": 0.0} for i, each in enumerate(margins)]
+
+
+def completions(rewards: Sequence[float]) -> Rows:
+    return [{"id": str(i), "stop": "eos", "reward": each} for i, each in enumerate(rewards)]
+
+
+def demonstrations(logps: Sequence[float]) -> Rows:
+    return [{"id": str(i), "logp": each * 10, "tokens": 10} for i, each in enumerate(logps)]
+
+
+def test_thumbs_are_compared_with_chance() -> None:
+    up, down = [i / 40 + 0.5 for i in range(40)], [i / 40 for i in range(40)]
+    found = verdict_of(thumbs(up, down))
+    assert found.state == "improved"
+    assert found.baseline == 0.5
+    assert found.value == pytest.approx(sum((a > b) + (a == b) / 2 for a in up for b in down) / 1600)
+    assert verdict_of(thumbs(down, up)).state == "worse"
+    assert verdict_of(thumbs([0.1, 0.3], [0.2, 0.25])).state == "unclear"
+
+
+def test_thumbs_are_compared_with_the_first_evaluation() -> None:
+    """A reward model may rank better than chance before it is trained."""
+    good = thumbs([1.0] * 30 + [-1.0] * 3, [-1.0] * 30 + [1.0] * 3)
+    assert verdict_of(good).state == "improved"
+    assert verdict_of(good, good).state == "unclear"
+
+
+def test_pairs() -> None:
+    found = verdict_of(pairs([1.0] * 80 + [-1.0] * 20), pairs([0.0] * 100))
+    assert (found.state, found.value, found.baseline, found.count) == ("improved", 0.8, 0.5, 100)
+    assert verdict_of(pairs([1.0, 1.0, -1.0])).state == "unclear"
+    assert verdict_of(pairs([-1.0] * 50)).state == "worse"
+
+
+def test_rewards_of_completions_are_paired_by_prompt() -> None:
+    before = [0.0, 5.0, 10.0, 15.0]
+    found = verdict_of(completions([each + 0.5 + 0.01 * i for i, each in enumerate(before)]), completions(before))
+    assert found.state == "improved"
+    assert found.value == pytest.approx(0.515)
+    assert verdict_of(completions([1.0, 4.0, 11.0, 14.0]), completions(before)).state == "unclear"
+
+
+def test_demonstrations_are_paired_by_row() -> None:
+    found = verdict_of(demonstrations([-1.0, -2.1, -3.0]), demonstrations([-2.0, -3.0, -4.0]))
+    assert found.state == "improved"
+    assert found.value == pytest.approx((1.0 + 0.9 + 1.0) / 3)
+
+
+def test_scores_are_compared_by_rank() -> None:
+    rows = [{"id": str(i), "target": float(i), "reward": float(i) + (i % 3)} for i in range(30)]
+    assert verdict_of(rows).state == "improved"
+    assert verdict_of([{**row, "reward": -row["reward"]} for row in rows]).state == "worse"
+
+
+@pytest.mark.parametrize("rows", [None, [], thumbs([1.0], [0.0]), demonstrations([-1.0, -2.0])])
+def test_what_cannot_be_measured_is_not_judged(rows: Rows | None) -> None:
+    found = verdict_of(rows)
+    assert (found.state, found.value) == ("unmeasured", None)
+    assert found.headline
+
+
+@pytest.mark.parametrize(("shift", "ups", "downs"), [(0.0, 10, 15), (1.5, 37, 50), (2.5, 8, 8)])
+def test_the_interval_of_an_auc_covers_the_true_value(shift: float, ups: int, downs: int) -> None:
+    """95 % nominally; simulated with normal scores, whose AUC is Phi(shift / sqrt(2))."""
+    draw = random.Random(0)
+    true = 0.5 * (1 + math.erf(shift / 2))
+    hits = 0
+    for _ in range(600):
+        value = auc([draw.gauss(shift, 1) for _ in range(ups)], [draw.gauss(0, 1) for _ in range(downs)])
+        low, high = auc_interval(value, ups, downs)
+        hits += low <= true <= high
+    assert 0.93 < hits / 600 < 0.99
+
+
+def test_intervals_of_extreme_values() -> None:
+    low, high = auc_interval(1.0, 4, 4)
+    assert (low < 0.7, high) == (True, pytest.approx(1.0))
+    assert auc_interval(0.3, 20, 20) == pytest.approx(tuple(1 - each for each in reversed(auc_interval(0.7, 20, 20))))
+    assert auc([1.0, 2.0, 2.0], [2.0, 0.0]) == pytest.approx((0 + 1 + 0.5 + 1 + 0.5 + 1) / 6)
+    assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))

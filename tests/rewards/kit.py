@@ -1,0 +1,194 @@
+"""Helpers of the tests of rewards: completions, entries of a recipe, and a scripted server."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from valence.rewards import reward_of, score_all
+from valence.rewards.calls import Calls
+from valence.rewards.combine import Combined
+from valence.types import Completion, Message, Score
+
+
+def answer(
+    text: str, prompt: str | tuple[Message, ...] = "q ", *, tokens: Sequence[int] | None = None, rendered: str = "", **info: Any
+) -> Completion:
+    ids = tuple(range(len(text.split()))) if tokens is None else tuple(tokens)
+    return Completion(
+        prompt_id="p", tokens=ids, logps=(-1.0,) * len(ids), text=text, stop="eos", prompt=prompt, rendered=rendered, info=info
+    )
+
+
+def answers(number: int) -> list[Completion]:
+    return [answer(f"a{i}") for i in range(number)]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """As the recipe has it."""
+
+    reward: str
+    name: str | None = None
+    weight: float = 1.0
+    clip: tuple[float, float] | None = None
+    gate: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    deterministic: bool = False
+    timeout: float = 5.0
+    retries: int = 0
+    concurrency: int = 8
+    batch_size: int = 64
+    token_env: str | None = None
+
+
+def reward(target: str, **how: Any) -> Combined:
+    return reward_of([Entry(target, **how)])
+
+
+def calls_of(made: Combined, part: int = 0) -> Calls:
+    found: Any = made.parts[part].reward
+    return getattr(found, "inner", found)
+
+
+def scores(made: Any, completions: Sequence[Completion]) -> list[Score]:
+    return score_all(made, completions)
+
+
+def values(made: Any, completions: Sequence[Completion]) -> list[float | None]:
+    return [score.value for score in score_all(made, completions)]
+
+
+def error(made: Any, completions: Sequence[Completion]) -> str:
+    """The error of all of them, none of which has a score."""
+    found = score_all(made, completions)
+    assert [score.value for score in found] == [None] * len(completions)
+    assert len({score.error for score in found}) == 1
+    return found[0].error
+
+
+def has_words(text: str, *words: object) -> bool:
+    """Whether a message has these names and numbers in it, in any order."""
+    return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
+
+
+def wait_for(holds: Callable[[], bool]) -> None:
+    until = time.monotonic() + 30
+    while not holds():
+        assert time.monotonic() < until, "it did not come about"
+        time.sleep(0.01)
+
+
+@dataclass
+class Reply:
+    """What a server answers. ``raw``: the bytes of its body; ``cut``: announced bytes that never
+    come; ``hangs``: until the server ends; ``drip``: seconds between two bytes."""
+
+    rewards: Any = None
+    status: int = 200
+    raw: bytes | None = None
+    headers: Mapping[str, str] = field(default_factory=dict[str, str])
+    cut: int = 0
+    hangs: bool = False
+    drop: bool = False
+    drip: float = 0.0
+
+    @property
+    def body(self) -> bytes:
+        return json.dumps({"rewards": self.rewards}).encode() if self.raw is None else self.raw
+
+
+Script = Callable[[dict[str, Any], int], Reply]
+
+
+class Told(ThreadingHTTPServer):
+    """``seen``: the requests, ``heads``: their headers, ``most``: how many were under way at a
+    time, ``connections``: how many were made, ``open``: how many there are."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, script: Script, port: int = 0) -> None:
+        self.script, self.seen, self.heads = script, list[dict[str, Any]](), list[dict[str, str]]()
+        self.under_way = self.most = self.connections = self.open = 0
+        self.lock, self.over = threading.Lock(), threading.Event()
+        super().__init__(("127.0.0.1", port), _Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}/get_reward"
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.connections, self.open = self.connections + 1, self.open + 1
+        try:
+            super().finish_request(request, client_address)
+        finally:
+            with self.lock:
+                self.open -= 1
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Clients that have gone are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Told
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        told = self.server
+        given = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with told.lock:
+            told.seen.append(given)
+            told.heads.append(dict(self.headers))
+            number, told.under_way = len(told.seen) - 1, told.under_way + 1
+            told.most = max(told.most, told.under_way)
+        try:
+            reply = told.script(given, number)
+            self._send(reply)
+        finally:
+            with told.lock:
+                told.under_way -= 1
+
+    def _send(self, reply: Reply) -> None:
+        if reply.hangs:
+            self.server.over.wait()
+        if reply.drop:
+            self.close_connection = True
+            return
+        self.send_response(reply.status)
+        for name, value in {"Content-Length": str(len(reply.body) + reply.cut), **reply.headers}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        for i in range(len(reply.body)) if reply.drip else ():
+            self.wfile.write(reply.body[i : i + 1])
+            self.wfile.flush()
+            self.server.over.wait(reply.drip)
+        self.wfile.write(b"" if reply.drip else reply.body)
+        self.close_connection = self.close_connection or bool(reply.cut)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing is printed."""
+
+
+@contextmanager
+def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told]:
+    """A server on a port of this host. Without a script a reward is the number in the answer, as of ``answers``."""
+    given = script if script is not None else lambda request, _: Reply([float(q.rpartition("a")[2]) for q in request["query"]])
+    told = Told((lambda *_: given) if isinstance(given, Reply) else given, port)
+    thread = threading.Thread(target=told.serve_forever, args=(0.01,), daemon=True)
+    thread.start()
+    try:
+        yield told
+    finally:
+        told.over.set()
+        told.shutdown()
+        told.server_close()
+        thread.join()

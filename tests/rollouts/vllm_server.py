@@ -1,0 +1,233 @@
+"""Stand-ins for servers of models, a client of them, and the environment in which a real vLLM server runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+
+from tests.arch.source import ROOT
+from valence.rollouts.protocol import Sampling
+from valence.rollouts.servers import PYTHON
+from valence.rollouts.transports import Transport
+from valence.rollouts.vllm import VLLMGenerator
+
+HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
+"""The Python of the environment with vLLM, which has its own torch and transformers."""
+needs_vllm = pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one")
+
+Reply = tuple[int, Any]
+END = 3
+
+
+class Fake:
+    """A server with the same routes, and tokens that follow from the seed. It can hang, fail and forget.
+
+    State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
+    or return the reply. ``stopped``: set once it serves no longer."""
+
+    def __init__(self) -> None:
+        self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
+        self.paused = self.updating = False
+        self.asked: list[tuple[str, Any]] = []
+        self.on: dict[str, Callable[[Any], Reply | None]] = {}
+        self.url = ""
+        self.stopped = threading.Event()
+
+    def hang(self, body: Any) -> None:
+        """Never answers, for ``on``."""
+        self.stopped.wait()
+        raise Drop
+
+    def paths(self) -> list[str]:
+        """What was asked for, in order, without looks at its health."""
+        return [path for path, _ in self.asked if path != "/health"]
+
+    def answer(self, path: str, body: Any) -> Reply:
+        self.asked.append((path, body))
+        if path in self.on and (reply := self.on[path](body)) is not None:
+            self.updating &= path != "/update_weights"  # one that fails is closed
+            return reply
+        simple: dict[str, Callable[[], Reply]] = {
+            "/health": lambda: (200, {}),
+            "/weight_info": lambda: (200, {"weight_version": self.version}),
+            "/v1/models": lambda: (200, {"data": [{"id": name} for name in self.adapters]}),
+            "/server_info": lambda: (
+                200,
+                {"vllm_config": {"model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}}},
+            ),
+            "/get_world_size": lambda: (200, {"world_size": 1}),
+            "/init_weight_transfer_engine": lambda: (200, {}),
+            "/update_weights": lambda: (200, {}),
+            "/abort_requests": lambda: (200, {}),
+        }
+        if path in simple:
+            return simple[path]()
+        return getattr(
+            self,
+            path.strip("/").replace("/", "_").replace(".", "_"),
+            lambda body: (404, {"detail": "Not Found"}),
+        )(body)
+
+    def pause(self, body: Any) -> Reply:
+        self.paused = True
+        return 200, {}
+
+    def resume(self, body: Any) -> Reply:
+        self.paused = False
+        return 200, {}
+
+    def start_weight_update(self, body: Any) -> Reply:
+        if self.updating:
+            return 500, {"error": {"message": "a weight update is already active"}}
+        self.updating = True
+        return 200, {}
+
+    def finish_weight_update(self, body: Any) -> Reply:
+        self.version, self.updating = body["weight_version"], False
+        return 200, {}
+
+    def update_weight_version(self, body: Any) -> Reply:
+        self.version = body["new_version"]
+        return 200, {}
+
+    def v1_load_lora_adapter(self, body: Any) -> Reply:
+        self.adapters.append(body["lora_name"])
+        return 200, "Success"
+
+    def v1_unload_lora_adapter(self, body: Any) -> Reply:
+        if body["lora_name"] not in self.adapters:
+            return 404, {"error": {"message": "not loaded"}}
+        self.adapters.remove(body["lora_name"])
+        return 200, "Success"
+
+    def inference_v1_generate(self, body: Any) -> Reply:
+        if body.get("model", "base") not in self.adapters:
+            return 404, {"error": {"message": f"The model `{body['model']}` does not exist."}}
+        settings = body["sampling_params"]
+        if "prompt_logprobs" in settings:
+            rows = [
+                None,
+                *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:])),
+            ]
+            return 200, {"choices": [], "prompt_logprobs": rows}
+        return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
+
+    def choice(self, settings: Any, index: int) -> dict[str, Any]:
+        """An answer of two tokens; every other one ends by itself."""
+        first = 10 + (settings["seed"] + index) % 50
+        certain = settings["top_p"] < 0.01 and self.mode == "processed_logprobs"
+        tokens = [first, END if index % 2 else first]
+        return {
+            "index": index,
+            "finish_reason": "stop" if index % 2 else "length",
+            "token_ids": tokens,
+            "logprobs": {"content": [{"token_id": token, "logprob": 0.0 if certain else -float(token)} for token in tokens]},
+            "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
+        }
+
+
+class Completions(Fake):
+    """A completions endpoint. ``speaks``: token ids."""
+
+    def __init__(self, *, speaks: bool) -> None:
+        super().__init__()
+        self.speaks = speaks
+
+    def v1_completions(self, body: Any) -> tuple[int, Any]:
+        if not self.speaks and "return_token_ids" in body:
+            return 400, {"error": {"message": "unknown argument return_token_ids"}}
+        first = 10 + body["seed"] % 50
+        ended = body["seed"] % 2 == 0
+        if not self.speaks:
+            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
+        tokens = [first, END if ended else 8][: body["max_tokens"]]
+        choice = {
+            "finish_reason": "length",
+            "token_ids": tokens,
+            "logprobs": {"token_logprobs": [-1.5] * len(tokens)},
+        }
+        return 200, {"choices": [choice]}
+
+
+class Drop(Exception):
+    """The connection ends without an answer."""
+
+
+@contextmanager
+def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
+    """Runs it; port 0: one that is free."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def _any(self) -> None:
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+            try:
+                status, body = fake.answer(urlsplit(self.path).path, json.loads(raw) if raw else None)
+            except Drop:
+                self.close_connection = True
+                return
+            out = json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(out)))
+            self.end_headers()
+            self.wfile.write(out)
+
+        do_GET = do_POST = _any
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+    class Quiet(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            """A client that has gone is part of the tests."""
+
+    server = Quiet(("127.0.0.1", port), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=lambda: server.serve_forever(poll_interval=0.01), daemon=True)
+    thread.start()
+    fake.url = f"http://127.0.0.1:{server.server_port}"
+    try:
+        yield fake
+    finally:
+        fake.stopped.set()
+        server.shutdown()
+        server.server_close()
+
+
+PROMPTS = [(5, 6, 7), (8, 9)]
+FREE = Sampling(temperature=0.7, max_new_tokens=2, seed=4)
+WEIGHTS = {
+    "a": torch.arange(6.0).view(2, 3),
+    "b": torch.tensor([7], dtype=torch.bfloat16),
+    "c": torch.tensor(3, dtype=torch.int64),
+}
+UPDATE = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume"]
+
+
+class Words:
+    """A tokenizer that writes token 7 as "7" and leaves the end token out."""
+
+    eos_token_id = END
+
+    def decode(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return " ".join(str(i) for i in ids if i != END or not skip_special_tokens)
+
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        return [int(word) for word in text.split()]
+
+
+def generator(url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any) -> VLLMGenerator:
+    return VLLMGenerator(url, transport, Words(), end_ids=[END], timeout=timeout, **settings)  # type: ignore[arg-type]
+
+
+def weights() -> Any:
+    return WEIGHTS.items()

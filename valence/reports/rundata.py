@@ -1,0 +1,253 @@
+"""What lies in a run's folder, read back for the page. Whatever is missing or torn is named and left out."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeVar
+
+from valence.checksums import KEY, ChecksumError, verify, verify_text
+from valence.errors import UserError
+from valence.reports.console import audit_warnings
+from valence.reports.rows import Json, margin, rewards_by_class
+from valence.reports.stats import quantile
+
+T = TypeVar("T")
+
+BETWEEN = 60
+"""Most evaluations between the first and the last whose rows are looked at: more bands than a curve needs."""
+
+BETWEEN_BYTES = 2**26
+"""Most bytes that these may have together, which take about a second."""
+
+OUTER = (0.1, 0.9)
+"""A band goes from one of these quantiles of an evaluation's rows to the other."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunData:
+    """What was found in a run's folder; empty where there was nothing. ``problems``: what could not be read.
+
+    ``first``, ``last``: the evaluations of held-out rows, the same one when there is only one. ``bands``: of evaluations, by
+    step, the outer quantiles of their rows' rewards: ``{"chosen": (low, high), "margins": ..., ...}``.
+    ``trained``: training rows, measured after training.
+    """
+
+    path: Path
+    config: Json
+    config_text: str
+    audit: Json
+    metrics: tuple[Json, ...]
+    first: Json | None
+    last: Json | None
+    bands: Mapping[int, Mapping[str, tuple[float, float]]]
+    trained: Json | None
+    test: Json | None
+    samples: tuple[Json, ...]
+    run: Json
+    problems: tuple[str, ...]
+
+    @property
+    def audited(self) -> list[str]:
+        """What the audit holds against each list of rows, a line each."""
+        return [f"{name}: {warning}" for name, found in self.audit.items() for warning in _audited(found)]
+
+
+def _audited(found: Json) -> list[str]:
+    try:
+        return audit_warnings(found)
+    except (KeyError, TypeError, AttributeError) as error:  # audit.json is whole, but another program's
+        return [f"its findings in audit.json could not be read ({type(error).__name__}: {error})"]
+
+
+def read_run(run_dir: Path) -> RunData:
+    """Read a run's folder. Files that are absent or damaged leave a gap; damage is listed in ``problems``."""
+    if not run_dir.is_dir():
+        raise UserError(
+            "there is no such run folder", code="run-not-found", where=str(run_dir), fix="name the folder that run.dir named"
+        )
+    problems: list[str] = []
+    first, last, bands = _evaluations(run_dir / "eval", problems)
+    return RunData(
+        path=run_dir,
+        config=_read(run_dir / "config.yaml", _yaml_object, {}, problems),
+        config_text=_read(run_dir / "config.yaml", str, "", problems),
+        audit=_read(run_dir / "audit.json", _audit_object, {}, problems),
+        metrics=_read_metrics(run_dir / "metrics.jsonl", problems),
+        first=first,
+        last=last,
+        bands=bands,
+        trained=_read(run_dir / "eval" / "train.json", _evaluation, None, problems),
+        test=_read(run_dir / "eval" / "test.json", _evaluation, None, problems),
+        samples=_read(run_dir / "samples.json", _json_objects, (), problems),
+        run=_read(run_dir / "run.json", _run_object, {}, problems),
+        problems=tuple(dict.fromkeys(problems)),
+    )
+
+
+def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]) -> T:
+    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged. Where a checksum alone is wrong, what the
+    file holds is shown all the same."""
+    try:
+        text = path.read_bytes().decode("utf-8")
+        if has_changed(text):
+            problems.append(f"{path.name} has changed since it was written (its checksum is wrong)")
+        return parse(text)
+    except FileNotFoundError:
+        return missing
+    except (OSError, ValueError, RecursionError) as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return missing
+
+
+# Evaluations
+
+
+def _evaluations(folder: Path, problems: list[str]) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
+    """The first and the last that can be read, and the bands of these and of some between."""
+    steps = {path: int(found[1]) for path in folder.glob("step-*.json") if (found := re.fullmatch(r"step-(\d{1,18})", path.stem))}
+    paths = sorted(steps, key=lambda path: steps[path])
+    first = last = None
+    while paths and first is None:
+        first = _read(paths.pop(0), _evaluation, None, problems)
+    while paths and last is None:
+        last = _read(paths.pop(), _evaluation, None, problems)
+    last = last or first
+    bands = {each["step"]: bands_of(each["rows"]) for each in (first, last) if each}
+    for path in _some(paths):
+        try:
+            stat = path.stat()
+            step, found = _bands(path, stat.st_mtime_ns, stat.st_size)
+            bands[step] = found
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{path.name} could not be read: {error}")
+    return first, last, dict(sorted(bands.items()))
+
+
+def _some(paths: Sequence[Path]) -> Sequence[Path]:
+    """As many as are looked at, evenly spread."""
+    if not paths:
+        return ()
+    total = sum(map(_size, paths))
+    most = min(BETWEEN, len(paths) * BETWEEN_BYTES // max(total, 1))
+    every = -(-len(paths) // max(1, most))
+    return paths[::every] if most else ()
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:  # gone meanwhile
+        return 0
+
+
+@lru_cache(maxsize=4 * BETWEEN)
+def _bands(path: Path, _changed: int, _size: int) -> tuple[int, dict[str, tuple[float, float]]]:
+    """Kept, since the page of a run that goes on is written again and again. Raises OSError and ValueError."""
+    text = path.read_bytes().decode("utf-8")
+    if has_changed(text):
+        raise ValueError("its checksum is wrong")
+    found = _evaluation(text)
+    return found["step"], bands_of(found["rows"])
+
+
+def bands_of(rows: Sequence[Json]) -> dict[str, tuple[float, float]]:
+    """The outer quantiles of the rows' rewards, by the metric's word for their class."""
+    words = {"thumbs up": "chosen", "thumbs down": "rejected"}
+    held = {words.get(name, name): values for name, values in rewards_by_class(rows).items()}
+    held["margins"] = [found for row in rows if (found := margin(row)) is not None]
+    return {name: (quantile(values, OUTER[0]), quantile(values, OUTER[1])) for name, values in held.items() if values}
+
+
+# Parsing. Each raises ValueError for what is not what it should be.
+
+
+def has_changed(text: str) -> bool:
+    """Whether a file has a checksum, of all of it or of one of its rows, that is wrong. Raises ValueError for broken JSON."""
+    try:
+        if not text.lstrip().startswith(("{", "[")):
+            verify_text(text)
+            return False
+        value = json.loads(text)
+        for each in value if isinstance(value, list) else [value]:
+            if isinstance(each, dict):
+                verify(each)
+    except ChecksumError:
+        return True
+    return False
+
+
+def _json_object(text: str) -> Json:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError("not a JSON object")
+    return {name: each for name, each in value.items() if name != KEY}
+
+
+def _json_objects(text: str) -> tuple[Json, ...]:
+    value = json.loads(text)
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise ValueError("not a list of JSON objects")
+    return tuple(value)
+
+
+def _audit_object(text: str) -> Json:
+    value = _json_object(text)
+    if not all(isinstance(found, dict) for found in value.values()):
+        raise ValueError("not an audit with an object for each list of rows")
+    return value
+
+
+def _run_object(text: str) -> Json:
+    value = _json_object(text)
+    kinds = {"changed": list, "warnings": list, "notes": list, "versions": dict}
+    if not all(isinstance(value.get(name, kind()), kind) for name, kind in kinds.items()):
+        raise ValueError("not the facts of a run")
+    return value
+
+
+def _evaluation(text: str) -> Json:
+    value = _json_object(text)
+    kinds = {"step": int, "metrics": dict, "rows": list}
+    if not all(isinstance(value.get(name), kind) for name, kind in kinds.items()):
+        raise ValueError("not an evaluation with step, metrics and rows")
+    if not all(isinstance(row, dict) for row in value["rows"]):
+        raise ValueError("not an evaluation whose rows are objects")
+    return value
+
+
+def _yaml_object(text: str) -> Json:
+    from ruamel.yaml import YAML, YAMLError
+
+    try:
+        value: Any = YAML(typ="safe", pure=True).load(text)
+    except YAMLError as error:
+        raise ValueError(str(error)) from error
+    if not isinstance(value, dict):
+        raise ValueError("not a mapping")
+    return value
+
+
+def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
+    """Records by ascending step; what a later line says of the same step (evaluation, a resumed run) is merged in."""
+    by_step: dict[int, dict[str, Any]] = {}
+    try:
+        lines = path.read_bytes().split(b"\n") if path.exists() else []
+    except OSError as error:
+        problems.append(f"{path.name} could not be read: {error}")
+        return ()
+    for place, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            record = _json_object(line.decode("utf-8"))
+            step = int(record["step"])
+            by_step.setdefault(step, {}).update(record, step=step)
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+            last = " (the last line: the run was stopped while writing it)" if place == len(lines) else ""
+            problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
+    return tuple(by_step[step] for step in sorted(by_step))

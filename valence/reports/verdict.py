@@ -1,0 +1,203 @@
+"""The first sentence of a report: did held-out behaviour improve, by how much, and how sure is that?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from valence.reports.console import number
+from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
+from valence.reports.stats import Z95, auc, auc_interval, finite, mean, mean_interval, spearman, wilson
+
+Json = Mapping[str, Any]
+State = Literal["improved", "worse", "unclear", "unmeasured"]
+
+FEWEST = 2
+"""Rows of a kind below which there is no interval."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What held-out rows say about a run.
+
+    state: improved or worse if the 95 % interval excludes no change; unclear if it includes it; unmeasured without rows.
+    value, low, high: the measured number and its 95 % interval. baseline: the value of no change. count: held-out rows.
+    sentence: all of this in words. advice: what to do or to keep in mind.
+    """
+
+    state: State
+    sentence: str
+    advice: str
+    value: float | None = None
+    low: float | None = None
+    high: float | None = None
+    baseline: float | None = None
+    count: int = 0
+
+    @property
+    def headline(self) -> str:
+        """The verdict in a few words."""
+        return {
+            "improved": "Improved on held-out data",
+            "worse": "Worse on held-out data",
+            "unclear": "No clear change on held-out data",
+            "unmeasured": "Not measured on held-out data",
+        }[self.state]
+
+
+def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
+    """Compare a run's last evaluation with its first one, or with chance where the run started there.
+
+    Evaluations have ``rows``. first is last if there was only one; both are None if there was none.
+    """
+    if last is None:
+        return Verdict(
+            "unmeasured",
+            "No rows were held out, so this report cannot say whether the model is better.",
+            "Put a fifth of your rows, with other prompts, into a file of their own and name it under data.eval.",
+        )
+    after, before = last["rows"], first["rows"] if first is not None and first is not last else None
+    for of_kind in (_of_completions, _of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
+        found = of_kind(after, before)
+        if found is not None:
+            return found
+    return Verdict(
+        "unmeasured",
+        f"The {number(len(after))} held-out rows are too few, or of a kind without a measure.",
+        "Hold out at least 50 rows.",
+    )
+
+
+def _state(low: float, high: float, baseline: float) -> State:
+    return "improved" if low > baseline else "worse" if high < baseline else "unclear"
+
+
+def _interval(low: float, high: float) -> str:
+    return f"95 % interval {low:.2f} to {high:.2f}"
+
+
+READ = "Read the answers below: ranking held-out rows well is not the same as answering well."
+
+
+def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """The reward of the policy's own completions, before and after, paired by prompt."""
+    if first is None or not any(map(is_own, last)):
+        return None
+    pairs = _paired({**_by_id(first, value)}, {**_by_id(last, value)})
+    if len(pairs) < FEWEST:
+        return None
+    changes = [after - before for before, after in pairs]
+    low, high = mean_interval(changes)
+    before, after = mean(b for b, _ in pairs), mean(a for _, a in pairs)
+    assert before is not None
+    assert after is not None
+    return Verdict(
+        _state(low, high, 0.0),
+        f"The mean reward on {number(len(pairs))} held-out prompts went from {before:.3g} to {after:.3g} "
+        f"(change {_signed(after - before)}, 95 % interval {_signed(low)} to {_signed(high)}).",
+        "Read the answers below: a policy that exploits the reward looks the same as one that has learned the task.",
+        after - before, low, high, 0.0, len(pairs),
+    )  # fmt: skip
+
+
+def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """How well the reward ranks thumbs up above thumbs down."""
+    after = _thumbs(last)
+    if after is None:
+        return None
+    ups, downs = after
+    now, (low, high) = auc(ups, downs), auc_interval(auc(ups, downs), len(ups), len(downs))
+    earlier = _thumbs(first) if first is not None else None
+    before = auc(*earlier) if earlier else 0.5
+    return Verdict(
+        _state(low, high, before),
+        f"On {number(len(ups) + len(downs))} held-out rows the model ranks a thumbs up above a thumbs down with probability "
+        f"{now:.2f} ({_interval(low, high)}). {_before(before)}",
+        READ, now, low, high, before, len(ups) + len(downs),
+    )  # fmt: skip
+
+
+def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
+    rated = [(label, reward) for row in rows if (label := verdict(row)) is not None and (reward := value(row)) is not None]
+    ups = [reward for label, reward in rated if label]
+    downs = [reward for label, reward in rated if not label]
+    return (ups, downs) if min(len(ups), len(downs)) >= FEWEST else None
+
+
+def _before(baseline: float) -> str:
+    return "Before training: 0.5, chance." if baseline == 0.5 else f"Before training: {baseline:.2f}; 0.5 is chance."
+
+
+def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """How many pairs the reward has the right way round."""
+    hits, count = _ordered(last)
+    if count < FEWEST:
+        return None
+    low, high = wilson(hits, count)
+    earlier = _ordered(first) if first is not None else (0, 0)
+    before = earlier[0] / earlier[1] if earlier[1] and any(margin(row) for row in first or ()) else 0.5
+    return Verdict(
+        _state(low, high, before),
+        f"The model prefers the chosen answer in {hits / count:.0%} of {number(count)} held-out pairs ({low:.0%} to {high:.0%} "
+        f"with 95 % confidence). {_before(before)}",
+        READ, hits / count, low, high, before, count,
+    )  # fmt: skip
+
+
+def _ordered(rows: Sequence[Json]) -> tuple[int, int]:
+    margins = [found for row in rows if is_pair(row) and (found := margin(row)) is not None]
+    return sum(each > 0 for each in margins), len(margins)
+
+
+def _of_scores(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """How well the reward ranks rows as their scores do."""
+    found = [(reward, row["target"]) for row in last if finite(row.get("target")) and (reward := value(row)) is not None]
+    if len(found) < 4 or (rank := spearman([a for a, _ in found], [b for _, b in found])) is None:
+        return None
+    # Fisher's transformation of a correlation, with the variance of a rank correlation (Fieller et al. 1957).
+    centre, half = math.atanh(max(-0.999999, min(0.999999, rank))), Z95 * math.sqrt(1.06 / (len(found) - 3))
+    low, high = math.tanh(centre - half), math.tanh(centre + half)
+    return Verdict(
+        _state(low, high, 0.0),
+        f"On {number(len(found))} held-out rows the model's reward and the scores of the data have a rank correlation of "
+        f"{rank:.2f} ({_interval(low, high)}). 0 is chance.",
+        READ, rank, low, high, 0.0, len(found),
+    )  # fmt: skip
+
+
+def _of_demonstrations(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
+    """By how much held-out answers have become likelier, paired by row."""
+    if first is None or any(is_pair(row) or verdict(row) is not None for row in last):
+        return None
+    pairs = _paired(_by_id(first, per_token), _by_id(last, per_token))
+    if len(pairs) < FEWEST:
+        return None
+    low, high = mean_interval([after - before for before, after in pairs])
+    change = mean(after - before for before, after in pairs)
+    assert change is not None
+    return Verdict(
+        _state(low, high, 0.0),
+        f"The log-probability per token of {number(len(pairs))} held-out answers changed by {_signed(change)} nats "
+        f"(95 % interval {_signed(low)} to {_signed(high)}).",
+        "Read the answers below: likelier held-out answers do not show that new answers are better.",
+        change, low, high, 0.0, len(pairs),
+    )  # fmt: skip
+
+
+def _by_id(rows: Sequence[Json], measure: Any) -> dict[str, float]:
+    """The mean of a measure over the rows of each id."""
+    values: dict[str, list[float]] = {}
+    for row in rows:
+        if isinstance(row.get("id"), str) and (found := measure(row)) is not None:
+            values.setdefault(row["id"], []).append(found)
+    return {key: math.fsum(each) / len(each) for key, each in values.items()}
+
+
+def _paired(before: Mapping[str, float], after: Mapping[str, float]) -> list[tuple[float, float]]:
+    return [(before[key], after[key]) for key in after if key in before]
+
+
+def _signed(change: float) -> str:
+    return f"{change:+.3g}"

@@ -1,6 +1,0 @@
-"""What judges completions: functions, rules, reward models and servers, alone or added up."""
-
-from valence.reward.build import Spec, reward_of
-from valence.reward.run import Stopped, close, score_all
-
-__all__ = ["Spec", "Stopped", "close", "reward_of", "score_all"]

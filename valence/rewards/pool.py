@@ -1,0 +1,317 @@
+"""Worker processes that run a served function: one that does not answer in time is killed and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import math
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from valence.errors import UserError
+from valence.rewards.calls import Failed
+from valence.rewards.threads import Background
+from valence.rewards.worker_process import HEADER
+from valence.types import Completion, Score
+
+GRACE = 2.0
+"""Seconds that a worker has, beyond the time limit of a call, to report by itself that the limit was exceeded."""
+PROBE_INTERVAL, PROBE_SECONDS = 5.0, 1.0
+"""Seconds between two probes of an idle worker, and until it has to answer one."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
+"""Seconds before a worker that could not be started is started again, doubled each time, and where that ends."""
+START_SECONDS = 600.0
+"""Seconds that a worker that replaces another may take to import the function."""
+MOST_RESTARTS = 2
+"""Times that a call is made again because a process that it shared with other calls ended."""
+LONGEST_LINE = 2000
+"""Bytes of a line of a worker's output that are passed on at once."""
+START = "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; main({message_fd}, {lifeline_fd})"
+
+
+class WorkerEnded(Exception):
+    """The process ended before it answered."""
+
+
+@dataclass(eq=False)
+class Worker:
+    """One process. ``num_calls``: calls under way in it; ``lifeline``: the pipe whose end tells it to end."""
+
+    process: subprocess.Popen[bytes]
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    lifeline: int
+    num_calls: int = 0
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    _replies: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    _ids: Any = field(default_factory=itertools.count)
+
+    async def receive(self) -> Any:
+        """The next message. Raises WorkerEnded."""
+        try:
+            (size,) = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+            return json.loads(await self.reader.readexactly(size))
+        except (asyncio.IncompleteReadError, OSError, ValueError):
+            raise WorkerEnded from None
+
+    def send(self, message: Any) -> None:
+        content = pickle.dumps(message)
+        self.writer.write(HEADER.pack(len(content)) + content)
+
+    async def ask(self, completions: Sequence[Completion] | None, seconds: float) -> Any:
+        """The reply to a call, or to a probe (None). Raises TimeoutError and WorkerEnded."""
+        if self.ended.is_set():
+            raise WorkerEnded
+        number = next(self._ids)
+        reply = self._replies[number] = asyncio.get_running_loop().create_future()
+        try:
+            self.send((number, completions))
+            async with asyncio.timeout(seconds):
+                return await reply
+        finally:
+            del self._replies[number]
+
+    async def distribute_replies(self) -> None:
+        """Hand each reply to the call that waits for it, until the process ends."""
+        with contextlib.suppress(WorkerEnded):
+            while True:
+                message = await self.receive()
+                reply = self._replies.get(message["id"])
+                if reply is not None and not reply.done():
+                    reply.set_result(message)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process and those that it has started. Calls under way raise WorkerEnded."""
+        if self.ended.is_set():
+            return
+        self.ended.set()
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.writer.close()
+        os.close(self.lifeline)
+        for reply in self._replies.values():
+            if not reply.done():
+                reply.set_exception(WorkerEnded())
+
+
+@dataclass(eq=False)
+class WorkerPool:
+    """A backend (valence.rewards.calls) that calls a function in processes of its own.
+
+    seconds: after which a call is given up and its worker killed. concurrency: calls under way at a time; a blocking function
+    has so many workers, an asynchronous one has one worker that runs them all. log: is given what workers print, line by line.
+    max_wait: seconds that a call waits for a worker.
+    """
+
+    target: str
+    settings: Mapping[str, Any]
+    seconds: float
+    concurrency: int
+    where: str
+    log: Callable[[str], None]
+    max_wait: float = math.inf
+    parameters: list[str] = field(default_factory=list[str])
+    workers: list[Worker] = field(default_factory=list[Worker])
+    _identity: Mapping[str, Any] | None = None
+    _capacity: int = 1
+    _trouble: str = "its worker process is starting"
+    _closed: bool = False
+
+    def start(self) -> None:
+        """Start the workers, and wait until the first has imported the function. Raises UserError when it cannot."""
+        self._background = Background("valence workers")
+        self._changed = asyncio.Event()
+        self._background.submit(self._start()).result()
+
+    @property
+    def identity(self) -> Mapping[str, Any] | None:
+        return self._identity
+
+    async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
+        return await asyncio.wrap_future(self._background.submit(self._attempt(completions)))
+
+    async def probe(self) -> str | None:
+        """Why no worker can take a call now, or None. Idle workers are asked whether they answer."""
+        return await asyncio.wrap_future(self._background.submit(self._probe()))
+
+    async def close(self) -> None:
+        await asyncio.wrap_future(self._background.submit(self._close()))
+
+    # In the event loop of the workers
+
+    async def _start(self) -> None:
+        try:
+            worker, facts = await self._start_worker()
+        except WorkerEnded as error:
+            fix = "see what it printed, and import it with `python -c 'import MODULE'`"
+            raise UserError(_reason(error), code="reward-worker-failed", where=f"{self.where}: {self.target}", fix=fix) from error
+        self.parameters, self._identity = facts["parameters"], facts["identity"]
+        num_workers = self.concurrency if facts["blocking"] else 1
+        self._capacity = 1 if facts["blocking"] else self.concurrency
+        self._tasks = [asyncio.create_task(self._keep_worker(worker if i == 0 else None)) for i in range(num_workers)]
+
+    async def _start_worker(self) -> tuple[Worker, Any]:
+        """A process that has imported the function, and what it reports of it. Raises UserError and WorkerEnded."""
+        ours, theirs = socket.socketpair()
+        lifeline_read, lifeline_write = os.pipe()
+        code = START.format(path=sys.path, message_fd=theirs.fileno(), lifeline_fd=lifeline_read)
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            ours.close()
+            os.close(lifeline_write)
+            raise WorkerEnded(f"its worker process cannot be started: {error.strerror}") from error
+        finally:
+            theirs.close()
+            os.close(lifeline_read)
+        threading.Thread(target=self._pass_output_on, args=(process,), name="output of a worker", daemon=True).start()
+        loading = asyncio.create_task(self._load(process, ours, lifeline_write))
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.gather(loading, return_exceptions=True)
+            raise
+
+    async def _load(self, process: subprocess.Popen[bytes], ours: socket.socket, lifeline: int) -> tuple[Worker, Any]:
+        worker = Worker(process, *await asyncio.open_connection(sock=ours), lifeline)
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(worker.kill)
+            worker.send((self.target, dict(self.settings), self.seconds, self.where))
+            message = await worker.receive()
+            if "error" in message:
+                raise UserError(**message["error"])
+            on_failure.pop_all()
+        return worker, message["loaded"]
+
+    def _pass_output_on(self, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        with process.stdout as output:
+            while line := output.readline(LONGEST_LINE):
+                with contextlib.suppress(OSError, ValueError):  # nobody reads the log
+                    self.log(f"worker {process.pid}: {line.decode('utf-8', 'replace').rstrip()}")
+        process.wait()
+
+    async def _keep_worker(self, worker: Worker | None) -> None:
+        """Have one worker for as long as the pool is open: whenever it ends, start another."""
+        failures = 0
+        while True:
+            if worker is None:
+                try:
+                    async with asyncio.timeout(START_SECONDS):
+                        worker, _ = await self._start_worker()
+                except (UserError, WorkerEnded, TimeoutError) as error:
+                    self._trouble = f"its worker process cannot be started: {_reason(error)}"
+                    self.log(self._trouble)
+                    await asyncio.sleep(min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(failures, 16)))
+                    failures += 1
+                    continue
+            failures, self._trouble = 0, "its worker process is starting again"
+            self.workers.append(worker)
+            self._changed.set()
+            replies = asyncio.create_task(worker.distribute_replies())
+            try:
+                await self._watch(worker)
+            finally:
+                worker.kill()
+                self.workers.remove(worker)
+                await asyncio.gather(replies, return_exceptions=True)
+            worker = None
+
+    async def _watch(self, worker: Worker) -> None:
+        """Until the worker ends, or does not answer while it is idle."""
+        while not worker.ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PROBE_INTERVAL):
+                    await worker.ended.wait()
+            await self._answers(worker)
+
+    async def _answers(self, worker: Worker) -> bool:
+        """Whether a worker answers; an idle one that does not is killed. One that is busy counts as answering."""
+        if worker.num_calls and not worker.ended.is_set():
+            return True
+        try:
+            await worker.ask(None, PROBE_SECONDS)
+        except WorkerEnded:
+            return False
+        except TimeoutError:
+            if worker.num_calls:  # it has been given a call meanwhile, which has a time limit of its own
+                return True
+            self.log(f"worker {worker.process.pid} does not answer and is killed")
+            worker.kill()
+            return False
+        return True
+
+    async def _probe(self) -> str | None:
+        if any(await asyncio.gather(*(self._answers(worker) for worker in list(self.workers)))):
+            return None
+        return self._trouble
+
+    async def _attempt(self, completions: Sequence[Completion]) -> list[Score]:
+        for _ in range(MOST_RESTARTS if self._capacity > 1 else 0):
+            with contextlib.suppress(WorkerEnded):  # perhaps because of another call that ran in it
+                return await self._call(completions)
+        try:
+            return await self._call(completions)
+        except WorkerEnded:
+            raise Failed(f"its worker process ended during the call ({self.target})") from None
+
+    async def _call(self, completions: Sequence[Completion]) -> list[Score]:
+        """Raises Failed, and WorkerEnded."""
+        worker = await self._free_worker()
+        try:
+            reply = await worker.ask(completions, self.seconds + GRACE)
+        except TimeoutError:
+            worker.kill()
+            what = f"no answer within {self.seconds:g} s; the worker process was killed"
+            raise Failed(f"{what} ({self.target})", late=True) from None
+        finally:
+            worker.num_calls -= 1
+            self._changed.set()
+        if "failed" in reply:
+            if reply["hung"]:
+                worker.kill()
+            raise Failed(reply["failed"], late=reply["late"])
+        return [Score(value, parts, error) for value, parts, error in reply["scores"]]
+
+    async def _free_worker(self) -> Worker:
+        """A worker with room for a call, which it is counted for. Raises Failed when there is none in time."""
+        try:
+            async with asyncio.timeout(None if math.isinf(self.max_wait) else self.max_wait):
+                while True:
+                    workers = [w for w in self.workers if w.num_calls < self._capacity and not w.ended.is_set()]
+                    if workers:
+                        worker = min(workers, key=lambda w: w.num_calls)
+                        worker.num_calls += 1
+                        return worker
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            reason = "its worker processes are busy" if self.workers else self._trouble
+            raise Failed(f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True) from None
+
+    async def _close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return error.what
+    return "it takes too long" if isinstance(error, TimeoutError) else str(error) or "it ended while it imported the function"

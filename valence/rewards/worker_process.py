@@ -1,0 +1,137 @@
+"""The process that runs a served function. The server kills it when a call does not end.
+
+It reads messages of the server from one socket, and answers on it. Each message is 8 bytes with its length and then its content:
+pickled on the way to the function, since only the server writes there, and JSON on the way back, so that nothing that the
+function gives is executed by the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import os
+import pickle
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from valence.errors import UserError
+from valence.rewards.calls import Failed, checked, describe, describe_error
+from valence.rewards.functions import Function, function_of
+from valence.rewards.threads import Raised, attempt, restored_working_directory
+from valence.types import Completion, Score
+
+HEADER = struct.Struct("!Q")
+"""The length of a message."""
+
+
+def main(message_fd: int, lifeline_fd: int) -> None:
+    """message_fd: the socket. lifeline_fd: a pipe that is never written to, and whose other end only the server has."""
+    _end_with_server(lifeline_fd)
+    for number in (signal.SIGTERM, signal.SIGINT):  # the server ends calls in order, and kills its workers then
+        signal.signal(number, lambda *_: None)
+    connection = socket.socket(fileno=message_fd)
+    with connection.makefile("rb") as messages:
+        function = _load(connection, *_read(messages))
+        if function is not None:
+            asyncio.run(_serve(function, connection, messages))
+
+
+def _end_with_server(lifeline_fd: int) -> None:
+    """Have the kernel end this process and those that it starts when the server ends, also while a call holds the interpreter."""
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
+    fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
+    os.set_inheritable(lifeline_fd, False)
+
+
+def _load(connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function | None:
+    """Import the function and report what the server needs to know of it. None: that failed, and the server was told why."""
+    try:
+        function = function_of(target, settings, seconds, where.removesuffix(".reward"))
+        facts = {
+            "blocking": function.blocking,
+            "parameters": [*function.parameters],
+            "identity": _identity(function),
+        }
+        _send(connection, {"loaded": facts})
+    except UserError as error:
+        _send(connection, {"error": error.facts})
+        return None
+    return function
+
+
+def _identity(function: Function) -> Mapping[str, Any] | None:
+    identity = function.identity
+    try:
+        json.dumps(identity)
+    except (TypeError, ValueError):
+        return None
+    return identity
+
+
+async def _serve(function: Function, connection: socket.socket, messages: Any) -> None:
+    loop = asyncio.get_running_loop()
+    inbox = asyncio.Queue[tuple[int, Sequence[Completion] | None]]()
+
+    def receive() -> None:
+        try:
+            while True:
+                loop.call_soon_threadsafe(inbox.put_nowait, _read(messages))
+        finally:  # the server has ended
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+    threading.Thread(target=receive, name="messages of the server", daemon=True).start()
+    tasks = set[asyncio.Task[None]]()
+    while True:
+        number, completions = await inbox.get()
+        if completions is None:
+            _send(connection, {"id": number})
+            continue
+        task = asyncio.create_task(_answer(function, connection, number, completions))
+        tasks.add(task)
+        task.add_done_callback(tasks.discard)
+
+
+async def _answer(function: Function, connection: socket.socket, number: int, completions: Sequence[Completion]) -> None:
+    with restored_working_directory():
+        (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
+    reply: dict[str, Any] = {"late": False, "hung": False}
+    if isinstance(scores, Failed):
+        is_hung = scores.late and not scores.passes
+        reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
+    elif isinstance(scores, BaseException):  # a defect must not end the other calls of this process
+        reply["failed"] = f"raised {describe_error(scores)}"
+    else:
+        reply["scores"] = [_encode(score) for score in scores]
+    _send(connection, {"id": number, **reply})
+    if reply["hung"]:
+        os._exit(1)  # the server starts another
+
+
+def _encode(score: Score) -> list[Any]:
+    """Value, parts and error as JSON."""
+    score = checked(score)
+    parts = attempt(lambda: {str(name): float(value) for name, value in score.parts.items()})
+    error = score.error if isinstance(score.error, str) else describe(score.error)
+    if isinstance(parts, Raised):
+        return [None, {}, f"its parts are no numbers: {describe_error(parts.error)}"]
+    return [None if score.value is None else float(score.value), parts, error]
+
+
+def _read(messages: Any) -> Any:
+    """The next message. Raises EOFError at the end."""
+    head = messages.read(HEADER.size)
+    if len(head) < HEADER.size:
+        raise EOFError
+    (size,) = HEADER.unpack(head)
+    return pickle.loads(messages.read(size))
+
+
+def _send(connection: socket.socket, reply: Mapping[str, Any]) -> None:
+    text = json.dumps(reply).encode()
+    connection.sendall(HEADER.pack(len(text)) + text)
