@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.units import unit
 from valence.batching import prefix_tree
 from valence.batching.prefix_tree import TokenSequence
-from valence.types import Answer, Encoded
+from valence.types import TokenizedCompletion, TokenizedExample
 
 Segments = list[tuple[int, int, int]]
 
@@ -47,15 +47,15 @@ def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
     return strands
 
 
-def encoded(strand: TokenSequence, name: str = "") -> Encoded:
+def encoded(strand: TokenSequence, name: str = "") -> TokenizedExample:
     """A demonstration whose only sequence is this one."""
     ids, mask = strand.token_ids, strand.loss_mask
     cut = mask.index(True) if True in mask else len(ids) - 1
-    answer = Answer(ids[cut:], mask[cut:])
+    answer = TokenizedCompletion(ids[cut:], mask[cut:])
     return replace(unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,))
 
 
-def conversations() -> list[Encoded]:
+def conversations() -> list[TokenizedExample]:
     """A prompt with three answers, two turns of one talk judged by themselves (what the first is measured on is context of the
     second), and two sequences that nothing is shared with."""
     made = torch.Generator().manual_seed(1)

@@ -13,30 +13,30 @@ import torch
 from tests.tiny_models import tiny
 from valence.distributed.single import Single
 from valence.losses import LOSSES
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
+from valence.models.build import build_policy, build_reference
+from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.values import add_values
 from valence.training.methods import METHODS
 from valence.training.step import Objective
-from valence.types import Answer, Encoded, Kind, Origin
+from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 
-def answer(ids: tuple[int, ...]) -> Answer:
-    return Answer(ids, (True,) * len(ids))
+def answer(ids: tuple[int, ...]) -> TokenizedCompletion:
+    return TokenizedCompletion(ids, (True,) * len(ids))
 
 
 def unit(
     name: str, kind: Kind, prompt: tuple[int, ...], *answers: tuple[int, ...], label: bool | None = None, weight: float = 1.0,
     margin: float = 0.0, **more: Any,
-) -> Encoded:  # fmt: skip
-    return Encoded(
+) -> TokenizedExample:  # fmt: skip
+    return TokenizedExample(
         id=name, origin=Origin("made.jsonl", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
         answers=tuple(answer(a) for a in answers), label=label, weight=weight, margin=margin, **more,
     )  # fmt: skip
 
 
-def units(kind: Kind, count: int = 9, seed: int = 0) -> list[Encoded]:
+def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
     """Units of uneven lengths, classes, weights, margins, soft labels and scores."""
     draw = random.Random(seed)
 
@@ -61,14 +61,14 @@ SAMPLED = ("adv", "old", "return", "sampler", "value")
 """What is known of the tokens of answers that were sampled, in a recipe with a reward."""
 
 
-def sampled(count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED) -> list[Encoded]:
+def sampled(count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED) -> list[TokenizedExample]:
     """Units of one answer each, of uneven lengths and weights, with these columns."""
     draw = random.Random(seed)
 
     def column(name: str, n: int) -> tuple[float, ...]:
         return tuple(-4.5 + draw.gauss(0, 0.5) if name in ("old", "sampler") else draw.gauss(0, 1) for _ in range(n))
 
-    found: list[Encoded] = []
+    found: list[TokenizedExample] = []
     for ranking in units("ranking", -(-count // 3), seed):
         for i, answer in enumerate(ranking.answers):
             columns = tuple((name, column(name, len(answer.ids))) for name in known)
@@ -77,7 +77,7 @@ def sampled(count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED) -> li
     return found[:count]
 
 
-def policy_with_values(**changes: Any) -> tuple[Engine, Reference]:
+def policy_with_values(**changes: Any) -> tuple[PolicyModel, Reference]:
     """The two with a value head on the policy, which is not 0."""
     policy, reference = policy_and_reference(**changes)
     add_values(policy, trunk="shared")
@@ -86,7 +86,7 @@ def policy_with_values(**changes: Any) -> tuple[Engine, Reference]:
     return policy, reference
 
 
-def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[Engine, Reference]:
+def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[PolicyModel, Reference]:
     """Two different random models in float64, so that policy and reference disagree."""
     model, other = (tiny(architecture, seed=seed, layers=1, **changes) for seed in (0, 5))
     policy = build_policy(model, dtype=torch.float64)
@@ -94,19 +94,19 @@ def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[E
     return policy, reference
 
 
-def models_for(name: str) -> tuple[Engine, Reference | None]:
+def models_for(name: str) -> tuple[PolicyModel, Reference | None]:
     """What a row of the table of losses is run with: policy and reference, or a reward model."""
     from tests.models.test_scores import reward_model
 
     loss = LOSSES[name]
-    if not loss.of_scores:
+    if not loss.is_reward_model:
         return policy_and_reference()
     levels = 5 if "levels" in loss.settings else None
     model = reward_model(attributes=2 if name == "pointwise" else 1)
     return build_policy(model, dtype=torch.float64, levels=levels), None
 
 
-def units_for(name: str, count: int = 9, seed: int = 0) -> list[Encoded]:
+def units_for(name: str, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
     """Units that a row of the table of losses reads; a reward model's with targets, of which some may be missing."""
     made = units(LOSSES[name].data, count, seed)
     if LOSSES[name].data != "scored":
@@ -117,7 +117,7 @@ def units_for(name: str, count: int = 9, seed: int = 0) -> list[Encoded]:
 
 
 def objective(
-    name: str, policy: Engine, reference: Reference | None, *, budget: int = 10_000, max_length: int = 64, **settings: Any
+    name: str, policy: PolicyModel, reference: Reference | None, *, budget: int = 10_000, max_length: int = 64, **settings: Any
 ) -> Objective:
     method = METHODS[name]
     return Objective(

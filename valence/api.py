@@ -28,9 +28,9 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import by_first, same
 from valence.errors import UserError
+from valence.models.build import load_tokenizer, stops_of
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
-from valence.models.models import load_tokenizer, stops_of
+from valence.models.policy_model import PolicyModel
 from valence.reports.sinks import Sink
 from valence.reports.trackers import check
 from valence.rollouts.hf import evaluating
@@ -45,7 +45,7 @@ from valence.training.methods import method_of
 from valence.training.plan import crowding, describe, make_plan
 from valence.training.rendering import describe_rendering
 from valence.training.results import outputs
-from valence.training.resume import Earlier, begin, look, take_up
+from valence.training.resume import PreviousRun, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
 from valence.training.signals import Stop
 from valence.types import Kind
@@ -230,7 +230,7 @@ def build_run(
     return _looked_at(run, folder) if finished else run
 
 
-def _nothing_to_do(earlier: Earlier | None, folder: RunFolder, stop: Stop, loads_finished: bool) -> bool:
+def _nothing_to_do(earlier: PreviousRun | None, folder: RunFolder, stop: Stop, loads_finished: bool) -> bool:
     """Whether the run is finished. Raises _FinishedError if its model is not wanted then."""
     if earlier is None or not earlier.finished:
         return False
@@ -285,7 +285,7 @@ def _gave_up(folder: RunFolder) -> None:
 
 
 def _announced(
-    prepared: Prepared, model: nn.Module | None, earlier: Earlier | None, console: Console, quiet: bool, group: Group
+    prepared: Prepared, model: nn.Module | None, earlier: PreviousRun | None, console: Console, quiet: bool, group: Group
 ) -> tuple[int, bool | None]:
     """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
     say = partial(print_message, console)
@@ -376,7 +376,7 @@ def logprobs(
     before = config._attn_implementation
     found: dict[tuple[int, int], LogProbs] = {}
     with evaluating(model):
-        engine = Engine(model)
+        engine = PolicyModel(model)
         try:
             engine.check_layout()
             for batch in make_micro_batches(units, micro_batch_tokens, engine.device):

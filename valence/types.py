@@ -183,7 +183,7 @@ Example = Judgement | Preference | Demonstration | Ranking | Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class TokenizedCompletion:
     """One completion as tokens. ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token.
     ``columns``: (name, a number for each token) of what was known of it when it was sampled: `old`, `adv` and others of
     ``losses.views``."""
@@ -195,7 +195,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Encoded:
+class TokenizedExample:
     """One unit of training as tokens: a prompt and its answers, which stay together in one micro-batch.
 
     A judgement or demonstration has one answer; a preference has (chosen, rejected); a ranking k; a prompt has none.
@@ -208,7 +208,7 @@ class Encoded:
     kind: Kind
     prompt_ids: tuple[int, ...]
     prompt_mask: tuple[bool, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[TokenizedCompletion, ...]
     label: bool | None = None
     scores: tuple[float, ...] = ()
     attributes: tuple[tuple[str, float], ...] = ()
@@ -231,7 +231,7 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Batch:
+class MicroBatch:
     """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is there once, plus what the
     losses read about them.
 
@@ -256,7 +256,7 @@ class Batch:
     group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
     groups      how many such groups the step has
     ids[S]      content id of each sequence's row, for messages and tables
-    given[N]    by name: what is known beforehand of the tokens that are read (the columns of ``Answer``), in the order of scored
+    given[N]    by name: what is known beforehand of the tokens that are read (the columns of ``TokenizedCompletion``), in the order of scored
     """
 
     tokens: Tensor
@@ -299,7 +299,7 @@ class Batch:
         spans = [self.segments[k][:2] for k in self.path(self.leaf[sequence])]
         return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
 
-    def part(self, *, trains: bool) -> Batch:
+    def part(self, *, trains: bool) -> MicroBatch:
         """The same tokens, of whose sequences only those that train (or only those that are measured) are read."""
         kept = [s for s, it in enumerate(self.trains) if it is trains]
         if len(kept) == self.sequences:
@@ -324,7 +324,7 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenOut:
+class PolicyOutput:
     """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
     float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats), ``sum_sq[T]``,
     the sum over the vocabulary of squared probabilities, and ``value[T]``, a value head's estimate of the return from before the

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 import valence
 from benchmarks.checkpoint import THREADS
 from benchmarks.crash.cases import make_model
-from valence.models.models import load_tokenizer
+from valence.models.build import load_tokenizer
 from valence.training.loop import Callback, Run
 
 ROWS, BATCH = 16, 2

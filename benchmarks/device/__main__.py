@@ -30,16 +30,16 @@ from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import MAX_LENGTH, config_of, draw_sets
 from valence.distributed.single import Single
 from valence.models import speed
+from valence.models.build import build_policy
 from valence.models.compiling import compile_layers, why_not
 from valence.models.digest import Digests
 from valence.models.gradients import clear
 from valence.models.head import Head
-from valence.models.models import build_policy
 from valence.models.shape import shape_of
 from valence.training.build import best_device
 from valence.training.methods import METHODS
 from valence.training.step import Objective
-from valence.types import Batch
+from valence.types import MicroBatch
 
 HEAD_BAR = 1.5
 """Most time of the head, against its bare products."""
@@ -65,7 +65,7 @@ class Known:
     def digests(self) -> Digests:
         return Digests(self.name, self.name)
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: MicroBatch) -> Tensor:
         return torch.where(batch.mask, -math.log(self.vocabulary), 0.0)
 
 

@@ -18,12 +18,12 @@ import torch
 
 from valence.data.sampler import canonical_order
 from valence.distributed.single import Single
-from valence.models.models import build_policy, build_reference
-from valence.models.reference import Frozen
+from valence.models.build import build_policy, build_reference
+from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective
-from valence.types import Answer, Encoded, Kind, Origin
+from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 ROWS, MAX_LENGTH = 14, 256
 BUDGETS = (10_000, 800, 300, 1)
@@ -75,7 +75,7 @@ def model(seed: int) -> torch.nn.Module:
     return made.eval()
 
 
-def rows(kind: Kind, seed: int = 0) -> list[Encoded]:
+def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
     """Rows of uneven lengths; some share a prompt."""
     draw = random.Random(seed)
 
@@ -85,10 +85,10 @@ def rows(kind: Kind, seed: int = 0) -> list[Encoded]:
     prompts = [ids(20, 120) for _ in range(ROWS - 4)]
     prompts += prompts[:4]
     sides = {"preference": 2, "ranking": 4}.get(kind, 1)
-    made: list[Encoded] = []
+    made: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
-        answers = tuple(Answer(a, (True,) * len(a)) for a in (ids(10, 60) for _ in range(sides)))
-        made.append(Encoded(
+        answers = tuple(TokenizedCompletion(a, (True,) * len(a)) for a in (ids(10, 60) for _ in range(sides)))
+        made.append(TokenizedExample(
             id=f"row{i}", origin=Origin("made.jsonl", i + 1), kind=kind, prompt_ids=prompt,
             prompt_mask=(False,) * len(prompt), answers=answers,
             label=i % 3 != 0 if kind == "judgement" else None, weight=1.0 + i % 2,
@@ -103,11 +103,11 @@ def differences(name: str, dtype: torch.dtype, *, packed: bool = True) -> tuple[
     policy = build_policy(model(0).to(torch.float64 if dtype == torch.float64 else torch.float32), dtype=dtype)
     other = model(1).to(torch.float64 if dtype == torch.float64 else torch.float32)
     reference = build_reference(policy, fresh_adapter=False, model=other, name="another")
-    assert isinstance(reference, Frozen)
+    assert isinstance(reference, FrozenReference)
     method = METHODS[name]
     units = rows(method.kind)
 
-    def step(units: list[Encoded], budget: int) -> tuple[dict[str, float], torch.Tensor, int]:
+    def step(units: list[TokenizedExample], budget: int) -> tuple[dict[str, float], torch.Tensor, int]:
         policy.zero_grad()
         made = Objective(method, method.resolve({}), policy, reference, Single(), budget, MAX_LENGTH)
         outcome = made.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)

@@ -23,7 +23,7 @@ from benchmarks.methods import rows
 from benchmarks.methods.cases import CASES, QUICK, Case
 from examples.demo import assets
 from valence.api import build_run
-from valence.models.models import load_model, load_tokenizer
+from valence.models.build import load_model, load_tokenizer
 from valence.training.methods import METHODS
 
 QUICK_STEPS = 5
@@ -66,7 +66,7 @@ def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
 def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> Moved:
     began = time.monotonic()
     with TemporaryDirectory(dir=folder) as place:
-        given = None if METHODS[case.method].of_scores else copy.deepcopy(base)
+        given = None if METHODS[case.method].is_reward_model else copy.deepcopy(base)
         made = build_run(recipe(case, model, Path(place), steps), model=given, quiet=True)
         made.fit()
         first, last = (made.evaluations[step][case.number] for step in sorted(made.evaluations))

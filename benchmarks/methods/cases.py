@@ -35,7 +35,7 @@ the other way. What they are meant to lower is their loss."""
 
 def _case(name: str) -> Case:
     loss, kind = METHODS[name].loss, METHODS[name].kind
-    if loss.of_scores:
+    if loss.is_reward_model:
         rows: Rows = "pairs" if kind == "preference" else "stars" if name == "ordinal" else "films"
         sections = {"loss": {"levels": 2}} if name == "ordinal" else {}
         return Case(name, name, rows, "loss", up=False, rate=5e-4, steps=30, sections=sections)

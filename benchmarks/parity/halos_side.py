@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, sigmoid
 
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 Settings = Mapping[str, Any]
 Noted = Mapping[str, float]
@@ -101,7 +101,7 @@ class Side:
             ref = token_logps(self.reference, prompt, ids)
         return Answer(token_logps(self.policy, prompt, ids), ref)
 
-    def pairs(self, rows: Sequence[Encoded], batch: int) -> Terms:
+    def pairs(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         for row in rows:
             w, l = (self.answer(row.prompt_ids, answer.ids) for answer in row.answers)
             loss, chosen, rejected = PAIRED[self.settings["formula"]](w, l, self.settings)
@@ -109,7 +109,7 @@ class Side:
             rewards = {"rewards/chosen": up, "rewards/rejected": down, "rewards/margins": up - down}
             yield loss / len(rows), rewards | {"rewards/accuracies": float(up > down)}
 
-    def kto(self, rows: Sequence[Encoded], batch: int) -> Terms:
+    def kto(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         """One reference point for each micro-batch, of the log-ratios of the next row's answer behind each prompt."""
         for start in range(0, len(rows), batch):
             part = rows[start : start + batch]
@@ -121,7 +121,7 @@ class Side:
                 yield loss / len(rows), {"kl": z0, f"rewards/{'chosen' if row.label else 'rejected'}": reward.item()}
 
     @torch.no_grad()
-    def _mismatched(self, part: Sequence[Encoded]) -> list[float]:
+    def _mismatched(self, part: Sequence[TokenizedExample]) -> list[float]:
         """Log-ratios of the next row's answer, cut to what fits, behind each prompt of a micro-batch."""
         found: list[float] = []
         for row, other in zip(part, [*part[1:], part[0]], strict=True):
@@ -129,7 +129,7 @@ class Side:
             found.append(self.answer(row.prompt_ids, ids).reward(self.settings).item())
         return found
 
-    def grpo(self, rows: Sequence[Encoded], batch: int) -> Terms:
+    def grpo(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         """Scores standardised among the answers of a prompt; mean over an answer's tokens, then over answers."""
         count = sum(len(row.answers) for row in rows)
         for row in rows:
@@ -139,7 +139,7 @@ class Side:
                 ratios = self.answer(row.prompt_ids, answer.ids).ratios(self.settings)
                 yield clipped(ratios, (score - middle) / spread, self.settings).mean() / count, {}
 
-    def ppo(self, rows: Sequence[Encoded], batch: int) -> Terms:
+    def ppo(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         """Scores standardised over the step (each once, or once for each of its tokens); mean over tokens."""
         by_token = self.settings.get("standardised") == "tokens"
         answers = [
@@ -153,18 +153,18 @@ class Side:
             ratios = self.answer(prompt, ids).ratios(self.settings)
             yield clipped(ratios, (score - middle) / spread, self.settings).sum() / count, {}
 
-    def sft(self, rows: Sequence[Encoded], batch: int) -> Terms:
+    def sft(self, rows: Sequence[TokenizedExample], batch: int) -> Terms:
         count = sum(len(row.answers[0].ids) for row in rows)
         for row in rows:
             yield -token_logps(self.policy, row.prompt_ids, row.answers[0].ids).sum() / count, {}
 
 
-TERMS: dict[str, Callable[[Side, Sequence[Encoded], int], Terms]] = {
+TERMS: dict[str, Callable[[Side, Sequence[TokenizedExample], int], Terms]] = {
     **dict.fromkeys(PAIRED, Side.pairs), "kto": Side.kto, "grpo": Side.grpo, "ppo": Side.ppo, "sft": Side.sft,
 }  # fmt: skip
 
 
-def halos(side: Side, rows: Sequence[Encoded], batch: int) -> dict[str, float]:
+def halos(side: Side, rows: Sequence[TokenizedExample], batch: int) -> dict[str, float]:
     """The loss of a step over micro-batches of ``batch`` rows, its gradient left in the policy, and what else was seen."""
     side.policy.zero_grad()
     loss, seen = 0.0, defaultdict[str, list[float]](list)

@@ -19,13 +19,13 @@ from benchmarks.parity.halos_side import Side, halos
 from benchmarks.parity.stages import Stage, as_kind, shortened
 from benchmarks.peers import surroundings
 from valence.distributed.single import Single
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference, load_model
+from valence.models.build import build_policy, build_reference, load_model
+from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective
-from valence.types import Encoded, Mean
+from valence.types import Mean, TokenizedExample
 
 Figures = Mapping[str, float]
 BUDGET = 400
@@ -37,13 +37,13 @@ def folders(case: Case, stage: Stage) -> tuple[Path, Path]:
     return (stage.second, stage.first) if case.swapped else (stage.first, stage.second)
 
 
-def source_rows(case: Case, stage: Stage) -> tuple[Encoded, ...]:
+def source_rows(case: Case, stage: Stage) -> tuple[TokenizedExample, ...]:
     """The rows that the other side reads."""
     rows = stage.rows(case.source)
     return shortened(rows) if case.short else rows
 
 
-def max_length(units: Sequence[Encoded]) -> int:
+def max_length(units: Sequence[TokenizedExample]) -> int:
     """That of the longest row: only mismatched completions are cut."""
     return max(len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers)
 
@@ -56,7 +56,7 @@ class Here:
         self.engines = cache(self._engines)
         self.plain = cache(self._plain)
 
-    def _engines(self, policy: Path, reference: Path) -> tuple[Engine, Reference]:
+    def _engines(self, policy: Path, reference: Path) -> tuple[PolicyModel, Reference]:
         engine = build_policy(load_model(str(policy), dtype=torch.float32), dtype=torch.float32)
         other = load_model(str(reference), dtype=torch.float32)
         return engine, build_reference(engine, fresh_adapter=False, model=other, name="second")
@@ -128,7 +128,7 @@ def _job(case: Case, stage: Stage) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _row(unit: Encoded) -> dict[str, Any]:
+def _row(unit: TokenizedExample) -> dict[str, Any]:
     if not all(all(answer.mask) for answer in unit.answers) or any(unit.prompt_mask):
         raise RuntimeError(f"{unit.origin}: TRL trains on all of a completion and nothing of a prompt")
     names = ("chosen", "rejected") if unit.kind == "preference" else ("completion",)

@@ -14,10 +14,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from benchmarks.parity.cases import ROWS
 from examples.demo import assets
 from valence.config.load import load_recipe
-from valence.models.models import load_model
+from valence.models.build import load_model
 from valence.training.methods import method_of
 from valence.training.setup import prepare
-from valence.types import Answer, Encoded, Kind, Origin
+from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 VOCABULARY, EOS = 512, 2
 MAX_LENGTH = 160
@@ -31,11 +31,11 @@ class Stage:
     name: str
     first: Path
     second: Path
-    judgements: tuple[Encoded, ...]
-    preferences: tuple[Encoded, ...]
+    judgements: tuple[TokenizedExample, ...]
+    preferences: tuple[TokenizedExample, ...]
     eos: int
 
-    def rows(self, kind: Kind) -> tuple[Encoded, ...]:
+    def rows(self, kind: Kind) -> tuple[TokenizedExample, ...]:
         if kind == "demonstration":
             return tuple(replace(unit, kind=kind, label=None) for unit in self.judgements)
         if kind == "ranking":
@@ -43,7 +43,7 @@ class Stage:
         return self.preferences if kind == "preference" else self.judgements
 
 
-def as_kind(rows: Sequence[Encoded], kind: Kind) -> tuple[Encoded, ...]:
+def as_kind(rows: Sequence[TokenizedExample], kind: Kind) -> tuple[TokenizedExample, ...]:
     """Pairs as what another method reads of them: two judgements each, or the chosen side as a demonstration."""
     if rows[0].kind == kind:
         return tuple(rows)
@@ -55,12 +55,12 @@ def as_kind(rows: Sequence[Encoded], kind: Kind) -> tuple[Encoded, ...]:
     )
 
 
-def shortened(rows: Sequence[Encoded]) -> tuple[Encoded, ...]:
+def shortened(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
     """The rows with the last token of their prompts alone."""
     return tuple(replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:]) for row in rows)
 
 
-def _ranked(pairs: Sequence[Encoded]) -> tuple[Encoded, ...]:
+def _ranked(pairs: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
     """Three scored answers of each prompt: those of its pair, and the next pair's first."""
     draw = random.Random(2)
     return tuple(
@@ -99,7 +99,7 @@ def real_stage(folder: Path) -> Stage:
     return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, preferences[:ROWS], eos)
 
 
-def _encoded(method: str, model: Path, folder: Path) -> tuple[Encoded, ...]:
+def _encoded(method: str, model: Path, folder: Path) -> tuple[TokenizedExample, ...]:
     """The rows of {method}_en_demo that fit MAX_LENGTH, the shortest first."""
     data = {"train": [{"path": str(folder / f"{method}_en_demo.json")}], "max_length": MAX_LENGTH}
     recipe = load_recipe({"method": method, "model": {"name": str(model), "dtype": "float32"}, "data": data}, method_of=method_of)
@@ -119,13 +119,13 @@ def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]
     return paths
 
 
-def _made(name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None) -> Encoded:
+def _made(name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None) -> TokenizedExample:
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high)))
 
     prompt = ids(2, 40)
     texts = [(*ids(1, 40), EOS) for _ in range(sides)]
-    return Encoded(
+    return TokenizedExample(
         id=name, origin=Origin("made", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
-        answers=tuple(Answer(text, (True,) * len(text)) for text in texts), label=label,
+        answers=tuple(TokenizedCompletion(text, (True,) * len(text)) for text in texts), label=label,
     )  # fmt: skip

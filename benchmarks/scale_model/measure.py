@@ -25,13 +25,13 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered
 from valence.models import speed
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
+from valence.models.build import build_policy
+from valence.models.policy_model import PolicyModel
 from valence.models.shape import decoder_layers, shape_of
 from valence.models.speed import Work
 from valence.training.methods import METHODS
 from valence.training.step import Objective, optimizer_step
-from valence.types import Answer, Encoded, Origin
+from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 512, 1536, 4, 4096
 BUDGET = 256
@@ -46,14 +46,14 @@ APART = 1024
 """Tokens of the step that says how fast a process is when it waits for no other."""
 
 
-def rows(tokens: int) -> list[Encoded]:
+def rows(tokens: int) -> list[TokenizedExample]:
     """Demonstrations of uneven lengths."""
-    draw, found, left = random.Random(tokens), list[Encoded](), tokens
+    draw, found, left = random.Random(tokens), list[TokenizedExample](), tokens
     while left > 0:
         length = min(left, draw.randint(24, 96))
         ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length + 2))
-        answer = Answer(ids[2:], (True,) * length)
-        found.append(Encoded(
+        answer = TokenizedCompletion(ids[2:], (True,) * length)
+        found.append(TokenizedExample(
             id=str(len(found)), origin=Origin("made", len(found) + 1), kind="demonstration", prompt_ids=ids[:2],
             prompt_mask=(False, False), answers=(answer,),
         ))  # fmt: skip
@@ -64,7 +64,7 @@ def rows(tokens: int) -> list[Encoded]:
 class Way:
     """Steps of a model that learns nothing, so that all of them have the same loss. group: of the processes that take part."""
 
-    def __init__(self, policy: Engine, group: Group) -> None:
+    def __init__(self, policy: PolicyModel, group: Group) -> None:
         method = METHODS["sft"]
         self.objective = Objective(method, method.resolve({}), policy, None, group, BUDGET, max_length=256)
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0)

@@ -24,11 +24,11 @@ from benchmarks.step.cases import SMALL
 from benchmarks.step.memory import peak_above_idle
 from benchmarks.step.stage import save_models
 from valence.batching.micro_batches import make_micro_batch
+from valence.models.build import build_policy, load_model
 from valence.models.compiling import compile_layers, why_not
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, load_model
+from valence.models.policy_model import PolicyModel
 from valence.training.build import best_device
-from valence.types import Answer, Batch, Encoded, Origin
+from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExample
 
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 ANSWERS = (1, 2, 4, 8, 16, 32, 64)
@@ -37,21 +37,21 @@ SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
 distinct token with many answers against that of one."""
 
 
-def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device) -> Batch:
+def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device) -> MicroBatch:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, SMALL.vocabulary) for _ in range(count))
 
     units = [
-        Encoded(
+        TokenizedExample(
             id=str(i), origin=Origin("made", i + 1), kind="ranking", prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
-            answers=tuple(Answer(ids(answer), (True,) * answer) for _ in range(answers)),
+            answers=tuple(TokenizedCompletion(ids(answer), (True,) * answer) for _ in range(answers)),
         )
         for i in range(prompts)
     ]  # fmt: skip
     return make_micro_batch(units, device=device)
 
 
-def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:
+def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[float, float]:
     """Seconds (the median) and peak memory above idle (MB) of a pass, gradients of the weights left out of the memory."""
 
     def step() -> float:
@@ -66,7 +66,7 @@ def measured(engine: Engine, batch: Batch, repeats: int) -> tuple[float, float]:
     return median([seconds, *(step() for _ in range(repeats - 1))]), peak
 
 
-def sizes(engine: Engine, largest: int, repeats: int) -> list[tuple[int, float, float]]:
+def sizes(engine: PolicyModel, largest: int, repeats: int) -> list[tuple[int, float, float]]:
     """Tokens, tokens per second, and bytes of memory per token."""
     print(f"{'tokens':>8}{'seconds':>9}{'tokens/s':>10}{'peak MB':>9}{'kB/token':>10}", flush=True)
     found: list[tuple[int, float, float]] = []
@@ -78,7 +78,7 @@ def sizes(engine: Engine, largest: int, repeats: int) -> list[tuple[int, float, 
     return found
 
 
-def many_answers(engine: Engine, most: int, repeats: int) -> list[tuple[int, float]]:
+def many_answers(engine: PolicyModel, most: int, repeats: int) -> list[tuple[int, float]]:
     """Answers, and seconds per distinct token."""
     print(f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}", flush=True)
     found: list[tuple[int, float]] = []

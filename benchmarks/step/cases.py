@@ -61,7 +61,7 @@ class Case:
     quick: bool = False
 
     @property
-    def of_scores(self) -> bool:
+    def is_reward_model(self) -> bool:
         """Whether it trains a reward model, which has no head for the vocabulary."""
         return self.method == "bradley_terry"
 

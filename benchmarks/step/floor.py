@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.step.cases import Case, Shape
 from benchmarks.step.ours import mismatched
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 REPEATS = 2
 GRAIN = 128  # tokens: rates are measured at multiples of it
@@ -36,7 +36,7 @@ class Work:
     mean: int
 
 
-def floor(case: Case, units: list[Encoded]) -> float:
+def floor(case: Case, units: list[TokenizedExample]) -> float:
     """Seconds that a step of these units cannot do without, at the rates of now."""
     linear_seconds.cache_clear()
     attention_seconds.cache_clear()
@@ -56,7 +56,7 @@ def floor(case: Case, units: list[Encoded]) -> float:
     return total + shape.layers * (seen * (2 * scores + 4 * mixed) + seen_only * (scores + mixed))
 
 
-def work_of(case: Case, units: list[Encoded]) -> Work:
+def work_of(case: Case, units: list[TokenizedExample]) -> Work:
     prompts = {unit.prompt_ids for unit in units}
     answers = [(len(unit.prompt_ids), len(answer.ids)) for unit in units for answer in unit.answers]
     extra = [(len(u.prompt_ids), len(u.answers[0].ids)) for u in mismatched(units)] if case.method == "kto" else []
@@ -64,7 +64,7 @@ def work_of(case: Case, units: list[Encoded]) -> Work:
     seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
     return Work(
         layers=(sum(map(len, prompts)) + trained, measured),
-        head=(0, 0) if case.of_scores else (trained, measured),
+        head=(0, 0) if case.is_reward_model else (trained, measured),
         seen=(seen, sum(_pairs(p, n) for p, n in extra)), mean=sum(p + n for p, n in answers) // len(answers),
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from benchmarks.step.floor import floor
 from benchmarks.step.ours import Figures, Ours, apart
 from benchmarks.step.peer import Peer
 from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 TOLERANCE = 2e-2
 """Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in another precision."""
@@ -70,7 +70,7 @@ class Floor:
     """The least that a step can take, measured in turn with the steps: the machine's rates change with the minutes."""
 
     case: Case
-    sets: list[list[Encoded]]
+    sets: list[list[TokenizedExample]]
 
     def step(self, number: int, *, memory: bool = False) -> Figures:
         return Figures(loss=0.0, grad_norm=0.0, seconds=floor(self.case, self.sets[number]))
@@ -86,7 +86,7 @@ class Plan:
     all_sides: bool
     ways: tuple[Way, ...]
 
-    def drawn(self, case: Case) -> list[list[Encoded]]:
+    def drawn(self, case: Case) -> list[list[TokenizedExample]]:
         """The rows of the case's steps, those that take the most memory first."""
         return sorted(draw_sets(case, max(self.sets, FEWEST_PROMPTS // case.prompts)), key=padded_tokens, reverse=True)
 

@@ -18,13 +18,13 @@ from benchmarks.step.stage import MAX_LENGTH, Models
 from valence.batching.kl_pairs import make_kl_pairs_in_groups
 from valence.batching.micro_batches import make_micro_batch
 from valence.distributed.single import Single
-from valence.models.cache import Cached
+from valence.models.build import build_policy, build_reference, load_model
+from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.gradients import clear
-from valence.models.models import build_policy, build_reference, load_model
 from valence.training.methods import METHODS
 from valence.training.step import Objective
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
 SETTINGS: dict[str, dict[str, Any]] = {"kto": z0_of_trl(8)}
@@ -45,19 +45,28 @@ class Ours:
     """A policy with its reference's values kept in a folder, and the rows of several steps."""
 
     def __init__(
-        self, case: Case, models: Models, sets: list[list[Encoded]], cache: Path, *, dtype: torch.dtype, checkpointing: bool
+        self,
+        case: Case,
+        models: Models,
+        sets: list[list[TokenizedExample]],
+        cache: Path,
+        *,
+        dtype: torch.dtype,
+        checkpointing: bool,
     ) -> None:
         self.case, self.sets = case, sets
         adapter = str(models.adapter) if models.adapter else None
-        attributes = ["reward"] if case.of_scores else None
+        attributes = ["reward"] if case.is_reward_model else None
         base = load_model(str(models.trained(case)), dtype=torch.float32, attributes=attributes)
         self.policy = build_policy(base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off")
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)
-        self.reference: Cached | None = None
+        self.reference: CachedReference | None = None
         if case.method in WITH_REFERENCE:
             other = load_model(str(models.reference), dtype=torch.float32)
-            self.reference = Cached(build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache)
+            self.reference = CachedReference(
+                build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache
+            )
         if case.method == "grpo":
             self.sets = [[self._judged(unit) for unit in units] for units in sets]
 
@@ -77,7 +86,7 @@ class Ours:
                 row["mismatched_ref"] = sum(self._values(unit)[0])
         return told
 
-    def _judged(self, unit: Encoded) -> Encoded:
+    def _judged(self, unit: TokenizedExample) -> TokenizedExample:
         """As a round hands it to training. Its scores serve as advantages."""
         answers = [
             replace(answer, columns=(("old", tuple(old)), ("adv", (score,) * len(old))))
@@ -85,7 +94,7 @@ class Ours:
         ]
         return replace(unit, answers=tuple(answers))
 
-    def _values(self, unit: Encoded) -> list[list[float]]:
+    def _values(self, unit: TokenizedExample) -> list[list[float]]:
         """The reference's log-probabilities of each answer's tokens."""
         assert self.reference is not None
         batch = make_micro_batch([unit], device=self.policy.device)
@@ -119,12 +128,12 @@ class Ours:
         return Figures(loss, norm, seconds, peak)
 
 
-def mismatched(units: list[Encoded]) -> list[Encoded]:
+def mismatched(units: list[TokenizedExample]) -> list[TokenizedExample]:
     """What a step of KTO measures for its reference point: behind each prompt the completion of the row before."""
     return make_kl_pairs_in_groups(units, len(units), "previous", max_length=MAX_LENGTH)
 
 
-def apart(units: list[Encoded]) -> list[Encoded]:
+def apart(units: list[TokenizedExample]) -> list[TokenizedExample]:
     """Every answer behind a prompt of its own, which differs from the others in its first token: nothing can be shared."""
     return [
         replace(unit, prompt_ids=(3 + number * len(unit.answers) + k, *unit.prompt_ids[1:]), prompt_mask=unit.prompt_mask,

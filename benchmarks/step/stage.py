@@ -12,7 +12,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
 from benchmarks.step.cases import Case, Lengths, Shape
-from valence.types import Answer, Encoded, Kind, Origin
+from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 KINDS: dict[str, Kind] = {
     "kto": "judgement", "dpo": "preference", "sft": "demonstration", "bradley_terry": "preference", "grpo": "ranking"
@@ -35,7 +35,7 @@ class Models:
 
     def trained(self, case: Case) -> Path:
         """The folder of what the case trains."""
-        return self.scorer if case.of_scores else self.policy
+        return self.scorer if case.is_reward_model else self.policy
 
 
 def config_of(shape: Shape) -> Qwen3Config:
@@ -80,14 +80,14 @@ def _save_adapter(model: Qwen3ForCausalLM, models: Models) -> None:
     get_peft_model(model, random_both).save_pretrained(str(models.adapter))
 
 
-def draw_sets(case: Case, sets: int) -> list[list[Encoded]]:
+def draw_sets(case: Case, sets: int) -> list[list[TokenizedExample]]:
     """The rows of ``sets`` steps, the same at every call. Their lengths are evenly spaced quantiles in random order: few rows
     stand for the whole distribution."""
     draw = random.Random(case.name)
     prompts = _lengths(case.prompt, sets * case.prompts, LONGEST_PROMPT, draw)
     answers = _lengths(case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, draw)
 
-    def unit(number: int) -> Encoded:
+    def unit(number: int) -> TokenizedExample:
         return _unit(case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], draw)
 
     return [[unit(step * case.prompts + i) for i in range(case.prompts)] for step in range(sets)]
@@ -100,23 +100,23 @@ def _lengths(spread: Lengths, count: int, longest: int, draw: random.Random) -> 
     return found
 
 
-def _unit(case: Case, number: int, prompt: int, answers: list[int], draw: random.Random) -> Encoded:
+def _unit(case: Case, number: int, prompt: int, answers: list[int], draw: random.Random) -> TokenizedExample:
     """One prompt with its answers, each of which ends with EOS. A ranking's scores are its answers' advantages."""
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, case.shape.vocabulary) for _ in range(count))
 
-    return Encoded(
+    return TokenizedExample(
         id=f"{case.name} {number}", origin=Origin("made", number + 1), kind=KINDS[case.method],
         prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
-        answers=tuple(Answer((*ids(length - 1), EOS), (True,) * length) for length in answers),
+        answers=tuple(TokenizedCompletion((*ids(length - 1), EOS), (True,) * length) for length in answers),
         label=number % 2 == 0 if case.method == "kto" else None,
         # All of one sign: the loss would be a small difference of large numbers, and two sides that agree would seem not to.
         scores=tuple((1.5, 0.5)[(number + k) % 2] for k in range(len(answers))) if case.method == "grpo" else (),
     )  # fmt: skip
 
 
-def padded_tokens(units: list[Encoded]) -> int:
+def padded_tokens(units: list[TokenizedExample]) -> int:
     """Places in these rows when all are padded to the longest."""
     lengths = [len(unit.prompt_ids) + len(answer.ids) for unit in units for answer in unit.answers]
     return len(lengths) * max(lengths)

@@ -41,7 +41,7 @@ import valence
 from valence.losses import LOSSES
 from valence.losses.advantage import gae
 from valence.training.methods import ONLINE, Method
-from valence.training.online.makers import Credited
+from valence.training.online.sample_builders import Credited
 from valence.types import Completion
 
 REWARD, MAX_NEW_TOKENS = 1.0, 16

@@ -13,18 +13,18 @@ from tests.units import unit
 from valence.batching.kl_pairs import make_kl_pairs, make_kl_pairs_in_groups
 from valence.data.sampler import Sampler
 from valence.errors import UserError
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 LONG = 1000
 
 
-def row(prompt: int | tuple[int, ...], completion: int | tuple[int, ...]) -> Encoded:
+def row(prompt: int | tuple[int, ...], completion: int | tuple[int, ...]) -> TokenizedExample:
     """A judgement; a plain number stands for one token."""
     p, c = ((x,) if isinstance(x, int) else x for x in (prompt, completion))
     return unit(f"{p}{c}", "judgement", p, c, label=True)
 
 
-def put(found: list[Encoded]) -> list[tuple[int, ...]]:
+def put(found: list[TokenizedExample]) -> list[tuple[int, ...]]:
     """The completions, in order."""
     return [u.answers[0].ids for u in found]
 

@@ -15,7 +15,7 @@ from tests.prefix_trees import sharing
 from tests.units import unit, units
 from valence.batching.micro_batches import StepPacker, fill_bins, make_micro_batch, token_sequences
 from valence.batching.prefix_tree import num_unique_tokens
-from valence.types import Batch, Encoded
+from valence.types import MicroBatch, TokenizedExample
 
 lengths = st.lists(st.integers(1, 40), max_size=40)
 
@@ -65,29 +65,29 @@ def test_a_budget_of_one_puts_each_alone(sizes: list[int]) -> None:
 
 
 @st.composite
-def unit_sets(draw: st.DrawFn) -> list[Encoded]:
+def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
     """Units of few prompts, some of which go on where others end, with one to three answers that no other unit has."""
     letters = st.lists(st.integers(0, 1), min_size=1, max_size=8)
     prompts = [tuple(draw(letters))]
     for _ in range(draw(st.integers(0, 3))):
         prompts.append(draw(st.sampled_from([(), *prompts])) + tuple(draw(letters)))
-    made: list[Encoded] = []
+    made: list[TokenizedExample] = []
     for i in range(draw(st.integers(1, 9))):
         answers = draw(st.lists(letters, min_size=1, max_size=3))
         made.append(unit(f"unit{i}", "ranking", draw(st.sampled_from(prompts)), *((i + 2, *a) for a in answers)))
     return made
 
 
-def num_tokens(examples: Sequence[Encoded]) -> int:
+def num_tokens(examples: Sequence[TokenizedExample]) -> int:
     return num_unique_tokens([s for example in examples for s in token_sequences(example)])
 
 
-def pack(examples: Sequence[Encoded], max_tokens: int) -> list[list[int]]:
+def pack(examples: Sequence[TokenizedExample], max_tokens: int) -> list[list[int]]:
     return StepPacker(examples).pack(range(len(examples)), max_tokens)
 
 
 @given(unit_sets(), st.integers(0, 20))
-def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: list[Encoded], less: int) -> None:
+def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: list[TokenizedExample], less: int) -> None:
     """Also when the budget is just too small for all of them at once."""
     with sharing(1):
         budget = max(1, num_tokens(made) - less)
@@ -100,7 +100,7 @@ def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: li
 
 
 @given(unit_sets(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_order_of_the_units_changes_no_micro_batch_count(made: list[Encoded], least: int, draw: Random) -> None:
+def test_the_order_of_the_units_changes_no_micro_batch_count(made: list[TokenizedExample], least: int, draw: Random) -> None:
     with sharing(least):
         assert len(pack(made, 40)) == len(pack(draw.sample(made, len(made)), 40))
 
@@ -123,7 +123,7 @@ def test_units_of_one_prompt_run_together_as_far_as_the_budget_goes() -> None:
 
 def test_turns_of_one_conversation_run_together() -> None:
     """Each judged by itself: the later turn's prompt holds the earlier turn."""
-    made: list[Encoded] = []
+    made: list[TokenizedExample] = []
     for talk in range(3):
         first, second = (talk,) * 20, (talk,) * 20 + (7,) * 5 + (8,) * 20
         made += [unit(f"second{talk}", "judgement", second, (9, 9)), unit(f"first{talk}", "judgement", first, (7,) * 5)]
@@ -198,7 +198,7 @@ def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
     assert batch.tokens.dtype == torch.long
 
 
-def joint() -> tuple[Batch, list[Encoded], list[Encoded]]:
+def joint() -> tuple[MicroBatch, list[TokenizedExample], list[TokenizedExample]]:
     """Two units that train and two that are measured behind the same prompts, in groups of their own."""
     prompts = [(p,) * 20 for p in (3, 4)]
     trains = [unit(f"own{p}", "judgement", prompts[p], (5 + p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]

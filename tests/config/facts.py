@@ -35,9 +35,9 @@ class Facts:
     kind: str
     needs_reference: bool
     settings: type[BaseModel]
-    of_scores: bool = False
+    is_reward_model: bool = False
     online: bool = False
-    follows_policy: bool = False
+    is_on_policy: bool = False
     least_rollouts: int = 1
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     learning_rates: LearningRates = LEARNING_RATES["preference"]
@@ -60,7 +60,7 @@ METHODS = {
     "grpo": Facts("grpo", "ranking", True, NoSettings),
 }
 ONLINE = {
-    "grpo": Facts("grpo", "prompt", True, NoSettings, online=True, follows_policy=True, least_rollouts=2),
+    "grpo": Facts("grpo", "prompt", True, NoSettings, online=True, is_on_policy=True, least_rollouts=2),
     "rejection": Facts("rejection", "prompt", True, NoSettings, online=True),
 }
 

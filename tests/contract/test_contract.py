@@ -18,13 +18,13 @@ from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
 from valence.losses.average import Average, counts, divisors
 from valence.losses.stats import RewardShift, moments, powers, reference_point
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer
 from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import Objective, StepResult
-from valence.types import Batch, Encoded, Mean, TokenOut
+from valence.types import Mean, MicroBatch, PolicyOutput, TokenizedExample
 
 ROWS = sorted(LOSSES)
 SUMMED = {"ipo": {"normalize": False}}
@@ -59,11 +59,11 @@ valued = cache(policy_with_values)
 """Nothing here changes a weight, and making a model takes longer than asking it."""
 
 
-def in_order(rows: list[Encoded]) -> list[Encoded]:
+def in_order(rows: list[TokenizedExample]) -> list[TokenizedExample]:
     return [rows[i] for i in canonical_order(rows, 0, 0)]
 
 
-def gradient(objective: Objective, rows: list[Encoded]) -> tuple[StepResult, dict[str, float], Tensor]:
+def gradient(objective: Objective, rows: list[TokenizedExample]) -> tuple[StepResult, dict[str, float], Tensor]:
     """The outcome of a step's rows, its pooled numbers, and the gradient of all weights as one vector."""
     objective.policy.zero_grad()
     outcome = objective.run(in_order(rows), backward=True)
@@ -75,7 +75,7 @@ def gradient(objective: Objective, rows: list[Encoded]) -> tuple[StepResult, dic
     return outcome, meter.reduce(objective.group), slopes(objective.policy)
 
 
-def slopes(policy: Engine) -> Tensor:
+def slopes(policy: PolicyModel) -> Tensor:
     """The gradients of all weights as one vector, with 0 where nothing reads a weight."""
     return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
 
@@ -128,14 +128,14 @@ def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> No
     assert float(outcome.loss) == float(nothing.norm()) == 0
 
 
-def masked(row: Encoded) -> Encoded:
+def masked(row: TokenizedExample) -> TokenizedExample:
     """The same unit with nothing in its loss mask, as of a truncated answer."""
     (answer,) = row.answers
     return replace(row, answers=(replace(answer, mask=(False,) * len(answer.mask)),))
 
 
 def same_however_cut(
-    name: str, settings: dict[str, Any], models: tuple[Engine, Reference | None], rows: list[Encoded],
+    name: str, settings: dict[str, Any], models: tuple[PolicyModel, Reference | None], rows: list[TokenizedExample],
     budgets: Sequence[int],
 ) -> StepResult:  # fmt: skip
     """Loss, gradient and numbers of a step in one micro-batch and in many, in any order. budgets: tokens of a micro-batch."""
@@ -194,7 +194,7 @@ def test_a_modifier_of_sampled_answers_changes_the_gradient(name: str, settings:
 
 
 @cache
-def equal_models() -> tuple[Engine, Reference]:
+def equal_models() -> tuple[PolicyModel, Reference]:
     policy, same = policy_and_reference()
     same.engine.load_state_dict(policy.state_dict())  # type: ignore[attr-defined]
     return policy, same
@@ -211,7 +211,7 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
     assert numbers.get("rewards/accuracies", 0.5) == 0.5
 
 
-def of_the_step(made: Objective, batch: Batch) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
+def of_the_step(made: Objective, batch: MicroBatch) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
     """What averages divide by, and what losses share, in a step of this micro-batch alone."""
     loss, shared = made.method.loss, dict[str, Tensor]()
     names = loss.averages(made.settings)
@@ -223,7 +223,7 @@ def of_the_step(made: Objective, batch: Batch) -> tuple[dict[Average, Tensor], d
     return divisors(names, counts(names, [batch])), shared
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].of_scores])
+@pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].is_reward_model])
 def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
     """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's log-probability."""
     policy, reference = models_of(name)
@@ -235,9 +235,9 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     logp = (-batch.mask.double() / n).requires_grad_()
     ref = logp.detach() if made.method.needs_reference else None
     count, shared = of_the_step(made, batch)
-    if made.method.mismatches:
+    if made.method.needs_kl_pairs:
         shared["z0"] = torch.zeros(batch.sequences, dtype=torch.float64)
-    plain, view = loss.read(batch, TokenOut(logp), ref, made.settings, shared)
+    plain, view = loss.read(batch, PolicyOutput(logp), ref, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
     assert (logp.grad[~batch.mask] == 0).all()
@@ -264,7 +264,7 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     (batch,) = made.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
     logp = (-batch.mask.double()).requires_grad_()
     count, shared = of_the_step(made, batch)
-    plain, view = loss.read(batch, TokenOut(logp), None, made.settings, shared)
+    plain, view = loss.read(batch, PolicyOutput(logp), None, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
     assert (logp.grad[~batch.mask] == 0).all()
@@ -272,7 +272,7 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     assert (torch.sign(-logp.grad[batch.scored]) == torch.sign(adv)).all()
 
 
-@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].of_scores])
+@pytest.mark.parametrize("name", [name for name in ROWS if LOSSES[name].is_reward_model])
 def test_scores_move_in_the_declared_direction(name: str) -> None:
     """From scores of zero. What the data gives no target for gets no gradient."""
     policy, _ = models_of(name)
@@ -286,7 +286,7 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
     attributes = 1 if batch.target is None else batch.target.shape[1]
     score = torch.zeros(batch.sequences, attributes, dtype=torch.float64, requires_grad=True)
     blank = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    plain, view = loss.read(batch, TokenOut(blank, score=score), None, made.settings, shared)
+    plain, view = loss.read(batch, PolicyOutput(blank, score=score), None, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert score.grad is not None
     if batch.target is None:

@@ -24,7 +24,7 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.losses import LOSSES, Loss
 from valence.losses.metrics import won
 from valence.training.methods import METHODS
-from valence.types import TokenOut
+from valence.types import PolicyOutput
 
 PAIRED = [name for name, loss in LOSSES.items() if loss.view == "pair"]
 OTHERS: dict[str, list[dict[str, Any]]] = {
@@ -164,9 +164,9 @@ def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) 
     logp = logp.requires_grad_()
     reference = ref if loss.needs_reference else None
     shared = {"delta": torch.tensor(0.2, dtype=torch.float64)} if loss.shifts else {}
-    plain, view = loss.read(batch, TokenOut(logp), reference, given, shared)
+    plain, view = loss.read(batch, PolicyOutput(logp), reference, given, shared)
     rewards = rewards_of(loss, view, given)
-    numbers = loss.measure(batch, TokenOut(logp), reference, plain, view, given)
+    numbers = loss.measure(batch, PolicyOutput(logp), reference, plain, view, given)
     for side, reward in zip(("chosen", "rejected"), rewards, strict=True):
         metric = numbers[f"rewards/{side}"]
         assert float(metric.total / metric.count) == pytest.approx(reward.mean().item(), rel=1e-12)  # type: ignore[union-attr]

@@ -17,7 +17,7 @@ from benchmarks.crash.process import operations
 from tests.command import command, command_error
 from valence.data.sampler import Sampler
 from valence.errors import UserError
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13
@@ -129,13 +129,13 @@ def count_steps() -> Iterator[list[int]]:
 def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int = 0) -> None:
     """Calls ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number ``batch`` (from 0)."""
     at = {"step": 0, "batch": 0, "done": 0}
-    number, forward = Sampler.step, Engine.forward
+    number, forward = Sampler.step, PolicyModel.forward
 
     def noted_number(self: Sampler, n: int) -> Any:
         at.update(step=n + 1, batch=0)
         return number(self, n)
 
-    def noted_forward(self: Engine, *args: Any, **more: Any) -> Any:
+    def noted_forward(self: PolicyModel, *args: Any, **more: Any) -> Any:
         if torch.is_grad_enabled():
             if (at["step"], at["batch"]) == (step, batch) and not at["done"]:
                 at["done"] = 1
@@ -144,4 +144,4 @@ def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int 
         return forward(self, *args, **more)
 
     monkeypatch.setattr(Sampler, "step", noted_number)
-    monkeypatch.setattr(Engine, "forward", noted_forward)
+    monkeypatch.setattr(PolicyModel, "forward", noted_forward)

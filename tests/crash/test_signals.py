@@ -15,7 +15,7 @@ from tests.command import command
 from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
 from valence.checkpoint.store import Snapshot
-from valence.models.cache import Cached
+from valence.models.cache import CachedReference
 from valence.training import finish
 from valence.training.loop import Run
 
@@ -122,7 +122,7 @@ def test_a_signal_in_the_reference_pass(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps(place.recipe(KTO, run={"dir": str(tmp_path / "run")})))
     with monkeypatch.context() as patch:
-        before(patch, Cached, "__call__", lambda: signal.raise_signal(number), 3)
+        before(patch, CachedReference, "__call__", lambda: signal.raise_signal(number), 3)
         assert command("score", str(recipe)) == 128 + number
     assert command("score", str(recipe)) == 0
     assert command("train", str(recipe)) == 0

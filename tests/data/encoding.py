@@ -7,7 +7,7 @@ from typing import Any
 from tests.tiny import CHATML, tiny_tokenizer
 from valence.data.audit_text import REMARKS, WARNINGS
 from valence.data.encode import Encoder, Unusable
-from valence.types import Answer, Chat, Content, Encoded, Judgement, Origin
+from valence.types import Chat, Content, Judgement, Origin, TokenizedCompletion, TokenizedExample
 
 HERE = Origin("rows.jsonl", 1)
 
@@ -30,9 +30,9 @@ def encoder(template: str | None = CHATML, *, max_length: int = 1000, tokenizer:
     return Encoder(tokenizer or tiny_tokenizer(template), max_length=max_length, **options)
 
 
-def encoded(enc: Encoder, example: Any) -> Encoded:
+def encoded(enc: Encoder, example: Any) -> TokenizedExample:
     unit = enc.encode(example)
-    assert isinstance(unit, Encoded), unit
+    assert isinstance(unit, TokenizedExample), unit
     return unit
 
 
@@ -53,7 +53,7 @@ def notes(enc: Encoder, *examples: Any) -> dict[str, int]:
     return counts
 
 
-def trained(enc: Encoder, answer: Answer) -> str:
+def trained(enc: Encoder, answer: TokenizedCompletion) -> str:
     return text(enc, tuple(i for i, m in zip(answer.ids, answer.mask, strict=True) if m))
 
 

@@ -12,7 +12,7 @@ from tests.data.encoding import HERE, answered, bad, chat, encoded, encoder, not
 from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, CHATML_TOOLS, INST, LAST_UNSTRIPPED, NO_END, tiny_tokenizer
 from valence.data.encode import Unusable
-from valence.types import Answer, Chat, Demonstration, Ids, Judgement, Origin, Preference, Prompt, Ranking
+from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Preference, Prompt, Ranking, TokenizedCompletion
 
 # --- chat rows
 
@@ -158,7 +158,7 @@ def test_demonstrations_can_train_on_every_assistant_turn() -> None:
         enc = encoder(template, train_on="assistant")
         unit = encoded(enc, row)
         assert unit.prompt_ids == enc.encode_prompt(row.prompt)
-        said = trained(enc, Answer(unit.prompt_ids, unit.prompt_mask))
+        said = trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
         assert said.replace(" ", "") == "goodday<|im_end|>astar<|im_end|>"
         assert not any(encoded(encoder(template), row).prompt_mask)
     enc = encoder(CHATML, train_on="assistant")
@@ -237,7 +237,7 @@ def test_ids_are_taken_as_they_are() -> None:
     enc = encoder()
     unit = encoded(enc, answered(Ids((5, 6, 7)), Ids((8, 9))))
     assert unit.prompt_ids == (5, 6, 7)
-    assert unit.answers == (Answer((8, 9), (True, True), complete=False),)
+    assert unit.answers == (TokenizedCompletion((8, 9), (True, True), complete=False),)
     ended = encoded(enc, answered(Ids((5,)), Ids((8, enc.end_ids[0]))))
     assert ended.answers[0].complete
 

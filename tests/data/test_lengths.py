@@ -6,12 +6,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from valence.data.lengths import BINS, distributions
-from valence.types import Answer, Encoded, Origin
+from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 
-def unit(prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None) -> Encoded:
-    made = tuple(Answer(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
-    return Encoded(
+def unit(prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None) -> TokenizedExample:
+    made = tuple(TokenizedCompletion(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
+    return TokenizedExample(
         id="x", origin=Origin("rows.jsonl", 1), kind=kind, label=label, answers=made,  # type: ignore[arg-type]
         prompt_ids=tuple(range(prompt)), prompt_mask=(False,) * prompt,
     )  # fmt: skip

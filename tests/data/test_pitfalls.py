@@ -13,14 +13,14 @@ from valence.batching.micro_batches import make_micro_batch
 from valence.data.audit import audit
 from valence.data.encode import Encoder
 from valence.data.sampler import Sampler
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 PAIRS = [
     {"prompt": f"question {i}", "chosen": f"good answer {i}", "rejected": f"a bad answer {i}", "margin": 0.0} for i in range(200)
 ]
 
 
-def encoded(folder: Path, kind: str, rows: list[dict[str, Any]], convert: str | None = None) -> tuple[Encoded, ...]:
+def encoded(folder: Path, kind: str, rows: list[dict[str, Any]], convert: str | None = None) -> tuple[TokenizedExample, ...]:
     loaded = load_rows(folder, kind, *rows, convert=convert)
     return Encoder(tiny_tokenizer(CHATML), max_length=256).encode_all(loaded.examples, loaded.sources).units
 

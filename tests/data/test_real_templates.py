@@ -14,7 +14,7 @@ import pytest
 from tests.data.encoding import HERE, answered, chat, encoded, text, trained, turn
 from tests.tiny import tokenizer_of
 from valence.data.encode import EncodedSet, Encoder
-from valence.types import Answer, Chat, Demonstration, Encoded, Preference
+from valence.types import Chat, Demonstration, Preference, TokenizedCompletion, TokenizedExample
 
 FOLDER = Path(__file__).parent / "templates"
 
@@ -83,7 +83,7 @@ def model_encoder(name: str, switch: bool | None, train_on: str = "completion") 
     )
 
 
-def context(unit: Encoded, answer: Answer) -> tuple[int, ...]:
+def context(unit: TokenizedExample, answer: TokenizedCompletion) -> tuple[int, ...]:
     """The tokens in front of the first that is trained on."""
     return unit.prompt_ids + answer.ids[: answer.mask.index(True)]
 
@@ -164,9 +164,9 @@ def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) 
         assert context(unit, unit.answers[0])[: len(asked)] == asked or (name, switch) in OTHER_HEADER
 
 
-def _turns(enc: Encoder, unit: Encoded, end: str) -> list[str]:
+def _turns(enc: Encoder, unit: TokenizedExample, end: str) -> list[str]:
     """What is trained on, cut where turns end."""
-    prompt = trained(enc, Answer(unit.prompt_ids, unit.prompt_mask))
+    prompt = trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask))
     return [turn for turn in (prompt + trained(enc, unit.answers[0])).split(end) if turn]
 
 

@@ -11,16 +11,16 @@ from hypothesis import strategies as st
 
 from tests.units import unit
 from valence.data.sampler import Sampler, canonical_order
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 
-def judged(count: int, ups: int | None = None) -> tuple[Encoded, ...]:
+def judged(count: int, ups: int | None = None) -> tuple[TokenizedExample, ...]:
     """So many judgements, the first ``ups`` of them thumbs up (default: every second one)."""
     labels = [i % 2 == 0 if ups is None else i < ups for i in range(count)]
     return tuple(unit(f"row{i}", "judgement", (5, i), (7, i), label=label) for i, label in enumerate(labels))
 
 
-def names(units: tuple[Encoded, ...], rows: list[int]) -> list[str]:
+def names(units: tuple[TokenizedExample, ...], rows: list[int]) -> list[str]:
     return [units[i].id for i in rows]
 
 

@@ -17,7 +17,7 @@ from valence.data.audit import audit
 from valence.data.detect import detect
 from valence.data.encode import Encoder
 from valence.data.load import InMemory, Loaded, load
-from valence.types import Encoded, Judgement, Origin, Preference, Ranking
+from valence.types import Judgement, Origin, Preference, Ranking, TokenizedExample
 
 HERE = Origin("rows.jsonl", 1)
 ANSWER = {"prompt": "p", "completion": "a"}
@@ -26,7 +26,7 @@ STARS = {"prompt": "p", "completion": "a", "score": 4}
 RATED = {"prompt": "p", "completion": "a", "scores": {"truth": 3, "help": 1.5}}
 
 
-def encoded(loaded: Loaded) -> list[Encoded]:
+def encoded(loaded: Loaded) -> list[TokenizedExample]:
     encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
     found = encoder.encode_all(loaded.examples, loaded.sources)
     assert not found.unusable

@@ -10,7 +10,7 @@ import pytest
 from tests.data.encoding import encoded, encoder, text, trained
 from tests.data.rows import load_rows
 from valence.data.encode import Encoder
-from valence.types import Answer, Encoded
+from valence.types import TokenizedCompletion, TokenizedExample
 
 
 def turns(*weights: int | None) -> list[dict[str, Any]]:
@@ -25,15 +25,15 @@ def turns(*weights: int | None) -> list[dict[str, Any]]:
     ]
 
 
-def unit_of(enc: Encoder, folder: Path, *weights: int | None) -> Encoded:
+def unit_of(enc: Encoder, folder: Path, *weights: int | None) -> TokenizedExample:
     [example] = load_rows(folder, "demonstration", {"messages": turns(*weights)}).examples
     return encoded(enc, example)
 
 
-def learnt(enc: Encoder, unit: Encoded) -> str:
+def learnt(enc: Encoder, unit: TokenizedExample) -> str:
     """The trained text of the prompt and the answer."""
     [answer] = unit.answers
-    return trained(enc, Answer(unit.prompt_ids, unit.prompt_mask)) + trained(enc, answer)
+    return trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask)) + trained(enc, answer)
 
 
 @pytest.mark.parametrize(("weights", "numbers"), [

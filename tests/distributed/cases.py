@@ -15,14 +15,14 @@ from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.protocol import Group
 from valence.losses import LOSSES
+from valence.models.build import build_policy, build_reference
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
-from valence.models.reference import Following, Frozen, Reference
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference, Reference, SyncedReference
 from valence.reports.metrics import Meter
 from valence.training.optim import adamw
 from valence.training.step import AuxiliaryLoss, optimizer_step
-from valence.types import Batch
+from valence.types import MicroBatch
 
 TARGETS = ["q_proj", "v_proj", "up_proj"]
 
@@ -50,10 +50,10 @@ class Case:
         return " ".join([self.loss, *odd])
 
 
-def models(case: Case) -> tuple[Engine, Reference | None]:
+def models(case: Case) -> tuple[PolicyModel, Reference | None]:
     wide = torch.float32 if case.dtype == torch.bfloat16 else case.dtype
     lora = SimpleNamespace(rank=2, alpha=4, dropout=0.0, targets=TARGETS) if case.lora else None
-    scores = LOSSES[case.loss].of_scores
+    scores = LOSSES[case.loss].is_reward_model
     base = reward_model().to(wide) if scores else tiny(case.architecture, dtype=wide)
     policy = build_policy(base, dtype=case.dtype, lora=lora, checkpointing=case.checkpointing)  # type: ignore[arg-type]
     draw = torch.Generator().manual_seed(3)
@@ -65,12 +65,12 @@ def models(case: Case) -> tuple[Engine, Reference | None]:
     if not scores:
         other = None if case.lora or case.follows else tiny(case.architecture, seed=5, dtype=wide)
         reference = build_reference(policy, fresh_adapter=case.lora, model=other, follows=case.follows)
-    for engine in (policy, *([reference.engine] if isinstance(reference, Frozen) else [])):
+    for engine in (policy, *([reference.engine] if isinstance(reference, FrozenReference) else [])):
         engine.lay_out(packed=case.packs)
     return policy, reference
 
 
-def split(engine: Engine, case: Case, group: Group) -> None:
+def split(engine: PolicyModel, case: Case, group: Group) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     from valence.distributed.fsdp2 import shard
@@ -90,7 +90,7 @@ def measure(group: Group, cases: Sequence[Case], sharded: bool = True) -> dict[s
 def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     policy, reference = models(case)
     if sharded:
-        for engine in (policy, *([reference.engine] if isinstance(reference, Frozen) else [])):
+        for engine in (policy, *([reference.engine] if isinstance(reference, FrozenReference) else [])):
             split(engine, case, group)
     digests = [model_digest(policy, adapter=True)]
     made = objective(case.loss, policy, reference, budget=case.budget)
@@ -105,14 +105,14 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
         outcome, norm, applied = optimizer_step(made, optimizer, rows, following, 1.0, shares)
         meter.pool(outcome.metrics)
         said.append({"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group))
-        if isinstance(reference, Following):
+        if isinstance(reference, SyncedReference):
             reference.follow(dict(policy.named_parameters()), mix=0.6)
-    told: list[Batch | None] = []
+    told: list[MicroBatch | None] = []
     evaluated = made.run(units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=told.append)
     weights = whole(policy.named_parameters())
     digests += [model_digest(policy, adapter=it) for it in (True, False)]
     return {
         "steps": said, "evaluated": float(evaluated.loss), "rows": len(evaluated.rows), "calls": len(told), "weights": weights,
         "digests": digests, "ran": outcome.tokens_of,
-        "followed": reference.digests().model if isinstance(reference, Following) else "",
+        "followed": reference.digests().model if isinstance(reference, SyncedReference) else "",
     }  # fmt: skip

@@ -21,7 +21,7 @@ from valence.distributed.posts import Place
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered
-from valence.distributed.watch import Watch
+from valence.distributed.watch import CollectiveWatchdog
 from valence.errors import UserError
 
 JSON = {"words": ["a", "ü", None, True], "number": 0.1 + 0.2, "large": 2**60, "long": "x" * 70_000, "empty": {}}
@@ -168,7 +168,7 @@ def watched(group: Group, ends: bool, printed: str) -> str:
 
     torch.cuda.Event = DeviceEvent
     ended, deadline = Event(), 0.8
-    watch = Watch(deadline, lambda place: UserError(f"late: {place}", code="rank-late"))
+    watch = CollectiveWatchdog(deadline, lambda place: UserError(f"late: {place}", code="rank-late"))
     watch.add(Place(1, "sum"))
     if not ends:
         ended.wait(60)  # it is never set: the watch ends the process

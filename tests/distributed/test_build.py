@@ -22,11 +22,11 @@ from valence.config.load import load_recipe
 from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
+from valence.models.build import build_policy, load_model
 from valence.models.check import plain_batch
-from valence.models.logprobs import Engine
 from valence.models.memory import Split
-from valence.models.models import build_policy, load_model
-from valence.models.reference import Following, Frozen, Reference
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference, Reference, SyncedReference
 from valence.training import build as building
 from valence.training import plan as planning
 from valence.training.build import build_models
@@ -95,7 +95,7 @@ def prepared(place: Path, recipe: dict[str, Any], **parallel: Any) -> Prepared:
     return prepare(load_recipe(recipe, method_of=method_of, in_memory=["train"]), given=given)
 
 
-def other_weights(ours: Engine, theirs: Engine) -> list[str]:
+def other_weights(ours: PolicyModel, theirs: PolicyModel) -> list[str]:
     """The weights and buffers of two engines that do not have the same bits."""
     found, wanted = dict(ours.named_parameters()), dict(theirs.named_parameters())
     assert list(found) == list(wanted)
@@ -105,8 +105,8 @@ def other_weights(ours: Engine, theirs: Engine) -> list[str]:
     return odd + [name for name, buffer in ours.named_buffers() if not torch.equal(buffer, buffers[name])]
 
 
-def engine_of(reference: Reference | None) -> Engine | None:
-    return reference.engine if isinstance(reference, Frozen) else None
+def engine_of(reference: Reference | None) -> PolicyModel | None:
+    return reference.engine if isinstance(reference, FrozenReference) else None
 
 
 def compared(group: Group, place: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def _differences(group: Group, place: Path, recipe: dict[str, Any]) -> Any:
     policy, reference = build_models(prepared(place, recipe, shard="full"), group=group)
     if torch.equal(torch.rand(3), drawn) is not (group.rank == 0):
         yield "random draws"
-    if not policy.lockstep or policy.packs != alone.packs or policy.training != alone.training:
+    if not policy.is_sharded or policy.packs != alone.packs or policy.training != alone.training:
         yield "how it runs"
     yield from other_weights(policy, alone)
     large = [weight for weight in policy.parameters() if weight.ndim > 1]
@@ -137,14 +137,14 @@ def _differences(group: Group, place: Path, recipe: dict[str, Any]) -> Any:
 
 
 @torch.no_grad()
-def _said(policy: Engine, reference: Any, alone: Engine, alone_reference: Any) -> list[str]:
+def _said(policy: PolicyModel, reference: Any, alone: PolicyModel, alone_reference: Any) -> list[str]:
     batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
     out, wanted = policy(batch), alone(batch)
     near: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5 if policy.compute is None else 0.02}
     pairs = [(out.logp, wanted.logp) if out.score is None else (out.score, wanted.score)]
     if reference is not None:
         pairs.append((reference(batch), alone_reference(batch)))
-    if isinstance(reference, Following):
+    if isinstance(reference, SyncedReference):
         for weight in (*policy.parameters(), *alone.parameters()):
             weight += 0.125 * weight.requires_grad
         for each, engine in ((reference, policy), (alone_reference, alone)):
@@ -167,8 +167,8 @@ def given(group: Group, place: Path) -> list[str]:
         prepared(place, {"model": {"name": "llama"}}, shard="full"), group=group, model=objects[0], reference=objects[1]
     )
     wanted, other = build_models(prepared(place, {"model": {"name": "llama"}, "reference": {"model": "other"}}))
-    assert isinstance(reference, Frozen)
-    assert isinstance(other, Frozen)
+    assert isinstance(reference, FrozenReference)
+    assert isinstance(other, FrozenReference)
     return [
         *other_weights(policy, wanted),
         *other_weights(reference.engine, other.engine),
@@ -196,8 +196,8 @@ def planned(group: Group, place: Path) -> list[Any]:
         run = prepared(place, {"model": {"name": "llama"}})
         plan = make_plan(run, None, group)
         policy, _ = build_models(run, group=group)
-        kept = [build_models(run, group=group, sharded=before)[0].lockstep for before in (True, False)]
-        found.append((plan.free, plan.split.ways, plan.memory.weights, policy.lockstep, kept, describe(plan)[3:5]))
+        kept = [build_models(run, group=group, sharded=before)[0].is_sharded for before in (True, False)]
+        found.append((plan.free, plan.split.ways, plan.memory.weights, policy.is_sharded, kept, describe(plan)[3:5]))
     return found
 
 
@@ -206,7 +206,7 @@ def noted(group: Group, place: Path) -> list[Any]:
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         policy, _ = build_models(prepared(place, {"model": {"name": "qwen3_moe"}}, shard="full"), group=group)
-    return [policy.lockstep, [str(each.message) for each in said if str(place / "qwen3_moe") in str(each.message)]]
+    return [policy.is_sharded, [str(each.message) for each in said if str(place / "qwen3_moe") in str(each.message)]]
 
 
 @slow
@@ -279,7 +279,7 @@ def test_settings_that_split_weights_do_not_support_are_mistakes(asked: dict[str
 def test_one_process_says_that_it_has_nothing_to_split_over(place: Path) -> None:
     run = prepared(place, {"model": {"name": "llama"}}, shard="full")
     assert len([line for line in describe(make_plan(run)) if "parallel.shard: full" in line]) == 1
-    assert build_models(run)[0].lockstep is False
+    assert build_models(run)[0].is_sharded is False
     assert least_free(5, torch.device("cpu"), Single()) == 5
 
 
@@ -332,7 +332,7 @@ def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:
     """Bytes of a model's weights, and the most that a process had of its own while it built policy and reference (but did not run
     them)."""
     recipe = {"model": {"name": "large"}}
-    Engine.check_layout = lambda self: None
+    PolicyModel.check_layout = lambda self: None
     build_models(prepared(place, {"model": {"name": "llama"}}, shard=shard), group=group)  # libraries come with their own
     most, (policy, _) = peak(lambda: build_models(prepared(place, recipe, shard=shard), group=group))
     return sum(4 * p.numel() for p in policy.parameters()), most

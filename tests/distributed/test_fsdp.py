@@ -19,12 +19,12 @@ from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
-from valence.models.cache import Cached
+from valence.models.cache import CachedReference
 from valence.models.check import plain_batch
-from valence.models.logprobs import Engine
 from valence.models.memory import out_of_memory
+from valence.models.policy_model import PolicyModel
 from valence.training.step import final_out_of_memory, optimizer_step
-from valence.types import Batch
+from valence.types import MicroBatch
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
@@ -160,7 +160,7 @@ def parts(group: Group) -> dict[str, Any]:
     found = policy(batch).logp
     found.sum().backward()
     weights = dict(policy.named_parameters())
-    meta = Engine(tiny().to("meta"))
+    meta = PolicyModel(tiny().to("meta"))
     split(meta, case, group)
     rotary = {name: buffer.clone() for name, buffer in policy.named_buffers()}
     meta.to_empty(device="cpu")
@@ -192,7 +192,7 @@ def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
             split(engine, case, group)
     found: list[tuple[float, int, int]] = []
     for place in (group.rank, group.rank, 0 if group.rank == 0 else 10):
-        cached = Cached(reference, Path(folder, str(place)), agree=group.any)
+        cached = CachedReference(reference, Path(folder, str(place)), agree=group.any)
         made = objective("dpo", policy, cached, budget=40)
         made.group = group
         found.append((float(made.run(units_for("dpo", 7, 0), backward=False).loss), cached.hits, cached.misses))
@@ -210,7 +210,7 @@ def short(group: Group, sharded: bool) -> list[Any]:
     made.group = group
     calls = 0
 
-    def fail(_engine: Engine, _batch: Any) -> None:
+    def fail(_engine: PolicyModel, _batch: Any) -> None:
         nonlocal calls
         calls += 1
         if calls == 2 and group.rank == 1:
@@ -218,7 +218,7 @@ def short(group: Group, sharded: bool) -> list[Any]:
 
     handle = policy.register_forward_pre_hook(fail)
     optimizer = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
-    told: list[Batch | None] = []
+    told: list[MicroBatch | None] = []
     said = ""
     try:
         made.run(units_for("kto", 7, 0), iter(()), backward=True, progress=told.append)

@@ -12,7 +12,7 @@ from tests.tiny_models import tiny
 from tests.units import objective, units_for
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
-from valence.models.models import build_policy, build_reference
+from valence.models.build import build_policy, build_reference
 from valence.reports.metrics import Meter
 from valence.training.step import optimizer_step
 

@@ -28,10 +28,10 @@ from valence.distributed.single import Single
 from valence.distributed.tensor import WholeColumns, convert_layer, tensor_parallel
 from valence.errors import UserError
 from valence.models import head
+from valence.models.build import build_policy
 from valence.models.head import Head
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
-from valence.models.reference import AdapterOff, Frozen
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import AdapterDisabledReference, FrozenReference
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
@@ -84,7 +84,7 @@ BOTH = [
 ]
 
 
-def built(case: Case, data: Any, group: Group) -> Engine:
+def built(case: Case, data: Any, group: Group) -> PolicyModel:
     targets = ["q_proj", "down_proj", "lm_head"] if "head" in case.how else "all-linear"
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": targets}) if "lora" in case.how else None
     wide = torch.float32 if "bfloat16" in case.how else torch.float64
@@ -293,12 +293,12 @@ def others(group: Group) -> dict[str, Tensor]:
     """What a reference says, and a reward model."""
     batch = forest_of(conversations())
     policy = built(Case("llama", "lora checkpointed"), Single(), group)
-    apart = Frozen(copy.deepcopy(policy))
-    found = {"off": AdapterOff(policy)(batch), "copy": apart(batch), "policy": policy(batch).logp.detach()}
+    apart = FrozenReference(copy.deepcopy(policy))
+    found = {"off": AdapterDisabledReference(policy)(batch), "copy": apart(batch), "policy": policy(batch).logp.detach()}
     with torch.no_grad():
         for p in policy.parameters():
             p.mul_(1.5)
-    found |= {"copy after": apart(batch), "off after": AdapterOff(policy)(batch)}
+    found |= {"copy after": apart(batch), "off after": AdapterDisabledReference(policy)(batch)}
     scorer = build_policy(reward_model(attributes=2), dtype=torch.float64, check=False)
     tensor_parallel(scorer.model, group)
     scorer.eval().check_layout()

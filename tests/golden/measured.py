@@ -16,11 +16,11 @@ from torch import Tensor
 from tests.models.test_scores import reward_model
 from tests.tiny_models import tiny
 from tests.units import units
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
-from valence.models.reference import Frozen
+from valence.models.build import build_policy, build_reference
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference
 from valence.models.values import add_values
-from valence.types import Answer, Encoded, Kind
+from valence.types import Kind, TokenizedCompletion, TokenizedExample
 
 Of = Literal["tokens", "values", "scores", "levels"]
 """What is measured: tokens by two language models, the same with a value head, two attributes by a reward model, or these with
@@ -51,8 +51,8 @@ class Said:
 class Models:
     """Those that disagree, such that z0 is above zero, and a direction (of length 1) in the policy's weights."""
 
-    policy: Engine
-    reference: Frozen | None
+    policy: PolicyModel
+    reference: FrozenReference | None
     direction: tuple[Tensor, ...]
 
     def slope(self) -> float:
@@ -75,7 +75,7 @@ def models(of: Of) -> Models:
             add_values(policy, trunk="shared")
             torch.nn.init.normal_(_head(policy).weight, std=0.3, generator=torch.Generator().manual_seed(4))
         reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another")
-        assert isinstance(reference, Frozen)
+        assert isinstance(reference, FrozenReference)
     else:
         policy = build_policy(reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None)
     assert policy.packs, "the packed layout was found wrong: its one-by-one stand-in would hide this here"
@@ -86,14 +86,14 @@ def models(of: Of) -> Models:
 
 
 @cache
-def rows(kind: Kind) -> list[Encoded]:
+def rows(kind: Kind) -> list[TokenizedExample]:
     """Rows of which some tokens are not read: inside some answers, and (of demonstrations) all but an earlier turn. Their numbers
     are the same in 24 bits. Those to be scored give two attributes, one, or none."""
     return [_varied(row, i) for i, row in enumerate(units(kind))]
 
 
-def _varied(row: Encoded, i: int) -> Encoded:
-    answers = tuple(Answer(a.ids, tuple(t != 1 or i % 2 == 0 for t in range(len(a.ids)))) for a in row.answers)
+def _varied(row: TokenizedExample, i: int) -> TokenizedExample:
+    answers = tuple(TokenizedCompletion(a.ids, tuple(t != 1 or i % 2 == 0 for t in range(len(a.ids)))) for a in row.answers)
     earlier = row.kind == "demonstration" and i % 3 == 0
     prompt_mask = tuple(earlier and t > 0 for t in range(len(row.prompt_ids)))
     if row.kind == "scored":
@@ -102,7 +102,7 @@ def _varied(row: Encoded, i: int) -> Encoded:
 
 
 @cache
-def sampled(known: tuple[str, ...]) -> list[Encoded]:
+def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
     """Rankings with what was known of their tokens when they were sampled, near to what the policy says of them now; and what
     would be seen in any number that is made of a token that is not to be read."""
     draw = random.Random(11)
@@ -112,7 +112,7 @@ def sampled(known: tuple[str, ...]) -> list[Encoded]:
         values = iter([x + draw.gauss(0, spread) for x in here])
         return tuple(next(values) if read else 1e6 for read in mask)
 
-    def with_columns(a: Answer, said: Said) -> Answer:
+    def with_columns(a: TokenizedCompletion, said: Said) -> TokenizedCompletion:
         return replace(a, columns=tuple((name, column(name, said, a.mask)) for name in known))
 
     found = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
@@ -147,13 +147,13 @@ def _said(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
     return Said(logp, ref, spread, tuple(values[t - 1] for t in read) if values else ())
 
 
-def _head(policy: Engine) -> torch.nn.Linear:
+def _head(policy: PolicyModel) -> torch.nn.Linear:
     assert policy.critic is not None
     return policy.critic.head
 
 
 @torch.no_grad()
-def _values(policy: Engine, ids: Sequence[int]) -> list[float]:
+def _values(policy: PolicyModel, ids: Sequence[int]) -> list[float]:
     """What the value head makes of each hidden state: [n]."""
     with policy.stock():
         states = policy.causal.transformer(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0].tolist()
@@ -170,14 +170,14 @@ def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
 
 
 @torch.no_grad()
-def _logits(engine: Engine, ids: Sequence[int]) -> list[list[float]]:
+def _logits(engine: PolicyModel, ids: Sequence[int]) -> list[list[float]]:
     """[n, V] of a language model, [1, A] of a reward model."""
     with engine.stock():
         logits = engine.causal(input_ids=torch.tensor([ids]), use_cache=False).logits
     return logits.view(-1, logits.shape[-1]).tolist()
 
 
-def _log_softmax(engine: Engine, ids: Sequence[int]) -> list[list[float]]:
+def _log_softmax(engine: PolicyModel, ids: Sequence[int]) -> list[list[float]]:
     found: list[list[float]] = []
     for row in _logits(engine, ids):
         top = max(row)

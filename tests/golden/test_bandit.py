@@ -24,7 +24,7 @@ from valence.losses.advantage import CREDITS
 from valence.losses.average import counts, divisors
 from valence.losses.modifiers import places
 from valence.training.methods import METHODS
-from valence.types import Batch, Kind, TokenOut
+from valence.types import Kind, MicroBatch, PolicyOutput
 
 LETTERS = 3
 REWARD = {1: column(1.0, 0.2, 0.8), 2: column(0.9, 0.1, 0.4, 0.0, 1.2, 0.5, 0.3, 0.7, 1.0)}
@@ -89,7 +89,7 @@ class Round:
         return torch.tensor([a for group in self.groups for a in group])
 
     @cached_property
-    def batch(self) -> Batch:
+    def batch(self) -> MicroBatch:
         """Ids are of no account: what is said of them is put in their place. No two answers share a beginning."""
         fresh = itertools.count(10)
 
@@ -124,7 +124,7 @@ def loss_of(
     likely = policy.shares[round.arms].view(-1, size).prod(1) if likely is None else likely
     weight = likely.repeat_interleave(size) * len(round.groups)
     batch = replace(round.batch, weight=weight, given={key: round.read(values) for key, values in given.items()})
-    out = TokenOut(round.rows(policy.logp), value=round.rows(policy.value))
+    out = PolicyOutput(round.rows(policy.logp), value=round.rows(policy.value))
     ref = round.rows(Policy.start(round.letters).logp.detach())
     plain, view = loss.read(batch, out, ref, full, shared)
     names = loss.averages(full)

@@ -119,7 +119,7 @@ def test_a_whole_step_from_logits_to_the_number(name: str, given: dict[str, Any]
     wanted = slope(loss, lambda distance: the_step(name, given, distance=distance))
     assert abs(wanted) > 1e-5
     # What is only measured goes along with what trains where all are together.
-    for budget in (BUDGET, TOGETHER) if METHODS[name].mismatches else (BUDGET,):
+    for budget in (BUDGET, TOGETHER) if METHODS[name].needs_kl_pairs else (BUDGET,):
         models(of(name)).policy.zero_grad()
         outcome = made(name, given, budget).run(the_step(name, given).rows, backward=True)
         assert (outcome.micro_batches > 1) is (budget == BUDGET)

@@ -19,7 +19,7 @@ from tests.golden.test_coupled import aot_formula, unpaired_formula
 from tests.golden.test_policy import cispo_formula, gspo_formula, ppo_formula, rloo_formula
 from tests.golden.test_unpaired import apo_formula, bco_formula, kto_formula
 from valence.training.methods import METHODS
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Step:
     known: tuple[str, ...] = ()
 
     @property
-    def rows(self) -> list[Encoded]:
+    def rows(self) -> list[TokenizedExample]:
         every = sampled(self.known) if self.known else rows(METHODS[self.name].kind)
         found = [every[i] for i in self.chosen]
         if self.name != "ordinal":

@@ -20,7 +20,7 @@ from valence.models import attention, flex, layout, native
 from valence.models.attention import Memory, attend, remembering
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segments_of, split, table
-from valence.models.logprobs import filled
+from valence.models.policy_model import filled
 from valence.training.plan import MOST
 
 

@@ -17,12 +17,12 @@ from tests.tiny_models import tiny
 from tests.units import objective, policy_and_reference, units
 from valence.batching.micro_batches import make_micro_batch
 from valence.models import cache
-from valence.models.cache import Cached
+from valence.models.build import build_policy, build_reference, load_model
+from valence.models.cache import CachedReference
 from valence.models.digest import Digests
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference, load_model
-from valence.models.reference import Frozen, Later, Reference
-from valence.types import Batch, Encoded
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference, LazyReference, Reference
+from valence.types import MicroBatch, TokenizedExample
 
 
 class Counted:
@@ -35,22 +35,22 @@ class Counted:
     def digests(self) -> Digests:
         return self.inner.digests()
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: MicroBatch) -> Tensor:
         self.asked += 1
         return self.inner(batch) + self.plus * batch.mask
 
 
-def batch_of(rows: Sequence[Encoded]) -> Batch:
+def batch_of(rows: Sequence[TokenizedExample]) -> MicroBatch:
     return make_micro_batch(rows)
 
 
 def test_a_second_run_with_other_settings_computes_nothing(tmp_path: Path) -> None:
     policy, reference = policy_and_reference()
     rows = units("preference")
-    first = Cached(reference, tmp_path)
+    first = CachedReference(reference, tmp_path)
     loss = objective("dpo", policy, first, budget=40).run(rows, backward=False).loss
     assert (first.hits, first.misses) == (0, 18)
-    second = Cached(reference, tmp_path)
+    second = CachedReference(reference, tmp_path)
     again = objective("dpo", policy, second, budget=77).run(rows[::-1], backward=False).loss
     assert (second.hits, second.misses) == (18, 0)
     torch.testing.assert_close(again, loss, rtol=1e-12, atol=1e-12)
@@ -60,9 +60,9 @@ def test_a_second_run_with_other_settings_computes_nothing(tmp_path: Path) -> No
 
 def test_another_reference_or_another_precision_finds_nothing(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
-    cached = Cached(reference, tmp_path)
-    other = Frozen(Engine(tiny(seed=9)))
-    coarse = Frozen(Engine(tiny(seed=5), compute=torch.bfloat16))
+    cached = CachedReference(reference, tmp_path)
+    other = FrozenReference(PolicyModel(tiny(seed=9)))
+    coarse = FrozenReference(PolicyModel(tiny(seed=5), compute=torch.bfloat16))
     assert len({cached.digests().model, other.digests().model, coarse.digests().model}) == 3
 
 
@@ -70,13 +70,15 @@ def test_an_adapter_switched_off_and_the_bare_model_are_the_same_reference() -> 
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
     policy = build_policy(tiny(), dtype=torch.float64, lora=lora)
     off = build_reference(policy, fresh_adapter=True)
-    assert off.digests().model == Frozen(Engine(tiny())).digests().model
+    assert off.digests().model == FrozenReference(PolicyModel(tiny())).digests().model
 
 
 def test_another_configuration_of_the_same_weights_is_another_reference() -> None:
-    plain, same = (Frozen(Engine(tiny("gemma2"))).digests().model for _ in range(2))
-    bent = Frozen(Engine(tiny("gemma2", final_logit_softcapping=2.5))).digests().model
-    turned = Frozen(Engine(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digests().model
+    plain, same = (FrozenReference(PolicyModel(tiny("gemma2"))).digests().model for _ in range(2))
+    bent = FrozenReference(PolicyModel(tiny("gemma2", final_logit_softcapping=2.5))).digests().model
+    turned = (
+        FrozenReference(PolicyModel(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digests().model
+    )
     assert plain == same
     assert len({plain, bent, turned}) == 3
 
@@ -85,7 +87,7 @@ def test_a_copy_of_a_model_is_the_same_reference(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     loaded = load_model(str(tmp_path), dtype=torch.float32)
-    assert Frozen(Engine(loaded)).digests().model == Frozen(Engine(model)).digests().model
+    assert FrozenReference(PolicyModel(loaded)).digests().model == FrozenReference(PolicyModel(model)).digests().model
 
 
 def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
@@ -100,7 +102,7 @@ def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
 
 def test_the_same_answer_behind_another_prompt_is_another_entry(tmp_path: Path) -> None:
     policy, reference = policy_and_reference()
-    cached = Cached(reference, tmp_path)
+    cached = CachedReference(reference, tmp_path)
     made = objective("apo_zero_unpaired", policy, cached)
     rows = units("judgement", 2)
     made.run([rows[0]], backward=False)
@@ -112,8 +114,8 @@ def test_sequences_are_found_in_whatever_company_and_layout(tmp_path: Path) -> N
     """Alone or beside others that share their prompt; on either side; with the same prompt and another answer."""
     _, reference = policy_and_reference()
     pairs = [replace(row, prompt_ids=tuple(range(3, 23)), prompt_mask=(False,) * 20) for row in units("preference", 4)]
-    Cached(reference, tmp_path)(batch_of(pairs))
-    again = Cached(Counted(reference), tmp_path)
+    CachedReference(reference, tmp_path)(batch_of(pairs))
+    again = CachedReference(Counted(reference), tmp_path)
     for row in (*pairs, *(replace(row, answers=row.answers[::-1]) for row in pairs)):
         batch = batch_of([row])
         torch.testing.assert_close(again(batch), reference(batch), rtol=1e-12, atol=1e-12)
@@ -131,7 +133,7 @@ def test_a_turn_is_the_same_with_and_without_the_next_one_in_the_same_tree(tmp_p
     second = replace(other, prompt_ids=context, prompt_mask=(False,) * len(context))
     both = batch_of([first, second])
     assert len(both.tokens) < first.tokens + second.tokens
-    cached = Cached(reference, tmp_path)
+    cached = CachedReference(reference, tmp_path)
     for batch in (both, batch_of([first]), batch_of([second])):
         torch.testing.assert_close(cached(batch), reference(batch), rtol=1e-12, atol=1e-12)
     assert (cached.hits, cached.misses) == (2, 2)
@@ -139,7 +141,7 @@ def test_a_turn_is_the_same_with_and_without_the_next_one_in_the_same_tree(tmp_p
 
 def test_runs_at_the_same_time_find_what_the_other_computes(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
-    one, two = Cached(reference, tmp_path), Cached(reference, tmp_path)
+    one, two = CachedReference(reference, tmp_path), CachedReference(reference, tmp_path)
     rows = units("judgement", 6)
     one(batch_of(rows[:3]))
     two(batch_of(rows[:3]))
@@ -151,7 +153,7 @@ def test_runs_at_the_same_time_find_what_the_other_computes(tmp_path: Path) -> N
 def test_what_is_measured_of_a_sequence_is_part_of_what_it_is(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     (row,) = units("judgement", 1)
-    cached = Cached(reference, tmp_path)
+    cached = CachedReference(reference, tmp_path)
     cached(batch_of([row]))
     answer = row.answers[0]
     cached(batch_of([replace(row, answers=(replace(answer, mask=(False, *answer.mask[1:])),))]))
@@ -161,83 +163,83 @@ def test_what_is_measured_of_a_sequence_is_part_of_what_it_is(tmp_path: Path) ->
 def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     rows = units("judgement", 4)
-    first = Cached(reference, tmp_path)(batch_of(rows[:2]))
+    first = CachedReference(reference, tmp_path)(batch_of(rows[:2]))
     moved = Counted(reference, plus=1.0)
-    mixed = Cached(moved, tmp_path)
+    mixed = CachedReference(moved, tmp_path)
     batch = batch_of(rows)
     found = mixed(batch)
     assert (mixed.hits, mixed.misses, moved.asked) == (2, 2, 1)
     known = batch.seq < 2
     torch.testing.assert_close(found[known], first, rtol=0, atol=0)
     torch.testing.assert_close(found[~known], (reference(batch) + batch.mask)[~known], rtol=0, atol=0)
-    assert torch.equal(Cached(moved, tmp_path)(batch), found)
+    assert torch.equal(CachedReference(moved, tmp_path)(batch), found)
 
 
 def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path) -> None:
     """Bit for bit, though the cache holds more by then than it held when those micro-batches came first."""
-    reference = Frozen(Engine(tiny(dtype=torch.float32)))
+    reference = FrozenReference(PolicyModel(tiny(dtype=torch.float32)))
     rows = units("judgement", 12)
     steps = [batch_of(part) for part in (rows[:5], rows[3:9], rows[::2], rows[6:], rows)]
-    whole = Cached(reference, tmp_path / "cache")
+    whole = CachedReference(reference, tmp_path / "cache")
     values = [whole(batch) for batch in steps]
     for done in range(len(steps)):
-        again = Cached(reference, tmp_path / "cache")
+        again = CachedReference(reference, tmp_path / "cache")
         assert all(torch.equal(again(batch), found) for batch, found in zip(steps[done:], values[done:], strict=True))
     (index,) = (tmp_path / "cache").rglob("*.index")
     raw = index.read_bytes()
     for rows_left in range(9):  # killed between any two entries
         index.write_bytes(raw[: 1024 + 36 * rows_left])
         shutil.copytree(tmp_path / "cache", tmp_path / f"cache{rows_left}")
-        again = Cached(reference, tmp_path / f"cache{rows_left}")
+        again = CachedReference(reference, tmp_path / f"cache{rows_left}")
         assert all(torch.equal(again(batch), found) for batch, found in zip(steps, values, strict=True))
 
 
 def test_a_flipped_byte_is_named_and_computed_again(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
-    expected = Cached(reference, tmp_path)(batch)
+    expected = CachedReference(reference, tmp_path)(batch)
     (path,) = tmp_path.rglob("*.values")
     raw = bytearray(path.read_bytes())
     raw[9] ^= 1
     path.write_bytes(raw)
-    cached = Cached(reference, tmp_path)
+    cached = CachedReference(reference, tmp_path)
     with pytest.warns(UserWarning, match=path.name) as warned:
         assert torch.equal(cached(batch), expected)
     assert len(warned) == 1
     assert (cached.hits, cached.misses) == (2, 1)
     assert cached.ledger.damaged == 1
-    again = Cached(reference, tmp_path)  # what was computed again is found from now on
+    again = CachedReference(reference, tmp_path)  # what was computed again is found from now on
     again(batch)
     assert (again.hits, again.misses) == (3, 0)
 
 
 def test_values_of_another_reference_are_refused_wherever_they_turn_up(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
-    other = Frozen(Engine(tiny(seed=9)))
+    other = FrozenReference(PolicyModel(tiny(seed=9)))
     batch = batch_of(units("judgement", 3))
-    Cached(other, tmp_path, about="another model")(batch)
-    cached = Cached(reference, tmp_path)
+    CachedReference(other, tmp_path, about="another model")(batch)
+    cached = CachedReference(reference, tmp_path)
     assert "3 sequences of another model" in cached.note
     cached(batch)
     assert (cached.hits, cached.note) == (0, "")
     for path in (tmp_path / other.digests().model).iterdir():
         shutil.copy(path, tmp_path / reference.digests().model)
     with raises_error("reference-cache-foreign", where=str(tmp_path / reference.digests().model)):
-        Cached(reference, tmp_path)(batch)
+        CachedReference(reference, tmp_path)(batch)
 
 
 def test_an_empty_folder_is_nothing_to_speak_of(tmp_path: Path) -> None:
-    assert Cached(policy_and_reference()[1], tmp_path / "new").note == ""
+    assert CachedReference(policy_and_reference()[1], tmp_path / "new").note == ""
 
 
 @pytest.mark.parametrize("plus", [0.0, 1e-9, 0.1, float("nan")])
 def test_values_of_another_version_are_tried_first(plus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
-    kept = Cached(reference, tmp_path)(batch)
+    kept = CachedReference(reference, tmp_path)(batch)
     monkeypatch.setattr(cache, "made_by", lambda: "a later version")
     live = Counted(reference, plus)
-    cached = Cached(live, tmp_path)
+    cached = CachedReference(live, tmp_path)
     if not plus < 1e-6:
         with raises_error("reference-cache-stale", where="reference.cache"):
             cached(batch)
@@ -250,18 +252,18 @@ def test_values_of_another_version_are_tried_first(plus: float, tmp_path: Path, 
 def test_values_can_be_checked(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 4))
-    Cached(reference, tmp_path)(batch_of(units("judgement", 3)))
-    assert Cached(reference, tmp_path).check(batch) == (3, pytest.approx(0, abs=1e-12))
+    CachedReference(reference, tmp_path)(batch_of(units("judgement", 3)))
+    assert CachedReference(reference, tmp_path).check(batch) == (3, pytest.approx(0, abs=1e-12))
     with raises_error("reference-cache-stale", where="reference.cache") as raised:
-        Cached(Counted(reference, plus=0.01), tmp_path).check(batch)
+        CachedReference(Counted(reference, plus=0.01), tmp_path).check(batch)
     assert {"0.01", "3"} <= set(raised.error.what.split())
 
 
 def test_a_value_that_is_not_finite_is_not_kept(tmp_path: Path) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
-    Cached(Counted(reference, plus=float("inf")), tmp_path)(batch)
-    cached = Cached(reference, tmp_path)
+    CachedReference(Counted(reference, plus=float("inf")), tmp_path)(batch)
+    cached = CachedReference(reference, tmp_path)
     assert torch.equal(cached(batch), reference(batch))
     assert cached.hits == 0
 
@@ -275,24 +277,24 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
         loaded.append(model)
         return model
 
-    Cached(reference, tmp_path)(batch_of(rows[:3]))
-    cached = Cached(reference, tmp_path, again=again)
+    CachedReference(reference, tmp_path)(batch_of(rows[:3]))
+    cached = CachedReference(reference, tmp_path, again=again)
     assert cached.knows(rows[:3])
     assert not cached.knows(rows)
     cached.let_go()
-    assert isinstance(cached.inner, Later)
+    assert isinstance(cached.inner, LazyReference)
     cached(batch_of(rows[:2]))
     assert not loaded
     for _ in range(2):
         torch.testing.assert_close(cached(batch_of(rows)), reference(batch_of(rows)))
     assert len(loaded) == 1
-    changed = Later(reference, reference.digests(), lambda: Frozen(Engine(tiny(seed=9))))
+    changed = LazyReference(reference, reference.digests(), lambda: FrozenReference(PolicyModel(tiny(seed=9))))
     with raises_error("reference-changed"):
         changed(batch_of(rows))
 
 
 def test_an_adapter_that_is_switched_off_is_never_let_go_of(tmp_path: Path) -> None:
     reference: Any = policy_and_reference()[1]
-    cached = Cached(reference, tmp_path)
+    cached = CachedReference(reference, tmp_path)
     cached.let_go()
     assert cached.inner is reference

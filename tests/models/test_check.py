@@ -12,9 +12,9 @@ from tests.errors import raises_error
 from tests.models.test_oracle import oracle, sequences
 from tests.tiny_models import tiny
 from valence.models.attention import Memory
+from valence.models.build import build_policy
 from valence.models.check import CUT, PROMPT, PackingWarning, plain_batch
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
+from valence.models.policy_model import PolicyModel
 
 ALONE = {
     "bloom": "sequences-leak",
@@ -84,14 +84,14 @@ def test_a_leak_far_below_rounding_is_seen(dtype: torch.dtype) -> None:
     layer = model.model.layers[0]  # type: ignore[union-attr]
     layer.mlp = Leaky(layer.mlp, 1e-4)  # type: ignore[union-attr, arg-type]
     with pytest.warns(PackingWarning) as warned:
-        Engine(model).check_layout()
+        PolicyModel(model).check_layout()
     assert codes(warned) == ["sequences-leak"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["llama", "qwen3_moe", "mistral-window"])
 def test_rounding_is_no_leak(kind: str, dtype: torch.dtype) -> None:
-    engine = Engine(tiny(kind, dtype=dtype))
+    engine = PolicyModel(tiny(kind, dtype=dtype))
     engine.check_layout()
     assert engine.packs
 
@@ -100,7 +100,7 @@ def test_rounding_is_no_leak(kind: str, dtype: torch.dtype) -> None:
 def test_the_check_works_where_gradients_are_off() -> None:
     with torch.inference_mode(False):
         model = tiny(dtype=torch.float32)
-    Engine(model).check_layout()
+    PolicyModel(model).check_layout()
     assert all(p.grad is None for p in model.parameters())
 
 
@@ -114,14 +114,14 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Memory, "__call__", shuffled)
     with pytest.warns(PackingWarning) as warned:
-        Engine(tiny(dtype=torch.float32)).check_layout()
+        PolicyModel(tiny(dtype=torch.float32)).check_layout()
     assert codes(warned) == ["layouts-differ"]
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_a_table_of_few_positions_is_not_read_beyond_its_end(kind: str) -> None:
     """Filling a pass up to a round number of tokens needs no positions that the model does not have."""
-    engine = Engine(tiny(kind, dtype=torch.float32, max_position_embeddings=24))
+    engine = PolicyModel(tiny(kind, dtype=torch.float32, max_position_embeddings=24))
     engine.check_layout()
     assert engine.packs
     rows = sequences()

@@ -15,10 +15,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from tests.errors import raises_error
 from tests.tiny_models import tiny
 from valence.models import checkpointing
+from valence.models.build import build_policy
 from valence.models.check import plain_batch
 from valence.models.checkpointing import recompute_layers
-from valence.models.logprobs import ROUND, Engine
-from valence.models.models import build_policy
+from valence.models.policy_model import ROUND, PolicyModel
 
 LAYERS = 5
 RECOMPUTED = {"off": (), "selective": (1, 3), "full": range(LAYERS), "offloaded": range(LAYERS)}
@@ -41,13 +41,13 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return moved
 
 
-def policy(kind: str, how: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> Engine:
+def policy(kind: str, how: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> PolicyModel:
     layers = {"n_layer": LAYERS} if kind == "gpt2" else {"num_hidden_layers": LAYERS}
     model = tiny(kind, dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **layers)
     return build_policy(model, dtype=dtype, lora=lora, checkpointing=how)
 
 
-def measured(engine: Engine) -> tuple[Tensor, dict[str, Tensor]]:
+def measured(engine: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
     """Values, and the gradient of something that every one of them enters, with the same random numbers each time."""
     torch.manual_seed(1)
     logp = engine(plain_batch(ROWS)).logp

@@ -19,10 +19,10 @@ from tests.prefix_trees import conversations
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.models import compiling
+from valence.models.build import build_policy
 from valence.models.check import plain_batch
 from valence.models.compiling import compile_layers, compiled_program
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
+from valence.models.policy_model import PolicyModel
 from valence.rollouts import HFGenerator, Sampling
 
 
@@ -55,7 +55,7 @@ def test_a_layer_that_runs_again_runs_the_same_program(
     lora = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear") if adapter else None
     batches = [plain_batch([torch.arange(1, 41), torch.arange(2, n)]) for n in (25, 60)]
 
-    def engine() -> Engine:
+    def engine() -> PolicyModel:
         torch.manual_seed(0)
         made = build_policy(tiny("qwen3", dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
         for name, p in made.named_parameters():

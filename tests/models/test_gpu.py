@@ -11,10 +11,10 @@ from tests.models.test_oracle import PATTERNS, forest_of, one_by_one
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.losses.stats import summed
+from valence.models.build import build_policy
 from valence.models.compiling import compile_layers
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
-from valence.types import Batch
+from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
 WIDE: dict[str, dict[str, int]] = {
@@ -33,13 +33,13 @@ def wide(name: str, *, dtype: torch.dtype = torch.float32, **changes: int) -> to
 CUDA = torch.device("cuda")
 
 
-def moved(batch: Batch, device: torch.device) -> Batch:
+def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch on a device (``read`` and ``host`` stay on the CPU)."""
     tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
     return replace(batch, **{name: values.to(device) for name, values in tensors.items() if name not in ("read", "host")})
 
 
-def measured(engine: Engine, batch: Batch, along: int) -> tuple[torch.Tensor, torch.Tensor]:
+def measured(engine: PolicyModel, batch: MicroBatch, along: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and the norm of the gradient of their sum over what trains, on the CPU."""
     engine.zero_grad()
     engine.along = along
@@ -59,7 +59,7 @@ def test_values_and_gradients_agree(
     batch = forest_of(conversations(), trains)
     found = []
     for device in (torch.device("cpu"), CUDA):
-        engine = Engine(wide(name, dtype=dtype).to(device))
+        engine = PolicyModel(wide(name, dtype=dtype).to(device))
         engine.check_layout()
         assert engine.packs
         found.append(measured(engine, moved(batch, device), along))
@@ -70,7 +70,7 @@ def test_values_and_gradients_agree(
 @torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_a_forest_equals_one_by_one(name: str) -> None:
-    engine = Engine(wide(name).to(CUDA))
+    engine = PolicyModel(wide(name).to(CUDA))
     batch = moved(forest_of(conversations()), CUDA)
     with torch.device(CUDA):
         wanted = one_by_one(engine, batch)
@@ -90,7 +90,7 @@ def test_compiled_layers_are_the_same_computation(name: str) -> None:
 
 def test_no_more_rows_are_filled_in_than_the_model_has_positions() -> None:
     """A large pass is filled up by many tokens, all at the first position."""
-    engine = Engine(wide("gpt2", max_position_embeddings=32).to(CUDA))
+    engine = PolicyModel(wide("gpt2", max_position_embeddings=32).to(CUDA))
     units = conversations()
     with torch.no_grad():
         out = engine(moved(forest_of(units * 30), CUDA)).logp

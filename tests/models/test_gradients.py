@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.models import gradients
+from valence.models.build import build_policy
 from valence.models.gradients import KEPT, Embedding, clear, write_embedding_gradients
-from valence.models.models import build_policy
 from valence.training.step import optimizer_step
 
 ROWS, WIDTH = 12, 5

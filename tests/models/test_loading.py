@@ -16,7 +16,7 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from valence import network
 from valence.models import loading
-from valence.models.models import load_tokenizer, read_config
+from valence.models.build import load_tokenizer, read_config
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_what_was_downloaded_is_used_without_a_hub(tmp_path: Path) -> None:
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
         environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint}
         code = (
-            "from valence import network; from valence.models.models import load_tokenizer; "
+            "from valence import network; from valence.models.build import load_tokenizer; "
             "network.DEADLINE = 0.5; print(len(load_tokenizer('some/model')))"
         )
         done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

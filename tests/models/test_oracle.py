@@ -20,11 +20,11 @@ from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
 from valence.batching.prefix_tree import TokenSequence
 from valence.models import attention, head
+from valence.models.build import build_policy, build_reference
 from valence.models.check import plain_batch
 from valence.models.compiling import compile_layers
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
-from valence.types import Batch, Encoded
+from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch, TokenizedExample
 
 LENGTHS = (11, 2, 7, 16)
 
@@ -46,7 +46,7 @@ def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def one_by_one(engine: Engine, batch: Batch) -> Tensor:
+def one_by_one(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     """What the engine should answer [T], each sequence by itself."""
     found = torch.zeros(len(batch.tokens), dtype=torch.float64)
     with engine.stock():
@@ -58,7 +58,7 @@ def one_by_one(engine: Engine, batch: Batch) -> Tensor:
     return found
 
 
-def compare(engine: Engine, batch: Batch, *, rough: bool = False) -> None:
+def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> None:
     """Values, and gradients of what trains, whatever way the sequences that are only measured take.
 
     Gradients are looser because many models' norms are in float32, which rounds what a shared token gets once instead of
@@ -88,13 +88,13 @@ def compare(engine: Engine, batch: Batch, *, rough: bool = False) -> None:
         torch.testing.assert_close(apart.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10)
 
 
-def forest_of(units: list[Encoded], trains: Sequence[bool] = ()) -> Batch:
+def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> MicroBatch:
     with sharing(4):
         batch = make_micro_batch(units)
     return replace(batch, trains=tuple(trains)) if trains else batch
 
 
-def policy(name: str, how: str = "full") -> Engine:
+def policy(name: str, how: str = "full") -> PolicyModel:
     dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # its grouped products refuse float64
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"}) if how == "lora" else None
     engine = build_policy(
@@ -139,7 +139,7 @@ def test_a_forest_equals_one_by_one_in_values_and_gradients(name: str, how: str,
 
 
 @cache
-def kept_policy(name: str) -> Engine:
+def kept_policy(name: str) -> PolicyModel:
     return policy(name)
 
 
@@ -172,7 +172,7 @@ def test_soft_capping_is_not_left_out_one_by_one() -> None:
     with torch.no_grad():
         wanted = model(tokens).logits  # by eager attention
         model.config._attn_implementation = "sdpa"
-        engine = Engine(model)
+        engine = PolicyModel(model)
         engine.check_layout()
         assert engine.packs
         with engine.stock():
@@ -235,7 +235,7 @@ def test_compiled_layers_are_the_same_computation(name: str, backend: str, monke
 
 
 def test_a_token_of_another_sequence_changes_nothing() -> None:
-    engine = Engine(tiny())
+    engine = PolicyModel(tiny())
     rows = sequences()
     before = engine(plain_batch(rows)).logp
     rows[0] = rows[0].flip(0)
@@ -266,7 +266,7 @@ def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) ->
 
 def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
     """Masters stay float32; log-probabilities come out in float32 and near those of the float32 model."""
-    exact = Engine(tiny(dtype=torch.float32))(plain_batch(sequences())).logp
+    exact = PolicyModel(tiny(dtype=torch.float32))(plain_batch(sequences())).logp
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
     out = engine(plain_batch(sequences())).logp
     assert {p.dtype for p in engine.parameters()} == {torch.float32}

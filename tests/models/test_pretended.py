@@ -14,9 +14,9 @@ from tests.prefix_trees import conversations, sharing
 from tests.pretend import CUDA, HOST, pretended
 from tests.tiny_models import ARCHITECTURES, tiny
 from valence.batching.micro_batches import make_micro_batch
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy
-from valence.types import Batch
+from valence.models.build import build_policy
+from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch
 
 HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
 HOW += [
@@ -25,7 +25,7 @@ HOW += [
 ]
 
 
-def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[Engine, Batch]:
+def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[PolicyModel, MicroBatch]:
     model = tiny(name, dtype=torch.float32).to(device)
     engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
     engine.along = 0
@@ -34,7 +34,7 @@ def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch
         return engine, replace(make_micro_batch(units, device=device), trains=trains)
 
 
-def measured(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor]:
+def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probabilities, and the gradient of their sum."""
     logp = engine(batch).logp
     logp.sum().backward()

@@ -22,13 +22,13 @@ from valence.config.load import load_recipe
 from valence.distributed.fsdp2 import full, local
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
+from valence.models.build import build_policy, load_model
 from valence.models.check import plain_batch
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
 from valence.models.memory import predict
-from valence.models.models import build_policy, load_model
+from valence.models.policy_model import PolicyModel
 from valence.models.quantized import compute_alike, states
-from valence.models.reference import Following, Frozen
+from valence.models.reference import FrozenReference, SyncedReference
 from valence.models.shape import shape_of, skeleton
 from valence.reports.metrics import repeatable
 from valence.training.build import best_device, build_models
@@ -86,7 +86,7 @@ def loaded(place: Path, **more: Any) -> Any:
 @torch.no_grad()
 def said(model: Any) -> Tensor:
     """Log-probabilities that a model gives by itself."""
-    return Engine(compute_alike(model).to(DEVICE).eval())(BATCH).logp
+    return PolicyModel(compute_alike(model).to(DEVICE).eval())(BATCH).logp
 
 
 def weights(run: Run) -> dict[str, Tensor]:
@@ -130,14 +130,14 @@ def test_the_reference_is_the_quantized_model(place: Path, tmp_path: Path) -> No
 def test_a_reference_of_its_own_is_quantized_alike(place: Path, tmp_path: Path) -> None:
     source = recipe(place, tmp_path, reference={"cache": "off", "model": str(place / "llama")})
     policy, reference = build_models(prepared(source))
-    assert isinstance(reference, Frozen)
+    assert isinstance(reference, FrozenReference)
     with torch.no_grad():
         assert torch.equal(reference(BATCH), policy(BATCH).logp)
 
 
 def test_a_reference_that_follows_shares_the_quantized_weights(place: Path, tmp_path: Path) -> None:
     policy, reference = build_models(prepared(recipe(place, tmp_path, reference={"sync_every": 1})))
-    assert isinstance(reference, Following)
+    assert isinstance(reference, SyncedReference)
     ours, theirs = (engine.causal.model.layers[0].mlp.up_proj.base_layer.weight for engine in (policy, reference.engine))
     assert theirs.data_ptr() == ours.data_ptr()
     with torch.no_grad():
@@ -304,7 +304,7 @@ def _trained(group: Group, place: Path, folder: Path, dtype: str) -> dict[str, A
         "weights": weights(run),
         "digest": model_digest(run.policy, adapter=False),
         "held": sum(local(p).numel() for p in frozen),
-        "lockstep": run.policy.lockstep,
+        "lockstep": run.policy.is_sharded,
     }
 
 
@@ -335,6 +335,6 @@ def test_it_says_the_same_on_a_gpu(dtype: torch.dtype, near: float, place: Path)
     assert model.device.type == "cuda"
     found = said(model)
     with torch.no_grad():
-        hosted = Engine(compute_alike(loaded(place, dtype=dtype).to("cpu")).eval())
+        hosted = PolicyModel(compute_alike(loaded(place, dtype=dtype).to("cpu")).eval())
         batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
         torch.testing.assert_close(found.cpu(), hosted(batch).logp, rtol=near, atol=near)

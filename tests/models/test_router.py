@@ -15,15 +15,15 @@ from tests.tiny_models import tiny
 from tests.units import objective, unit
 from valence.batching.micro_batches import make_micro_batch
 from valence.config.schema import Lora
+from valence.models.build import build_policy, build_reference
 from valence.models.check import plain_batch
 from valence.models.checkpointing import Checkpointing
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
+from valence.models.policy_model import PolicyModel
 from valence.models.router import check_router, num_trained_tokens, token_weights
 from valence.models.scores import Scorer
 from valence.reports.metrics import Meter
 from valence.training.step import AuxiliaryLoss, optimizer_step
-from valence.types import Batch, Encoded
+from valence.types import MicroBatch, TokenizedExample
 
 WANT = ("router_aux_loss",)
 WEIGHT = 0.7
@@ -40,16 +40,16 @@ UNPAIRED = [
 ]
 
 
-def policy(*, checkpointing: Checkpointing = "off", name: str = "qwen3_moe", **more: Any) -> Engine:
+def policy(*, checkpointing: Checkpointing = "off", name: str = "qwen3_moe", **more: Any) -> PolicyModel:
     model = tiny(name, dtype=torch.float32)
     return build_policy(model, dtype=torch.float32, checkpointing=checkpointing, **more)
 
 
-def sequences(units: list[Encoded]) -> list[tuple[int, ...]]:
+def sequences(units: list[TokenizedExample]) -> list[tuple[int, ...]]:
     return [row.prompt_ids + answer.ids for row in units for answer in row.answers]
 
 
-def plain_loss(engine: Engine, units: list[Encoded]) -> Tensor:
+def plain_loss(engine: PolicyModel, units: list[TokenizedExample]) -> Tensor:
     """transformers' own function over the router logits of every sequence by itself, with its gradient."""
     with engine.stock():
         runs = [engine.causal(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits for ids in sequences(units)]
@@ -57,11 +57,11 @@ def plain_loss(engine: Engine, units: list[Encoded]) -> Tensor:
     return modeling_qwen3_moe.load_balancing_loss_func(gates, 4, 2)  # type: ignore[return-value]
 
 
-def gradients(engine: Engine) -> Tensor:
+def gradients(engine: PolicyModel) -> Tensor:
     return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in weights(engine)])
 
 
-def weights(engine: Engine) -> list[torch.nn.Parameter]:
+def weights(engine: PolicyModel) -> list[torch.nn.Parameter]:
     return [p for p in engine.parameters() if p.requires_grad]
 
 
@@ -70,7 +70,13 @@ def relative(found: Tensor, wanted: Tensor) -> float:
 
 
 def step(
-    engine: Engine, weight: float, units: list[Encoded], *, name: str = "cpo", budget: int = 10_000, shares: Any = ()
+    engine: PolicyModel,
+    weight: float,
+    units: list[TokenizedExample],
+    *,
+    name: str = "cpo",
+    budget: int = 10_000,
+    shares: Any = (),
 ) -> tuple[Tensor, dict[str, float], Tensor, int]:
     """Loss, metrics, gradient and micro-batches of one step without a reference."""
     made = objective(name, engine, None, budget=budget)
@@ -133,7 +139,7 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
     engine.lay_out(packed=packed)
     engine.along = along
     ours, measured = UNPAIRED[:2], [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2
-    batch: Batch = make_micro_batch(ours, kl_pairs=measured)
+    batch: MicroBatch = make_micro_batch(ours, kl_pairs=measured)
     assert not all(batch.trains)
     found, alone = (engine(each, WANT).router_aux_loss for each in (batch, make_micro_batch(ours)))
     assert found is not None
@@ -277,16 +283,16 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_a_model_without_such_a_router_is_an_error(name: str) -> None:
     """deepseek_v3 has routers, which balance their load by a bias: transformers has no loss for them."""
-    engine = Engine(tiny(name, dtype=torch.float32))
+    engine = PolicyModel(tiny(name, dtype=torch.float32))
     with raises_error("router-missing", where="train.router_aux_loss"):
         check_router(engine)
 
 
 def test_a_mixture_of_experts_whose_layers_are_all_dense_is_an_error() -> None:
     with raises_error("router-missing", where="train.router_aux_loss"):
-        check_router(Engine(tiny("qwen3_moe", dtype=torch.float32, mlp_only_layers=[0, 1])))
+        check_router(PolicyModel(tiny("qwen3_moe", dtype=torch.float32, mlp_only_layers=[0, 1])))
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "phimoe-window"])
 def test_models_with_routers_pass(name: str) -> None:
-    check_router(Engine(tiny(name, dtype=torch.float32)))
+    check_router(PolicyModel(tiny(name, dtype=torch.float32)))

@@ -12,8 +12,8 @@ from torch import nn
 
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
+from valence.models.build import build_policy
 from valence.models.check import plain_batch
-from valence.models.models import build_policy
 from valence.rollouts import HFGenerator, Sampling, kv
 
 LORA = SimpleNamespace(rank=4, alpha=8, dropout=0.0, targets="all-linear")

@@ -22,13 +22,13 @@ from tests.prefix_trees import conversations
 from tests.tiny import CHATML, tiny_tokenizer
 from tests.tiny_models import ARCHITECTURES, OTHERS, SMALL, tiny
 from valence.checkpoint.export import export
+from valence.models.build import build_policy, load_model
 from valence.models.check import PackingWarning, plain_batch
 from valence.models.compiling import compile_layers
 from valence.models.digest import model_digest
-from valence.models.models import build_policy, load_model
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import usage
-from valence.types import Batch
+from valence.types import MicroBatch
 
 KINDS = ARCHITECTURES | {
     "llama-dynamic": OTHERS["llama-dynamic"],
@@ -65,7 +65,7 @@ def scorer(name: str = "llama", how: str = "full", *, dtype: torch.dtype = F64, 
     return engine
 
 
-def stock_scores(engine: Scorer, batch: Batch) -> Tensor:
+def stock_scores(engine: Scorer, batch: MicroBatch) -> Tensor:
     """[S, A] of the Hugging Face model's own forward, each sequence by itself; inside ``engine.stock()``."""
     return torch.cat([engine.model(input_ids=batch.tokens[batch.rows(s)][None]).logits for s in range(batch.sequences)])
 
@@ -196,7 +196,7 @@ def test_an_adapter_of_a_language_model_would_freeze_the_head(tmp_path: Path) ->
         build_policy(load_model(name, dtype=F32, attributes=("reward",)), dtype=F32, adapter=str(tmp_path / "sft"))
 
 
-def told(rows: list[tuple[int, ...]]) -> Batch:
+def told(rows: list[tuple[int, ...]]) -> MicroBatch:
     return plain_batch([torch.tensor(row) for row in rows])
 
 

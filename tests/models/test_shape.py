@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.errors import raises_error
 from tests.tiny_models import tiny
 from valence.models import speed
-from valence.models.models import build_policy, load_model
+from valence.models.build import build_policy, load_model
 from valence.models.shape import Shape, shape_of, skeleton, skeleton_of
 from valence.models.speed import Work
 

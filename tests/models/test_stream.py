@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tests.errors import raises_error
 from tests.tiny_models import tiny
-from valence.models.models import build_policy, load_model
+from valence.models.build import build_policy, load_model
 from valence.models.stream import CannotStreamError, outline, part_of
 
 CPU, F32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16

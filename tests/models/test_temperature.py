@@ -12,15 +12,15 @@ from tests.models.test_oracle import PATTERNS, forest_of, named, policy
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.models import head
+from valence.models.build import build_reference
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
-from valence.models.models import build_reference
-from valence.types import Batch
+from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch
 
 HEAT = 0.6
 
 
-def by_hand(engine: Engine, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
     """logp, entropy and sum of squares [T] from the logits of the model's own forward, each sequence by itself."""
     found = torch.zeros(3, len(batch.tokens), dtype=torch.float64)
     with engine.stock():

@@ -14,19 +14,19 @@ from tests.models.test_oracle import PATTERNS, forest_of, policy
 from tests.prefix_trees import conversations
 from tests.tiny_models import tiny
 from valence.models.adapters import adapted
+from valence.models.build import build_policy, build_reference, load_model
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference, load_model
-from valence.models.reference import Following
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import SyncedReference
 from valence.models.scores import Scorer
 from valence.models.values import PREFIX, add_values
-from valence.types import Batch
+from valence.types import MicroBatch
 
 TRUNKS: tuple[Literal["separate", "shared"], ...] = ("separate", "shared")
 LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
 
 
-def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full") -> Engine:
+def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full") -> PolicyModel:
     """A policy with a critic that says something, and whose trunk has moved away from the policy's."""
     engine = policy(name, how)
     add_values(engine, trunk=trunk)
@@ -39,7 +39,7 @@ def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str =
     return engine
 
 
-def by_hand(engine: Engine, batch: Batch) -> Tensor:
+def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     """V [T] of the token before each that is read, from the last hidden states of a stock forward."""
     assert engine.critic is not None
     reads = engine.critic.trunk or engine
@@ -214,7 +214,7 @@ def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(trunk: Li
     frozen = build_reference(engine, fresh_adapter=False)
     following = build_reference(engine, fresh_adapter=False, follows=True)
     assert engine.critic is critic is not None
-    assert isinstance(following, Following)
+    assert isinstance(following, SyncedReference)
     before = engine(batch).logp.detach()
     with torch.no_grad():
         for p in engine.parameters():
@@ -231,10 +231,10 @@ def test_what_has_no_values_is_said(tmp_path: Any) -> None:
     engine = policy("llama")
     with pytest.raises(ValueError, match="add_values"):
         engine(forest_of(conversations()), ("value",))
-    engine.lockstep = True
+    engine.is_sharded = True
     with raises_error("value-head-unsupported", where="parallel", fix="parallel.shard: off"):
         add_values(engine, trunk="shared")
-    engine.lockstep, engine.shared = False, True
+    engine.is_sharded, engine.shared = False, True
     with raises_error("value-head-unsupported", where="parallel", fix="parallel.tensor: 1"):
         add_values(engine, trunk="separate")
     engine.shared = False

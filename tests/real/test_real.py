@@ -19,7 +19,7 @@ from valence.config.load import load_recipe
 from valence.training.loop import Run
 from valence.training.methods import method_of
 from valence.training.setup import prepare
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 pytestmark = pytest.mark.real
 
@@ -39,7 +39,7 @@ class Trained:
         return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
 
     @property
-    def units(self) -> tuple[Encoded, ...]:
+    def units(self) -> tuple[TokenizedExample, ...]:
         return self.run.prepared.corpora["eval"].units
 
 

@@ -11,16 +11,16 @@ from rich.console import Console, RenderableType
 from tests.tiny import tiny_tokenizer
 from valence.reports.show import PROMPT, TRAINED, pieces, show_encoded, show_example, show_row
 from valence.types import (
-    Answer,
     Chat,
     Demonstration,
-    Encoded,
     Example,
     Ids,
     Judgement,
     Preference,
     Prompt,
     Ranking,
+    TokenizedCompletion,
+    TokenizedExample,
     content_id,
 )
 from valence.types import Origin as At
@@ -40,16 +40,18 @@ def ids_of(text: str) -> tuple[int, ...]:
     return tuple(TOKENIZER(text, add_special_tokens=False)["input_ids"])
 
 
-def encoded(*answers: Answer, prompt: str = "<|im_start|>user\nhello<|im_end|>\n", **rest: object) -> Encoded:
+def encoded(
+    *answers: TokenizedCompletion, prompt: str = "<|im_start|>user\nhello<|im_end|>\n", **rest: object
+) -> TokenizedExample:
     ids = ids_of(prompt)
     fields: dict[str, object] = {"kind": "judgement", "prompt_mask": (False,) * len(ids), **rest}
-    return Encoded(id="0123", origin=AT, prompt_ids=ids, answers=answers, **fields)  # type: ignore[arg-type]
+    return TokenizedExample(id="0123", origin=AT, prompt_ids=ids, answers=answers, **fields)  # type: ignore[arg-type]
 
 
-def answer(text: str, trained: int | None = None) -> Answer:
+def answer(text: str, trained: int | None = None) -> TokenizedCompletion:
     ids = ids_of(text)
     count = len(ids) if trained is None else trained
-    return Answer(ids, tuple(i < count for i in range(len(ids))))
+    return TokenizedCompletion(ids, tuple(i < count for i in range(len(ids))))
 
 
 # Rows and examples
@@ -136,7 +138,7 @@ def test_counts_of_tokens_and_of_trained_tokens():
 
 def test_both_sides_of_a_pair():
     def pair(*, complete: bool) -> str:
-        cut = Answer(ids_of("no"), (True,) * len(ids_of("no")), complete=complete)
+        cut = TokenizedCompletion(ids_of("no"), (True,) * len(ids_of("no")), complete=complete)
         return shown(show_encoded(encoded(answer("yes"), cut, kind="preference", margin=1.5), TOKENIZER))
 
     text = pair(complete=False)
@@ -177,13 +179,13 @@ def test_pieces_are_whole_characters_and_add_up(text: str):
 
 def test_pieces_break_where_training_starts():
     ids = ids_of("漢")
-    parts = list(pieces(Answer(ids, (False,) + (True,) * (len(ids) - 1)), TOKENIZER))
+    parts = list(pieces(TokenizedCompletion(ids, (False,) + (True,) * (len(ids) - 1)), TOKENIZER))
     assert parts[0][0] == slice(0, 1)
 
 
 def test_an_unfinished_character_and_an_unknown_id_still_show():
-    assert "\ufffd" in shown(show_encoded(encoded(Answer(ids_of("漢")[:2], (True, True))), TOKENIZER))
-    assert "<id 99999>" in shown(show_encoded(encoded(Answer((99999,), (True,))), TOKENIZER))
+    assert "\ufffd" in shown(show_encoded(encoded(TokenizedCompletion(ids_of("漢")[:2], (True, True))), TOKENIZER))
+    assert "<id 99999>" in shown(show_encoded(encoded(TokenizedCompletion((99999,), (True,))), TOKENIZER))
 
 
 def test_tokens_cannot_steer_the_terminal():

@@ -19,7 +19,7 @@ from tests.rewards.kit import Entry, Reply, answer, answers, calls_of, error, ha
 from tests.rewards.served import Numbers, number, served
 from valence.rewards import http as module
 from valence.rewards import reward_of
-from valence.rewards.calls import FIRST_PAUSE, LONGEST_PAUSE, Failed, pause
+from valence.rewards.calls import FIRST_PAUSE, LONGEST_PAUSE, RewardError, pause
 from valence.rewards.http import scores_in
 from valence.types import Completion, Score
 
@@ -449,6 +449,6 @@ def test_settings_of_a_client() -> None:
 
 
 def test_the_error_of_json_with_other_names_is_short() -> None:
-    with pytest.raises(Failed) as caught:
+    with pytest.raises(RewardError) as caught:
         scores_in(json.dumps({f"name{i}": i for i in range(1000)}).encode(), 1)
     assert len(str(caught.value)) < 200

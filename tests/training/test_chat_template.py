@@ -21,7 +21,7 @@ from tests.training.scoring import read, score, write
 from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
-from valence.models.models import generation_stops
+from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
 from valence.training.finish import write_model
 from valence.training.methods import method_of

@@ -11,8 +11,8 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.config.load import load_recipe
-from valence.models.logprobs import Engine
-from valence.models.reference import Frozen
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference
 from valence.training import build as building
 from valence.training.build import build_models
 from valence.training.methods import method_of
@@ -22,7 +22,7 @@ ROWS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i
 
 
 @pytest.fixture
-def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
+def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyModel]:
     """The engines that were compiled (only noted here: the compiler takes its time)."""
     tokenizer = tiny_tokenizer()
     tiny(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")  # type: ignore[operator]
@@ -31,9 +31,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     (tmp_path / "recipe.yaml").write_text("method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(building, "why_not", lambda device: None)
-    found: list[Engine] = []
+    found: list[PolicyModel] = []
 
-    def note(engine: Engine) -> None:
+    def note(engine: PolicyModel) -> None:
         engine.compiled = True
         found.append(engine)
 
@@ -41,24 +41,24 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Engine]:
     return found
 
 
-def build(*overrides: str, training: bool = True) -> list[Engine]:
+def build(*overrides: str, training: bool = True) -> list[PolicyModel]:
     """The policy and the reference's engine."""
     prepared = prepare(load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"], method_of=method_of))
     policy, reference = build_models(prepared, fills=training)
-    assert isinstance(reference, Frozen)
+    assert isinstance(reference, FrozenReference)
     return [policy, reference.engine]
 
 
-def test_policy_and_reference_are_compiled_alike(compiled: list[Engine]) -> None:
+def test_policy_and_reference_are_compiled_alike(compiled: list[PolicyModel]) -> None:
     assert build("train.compile=on") == compiled
 
 
-def test_only_what_trains_is_compiled(compiled: list[Engine]) -> None:
+def test_only_what_trains_is_compiled(compiled: list[PolicyModel]) -> None:
     build("train.compile=on", training=False)
     assert compiled == []
 
 
-def test_auto_compiles_what_is_long_enough(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_what_is_long_enough(compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch) -> None:
     build()
     build("train.compile=off")
     assert compiled == []
@@ -66,7 +66,7 @@ def test_auto_compiles_what_is_long_enough(compiled: list[Engine], monkeypatch: 
     assert build() == compiled
 
 
-def test_asked_for_without_a_compiler_is_an_error(compiled: list[Engine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_for_without_a_compiler_is_an_error(compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(building, "why_not", lambda device: "there is no C++ compiler")
     with raises_error("compile-unavailable", where="train.compile") as raised:
         build("train.compile=on")

@@ -56,7 +56,7 @@ def test_measuring_entropy_changes_neither_gradient_nor_other_numbers() -> None:
     assert torch.equal(gradient, plain_gradient)
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.of_scores])
+@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.is_reward_model])
 def test_reward_models_have_no_entropy(name: str) -> None:
     assert "entropy" not in measured(name, 10_000, backward=True)[0]
 

@@ -25,7 +25,7 @@ from valence.api import build_run
 from valence.config.schema import Best, EarlyStop
 from valence.training.loop import Run
 from valence.training.step import Objective
-from valence.training.track import Budget, Selection, Watch
+from valence.training.track import AnomalyDetector, BestMetricTracker, Budget
 
 
 def spy_on_objectives(
@@ -174,7 +174,7 @@ def test_memory_that_runs_out_again_ends_the_run_with_advice() -> None:
 
 
 def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -> None:
-    best = Selection(Best(metric="eval/x", mode="max"))
+    best = BestMetricTracker(Best(metric="eval/x", mode="max"))
     values = [9.0, 1.0, math.nan, 2.0, 2.0, math.inf, 1.5]
     better = [best.see(step, {"eval/x": value}) for step, value in enumerate(values)]
     assert better == [
@@ -187,31 +187,31 @@ def test_the_best_is_the_first_best_and_a_number_that_is_not_finite_never_is() -
         False,
     ]  # before the first step there is nothing to save
     assert (best.best, best.step) == (2.0, 3)
-    early = Selection(EarlyStop(metric="eval/x", min_delta=0.1, patience=2))
+    early = BestMetricTracker(EarlyStop(metric="eval/x", min_delta=0.1, patience=2))
     for step, value in enumerate([1.0, 0.95, 0.85, 0.8, 0.79], start=1):
         assert not early.exhausted
         early.see(step, {"eval/x": value})
     assert early.step == 3
     assert re.findall(r"[\d.]+\b", early.exhausted) == ["3", "0.85", "2"]
-    other = Selection(EarlyStop(metric="eval/x"))
+    other = BestMetricTracker(EarlyStop(metric="eval/x"))
     other.load_state_dict(early.state_dict())
     assert (other.best, other.since) == (0.85, 2)
-    changed = Selection(EarlyStop(metric="eval/y"))
+    changed = BestMetricTracker(EarlyStop(metric="eval/y"))
     changed.load_state_dict(early.state_dict())
     assert changed.best is None
 
 
 def test_a_jump_of_the_loss_is_a_warning_and_noise_is_not() -> None:
     torch.manual_seed(0)
-    watch = Watch()
+    watch = AnomalyDetector()
     noise = [0.7 + 0.02 * float(torch.randn(())) for _ in range(300)]
     assert [warning for value in noise for warning in watch.see({"loss": value})] == []
     assert watch.see({"loss": float("nan")}) == []
     (warning,) = watch.see({"loss": 3.0})
     assert re.findall(r"[\d.]+\b", warning)[:1] == ["3"]
-    falling = Watch()
+    falling = AnomalyDetector()
     assert [warning for i in range(300) for warning in falling.see({"loss": 2.0 * 0.98**i})] == []
-    early = Watch()
+    early = AnomalyDetector()
     assert [
         warning
         for value in (0.7, 0.7, 5.0)
@@ -222,7 +222,7 @@ def test_a_jump_of_the_loss_is_a_warning_and_noise_is_not() -> None:
 
 
 def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
-    watch = Watch()
+    watch = AnomalyDetector()
     falling = [-100.0, -120.0, -149.0, -151.0, -300.0]
     (warning,) = [
         warning
@@ -232,7 +232,7 @@ def test_preferred_answers_that_become_unlikely_are_one_warning() -> None:
         )
     ]
     assert re.findall(r"-[\d.]+\b", warning) == ["-100", "-151"]
-    assert Watch().see({}) == []
+    assert AnomalyDetector().see({}) == []
 
 
 def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(

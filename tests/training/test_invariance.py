@@ -17,13 +17,13 @@ from valence.batching.kl_pairs import make_kl_pairs
 from valence.batching.micro_batches import StepPacker, token_sequences
 from valence.batching.prefix_tree import num_unique_tokens
 from valence.data.sampler import Sampler
-from valence.models.logprobs import Engine
-from valence.models.models import build_policy, build_reference
-from valence.models.reference import Frozen
+from valence.models.build import build_policy, build_reference
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import FrozenReference
 from valence.reports.metrics import Meter
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step
-from valence.types import Encoded, Kind
+from valence.types import Kind, TokenizedExample
 
 ROWS = 14
 WHOLE = 10_000
@@ -38,8 +38,8 @@ TOLERANCE = {
 
 @dataclass(frozen=True)
 class Pair:
-    policy: Engine
-    reference: Frozen
+    policy: PolicyModel
+    reference: FrozenReference
 
     def lay_out(self, *, packed: bool) -> None:
         for engine in (self.policy, self.reference.engine):
@@ -51,24 +51,24 @@ def models(dtype: torch.dtype) -> Pair:
     many models are in float32 whatever the rest is, which rounds what a shared token gets once)."""
     policy = build_policy(tiny("gpt2", seed=3, dtype=dtype), dtype=dtype)
     reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8, dtype=dtype), name="another")
-    assert isinstance(reference, Frozen)
+    assert isinstance(reference, FrozenReference)
     return Pair(policy, reference)
 
 
-def tokens(rows: Iterable[Encoded]) -> int:
+def tokens(rows: Iterable[TokenizedExample]) -> int:
     return num_unique_tokens([strand for row in rows for strand in token_sequences(row)])
 
 
-def num_micro_batches_of(rows: list[Encoded], max_tokens: int) -> int:
+def num_micro_batches_of(rows: list[TokenizedExample], max_tokens: int) -> int:
     return len(StepPacker(rows).pack(range(len(rows)), max_tokens))
 
 
-def budget_for(rows: list[Encoded], micro_batches: int) -> int:
+def budget_for(rows: list[TokenizedExample], micro_batches: int) -> int:
     """A large token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
     return next(budget for budget in range(tokens(rows), 0, -5) if num_micro_batches_of(rows, budget) >= micro_batches)
 
 
-def related(kind: Kind) -> list[Encoded]:
+def related(kind: Kind) -> list[TokenizedExample]:
     """Several verdicts on answers to one prompt, turns of one talk that are judged one by one, and prompts that begin alike."""
     draw = random.Random(3)
 
@@ -81,7 +81,7 @@ def related(kind: Kind) -> list[Encoded]:
     for _ in range(5):
         prompts.append(talk)
         talk += ids(draw.randint(1, 18))
-    made: list[Encoded] = []
+    made: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
         after = next(
             (p for p in prompts[i + 1 :] if len(p) > len(prompt) and p[: len(prompt)] == prompt and prompt != system), ()
@@ -92,7 +92,7 @@ def related(kind: Kind) -> list[Encoded]:
     return made
 
 
-def step(pair: Pair, method: str, rows: list[Encoded], budget: int, **settings: Any) -> tuple[dict[str, float], int]:
+def step(pair: Pair, method: str, rows: list[TokenizedExample], budget: int, **settings: Any) -> tuple[dict[str, float], int]:
     """Loss, z0 (with kto) and gradient norm of a step over all rows as they arrive, and its micro-batches."""
     sampler = Sampler(tuple(rows), batch_size=len(rows))
     chosen, following = sampler.step(0)

@@ -17,7 +17,7 @@ from tests.training.scoring import invoke
 from tests.training.test_run import folder
 from valence.checkpoint.store import write_whole, written_aside
 from valence.files import make_folder, open_file
-from valence.models.ledger import Ledger
+from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import Kept
 from valence.training.folder import FOLDERS
 from valence.types import Score
@@ -141,7 +141,7 @@ def test_caches_are_not_written_through_links(tmp_path: Path, outside: Path) -> 
         Kept(tmp_path / "scores", identity)
     (tmp_path / "reference").symlink_to(outside)
     with raises_error("path-is-symlink", where="reference"):
-        Ledger(tmp_path / "reference", {}, {}).add({b"0" * 16: np.ones(1)})
+        LogProbStore(tmp_path / "reference", {}, {}).add({b"0" * 16: np.ones(1)})
     assert is_untouched(outside)
 
 

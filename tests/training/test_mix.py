@@ -18,7 +18,7 @@ from tests.units import objective, policy_and_reference, units
 from valence.api import build_run
 from valence.config.load import load_recipe
 from valence.errors import UserError
-from valence.models.reference import Following
+from valence.models.reference import SyncedReference
 from valence.training.loop import Callback, Run
 from valence.training.methods import method_of
 from valence.training.saving import load_weights
@@ -142,7 +142,7 @@ def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path,
     weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def compare(run: Run, record: Any) -> None:
-        assert isinstance(run.reference, Following)
+        assert isinstance(run.reference, SyncedReference)
         weights[run.step] = {name: p.detach().clone() for name, p in run.trained.items()}
         last_sync = weights[run.step - run.step % 2]
         assert all(torch.equal(p, last_sync[name]) for name, p in run.reference.weights.items())
@@ -164,7 +164,7 @@ def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path,
 
 def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
     run = run_of(tmp_path, reference={"sync_every": 1, "sync_mix": 0.25})
-    assert isinstance(run.reference, Following)
+    assert isinstance(run.reference, SyncedReference)
     before = {name: p.clone() for name, p in run.reference.weights.items()}
     run.fit()
     for name, p in run.reference.weights.items():
@@ -197,8 +197,8 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
     assert [o.shift for o in second.objectives] == [o.shift for o in whole.objectives]
     for one, other in zip(whole.trained.values(), second.trained.values(), strict=True):
         assert torch.equal(one, other)
-    assert isinstance(whole.reference, Following)
-    assert isinstance(second.reference, Following)
+    assert isinstance(whole.reference, SyncedReference)
+    assert isinstance(second.reference, SyncedReference)
     assert all(torch.equal(p, second.reference.weights[name]) for name, p in whole.reference.weights.items())
 
 

@@ -19,11 +19,11 @@ from tests.units import objective, policy_and_reference, unit, units
 from valence.distributed.single import Single
 from valence.losses import LOSSES, Loss, stats
 from valence.losses.views import seq_view, token_columns, token_view
-from valence.models.models import build_policy, build_reference
-from valence.models.reference import Frozen
+from valence.models.build import build_policy, build_reference
+from valence.models.reference import FrozenReference
 from valence.training.loop import Run
 from valence.training.step import Objective
-from valence.types import Encoded, TokenOut
+from valence.types import PolicyOutput, TokenizedExample
 
 
 def rows(count: int, offset: int = 0) -> list[dict[str, Any]]:
@@ -123,7 +123,7 @@ def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None
             torch.nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
     off = build_reference(policy, fresh_adapter=True)
     copy = build_reference(policy, fresh_adapter=False, model=tiny())
-    assert isinstance(copy, Frozen)
+    assert isinstance(copy, FrozenReference)
     settings: dict[str, Any] = {"desirable_weight": 1.3, "undesirable_weight": 0.4}
     found: list[tuple[float, Tensor]] = []
     for reference in (off, copy):
@@ -143,7 +143,7 @@ def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
     """A log-probability of exactly 0 is a token like any other."""
     (batch,) = _made().divide(units("judgement", 3)).local
     zeros = torch.zeros(len(batch.tokens), dtype=torch.float64)
-    columns = token_columns(batch, TokenOut(zeros), zeros)
+    columns = token_columns(batch, PolicyOutput(zeros), zeros)
     view = seq_view(batch, columns)
     assert view["n"].tolist() == [len(u.answers[0].ids) for u in units("judgement", 3)]
     assert len(token_view(batch, columns)["logp_t"]) == sum(view["n"].tolist())
@@ -161,7 +161,7 @@ def test_views_hold_one_number_per_sequence_pair_or_token(monkeypatch: pytest.Mo
     monkeypatch.setattr(Loss, "__call__", spied)
     policy, reference = policy_and_reference()
     for name, loss in LOSSES.items():
-        if loss.of_scores:
+        if loss.is_reward_model:
             continue
         rows = units(loss.data, 4)
         sequences = [answer.ids for unit in rows for answer in unit.answers]
@@ -194,7 +194,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     made = _made("apo_zero_unpaired")
     (batch,) = made.divide([short, long]).local
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
-    view = seq_view(batch, token_columns(batch, TokenOut(logp), torch.zeros_like(logp.detach())))
+    view = seq_view(batch, token_columns(batch, PolicyOutput(logp), torch.zeros_like(logp.detach())))
     made.method.loss(view, made.settings).sum().backward()
     assert logp.grad is not None
     assert len(set(logp.grad[batch.mask].tolist())) == 1
@@ -279,7 +279,7 @@ def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
 
 def test_a_pass_over_rows_leaves_them_as_they_were() -> None:
     policy, reference = policy_and_reference()
-    step: list[Encoded] = units("judgement", 6)
+    step: list[TokenizedExample] = units("judgement", 6)
     before = [replace(u) for u in step]
     objective("kto", policy, reference, max_length=12).run(step, backward=True)
     assert step == before

@@ -18,7 +18,7 @@ from tests.distributed.rig import run as together
 from tests.errors import raises_error
 from tests.programs import Program
 from valence.distributed.protocol import Group
-from valence.models.reference import AdapterOff, Frozen, Later
+from valence.models.reference import AdapterDisabledReference, FrozenReference, LazyReference
 from valence.reports.metrics import repeatable
 from valence.training import build
 from valence.training.restore import restore
@@ -69,8 +69,8 @@ def forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         pytest.fail("a reference was run")
 
-    monkeypatch.setattr(Frozen, "__call__", fail)
-    monkeypatch.setattr(AdapterOff, "__call__", fail)
+    monkeypatch.setattr(FrozenReference, "__call__", fail)
+    monkeypatch.setattr(AdapterDisabledReference, "__call__", fail)
 
 
 FIRST: dict[str, tuple[str, ...]] = {
@@ -167,9 +167,9 @@ def test_a_copy_that_is_not_needed_is_let_go_of_and_comes_back(
     """After full training against the starting policy, of which nothing is left in memory."""
     settings = ("reference.cache=kept", "train.epochs=1", *more)
     first = train("dpo.yaml", "runs/1", *settings)
-    assert isinstance(first.reference.inner, Frozen)
+    assert isinstance(first.reference.inner, FrozenReference)
     run = train("dpo.yaml", "runs/2", *settings, "loss.beta=0.3")
-    assert isinstance(run.reference.inner, Later)
+    assert isinstance(run.reference.inner, LazyReference)
     rows = [row | {"chosen": "something new"} for row in PAIRS[:2]]
     expected = [(row["ref_chosen"], row["ref_rejected"]) for row in first.evaluate(rows).rows]
     found = [(row["ref_chosen"], row["ref_rejected"]) for row in run.evaluate(rows).rows]
@@ -231,15 +231,15 @@ def test_two_processes_share_the_work(place: Path) -> None:
 def test_scoring_that_was_stopped_goes_on_where_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = score("kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True).misses
     computed: list[int] = []
-    compute = Frozen.__call__
+    compute = FrozenReference.__call__
 
-    def stopping(self: Frozen, batch: Any) -> Any:
+    def stopping(self: FrozenReference, batch: Any) -> Any:
         if len(computed) == 3:
             raise KeyboardInterrupt
         computed.append(batch.sequences)
         return compute(self, batch)
 
-    monkeypatch.setattr(Frozen, "__call__", stopping)
+    monkeypatch.setattr(FrozenReference, "__call__", stopping)
     settings = ["reference.cache=kept", "train.micro_batch_tokens=60"]
     with pytest.raises(KeyboardInterrupt):
         score("kto.yaml", settings, quiet=True)
@@ -264,8 +264,8 @@ def test_the_command_survives_being_killed(place: Path) -> None:
 
 def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score("dpo.yaml", ["reference.cache=kept"], quiet=True)
-    compute = Frozen.__call__
-    monkeypatch.setattr(Frozen, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask)
+    compute = FrozenReference.__call__
+    monkeypatch.setattr(FrozenReference, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask)
     with raises_error("reference-cache-stale", where="reference.cache: kept"):
         score("dpo.yaml", ["reference.cache=kept"], quiet=True, verify=4)
 

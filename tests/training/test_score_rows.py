@@ -18,7 +18,7 @@ from tests.training.scoring import FILES, invoke, read, score, write
 from valence.config.schema import Source
 from valence.data.load import load, stream
 from valence.data.sources import BadRow
-from valence.models.models import load_model
+from valence.models.build import load_model
 from valence.training.score_rows import NOT_FINITE, score_rows
 
 

@@ -26,7 +26,7 @@ from valence.data.load import stream
 from valence.errors import UserError
 from valence.training import score_rows as module
 from valence.training.judges import LogProbs
-from valence.types import Batch
+from valence.types import MicroBatch
 
 # Stopping and going on
 
@@ -50,7 +50,7 @@ def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch)
     scored: list[int] = []
     inner = LogProbs.__call__
 
-    def watched(self: LogProbs, batch: Batch) -> Any:
+    def watched(self: LogProbs, batch: MicroBatch) -> Any:
         scored.append(batch.sequences)
         return inner(self, batch)
 

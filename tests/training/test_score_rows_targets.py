@@ -18,7 +18,7 @@ from tests.tiny_models import tiny
 from tests.training.scoring import FILES, read, score
 from valence.config.schema import Lora
 from valence.models.adapters import with_adapter
-from valence.models.models import load_model
+from valence.models.build import load_model
 
 RECIPE = (
     "method: apo_zero_unpaired\n"

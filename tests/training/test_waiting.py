@@ -13,7 +13,7 @@ from tests.pretend import CUDA, pretended
 from tests.tiny_models import tiny
 from tests.units import models_for, objective, units_for
 from valence.batching.micro_batches import make_micro_batch
-from valence.models.models import build_policy
+from valence.models.build import build_policy
 from valence.models.values import add_values
 from valence.training.methods import METHODS
 from valence.training.step import optimizer_step

@@ -10,12 +10,14 @@ from dataclasses import replace
 from typing import Literal
 
 from valence.errors import UserError
-from valence.types import Answer, Encoded
+from valence.types import TokenizedCompletion, TokenizedExample
 
 Pairing = Literal["next", "previous", "reversed"]
 
 
-def make_kl_pairs(examples: Sequence[Encoded], following: Iterable[Encoded] = (), *, max_length: int) -> list[Encoded]:
+def make_kl_pairs(
+    examples: Sequence[TokenizedExample], following: Iterable[TokenizedExample] = (), *, max_length: int
+) -> list[TokenizedExample]:
     """Make one KL pair for each example of a step in canonical order.
 
     The completion is that of the next example, cyclically, whose prompt and completion both
@@ -23,8 +25,8 @@ def make_kl_pairs(examples: Sequence[Encoded], following: Iterable[Encoded] = ()
     the right to at least one token. If no example of the step differs, it is the first of
     ``following`` (later examples of the epoch) that does. Raises UserError when none differs.
     """
-    later: list[Encoded] | None = None
-    pairs: list[Encoded] = []
+    later: list[TokenizedExample] | None = None
+    pairs: list[TokenizedExample] = []
     for i, example in enumerate(examples):
         others = (examples[(i + k) % len(examples)] for k in range(1, len(examples)))
         partner = _find_partner(example, others, max_length)
@@ -42,9 +44,11 @@ def make_kl_pairs(examples: Sequence[Encoded], following: Iterable[Encoded] = ()
     return pairs
 
 
-def make_kl_pairs_in_groups(examples: Sequence[Encoded], group_size: int, pairing: Pairing, *, max_length: int) -> list[Encoded]:
+def make_kl_pairs_in_groups(
+    examples: Sequence[TokenizedExample], group_size: int, pairing: Pairing, *, max_length: int
+) -> list[TokenizedExample]:
     """Make KL pairs within groups of consecutive examples, cyclically, as other libraries do."""
-    pairs: list[Encoded] = []
+    pairs: list[TokenizedExample] = []
     for start in range(0, len(examples), group_size):
         group = examples[start : start + group_size]
         for i, example in enumerate(group):
@@ -53,7 +57,7 @@ def make_kl_pairs_in_groups(examples: Sequence[Encoded], group_size: int, pairin
     return pairs
 
 
-def _find_partner(example: Encoded, others: Iterable[Encoded], max_length: int) -> Encoded | None:
+def _find_partner(example: TokenizedExample, others: Iterable[TokenizedExample], max_length: int) -> TokenizedExample | None:
     """Return the first of ``others`` that differs and fits, else the first that differs."""
     room = max_length - len(example.prompt_ids)
     completion = example.answers[0].ids
@@ -67,8 +71,8 @@ def _find_partner(example: Encoded, others: Iterable[Encoded], max_length: int) 
     return first
 
 
-def _with_completion(example: Encoded, completion: Answer, max_length: int) -> Encoded:
+def _with_completion(example: TokenizedExample, completion: TokenizedCompletion, max_length: int) -> TokenizedExample:
     room = max(1, max_length - len(example.prompt_ids))
     is_whole = len(completion.ids) <= room
-    cut = Answer(completion.ids[:room], completion.mask[:room], completion.complete and is_whole)
+    cut = TokenizedCompletion(completion.ids[:room], completion.mask[:room], completion.complete and is_whole)
     return replace(example, prompt_mask=(False,) * len(example.prompt_ids), answers=(cut,))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from valence.batching.prefix_tree import PrefixTree, TokenSequence, build_prefix_tree
-from valence.types import Batch, Encoded, sent
+from valence.types import MicroBatch, TokenizedExample, sent
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,9 @@ class RankBatches:
     rank runs, without effect on the result, while others run theirs (None: it does not need to).
     """
 
-    local: list[Batch]
+    local: list[MicroBatch]
     num_rounds: int
-    dummy: Batch | None = None
+    dummy: MicroBatch | None = None
 
 
 class StepPacker:
@@ -36,8 +36,8 @@ class StepPacker:
 
     def __init__(
         self,
-        examples: Sequence[Encoded],
-        kl_pairs: Sequence[Encoded] = (),
+        examples: Sequence[TokenizedExample],
+        kl_pairs: Sequence[TokenizedExample] = (),
         groups: Sequence[int] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
@@ -60,7 +60,7 @@ class StepPacker:
     def kl_indices(self) -> range:
         return range(len(self.examples), len(self._all))
 
-    def example(self, index: int) -> Encoded:
+    def example(self, index: int) -> TokenizedExample:
         """The example or KL pair of an index."""
         return self._all[index]
 
@@ -115,7 +115,7 @@ class StepPacker:
             before = own
         return families
 
-    def micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> Batch:
+    def micro_batch(self, indices: Sequence[int], no_grad: Sequence[int] = ()) -> MicroBatch:
         """Build the micro-batch of these examples. No gradient flows from those of ``no_grad``."""
         rows = [  # one for each sequence
             _Row(self._all[i], i % len(self.examples), side, requires_grad)
@@ -129,24 +129,26 @@ class StepPacker:
         return _to_device(tree, rows, self._groups, self._device)
 
 
-def token_sequences(example: Encoded) -> list[TokenSequence]:
+def token_sequences(example: TokenizedExample) -> list[TokenSequence]:
     """Return the prompt with each of its completions."""
     return [TokenSequence(example.prompt_ids + answer.ids, example.prompt_mask + answer.mask) for answer in example.answers]
 
 
 def make_micro_batch(
-    examples: Sequence[Encoded],
+    examples: Sequence[TokenizedExample],
     *,
-    kl_pairs: Sequence[Encoded] = (),
+    kl_pairs: Sequence[TokenizedExample] = (),
     groups: Sequence[int] | None = None,
     device: torch.device | str = "cpu",
-) -> Batch:
+) -> MicroBatch:
     """Build one micro-batch of all these examples. No gradient flows from the KL pairs."""
     packer = StepPacker(examples, kl_pairs, groups, device)
     return packer.micro_batch(packer.example_indices, packer.kl_indices)
 
 
-def make_micro_batches(examples: Sequence[Encoded], max_tokens: int, device: torch.device | str = "cpu") -> list[Batch]:
+def make_micro_batches(
+    examples: Sequence[TokenizedExample], max_tokens: int, device: torch.device | str = "cpu"
+) -> list[MicroBatch]:
     """Divide examples into micro-batches of at most ``max_tokens`` tokens.
 
     ``unit`` of each is the index in ``examples``.
@@ -207,13 +209,13 @@ def round_robin(costs: Sequence[float], num_ranks: int) -> list[list[int]]:
 class _Row:
     """One sequence of a micro-batch. number: index of its example in the step."""
 
-    example: Encoded
+    example: TokenizedExample
     number: int
     side: int
     requires_grad: bool
 
 
-def _to_device(tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device) -> Batch:
+def _to_device(tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device) -> MicroBatch:
     """The tensors of a micro-batch. groups: see ``StepPacker``."""
     float_type = torch.float32 if device.type == "mps" else torch.float64
     labels = [row.example.label for row in rows]
@@ -225,7 +227,7 @@ def _to_device(tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | N
     def tensor(values: object) -> torch.Tensor:
         return sent(torch.as_tensor(values), device)
 
-    return Batch(
+    return MicroBatch(
         tokens=tensor(tree.tokens),
         pos=tensor(tree.position_ids),
         source=tensor(tree.previous),

@@ -190,7 +190,7 @@ def export(
 
 def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
     """Raises UserError when there is no adapter that could be written by itself."""
-    if adapter and run.prepared.method.of_scores:
+    if adapter and run.prepared.method.is_reward_model:
         what = "a reward model is written whole: its head is what an adapter would be worth nothing without"
         raise UserError(what, code="adapter-not-exportable", where=str(run_dir), fix="leave out --adapter")
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
@@ -206,7 +206,7 @@ def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
     """Lists of rows without which a run's model cannot be written: a reward model's training rows say how it scores."""
     from valence.training.restore import method_of_run
 
-    return ("train",) if method_of_run(run_dir).of_scores else ()
+    return ("train",) if method_of_run(run_dir).is_reward_model else ()
 
 
 def _run_of(

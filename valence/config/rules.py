@@ -24,7 +24,7 @@ class MethodFacts(Protocol):
     @property
     def needs_reference(self) -> bool: ...
     @property
-    def of_scores(self) -> bool:
+    def is_reward_model(self) -> bool:
         """Whether it trains a reward model."""
         ...
 
@@ -34,7 +34,7 @@ class MethodFacts(Protocol):
         ...
 
     @property
-    def follows_policy(self) -> bool:
+    def is_on_policy(self) -> bool:
         """Whether it compares with the policy that answered, token by token."""
         ...
 
@@ -175,7 +175,7 @@ NO_EFFECT = (
     Rule("rollout.min_reward", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
     Rule(
         "rollout.mask_truncated",
-        lambda c: c.method.online and c.method.name != "rejection" and not c.method.follows_policy,
+        lambda c: c.method.online and c.method.name != "rejection" and not c.method.is_on_policy,
         "only rejection and policy gradient methods read it",
         "choose one of them",
     ),
@@ -226,7 +226,7 @@ NO_EFFECT = (
         "the reference does not move",
         "set reference.sync_every",
     ),
-    Rule("model.attributes", lambda c: not c.method.of_scores, "{method} trains no reward model", "choose pointwise"),
+    Rule("model.attributes", lambda c: not c.method.is_reward_model, "{method} trains no reward model", "choose pointwise"),
     Rule(
         "data.threshold",
         lambda c: c.recipe.data.convert not in THRESHOLD,
@@ -354,13 +354,13 @@ CONTRADICTIONS = (
     ),
     Rule(
         "rollout.engine",
-        lambda c: c.recipe.rollout.engine == "openai" and c.method.follows_policy,
+        lambda c: c.recipe.rollout.engine == "openai" and c.method.is_on_policy,
         "{method} compares with the policy that answered, and such a server has weights of its own",
         "set it to vllm or hf, or choose rejection or a method like online_dpo",
     ),
     Rule(
         "rollout.top_p",
-        lambda c: c.method.follows_policy and c.recipe.rollout.top_p < 1,
+        lambda c: c.method.is_on_policy and c.recipe.rollout.top_p < 1,
         "the loss of {method} has a ratio of probabilities over the whole vocabulary, and rollout.top_p"
         " below 1 samples from a part of it",
         "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
@@ -411,19 +411,19 @@ CONTRADICTIONS = (
     ),
     Rule(
         "run.export",
-        lambda c: c.method.of_scores and c.recipe.run.export == "adapter",
+        lambda c: c.method.is_reward_model and c.recipe.run.export == "adapter",
         "an adapter does not say what a reward model's scores are of",
         "set run.export: merged",
     ),
     Rule(
         "run.samples.prompts",
-        lambda c: c.method.of_scores and c.recipe.run.samples.prompts > 0,
+        lambda c: c.method.is_reward_model and c.recipe.run.samples.prompts > 0,
         "a reward model ({method}) scores answers and gives none",
         "remove run.samples",
     ),
     Rule(
         "mix",
-        lambda c: bool(c.mixed) and any(method.of_scores for method in (c.method, *c.mixed)),
+        lambda c: bool(c.mixed) and any(method.is_reward_model for method in (c.method, *c.mixed)),
         "a reward model is trained by one method alone",
         "remove it, or choose a method that trains a policy",
     ),

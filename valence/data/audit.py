@@ -13,7 +13,7 @@ from typing import Any, Literal
 from valence.data.encode import EncodedSet, Encoder, Unusable
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
-from valence.types import Chat, Encoded, Example, Judgement, Preference, Ranking, content_id
+from valence.types import Chat, Example, Judgement, Preference, Ranking, TokenizedExample, content_id
 
 ROWS_SHOWN = 5
 """Rows that are named for each finding."""
@@ -201,7 +201,7 @@ def advised_weights(n_up: int, n_down: int, desirable_weight: float = 1.0, undes
     return WeightAdvice(**given, ratio=ratio, change="undesirable_weight", low=up / (high * n_down), high=up / (low * n_down))
 
 
-def _class(unit: Encoded) -> str:
+def _class(unit: TokenizedExample) -> str:
     if unit.kind == "judgement":
         return {True: "up", False: "down", None: "scored"}[unit.label]
     return f"{unit.kind}s"
@@ -301,7 +301,7 @@ def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
     )
 
 
-def _mean_answer(units: Sequence[Encoded]) -> dict[str, float]:
+def _mean_answer(units: Sequence[TokenizedExample]) -> dict[str, float]:
     """Mean tokens of an answer as it is trained on, for classes that are set against each other."""
     lengths: dict[str, list[int]] = {"up": [], "down": [], "chosen": [], "rejected": []}
     for unit in units:
@@ -337,7 +337,7 @@ def _found(rows: Mapping[str, Sequence[str]]) -> dict[str, Finding]:
     return {name: Finding(len(where), _first(where)) for name, where in rows.items() if where}
 
 
-def _of_the_whole(examples: Sequence[Example], units: Sequence[Encoded], encoder: Encoder) -> list[str]:
+def _of_the_whole(examples: Sequence[Example], units: Sequence[TokenizedExample], encoder: Encoder) -> list[str]:
     """Names of what no single row shows."""
     found: list[str] = []
     labels = [u.label for u in units if u.label is not None]
@@ -358,7 +358,7 @@ def _of_the_whole(examples: Sequence[Example], units: Sequence[Encoded], encoder
     return found
 
 
-def _missing_attributes(units: Sequence[Encoded]) -> list[str]:
+def _missing_attributes(units: Sequence[TokenizedExample]) -> list[str]:
     """Rows with some attributes that lack one which others have."""
     names = {name for u in units for name, _ in u.attributes}
     return [str(u.origin) for u in units if u.attributes and len(u.attributes) < len(names)]

@@ -22,11 +22,9 @@ from valence.data.template import (
 from valence.data.vocab import Marked, RowError, Vocab, any_of, row_code
 from valence.errors import UserError
 from valence.types import (
-    Answer,
     Chat,
     Content,
     Demonstration,
-    Encoded,
     Example,
     Ids,
     Judgement,
@@ -35,6 +33,8 @@ from valence.types import (
     Prompt,
     Ranking,
     Sampled,
+    TokenizedCompletion,
+    TokenizedExample,
 )
 
 LongRows = Literal["drop", "cut_completion", "cut_prompt"]
@@ -83,7 +83,7 @@ class EncodedSet:
     conversations which were split into one for each assistant turn.
     """
 
-    units: tuple[Encoded, ...]
+    units: tuple[TokenizedExample, ...]
     unusable: tuple[Unusable, ...]
     notes: Mapping[str, tuple[Origin, ...]]
     lengths: tuple[Length, ...]
@@ -96,7 +96,7 @@ class _Tokens:
 
     prompt: tuple[int, ...]
     prompt_mask: tuple[bool, ...]
-    answers: tuple[Answer, ...]
+    answers: tuple[TokenizedCompletion, ...]
     head: int = 0
 
     @property
@@ -180,13 +180,13 @@ class Encoder:
         except RowError as error:
             raise UserError(error.reason, code=error.code, fix=error.fix) from error
 
-    def encode(self, example: Example, source: str = "") -> Encoded | Unusable:
+    def encode(self, example: Example, source: str = "") -> TokenizedExample | Unusable:
         """One example as tokens, or why it cannot be used."""
         return self._encode(example, source, _Row())
 
     def encode_all(self, examples: Sequence[Example], sources: Sequence[str] | None = None) -> EncodedSet:
         """All examples as tokens. ``sources``: the file that each example came from."""
-        units: list[Encoded] = []
+        units: list[TokenizedExample] = []
         unusable: list[Unusable] = []
         notes: dict[str, list[Origin]] = {}
         lengths: list[Length] = []
@@ -200,7 +200,7 @@ class Encoder:
                 results = [self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)]
                 rows[0].notes.add("split_turns")
                 parts += turns
-            units += [result for result in results if isinstance(result, Encoded)]
+            units += [result for result in results if isinstance(result, TokenizedExample)]
             unusable += [result for result in results if isinstance(result, Unusable)]
             for note in sorted({note for row in rows for note in row.notes}):
                 notes.setdefault(note, []).append(example.origin)
@@ -210,7 +210,7 @@ class Encoder:
         by_name = {name: tuple(notes[name]) for name in sorted(notes)}
         return EncodedSet(tuple(records), tuple(unusable), by_name, tuple(lengths), tuple(parts))
 
-    def _encode(self, example: Example, source: str, row: _Row) -> Encoded | Unusable:
+    def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
         row.follows = isinstance(example, Ranking)
         trained_prompt = row.whole and isinstance(example, Demonstration) and self.train_on == "assistant"
@@ -226,7 +226,7 @@ class Encoder:
             return Unusable(origin=example.origin, kind=error.kind, reason=error.reason, fix=error.fix, source=source)
         if fitted is None:
             return self._too_long(tokens.length, example.origin, source)
-        return Encoded(
+        return TokenizedExample(
             id=example.id,
             origin=example.origin,
             prompt_ids=fitted.prompt,
@@ -291,7 +291,7 @@ class Encoder:
             if joined != ids:
                 what = "the tokens of an earlier turn merge with the text around it, or its prompt differs"
                 raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
-        answers: list[Answer] = []
+        answers: list[TokenizedCompletion] = []
         for each in rendered:
             # Answers share the shortest context; what others have more of it precedes their own text.
             between = each.context[len(context) :]
@@ -299,7 +299,7 @@ class Encoder:
             answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
-    def _ended(self, marked: Marked, row: _Row) -> Answer:
+    def _ended(self, marked: Marked, row: _Row) -> TokenizedCompletion:
         """An answer with the end-of-turn token that the template printed, or else with one appended."""
         ids, mask = marked
         if not any(mask):
@@ -307,10 +307,10 @@ class Encoder:
         if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
         if ids[-1] in self._stops:
-            return Answer(ids, mask)
+            return TokenizedCompletion(ids, mask)
         row.notes.add("end_of_turn_added")
         end = self.template.turn_end.token
-        return Answer((*ids, self.vocab.eos if end is None else end), (*mask, True))
+        return TokenizedCompletion((*ids, self.vocab.eos if end is None else end), (*mask, True))
 
     def _text_tokens(self, prompt: str, completions: Sequence[Content], row: _Row) -> _Tokens:
         self._note_special(prompt, row)
@@ -327,7 +327,7 @@ class Encoder:
         answers = (self._text_answer(c, prompt, plain, row) for c in completions)
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head)
 
-    def _text_answer(self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row) -> Answer:
+    def _text_answer(self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row) -> TokenizedCompletion:
         if not isinstance(completion, str):
             raise _mixed("text", completion)
         if not completion.strip():
@@ -338,13 +338,13 @@ class Encoder:
             raise _empty_answer()
         if ids[-1] not in self.end_ids:
             ids, mask = (*ids, self.vocab.eos), (*mask, True)
-        return Answer(ids, mask)
+        return TokenizedCompletion(ids, mask)
 
     def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Row) -> _Tokens:
         ids = self.vocab.checked(prompt.ids)
         if not ids:
             raise RowError("empty_prompt", "the prompt has no tokens", "start it with the model's BOS token at least")
-        answers: list[Answer] = []
+        answers: list[TokenizedCompletion] = []
         for completion in completions:
             if not isinstance(completion, Ids):
                 raise _mixed("token ids", completion)
@@ -352,7 +352,7 @@ class Encoder:
                 raise _empty_answer()
             answer = self.vocab.checked(completion.ids)
             columns = self._columns(completion.sampled, row)
-            answers.append(Answer(answer, (True,) * len(answer), answer[-1] in self.end_ids, columns))
+            answers.append(TokenizedCompletion(answer, (True,) * len(answer), answer[-1] in self.end_ids, columns))
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
 
     def _columns(self, sampled: Sampled | None, row: _Row) -> tuple[tuple[str, tuple[float, ...]], ...]:
@@ -491,11 +491,13 @@ def _cut_answers(tokens: _Tokens, room: int) -> _Tokens | None:
     return replace(tokens, answers=tuple(a if len(a.ids) <= room else _cut(a, room) for a in tokens.answers))
 
 
-def _cut(answer: Answer, room: int) -> Answer:
-    return Answer(answer.ids[:room], answer.mask[:room], False, tuple((name, each[:room]) for name, each in answer.columns))
+def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
+    return TokenizedCompletion(
+        answer.ids[:room], answer.mask[:room], False, tuple((name, each[:room]) for name, each in answer.columns)
+    )
 
 
-def _all_or_none(units: list[Encoded]) -> tuple[list[Encoded], list[Origin]]:
+def _all_or_none(units: list[TokenizedExample]) -> tuple[list[TokenizedExample], list[Origin]]:
     """The units, without their answers' columns unless all answers of all rankings have them; and which have none."""
     rankings = [unit for unit in units if unit.kind == "ranking"]
     lacking = [unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)]

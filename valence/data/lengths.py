@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 BINS = 24
 """Most bins of one histogram."""
 
 
-def distributions(units: Sequence[Encoded]) -> dict[str, Any]:
+def distributions(units: Sequence[TokenizedExample]) -> dict[str, Any]:
     """Tokens of prompts and of answers, by class: ``{"prompt tokens": {"edges": [n + 1], "counts": {"all": [n]}}, ...}``. A bin
     counts the lengths from its edge to below the next one."""
     answers: dict[str, list[int]] = {}
@@ -23,7 +23,7 @@ def distributions(units: Sequence[Encoded]) -> dict[str, Any]:
     return {name: _binned(lengths) for name, lengths in found.items() if any(map(any, lengths.values()))}
 
 
-def _classes(unit: Encoded) -> tuple[str, ...]:
+def _classes(unit: TokenizedExample) -> tuple[str, ...]:
     if unit.kind == "preference":
         return "chosen", "rejected"
     if unit.kind == "judgement" and unit.label is not None:

@@ -6,10 +6,10 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 
-def canonical_order(units: Sequence[Encoded], seed: int, epoch: int) -> list[int]:
+def canonical_order(units: Sequence[TokenizedExample], seed: int, epoch: int) -> list[int]:
     """Indices of the units sorted by a hash of (seed, epoch, content id): a shuffle that does not know how the units arrived.
 
     Units with the same content are interchangeable and keep their order of arrival.
@@ -22,7 +22,7 @@ def canonical_order(units: Sequence[Encoded], seed: int, epoch: int) -> list[int
 class Sampler:
     """The steps of every epoch. ``batch_size`` counts units per step; ``stratify`` gives each step the classes' overall share."""
 
-    units: tuple[Encoded, ...]
+    units: tuple[TokenizedExample, ...]
     batch_size: int
     seed: int = 0
     drop_last: bool = False

@@ -7,18 +7,18 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from valence.errors import UserError
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 ONE = ("reward",)
 """Name of what is scored where there is nothing but a label or a score."""
 
 
-def attribute_names(units: Sequence[Encoded]) -> tuple[str, ...]:
+def attribute_names(units: Sequence[TokenizedExample]) -> tuple[str, ...]:
     """Those of all units, or ONE when they have none."""
     return tuple(sorted({name for unit in units for name, _ in unit.attributes})) or ONE
 
 
-def verdict(units: Sequence[Encoded], order: Sequence[str]) -> str:
+def verdict(units: Sequence[TokenizedExample], order: Sequence[str]) -> str:
     """The first in ``order`` (label, score, attributes) that all units are judged by. Raises UserError at a unit that lacks what
     most have, when there is none."""
     for kind in order:
@@ -28,7 +28,7 @@ def verdict(units: Sequence[Encoded], order: Sequence[str]) -> str:
     raise _lacks(next(unit for unit in units if not _given(unit, best)), best)
 
 
-def with_targets(units: Sequence[Encoded], kind: str, names: Sequence[str]) -> tuple[Encoded, ...]:
+def with_targets(units: Sequence[TokenizedExample], kind: str, names: Sequence[str]) -> tuple[TokenizedExample, ...]:
     """The same units with targets in the place of their scores: their label (1 up, 0 down), score, or attributes, of which one
     that a unit lacks is NaN.
 
@@ -40,7 +40,7 @@ def with_targets(units: Sequence[Encoded], kind: str, names: Sequence[str]) -> t
     return tuple(replace(unit, scores=_targets(unit, kind, names)) for unit in units)
 
 
-def _lacks(unit: Encoded, kind: str) -> UserError:
+def _lacks(unit: TokenizedExample, kind: str) -> UserError:
     what = f"the row has no {kind}, which the model is to learn"
     return UserError(
         what,
@@ -50,11 +50,11 @@ def _lacks(unit: Encoded, kind: str) -> UserError:
     )
 
 
-def _given(unit: Encoded, kind: str) -> bool:
+def _given(unit: TokenizedExample, kind: str) -> bool:
     return {"label": unit.label is not None, "score": bool(unit.scores), "attributes": bool(unit.attributes)}[kind]
 
 
-def _targets(unit: Encoded, kind: str, names: Sequence[str]) -> tuple[float, ...]:
+def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[float, ...]:
     if kind == "label":
         return (float(bool(unit.label)),)
     if kind == "score":
@@ -71,7 +71,7 @@ def _targets(unit: Encoded, kind: str, names: Sequence[str]) -> tuple[float, ...
     return tuple(own.get(name, math.nan) for name in names)
 
 
-def check_range(units: Sequence[Encoded], low: float, high: float, whole: bool, what: str, fix: str) -> None:
+def check_range(units: Sequence[TokenizedExample], low: float, high: float, whole: bool, what: str, fix: str) -> None:
     """Raises UserError at the first unit with a target that is not from ``low`` to ``high`` (and a whole number, if asked)."""
     for unit in units:
         for target in unit.scores:

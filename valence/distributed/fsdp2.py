@@ -40,7 +40,7 @@ def shard(
 ) -> None:
     """Leaves each process its part of the engine's weights; a layer's are gathered for as long as it runs.
 
-    From now on every run of the engine, forward and backward, is one of all processes (``engine.lockstep``). All that is not in
+    From now on every run of the engine, forward and backward, is one of all processes (``engine.is_sharded``). All that is not in
     ``layers`` (embedding, head) is whole throughout a run; weights of fewer than 2 axes stay on every process. Gradients are
     summed over the processes. compute: the type that layers are gathered in, when that of their products is narrower than that of
     their weights. reshard: give a layer's weights back between its forward and its backward run. each: sum gradients in each
@@ -68,7 +68,7 @@ def shard(
         setattr(engine, name, partial(_measured, engine, getattr(engine, name)))
     engine.register_forward_hook(_give_back)
     engine.home = device
-    engine.lockstep, engine.each = True, each
+    engine.is_sharded, engine.each = True, each
     engine.most = partial(_most, group)
 
 

@@ -25,7 +25,7 @@ from valence.distributed.launch import LISTENS
 from valence.distributed.posts import Place, Posts
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single, total_norm
-from valence.distributed.watch import Watch
+from valence.distributed.watch import CollectiveWatchdog
 from valence.errors import UserError
 from valence.terminal import write_line
 
@@ -145,7 +145,7 @@ class Processes:
         posted.set_timeout(timedelta(seconds=min(ANSWERS, deadline / 2)))
         wait = timedelta(seconds=deadline)
         self._host: Any = None  # PyTorch's group between the hosts' memories, where it is another
-        self._watch: Watch | None = None
+        self._watch: CollectiveWatchdog | None = None
         try:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
@@ -153,7 +153,7 @@ class Processes:
                     "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=wait + LATER, device_id=self.device
                 )
                 self._host = dist.new_group(backend="gloo", timeout=wait)
-                self._watch = Watch(deadline, lambda place: self._posts.missed(place, deadline))
+                self._watch = CollectiveWatchdog(deadline, lambda place: self._posts.missed(place, deadline))
             else:
                 dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
         except RuntimeError as error:
@@ -348,7 +348,7 @@ class Part(Processes):
         self._number, self._members, self._host = 0, members, host
         self._posts = whole._posts.part(f"{name}/{ranks[0]}", ranks)
         self._posts.post(Place(0, "start"))
-        self._watch = whole._watch and Watch(self.deadline, lambda place: self._posts.missed(place, self.deadline))
+        self._watch = whole._watch and CollectiveWatchdog(self.deadline, lambda place: self._posts.missed(place, self.deadline))
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         raise NotImplementedError("a part is not split again")

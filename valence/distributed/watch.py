@@ -20,7 +20,7 @@ EVERY = 1.0
 STATUS = 2
 
 
-class Watch:
+class CollectiveWatchdog:
     """Ends this process when a collective is the device's next for longer than the deadline (seconds). The main thread cannot be
     told: it waits for the device. late: what to say of the place."""
 

@@ -17,7 +17,7 @@ from valence.losses.lazy import Tensor, torch
 from valence.losses.metrics import Metrics, Rewards, Settings
 from valence.losses.modifiers import MODIFIERS, Modifier, Needs
 from valence.losses.views import VIEWS, Named, View, token_columns
-from valence.types import Batch, Kind, TokenOut
+from valence.types import Kind, MicroBatch, PolicyOutput
 
 __all__ = ["LOSSES", "Loss"]
 
@@ -65,7 +65,7 @@ class Loss:
         return any(name.startswith("ref") for name in self.reads) or any(m.refers for m in self.acting(None, settings))
 
     @property
-    def of_scores(self) -> bool:
+    def is_reward_model(self) -> bool:
         """Whether it trains a reward model."""
         return self.view.startswith("score")
 
@@ -115,7 +115,7 @@ class Loss:
         return [(m.average(settings) if m.average else alike, m) for m in self.acting("term", settings)]
 
     def read(
-        self, batch: Batch, out: TokenOut, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
+        self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
         view: View | None = None,
     ) -> tuple[Named, Named]:  # fmt: skip
         """The micro-batch as it was measured, and as the loss reads it under these settings. ``shared``: what holds for the whole
@@ -167,7 +167,9 @@ class Loss:
             rewards.append(self.reward(sums, settings))
         return tuple(rewards)
 
-    def measure(self, batch: Batch, out: TokenOut, ref: Tensor | None, plain: Named, view: Named, settings: Settings) -> Metrics:
+    def measure(
+        self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None, plain: Named, view: Named, settings: Settings
+    ) -> Metrics:
         """Metrics of a micro-batch. plain, view: as ``read`` returns them."""
         numbers = self.metrics(plain, self.rewards(view, settings), settings)
         for modifier in self.acting(None, settings):

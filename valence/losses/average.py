@@ -9,34 +9,34 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge
 
 from valence.losses.lazy import Tensor, torch
-from valence.types import Batch
+from valence.types import MicroBatch
 
 Average = Literal["token_mean", "seq_mean", "pair_mean", "seq_mean_token_mean", "constant", "chosen_token_mean", "class_mean"]
-Counter = Callable[[Batch], Tensor]
+Counter = Callable[[MicroBatch], Tensor]
 
 
-def _tokens(batch: Batch) -> Tensor:
+def _tokens(batch: MicroBatch) -> Tensor:
     return batch.mask.sum()
 
 
-def _sequences(batch: Batch) -> Tensor:
+def _sequences(batch: MicroBatch) -> Tensor:
     return batch.side.new_full((), batch.sequences)
 
 
-def _pairs(batch: Batch) -> Tensor:
+def _pairs(batch: MicroBatch) -> Tensor:
     return (batch.side == 1).sum()
 
 
-def _chosen_tokens(batch: Batch) -> Tensor:
+def _chosen_tokens(batch: MicroBatch) -> Tensor:
     return (batch.side[batch.seq[batch.scored]] == 0).sum()
 
 
-def _up(batch: Batch) -> Tensor:
+def _up(batch: MicroBatch) -> Tensor:
     assert batch.label is not None
     return batch.label.sum()
 
 
-def _down(batch: Batch) -> Tensor:
+def _down(batch: MicroBatch) -> Tensor:
     assert batch.label is not None
     return (~batch.label).sum()
 
@@ -53,7 +53,7 @@ UNITS: dict[Average, tuple[Counter, ...]] = {
 """What is counted for each average: of several numbers the smallest divides."""
 
 
-def counts(averages: Sequence[Average], batches: Sequence[Batch]) -> Tensor:
+def counts(averages: Sequence[Average], batches: Sequence[MicroBatch]) -> Tensor:
     """What these averages count in these micro-batches [k], to be added up over processes."""
     wanted = [unit for name in averages for unit in UNITS[name]]
     if not batches:  # this process has none of the step's

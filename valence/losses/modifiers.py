@@ -19,7 +19,7 @@ from valence.losses.average import Average, among
 from valence.losses.lazy import Tensor, logsigmoid, torch
 from valence.losses.metrics import Metrics, Settings, mean
 from valence.losses.views import Named, lengths, sides
-from valence.types import Batch, Ranked
+from valence.types import MicroBatch, Ranked
 
 Tokens = Mapping[str, Tensor]
 Needs = tuple[tuple[str, str, Any], ...]
@@ -30,7 +30,7 @@ High = Annotated[float, Gt(0)]
 MOST = 40.0  # nats; the square of e to more of them would be infinite in float32
 
 
-def humanline(tokens: Tokens, batch: Batch, *, humanline: tuple[Low, High] | None = None) -> Named:
+def humanline(tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None) -> Named:
     """Clamps each token's log-ratio, beyond which it has no gradient: people do not perceive more.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
@@ -52,7 +52,7 @@ def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
     return {"humanline/unclamped": mean(((d >= low) & (d <= high)).to(d))}
 
 
-def ld_alpha(tokens: Tokens, batch: Batch, *, ld_alpha: Share = 1.0) -> Named:
+def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Named:
     """Counts the tokens by which one answer is longer than the other for less, in policy and reference alike.
 
     Token t of an answer counts alpha times where t > min(n_w, n_l). Liu et al. 2024, arXiv 2409.06411 (LD-DPO).
@@ -70,7 +70,7 @@ def ld_alpha(tokens: Tokens, batch: Batch, *, ld_alpha: Share = 1.0) -> Named:
     return {**tokens, **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens}}
 
 
-def places(batch: Batch) -> Tensor:
+def places(batch: MicroBatch) -> Tensor:
     """How many tokens of its own sequence are read before each token: [N]."""
     owner = batch.read[1]
     order = owner.argsort(stable=True)  # the rows of a sequence ascend

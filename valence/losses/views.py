@@ -11,13 +11,13 @@ from typing import Literal
 
 from valence.losses.lazy import Tensor
 from valence.losses.stats import summed
-from valence.types import Batch, TokenOut
+from valence.types import MicroBatch, PolicyOutput
 
 View = Literal["token", "answer", "seq", "pair", "score", "score_pair"]
 Named = dict[str, Tensor]
 
 
-def token_columns(batch: Batch, out: TokenOut, ref: Tensor | None) -> Named:
+def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Named:
     """Of tokens that are read, in batch order: logp_t[N], ref_t[N] (log-probabilities, nats), sum_sq_t[N] (of all probabilities),
     critic_t[N] (value head's estimate, units of reward; both when asked for); score[S, A]: what a reward model says.
 
@@ -39,17 +39,17 @@ def token_columns(batch: Batch, out: TokenOut, ref: Tensor | None) -> Named:
     return columns
 
 
-def seq_sum(values: Tensor, batch: Batch) -> Tensor:
+def seq_sum(values: Tensor, batch: MicroBatch) -> Tensor:
     """Sums a token column [N] over each sequence: [S]."""
     return summed(values, batch.seq[batch.scored], batch.sequences)
 
 
-def lengths(batch: Batch, like: Tensor) -> Tensor:
+def lengths(batch: MicroBatch, like: Tensor) -> Tensor:
     """n[S]: how many tokens of each sequence are read."""
     return seq_sum(like.new_ones(len(batch.scored)), batch)
 
 
-def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for stored answers the reference
     stands in), adv_t (advantage), n_t (tokens of its sequence), weight_t (of its row), and what else is known: [N] each."""
     seq, logp = batch.seq[batch.scored], columns["logp_t"]
@@ -59,7 +59,7 @@ def token_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     return named | {"weight_t": batch.weight.to(logp.dtype)[seq], "n_t": lengths(batch, logp)[seq]}
 
 
-def answer_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums over its tokens, nats), adv[S]
     (their mean), n[S] (tokens, at least 1), weight[S]."""
     named = token_view(batch, columns)
@@ -71,7 +71,7 @@ def answer_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     return named
 
 
-def seq_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def seq_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens), label[S], weight[S], unit[S] (its
     place in the step)."""
     logp = columns["logp_t"]
@@ -84,7 +84,7 @@ def seq_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     return named
 
 
-def sides(batch: Batch) -> tuple[Tensor, Tensor]:
+def sides(batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Indices of the chosen and of the rejected sequence of each pair, both [P], in the order of their units."""
     # All chosen sides come first, then as many rejected ones: no device has to be asked how many there are.
     order = (batch.side * (batch.unit.max() + 1) + batch.unit).argsort()
@@ -92,7 +92,7 @@ def sides(batch: Batch) -> tuple[Tensor, Tensor]:
     return chosen, rejected
 
 
-def pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN: none), weight, unit: all [P]."""
     sums = seq_view(batch, columns)
     named = _of_pairs(batch, sums["weight"])
@@ -103,13 +103,13 @@ def pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     return named
 
 
-def _of_pairs(batch: Batch, weight: Tensor) -> Named:
+def _of_pairs(batch: MicroBatch, weight: Tensor) -> Named:
     chosen, _ = sides(batch)
     margin, soft = (values.to(weight.dtype)[chosen] for values in (batch.margin, batch.soft))
     return {"margin": margin, "soft": soft, "weight": weight[chosen], "unit": batch.unit[chosen]}
 
 
-def score_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def score_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """What a reward model is trained on, answer by answer: score[S, A], target[S, A], given[S, A] (False where the row gives no
     target, which is then 0), weight[S]."""
     score = columns["score"]
@@ -120,14 +120,14 @@ def score_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
     return named
 
 
-def score_pair_view(batch: Batch, columns: Mapping[str, Tensor]) -> Named:
+def score_pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """What a reward model says of a pair: score_w[P], score_l[P]; margin[P], soft[P], weight[P]."""
     score = columns["score"][:, 0]
     chosen, rejected = sides(batch)
     return _of_pairs(batch, batch.weight.to(score.dtype)) | {"score_w": score[chosen], "score_l": score[rejected]}
 
 
-VIEWS: dict[View, Callable[[Batch, Mapping[str, Tensor]], Named]] = {
+VIEWS: dict[View, Callable[[MicroBatch, Mapping[str, Tensor]], Named]] = {
     "token": token_view,
     "answer": answer_view,
     "seq": seq_view,

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.attention import CannotPackError
-from valence.types import Batch, sent
+from valence.types import MicroBatch, sent
 
 if TYPE_CHECKING:
-    from valence.models.logprobs import Engine
+    from valence.models.policy_model import PolicyModel
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 """Largest difference (nats per token, or of a score) between the layouts that rounding explains. Another computation shows as
@@ -40,7 +40,7 @@ class PackingWarning(UserWarning):
         self.code = code
 
 
-def check(engine: Engine) -> None:
+def check(engine: PolicyModel) -> None:
     """Let the engine run one sequence at a time, with a PackingWarning, when packed sequences would be another computation.
 
     Raises UserError when the model is not causal.
@@ -61,7 +61,7 @@ def check(engine: Engine) -> None:
             "each sequence runs by itself, which is exact and slower"
         )
         warnings.warn(PackingWarning(message, why.code), stacklevel=4)
-    if engine.lockstep:  # after a pass that no backward pass followed, weights that it put together are still there
+    if engine.is_sharded:  # after a pass that no backward pass followed, weights that it put together are still there
         with torch.no_grad():
             said(engine, batch)
 
@@ -72,7 +72,7 @@ def rotary_by_length(model: nn.Module) -> list[Any]:
     return [module for module, kind in kinds if "dynamic" in kind or "longrope" in kind]
 
 
-def _check_causal(engine: Engine, tokens: Tensor) -> None:
+def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
     """Raises UserError when a token's probability depends on tokens after it."""
     with _embedding(engine.causal) as seen:
         outputs = engine.outputs(tokens)[:-1]
@@ -86,7 +86,7 @@ def _check_causal(engine: Engine, tokens: Tensor) -> None:
         )
 
 
-def _why_not_packed(engine: Engine, batch: Batch) -> CannotPackError | None:
+def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError | None:
     """Why two answers behind one prompt are not what they are one by one; None, and the packed layout, when they are."""
     if rotary_by_length(engine.causal):
         what = "its rotary positions depend on the longest sequence that runs with it"
@@ -115,7 +115,7 @@ def _why_not_packed(engine: Engine, batch: Batch) -> CannotPackError | None:
     return CannotPackError(f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ")
 
 
-def _influences(engine: Engine, batch: Batch) -> tuple[Tensor, list[Tensor]]:
+def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
     """What is said of both answers, and of each its slope in the embeddings [1, T, h]. Each in a pass of its own: a backward pass
     of compiled attention overwrites what it has read."""
     found: list[Tensor] = []
@@ -128,7 +128,7 @@ def _influences(engine: Engine, batch: Batch) -> tuple[Tensor, list[Tensor]]:
     return found[0].detach(), slopes
 
 
-def said(engine: Engine, batch: Batch) -> Tensor:
+def said(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores [S, A]."""
     out = engine(batch)
     return out.logp if out.score is None else out.score
@@ -155,7 +155,7 @@ def _influence(slope: Tensor) -> bool:
     return bool((slope.nan_to_num() != 0).any())
 
 
-def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
+def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroBatch:
     """A micro-batch of token sequences without anything else to know about them; or of answers to one prompt, that it shares.
 
     Every token is measured that has one before it, but not those of a prompt.
@@ -174,7 +174,7 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> Batch:
     trunk = [] if prompt is None else [prompt]
     tokens = torch.cat([*trunk, *sequences])
     each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
-    return Batch(
+    return MicroBatch(
         tokens=tokens, host=tokens.cpu(), pos=sent(pos, device), source=sent(source, device), seq=sent(seq, device),
         mask=sent(mask, device), scored=sent(rows[mask], device), read=torch.stack([rows[mask], seq[mask]]),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),

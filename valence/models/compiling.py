@@ -15,7 +15,7 @@ from torch._dynamo.exc import TorchDynamoException
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from valence.models.check import FAILURES, TOLERANCE, plain_batch, said
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 
 PROGRAMS = 32  # most of one model
 KEPT = 0.9
@@ -30,7 +30,7 @@ def why_not(device: torch.device) -> str | None:
     return None if device.type == "cuda" else f"there is no compiler for {device.type}"
 
 
-def compile_layers(engine: Engine) -> bool:
+def compile_layers(engine: PolicyModel) -> bool:
     """Compiles the engine's decoder layers; says so (a warning) and leaves them as they were when the compiler fails on them, or
     makes another computation of them. All layers of one kind share one compiled program, for any number of tokens.
 
@@ -47,7 +47,7 @@ def compile_layers(engine: Engine) -> bool:
     return engine.compiled
 
 
-def _failure(engine: Engine, layers: list[Any]) -> str | None:
+def _failure(engine: PolicyModel, layers: list[Any]) -> str | None:
     """Compiles, and says what is wrong with the result, if anything."""
     size = int(engine.causal.get_input_embeddings().weight.shape[0])
     tokens = torch.randint(0, size, (40,), generator=torch.Generator().manual_seed(0)).to(engine.device)

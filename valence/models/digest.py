@@ -16,7 +16,7 @@ from torch import Tensor
 from valence.models.quantized import states
 
 if TYPE_CHECKING:
-    from valence.models.logprobs import Engine
+    from valence.models.policy_model import PolicyModel
 
 OF_A_COPY = {"_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "_attn_implementation",
              "architectures", "use_cache"}  # fmt: skip
@@ -31,12 +31,12 @@ class Digests(NamedTuple):
     weights: str
 
 
-def model_digest(engine: Engine, *, adapter: bool) -> str:
+def model_digest(engine: PolicyModel, *, adapter: bool) -> str:
     """See ``digests``."""
     return digests(engine, adapter=adapter).model
 
 
-def digests(engine: Engine, *, adapter: bool) -> Digests:
+def digests(engine: PolicyModel, *, adapter: bool) -> Digests:
     """32 hexadecimal digits for the model's configuration, all weights with their types (with or without those of an adapter,
     and its configuration), and how and on what kind of device they are computed with; and as many for the weights alone.
 

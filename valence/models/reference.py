@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from valence.errors import UserError
 from valence.models.digest import Digests, digests
-from valence.models.logprobs import Engine
-from valence.types import Batch
+from valence.models.policy_model import PolicyModel
+from valence.types import MicroBatch
 
 
 class Reference(Protocol):
@@ -27,22 +27,22 @@ class Reference(Protocol):
         """Names the model that the values come from, and its weights alone."""
         ...
 
-    def __call__(self, batch: Batch) -> Tensor: ...
+    def __call__(self, batch: MicroBatch) -> Tensor: ...
 
 
-class AdapterOff:
+class AdapterDisabledReference:
     """The policy's own weights with the adapter switched off. Exact when the adapter started from zero."""
 
     name = "the policy with its adapter switched off"
 
-    def __init__(self, policy: Engine) -> None:
+    def __init__(self, policy: PolicyModel) -> None:
         self.policy, self.precision = policy, _precision(policy)
 
     def digests(self) -> Digests:
         return digests(self.policy, adapter=False)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: MicroBatch) -> Tensor:
         with _without_adapter(self.policy.model):
             return self.policy(batch).logp
 
@@ -64,10 +64,10 @@ def _without_adapter(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-class Frozen:
+class FrozenReference:
     """A model of its own that is never updated."""
 
-    def __init__(self, engine: Engine, name: str = "a frozen copy of the starting policy") -> None:
+    def __init__(self, engine: PolicyModel, name: str = "a frozen copy of the starting policy") -> None:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
         self.precision = _precision(engine)
 
@@ -75,14 +75,14 @@ class Frozen:
         return digests(self.engine, adapter=True)
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: MicroBatch) -> Tensor:
         return self.engine(batch).logp
 
 
-class Following(Frozen):
+class SyncedReference(FrozenReference):
     """A copy of the policy that moves towards it from time to time. Both share the weights that the policy does not train."""
 
-    def __init__(self, policy: Engine) -> None:
+    def __init__(self, policy: PolicyModel) -> None:
         engine = copied(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
         self.trained = [name for name, p in engine.named_parameters() if p.requires_grad]
         super().__init__(engine, "a copy that follows the policy")
@@ -100,7 +100,7 @@ class Following(Frozen):
             own.copy_(weights[name] if mix == 1 else torch.lerp(own, weights[name].to(own), mix))
 
 
-class Later:
+class LazyReference:
     """A reference that was let go of, and is loaded again when it is first asked for."""
 
     def __init__(self, reference: Reference, known: Digests, load: Callable[[], Reference]) -> None:
@@ -111,7 +111,7 @@ class Later:
     def digests(self) -> Digests:
         return self._digests
 
-    def __call__(self, batch: Batch) -> Tensor:
+    def __call__(self, batch: MicroBatch) -> Tensor:
         """Raises UserError when what is loaded is another model by now."""
         if self._loaded is None:
             found = self._load()
@@ -126,7 +126,7 @@ class Later:
         return self._loaded(batch)
 
 
-def copied(policy: Engine, shared: dict[int, Any]) -> Engine:
+def copied(policy: PolicyModel, shared: dict[int, Any]) -> PolicyModel:
     """A copy of the policy without a critic. shared: by their ids, what both are to have."""
     critic, policy.critic = policy.critic, None
     try:
@@ -135,5 +135,5 @@ def copied(policy: Engine, shared: dict[int, Any]) -> Engine:
         policy.critic = critic
 
 
-def _precision(engine: Engine) -> torch.dtype:
+def _precision(engine: PolicyModel) -> torch.dtype:
     return engine.compute or next(engine.model.parameters()).dtype

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from valence.errors import UserError
-from valence.types import Batch, sent
+from valence.types import MicroBatch, sent
 
 ROUTER_AUX_LOSS = "router_aux_loss"
 """Name of the output of the engine, and of the metric."""
@@ -94,7 +94,7 @@ def check_router(engine: Any) -> None:
         )
 
 
-def sequence_counts(batch: Batch) -> list[int]:
+def sequence_counts(batch: MicroBatch) -> list[int]:
     """Return for each segment in how many sequences that train it is."""
     counts = [0] * len(batch.segments)
     for leaf, trains in zip(batch.leaf, batch.trains, strict=True):
@@ -103,7 +103,7 @@ def sequence_counts(batch: Batch) -> list[int]:
     return counts
 
 
-def token_weights(batch: Batch) -> Tensor:
+def token_weights(batch: MicroBatch) -> Tensor:
     """Return in how many sequences that train each token is: [T], float32."""
     weights = torch.zeros(len(batch.host))
     for (start, end, _), count in zip(batch.segments, sequence_counts(batch), strict=True):
@@ -111,7 +111,7 @@ def token_weights(batch: Batch) -> Tensor:
     return sent(weights, batch.tokens.device)
 
 
-def num_trained_tokens(batch: Batch) -> int:
+def num_trained_tokens(batch: MicroBatch) -> int:
     """Return the number of tokens of the sequences that train, a shared one once per sequence."""
     counts = zip(batch.segments, sequence_counts(batch), strict=True)
     return sum((end - start) * count for (start, end, _), count in counts)

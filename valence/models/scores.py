@@ -12,8 +12,8 @@ from torch.nn.functional import softplus
 from transformers import PreTrainedTokenizerBase
 
 from valence.errors import UserError
-from valence.models.logprobs import Engine, nothing
-from valence.types import Batch, TokenOut, sent
+from valence.models.policy_model import PolicyModel, nothing
+from valence.types import MicroBatch, PolicyOutput, sent
 
 
 def is_reward_model(model: nn.Module) -> bool:
@@ -21,7 +21,7 @@ def is_reward_model(model: nn.Module) -> bool:
     return isinstance(getattr(model, "score", None), nn.Linear)
 
 
-class Scorer(Engine):
+class Scorer(PolicyModel):
     """A causal decoder that gives each sequence a number for each of A attributes, read at its last token.
 
     levels: it also has thresholds between so many levels (stars): those of the model's configuration, or else such that all
@@ -44,7 +44,7 @@ class Scorer(Engine):
             return None
         return torch.cat([self.cuts[:1], self.cuts[:1] + softplus(self.cuts[1:]).cumsum(0)])
 
-    def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
+    def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
         """The scores of all sequences, of which those that train have a gradient. Log-probabilities are 0; of what else may be
         wanted only router_aux_loss is computed."""
         balance = self._router_balance(want)
@@ -61,7 +61,7 @@ class Scorer(Engine):
             trains = sent(torch.tensor(batch.trains), score.device)
             score = torch.where(trains[:, None], score, score.detach())
         loss = None if balance is None else balance.loss()
-        return TokenOut(score.new_zeros(len(batch.tokens)), score=score, router_aux_loss=loss)
+        return PolicyOutput(score.new_zeros(len(batch.tokens)), score=score, router_aux_loss=loss)
 
     def _outputs(self, tokens: Tensor, at: Tensor | None, **_: Any) -> Tensor:
         hidden = self.states_alone(tokens)

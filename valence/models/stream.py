@@ -17,8 +17,8 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.utils.hub import cached_file
 
+from valence.models.build import quiet, read_config
 from valence.models.loading import LOADING_ERRORS, cannot_load
-from valence.models.models import quiet, read_config
 from valence.models.scores import is_reward_model
 
 ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from valence.errors import UserError
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 from valence.models.scores import Scorer
 
 PREFIX = "critic."
@@ -21,7 +21,7 @@ class Critic(nn.Module):
     trunk of its own (Schulman et al. 2016, arXiv 1506.02438; for language models Ziegler et al. 2019, arXiv 1909.08593).
     """
 
-    def __init__(self, policy: Engine, trunk: Engine | None) -> None:
+    def __init__(self, policy: PolicyModel, trunk: PolicyModel | None) -> None:
         super().__init__()
         embedding = policy.causal.get_input_embeddings().weight
         wide = torch.promote_types(torch.float32, embedding.dtype)
@@ -38,7 +38,7 @@ class Critic(nn.Module):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(1)
 
 
-def add_values(policy: Engine, *, trunk: Literal["separate", "shared"]) -> None:
+def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> None:
     """Gives the policy a critic, so that it answers ``want=("value",)``; at first all values are 0.
 
     shared: the head reads the policy's own hidden states, and its gradient trains the policy as well. separate: it reads those of
@@ -54,7 +54,7 @@ def add_values(policy: Engine, *, trunk: Literal["separate", "shared"]) -> None:
         )
     if policy.critic is not None:
         raise UserError("the policy has a critic already", code="value-head-exists", where="value")
-    if policy.lockstep or policy.shared:
+    if policy.is_sharded or policy.shared:
         raise UserError(
             "values are not computed where weights or products are split over processes",
             code="value-head-unsupported",
@@ -64,11 +64,11 @@ def add_values(policy: Engine, *, trunk: Literal["separate", "shared"]) -> None:
     policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(policy.training)
 
 
-def _trunk(policy: Engine) -> Engine:
+def _trunk(policy: PolicyModel) -> PolicyModel:
     """A copy of the policy's decoder, which shares all weights that do not train."""
     shared: dict[int, Any] = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
     head: Any = policy.causal.get_output_embeddings()
     shared[id(head)] = nn.Identity()  # nobody reads it: it would be a matrix that never gets a gradient
-    made = Engine(copy.deepcopy(policy.model, shared), compute=policy.compute)
+    made = PolicyModel(copy.deepcopy(policy.model, shared), compute=policy.compute)
     made.lay_out(packed=policy.packs)
     return made

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from valence.terminal import escape_control
-from valence.types import Answer, Chat, Content, Encoded, Example, Ids, Origin
+from valence.types import Chat, Content, Example, Ids, Origin, TokenizedCompletion, TokenizedExample
 
 PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
 _LONGEST_CHARACTER = 4  # tokens: one for each byte of UTF-8
@@ -54,10 +54,10 @@ def show_example(example: Example) -> RenderableType:
     return Group(_heading(kind, example.origin), table, _facts({**facts, "id": example.id}))
 
 
-def show_encoded(encoded: Encoded, tokenizer: Tokenizer) -> RenderableType:
+def show_encoded(encoded: TokenizedExample, tokenizer: Tokenizer) -> RenderableType:
     """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a legend."""
     parts: list[RenderableType] = [_heading(f"{encoded.kind}, {encoded.tokens} tokens", encoded.origin), _legend()]
-    prompt = Answer(ids=encoded.prompt_ids, mask=encoded.prompt_mask)
+    prompt = TokenizedCompletion(ids=encoded.prompt_ids, mask=encoded.prompt_mask)
     parts += _tokens("prompt", prompt, PROMPT, tokenizer)
     names = _SIDES if encoded.kind == "preference" else ("answer",)
     if encoded.kind == "ranking":
@@ -79,7 +79,7 @@ def _plain(text: object) -> Text:
     return Text(escape_control(str(text)))
 
 
-def pieces(answer: Answer, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:
+def pieces(answer: TokenizedCompletion, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:
     """The tokens with the text that each adds. Tokens that hold a part of one character come together, unless only
     some of them are trained."""
     ids, mask = answer.ids, answer.mask
@@ -98,7 +98,7 @@ def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
     return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
 
-def _tokens(name: str, answer: Answer, style: str, tokenizer: Tokenizer) -> list[RenderableType]:
+def _tokens(name: str, answer: TokenizedCompletion, style: str, tokenizer: Tokenizer) -> list[RenderableType]:
     """A rule with the counts, the tokens in colour (``style`` where not trained), and their ids."""
     cut = "" if answer.complete else ", cut off"
     title = f"{name}: {len(answer.ids)} tokens, {sum(answer.mask)} trained{cut}"

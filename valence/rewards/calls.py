@@ -26,7 +26,7 @@ TIME_OUTS = 2
 hangs holds a batch up this long, however many retries it has."""
 
 
-class Failed(Exception):
+class RewardError(Exception):
     """A call returned no scores. ``passes``: a later call may succeed, not before ``after`` seconds. ``late``: the call exceeded
     its time limit. ``late`` without ``passes``: it is still running, and nothing can stop it."""
 
@@ -93,7 +93,7 @@ class Calls:
             for tries in range(self.retries + 1):
                 try:
                     scores = await self.backend.attempt(batch)
-                except Failed as error:
+                except RewardError as error:
                     over = error.late and self.clock() - began >= self.patience
                     if error.passes and not over and tries < self.retries and error.after <= MOST_PATIENCE:
                         await self.sleep(pause(tries, error.after, self.draw))

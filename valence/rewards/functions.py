@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Any, cast
 
 from valence.errors import UserError
-from valence.rewards.calls import Failed, describe, describe_error
+from valence.rewards.calls import RewardError, describe, describe_error
 from valence.rewards.threads import Background, Raised, TimedOut, attempt, in_thread, restored_working_directory
 from valence.types import Completion, Message, Score
 
@@ -78,13 +78,15 @@ class Function:
         call = self._call(completions)
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= MOST_ABANDONED:
-            raise Failed(f"{len(self._abandoned)} earlier calls never came back ({self.place}), so it is not called any more")
+            raise RewardError(
+                f"{len(self._abandoned)} earlier calls never came back ({self.place}), so it is not called any more"
+            )
         try:
             given = await (self._in_thread(call) if self.blocking else self._in_loop(call))
         except TimedOut as late:
             what = "it blocks its event loop" if late.blocked else "the call was given up"
             hint = ": wait with await in an async function, or write it without async" if late.blocked else ""
-            raise Failed(
+            raise RewardError(
                 f"no answer within {self.seconds:g} s ({self.place}); {what}{hint}",
                 passes=not (self.blocking or late.blocked), late=True,
             ) from late  # fmt: skip
@@ -92,7 +94,7 @@ class Function:
             raise self._failure(given.error) from given.error
         scores = attempt(partial(scores_of, given, len(completions), self.place))  # what it gave may raise when looked at
         if isinstance(scores, Raised):
-            raise scores.error if isinstance(scores.error, Failed) else self._failure(scores.error)
+            raise scores.error if isinstance(scores.error, RewardError) else self._failure(scores.error)
         return scores
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
@@ -109,7 +111,7 @@ class Function:
                 self._loop = None if self._loop is loop else self._loop
             raise
 
-    def _failure(self, error: BaseException) -> Failed:
+    def _failure(self, error: BaseException) -> RewardError:
         frames = traceback.extract_tb(error.__traceback__)
         own = [f for f in frames if not f.filename.startswith(str(Path(__file__).parent)) and f.filename != inspect.__file__]
         code: Any = getattr(_plain(self.fn), "__code__", None)
@@ -120,7 +122,7 @@ class Function:
         if isinstance(error, AttributeError | TypeError) and "Completion" in said and not self._trl:
             hint = "; it is given Completion objects (.text, .prompt, .info); a parameter `prompts` asks for TRL's lists"
         late = isinstance(error, TimeoutError)
-        return Failed(f"raised {said} ({place}){hint}", passes=late or isinstance(error, ConnectionError), late=late)
+        return RewardError(f"raised {said} ({place}){hint}", passes=late or isinstance(error, ConnectionError), late=late)
 
     # Arguments
 
@@ -173,7 +175,7 @@ class Function:
         copies = attempt(partial(isolated, completions))
         if isinstance(copies, Raised):
             what = _cut(f"{type(copies.error).__name__}: {copies.error}")
-            raise Failed(f"a column of the rows cannot be copied for it ({what})") from copies.error
+            raise RewardError(f"a column of the rows cannot be copied for it ({what})") from copies.error
         completions, settings = copies, copy.deepcopy(dict(self.settings))
         if not self._trl:
             return partial(self.fn, completions, **settings)
@@ -181,7 +183,7 @@ class Function:
         lacking = [name for name in self._required if name not in columns]
         if lacking:
             has = ", ".join(name for name in columns if name not in (*OF_TRL, "completions")) or "none"
-            raise Failed(f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have (others: {has})")
+            raise RewardError(f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have (others: {has})")
         names = [p.name for p in self._named]
         taken = {name: values for name, values in columns.items() if self._takes_any or name in names}
         return partial(self.fn, **{**taken, **settings})
@@ -225,12 +227,12 @@ def scores_of(given: Any, number: int, place: str) -> list[Score]:
     if callable(getattr(given, "tolist", None)):  # of numpy or torch
         given = given.tolist()
     if given is None:
-        raise Failed(f"gave None ({place}): is there no `return`? A list with a number for each answer is wanted")
+        raise RewardError(f"gave None ({place}): is there no `return`? A list with a number for each answer is wanted")
     if not isinstance(given, list | tuple):
-        raise Failed(f"gave a {type(given).__name__} ({place}); a list with a number for each answer is wanted")
+        raise RewardError(f"gave a {type(given).__name__} ({place}); a list with a number for each answer is wanted")
     values = cast(Sequence[Any], given)
     if len(values) != number:
-        raise Failed(f"gave {len(values)} numbers for {number} answers ({place})")
+        raise RewardError(f"gave {len(values)} numbers for {number} answers ({place})")
     return [_score(value, place) for value in values]
 
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from valence.errors import UserError
 from valence.network import as_the_environment_says, routes
-from valence.rewards.calls import Failed
+from valence.rewards.calls import RewardError
 from valence.types import Completion, Score
 
 if TYPE_CHECKING:
@@ -125,12 +125,12 @@ class Servers:
 
     async def _from_any(self, body: bytes, number: int) -> list[Score]:
         """Of the first server that answers. Raises Failed when none does."""
-        failures: list[tuple[Server, Failed]] = []
+        failures: list[tuple[Server, RewardError]] = []
         while server := self._next([server for server, _ in failures]):
             server.under_way += 1
             try:
                 scores = await self._from(server, body, number)
-            except Failed as error:
+            except RewardError as error:
                 if error.passes and not server.failures:  # once, until it answers again
                     warnings.warn(f"{server.url}: {error}; it is asked again, or another one", stacklevel=2)
                 server.failed(self.clock(), error.after)
@@ -143,7 +143,7 @@ class Servers:
         said = "; ".join(f"{server.url}: {error}" for server, error in failures)
         waits = [error.after for _, error in failures if error.passes]
         late = any(error.late for _, error in failures)
-        raise Failed(said, passes=bool(waits), after=min(waits, default=0.0), late=late)
+        raise RewardError(said, passes=bool(waits), after=min(waits, default=0.0), late=late)
 
     def _next(self, tried: Sequence[Server]) -> Server | None:
         """Those that rest come last, the one whose rest ends first before the others."""
@@ -158,18 +158,18 @@ class Servers:
             async with asyncio.timeout(self.seconds):
                 status, headers, reply = await self._post(server.url, body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise Failed(f"no answer within {self.seconds:g} s", passes=True, late=True) from error
+            raise RewardError(f"no answer within {self.seconds:g} s", passes=True, late=True) from error
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-            raise Failed(f"no connection, or it broke ({said})", passes=True) from error
+            raise RewardError(f"no connection, or it broke ({said})", passes=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
-            raise Failed(f"no answer ({type(error).__name__}: {error})") from error
+            raise RewardError(f"no answer ({type(error).__name__}: {error})") from error
         if status == IN_PART and (in_part := scores_in_part(reply, number)) is not None:
             return in_part
         if status != 200:
             more = f", to {headers['location']}: name that address" if 300 <= status < 400 and "location" in headers else ""
             said = reply[:200].decode(errors="replace").strip()
-            raise Failed(
+            raise RewardError(
                 f"it answered with status {status}{more}{f' ({said})' if said else ''}",
                 passes=status in MAY_PASS, after=_seconds(headers.get("retry-after", "")), late=status in OVER,
             )  # fmt: skip
@@ -183,7 +183,7 @@ class Servers:
             async for piece in response.aiter_bytes():
                 reply += piece
                 if len(reply) > self.most_bytes:
-                    raise Failed(f"its reply is longer than {self.most_bytes} bytes")
+                    raise RewardError(f"its reply is longer than {self.most_bytes} bytes")
             return response.status_code, response.headers, bytes(reply)
 
     def _opened(self) -> httpx.AsyncClient:
@@ -207,7 +207,7 @@ def scores_in(reply: bytes, number: int) -> list[Score]:
     try:
         found: Any = json.loads(reply)
     except (ValueError, RecursionError) as error:
-        raise Failed(f"its reply is not JSON ({reply[:80].decode(errors='replace')!r})") from error
+        raise RewardError(f"its reply is not JSON ({reply[:80].decode(errors='replace')!r})") from error
     name = next((name for name in LISTS if isinstance(found, dict) and name in found), None)
     if name is None:
         said = (
@@ -215,12 +215,12 @@ def scores_in(reply: bytes, number: int) -> list[Score]:
             if isinstance(found, dict)
             else f"a {type(found).__name__}"
         )
-        raise Failed(f"its reply has no list 'rewards' ({said[:120]})")
+        raise RewardError(f"its reply has no list 'rewards' ({said[:120]})")
     values = found[name]
     if not isinstance(values, list):
-        raise Failed(f"its {name} are a {type(values).__name__}, where a list is wanted")
+        raise RewardError(f"its {name} are a {type(values).__name__}, where a list is wanted")
     if len(cast(list[Any], values)) != number:
-        raise Failed(f"it gave {len(cast(list[Any], values))} rewards for {number} answers")
+        raise RewardError(f"it gave {len(cast(list[Any], values))} rewards for {number} answers")
     errors: Any = found.get("errors")
     reasons: list[Any] = cast(list[Any], errors) if isinstance(errors, list) and len(cast(list[Any], errors)) == number else []
     return [_score(value, reasons[i] if reasons else None) for i, value in enumerate(cast(list[Any], values))]

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from valence.errors import UserError
-from valence.rewards.calls import Failed
+from valence.rewards.calls import RewardError
 from valence.rewards.threads import Background
 from valence.rewards.worker_process import HEADER
 from valence.types import Completion, Score
@@ -269,7 +269,7 @@ class WorkerPool:
         try:
             return await self._call(completions)
         except WorkerEnded:
-            raise Failed(f"its worker process ended during the call ({self.target})") from None
+            raise RewardError(f"its worker process ended during the call ({self.target})") from None
 
     async def _call(self, completions: Sequence[Completion]) -> list[Score]:
         """Raises Failed, and WorkerEnded."""
@@ -279,14 +279,14 @@ class WorkerPool:
         except TimeoutError:
             worker.kill()
             what = f"no answer within {self.seconds:g} s; the worker process was killed"
-            raise Failed(f"{what} ({self.target})", late=True) from None
+            raise RewardError(f"{what} ({self.target})", late=True) from None
         finally:
             worker.num_calls -= 1
             self._changed.set()
         if "failed" in reply:
             if reply["hung"]:
                 worker.kill()
-            raise Failed(reply["failed"], late=reply["late"])
+            raise RewardError(reply["failed"], late=reply["late"])
         return [Score(value, parts, error) for value, parts, error in reply["scores"]]
 
     async def _free_worker(self) -> Worker:
@@ -303,7 +303,7 @@ class WorkerPool:
                     await self._changed.wait()
         except TimeoutError:
             reason = "its worker processes are busy" if self.workers else self._trouble
-            raise Failed(f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True) from None
+            raise RewardError(f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True) from None
 
     async def _close(self) -> None:
         for task in self._tasks:

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from valence.errors import UserError, install_command
-from valence.rewards.calls import Failed
+from valence.rewards.calls import RewardError
 from valence.rewards.maths import Maths
 from valence.rewards.threads import Raised, TimedOut, attempt, in_thread
 from valence.types import Completion, Score
@@ -33,7 +33,7 @@ Column = Annotated[str, Field(description="column of the row that holds what is 
 IgnoreCase = Annotated[bool, Field(description="whether capital and small letters are the same")]
 
 
-class Unscored(Exception):
+class UnscoredError(Exception):
     """There is no score of an answer, and this is why."""
 
 
@@ -87,7 +87,7 @@ def regex(
         try:
             return float(look(completion.text, timeout=SECONDS_OF_A_PATTERN, concurrent=True) is not None)
         except TimeoutError as error:
-            raise Unscored(f"the pattern took longer than {SECONDS_OF_A_PATTERN:g} s; it backtracks without end") from error
+            raise UnscoredError(f"the pattern took longer than {SECONDS_OF_A_PATTERN:g} s; it backtracks without end") from error
 
     return rule
 
@@ -110,7 +110,7 @@ def length(
 
     def rule(completion: Completion) -> float:
         if unit == "tokens" and completion.text and not completion.tokens:
-            raise Unscored("its tokens are not known, only its text: set unit to characters or words")
+            raise UnscoredError("its tokens are not known, only its text: set unit to characters or words")
         n = {
             "tokens": len(completion.tokens), "characters": len(completion.text), "words": len(completion.text.split()),
         }[unit]  # fmt: skip
@@ -154,7 +154,7 @@ def maths(
         rights = rights if after is None else [right.rpartition(after)[2] for right in rights]
         said = process.ask({"right": rights, "text": completion.text})
         if "error" in said:
-            raise Unscored(f"{said['error']}, of the row's {answer} {rights[0][:80]!r}")
+            raise UnscoredError(f"{said['error']}, of the row's {answer} {rights[0][:80]!r}")
         return float(said["score"])
 
     rule.close = process.close  # pyright: ignore[reportFunctionMemberAccess]
@@ -267,7 +267,7 @@ class Rules:
         try:
             found = await in_thread(lambda: [self._one(completion) for completion in completions], self.seconds, self._abandoned)
         except TimedOut as late:
-            raise Failed(f"no answer within {self.seconds:g} s; the call was given up") from late
+            raise RewardError(f"no answer within {self.seconds:g} s; the call was given up") from late
         if isinstance(found, Raised):
             raise found.error
         return found
@@ -279,7 +279,7 @@ class Rules:
         found = attempt(partial(self.rule, completion))
         if not isinstance(found, Raised):
             return Score(found)
-        if isinstance(found.error, Unscored):
+        if isinstance(found.error, UnscoredError):
             return Score(None, error=str(found.error))
         return Score(None, error=f"raised {type(found.error).__name__}: {found.error}")
 
@@ -289,10 +289,10 @@ def _expected(completion: Completion, column: str) -> list[str]:
     found = completion.info.get(column)
     if found is None:
         has = ", ".join(completion.info) or "none"
-        raise Unscored(f"its row has nothing in the column {column!r} (others: {has})")
+        raise UnscoredError(f"its row has nothing in the column {column!r} (others: {has})")
     several: Sequence[Any] = found if isinstance(found, list | tuple) else [found]
     if not several or not all(isinstance(each, str | int | float) for each in several):
-        raise Unscored(f"its row's {column!r} is {found!r:.80}, where a text or a number is wanted, or a list of them")
+        raise UnscoredError(f"its row's {column!r} is {found!r:.80}, where a text or a number is wanted, or a list of them")
     return [str(each) for each in several]
 
 

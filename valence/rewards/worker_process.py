@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from valence.errors import UserError
-from valence.rewards.calls import Failed, checked, describe, describe_error
+from valence.rewards.calls import RewardError, checked, describe, describe_error
 from valence.rewards.functions import Function, function_of
 from valence.rewards.threads import Raised, attempt, restored_working_directory
 from valence.types import Completion, Score
@@ -101,7 +101,7 @@ async def _answer(function: Function, connection: socket.socket, number: int, co
     with restored_working_directory():
         (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
     reply: dict[str, Any] = {"late": False, "hung": False}
-    if isinstance(scores, Failed):
+    if isinstance(scores, RewardError):
         is_hung = scores.late and not scores.passes
         reply = {"failed": str(scores), "late": scores.late, "hung": is_hung}
     elif isinstance(scores, BaseException):  # a defect must not end the other calls of this process

@@ -19,14 +19,14 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import same
 from valence.errors import UserError
-from valence.models.cache import Cached
+from valence.models.build import DTYPES, build_policy, build_reference, load_model, position_limit
+from valence.models.cache import CachedReference
 from valence.models.compiling import compile_layers, why_not
 from valence.models.digest import model_digest
-from valence.models.logprobs import Engine
 from valence.models.memory import Split, free_memory
-from valence.models.models import DTYPES, build_policy, build_reference, load_model, position_limit
+from valence.models.policy_model import PolicyModel
 from valence.models.quantized import is_quantized
-from valence.models.reference import Frozen, Reference
+from valence.models.reference import FrozenReference, Reference
 from valence.models.router import check_router
 from valence.models.scores import is_reward_model
 from valence.models.shape import shape_of, skeleton, skeleton_of
@@ -50,7 +50,7 @@ def build_models(
     fills: bool = False,
     compiled: bool | None = None,
     sharded: bool | None = None,
-) -> tuple[Engine, Reference | None]:
+) -> tuple[PolicyModel, Reference | None]:
     """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
 
     fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
@@ -79,7 +79,7 @@ def build_models(
         copied = prepared.needs_reference and reference is None and own is None
         built = loads.reference(policy, None) if copied else None  # a copy is made of what is still whole, or still nothing
         loads.share(policy, stream)
-        if isinstance(built, Frozen):
+        if isinstance(built, FrozenReference):
             loads.share(built.engine, stream)
         elif prepared.needs_reference and not copied:
             built = (
@@ -104,13 +104,13 @@ class _Loads:
     data: Group
     layers: Group
 
-    def policy(self, model: nn.Module | None) -> tuple[Engine, Stream | None]:
+    def policy(self, model: nn.Module | None) -> tuple[PolicyModel, Stream | None]:
         """Of the model given, or the recipe's."""
         recipe, spec, stream = self.prepared.recipe, self.prepared.recipe.model, None
         torch.manual_seed(recipe.train.seed)
         if model is None:
             model, stream = self._model(None)
-        scores = self.prepared.method.of_scores
+        scores = self.prepared.method.is_reward_model
         if is_reward_model(model) is not scores:
             what = "is a reward model" if not scores else "has no head for scores"
             raise UserError(f"the model given {what}", code="model-kind", where="model", fix=f"give what {recipe.method} trains")
@@ -134,13 +134,13 @@ class _Loads:
             add_values(policy, trunk=recipe.value.trunk)
         return policy, stream
 
-    def named_reference(self, policy: Engine, name: str | None) -> Reference:
+    def named_reference(self, policy: PolicyModel, name: str | None) -> Reference:
         """The model of a folder or hub id; None: that of the policy, as it is there."""
         model, stream = self._model(name)
         return self.reference(policy, model, stream)
 
     def reference(
-        self, policy: Engine, model: nn.Module | None, stream: Stream | None = None, among: Group | None = None
+        self, policy: PolicyModel, model: nn.Module | None, stream: Stream | None = None, among: Group | None = None
     ) -> Reference:
         """The model given, or the policy as it is now, which is then still to be shared. among: processes that call this
         together, and whose weights are to be the same."""
@@ -157,9 +157,9 @@ class _Loads:
             follows=recipe.reference.sync_every is not None,
             check=self.split.single,
         )
-        if policy.compiled and isinstance(built, Frozen):  # as the policy is computed, to the last bits
+        if policy.compiled and isinstance(built, FrozenReference):  # as the policy is computed, to the last bits
             compile_layers(built.engine)
-        if model is not None and isinstance(built, Frozen):
+        if model is not None and isinstance(built, FrozenReference):
             if stream:
                 stream.forget(built.engine.causal)
             elif among is not None:
@@ -167,7 +167,7 @@ class _Loads:
             self.share(built.engine, stream)
         return built
 
-    def share(self, engine: Engine, stream: Stream | None) -> None:
+    def share(self, engine: PolicyModel, stream: Stream | None) -> None:
         """Leaves this process its part, and chooses the layout."""
         if self.split.single:
             return
@@ -181,7 +181,7 @@ class _Loads:
         more: dict[str, Any] = {"trust_remote_code": spec.trust_remote_code}
         more["dtype"] = at_rest(recipe)
         file = spec.gguf_file if name is None else None
-        if name is None and self.prepared.method.of_scores:
+        if name is None and self.prepared.method.is_reward_model:
             more["attributes"] = spec.attributes or ONE
         name = name or spec.name
         if not self.split.single and not spec.quantize:  # what is in 4 bits is made of whole weights
@@ -203,7 +203,7 @@ def _check_quantized(model: nn.Module, spec: Model) -> None:
         raise UserError("the model given has no weights of 4 bits", code="model-quantized", where="model.quantize", fix=fix)
 
 
-def _check_same_weights(group: Group, name: str, engine: Engine) -> None:
+def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
     """Raises UserError when the processes have different ones."""
     same(group, lambda: {name: model_digest(engine, adapter=True)}, "let all processes give or load the same weights")
 
@@ -225,11 +225,11 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
     if model is not None:
         return skeleton_of(model)
     spec = prepared.recipe.model
-    scores = len(spec.attributes or ONE) if prepared.method.of_scores else None
+    scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
     return skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores)
 
 
-def _compiles(prepared: Prepared, policy: Engine, chosen: bool | None, processes: int) -> bool:
+def _compiles(prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int) -> bool:
     if prepared.recipe.train.router_aux_loss:  # compiled layers return no router logits
         return False
     if chosen and (why := why_not(policy.device)):
@@ -271,11 +271,11 @@ def _kept(
         return built
     about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.quantize or recipe.model.dtype}"
     if kept == "auto":
-        return Cached(built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree)
-    return Cached(built, Path(kept), about=about, again=again, agree=agree)
+        return CachedReference(built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree)
+    return CachedReference(built, Path(kept), about=about, again=again, agree=agree)
 
 
-def _check_positions(policy: Engine, prepared: Prepared) -> None:
+def _check_positions(policy: PolicyModel, prepared: Prepared) -> None:
     """Rows longer than the model has positions for: an error where they are a table that ends, else a warning."""
     limit, learned = position_limit(policy.causal) or (None, False)
     if limit is None or not prepared.corpora:
@@ -314,7 +314,7 @@ def check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> No
         )
 
 
-def _check_same_vocabulary(policy: Engine, reference: nn.Module, name: str) -> None:
+def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str) -> None:
     ours, theirs = _vocabulary(policy.causal), _vocabulary(reference)
     if ours != theirs:
         raise UserError(

@@ -18,10 +18,10 @@ from safetensors.torch import save
 from valence.checksums import KEY, checksum
 from valence.distributed.protocol import Group
 from valence.errors import UserError
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 from valence.training.folder import versions
 from valence.training.setup import Corpus, Prepared
-from valence.types import Encoded
+from valence.types import TokenizedExample
 
 FREE = (
     {f"run.{name}" for name in ("dir", "save_every", "keep", "save_state", "save_hf", "max_failed_saves", "max_time", "export")}
@@ -79,9 +79,9 @@ def settings_of(prepared: Prepared) -> dict[str, Any]:
     return json.loads(json.dumps({name: each.value for name, each in prepared.source.settings.items()}, default=str))
 
 
-def choices_of(policy: Engine, world: Group) -> dict[str, Any]:
+def choices_of(policy: PolicyModel, world: Group) -> dict[str, Any]:
     """What the last bits of a result depend on besides settings and rows: choices that were made, and the machine."""
-    made = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.lockstep}
+    made = {"compiled": policy.compiled, "packed": policy.packs, "sharded": policy.is_sharded}
     return made | _machine(world)
 
 
@@ -196,11 +196,11 @@ def _digest(corpus: Corpus, in_order: bool) -> str:
     return hashlib.sha256(array("q", [hashes[i] for i in order]).tobytes()).hexdigest()[:32]
 
 
-def _hashes(units: Sequence[Encoded]) -> list[int]:
+def _hashes(units: Sequence[TokenizedExample]) -> list[int]:
     return [_hash(unit) for unit in units]
 
 
-def _hash(unit: Encoded) -> int:
+def _hash(unit: TokenizedExample) -> int:
     """Of all that training reads of a row: its tokens, which of them are trained on, and its verdict."""
     digest = hashlib.blake2b(digest_size=8)
     for ids, mask in ((unit.prompt_ids, unit.prompt_mask), *((answer.ids, answer.mask) for answer in unit.answers)):

@@ -14,7 +14,19 @@ from valence.distributed.protocol import Group
 from valence.distributed.together import gathered
 from valence.reports.metrics import Meter
 from valence.training.step import Objective, SequenceResult
-from valence.types import Batch, Chat, Content, Demonstration, Encoded, Example, Ids, Judgement, Mean, Preference, Ranking
+from valence.types import (
+    Chat,
+    Content,
+    Demonstration,
+    Example,
+    Ids,
+    Judgement,
+    Mean,
+    MicroBatch,
+    Preference,
+    Ranking,
+    TokenizedExample,
+)
 
 
 @dataclass(frozen=True)
@@ -27,10 +39,10 @@ class Evaluation:
 
 def evaluate(
     objective: Objective,
-    units: Sequence[Encoded],
+    units: Sequence[TokenizedExample],
     examples: Mapping[str, Example],
     tokenizer: PreTrainedTokenizerBase,
-    progress: Callable[[Batch | None], None] = lambda _: None,
+    progress: Callable[[MicroBatch | None], None] = lambda _: None,
 ) -> Evaluation:
     """Loss and metrics of the policy on these units, without a gradient, on all processes of the objective's group together. kto
     has one z0 for all of them (or one per group)."""
@@ -59,7 +71,7 @@ def all_rows(group: Group, own: Sequence[SequenceResult]) -> list[SequenceResult
 
 
 def _row(
-    unit: Encoded, measured: Sequence[SequenceResult], example: Example | None, tokenizer: PreTrainedTokenizerBase
+    unit: TokenizedExample, measured: Sequence[SequenceResult], example: Example | None, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
     """What is written about one row: where it is from, its verdict, what was measured, its text."""
     row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}

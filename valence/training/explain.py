@@ -133,7 +133,7 @@ def _reference(method: Method) -> str:
 
 def _first_step(method: Method) -> str:
     """Where a step goes as long as policy and reference agree, or all scores are 0."""
-    sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.of_scores else MOVES
+    sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
     return ", ".join(f"{sides.get(side, side)} {moves[direction]}" for side, direction in method.loss.direction.items())
 
 

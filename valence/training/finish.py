@@ -23,8 +23,8 @@ from valence.distributed.fsdp2 import local
 from valence.distributed.together import by_first, gathered
 from valence.errors import UserError
 from valence.models.adapters import merged
-from valence.models.cache import Cached
-from valence.models.models import DTYPES, load_model
+from valence.models.build import DTYPES, load_model
+from valence.models.cache import CachedReference
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
 from valence.rollouts.protocol import Sampling
@@ -145,7 +145,7 @@ def _measure_trained(run: Run, folder: RunFolder) -> None:
 
 def _open_cache(run: Run) -> None:
     """Says when the reference cache is of no use, and frees the reference's memory when it holds all that the run will ask."""
-    if not isinstance(run.reference, Cached):
+    if not isinstance(run.reference, CachedReference):
         return
     if run.reference.note:
         run.say_once(run.reference.note)
@@ -154,7 +154,7 @@ def _open_cache(run: Run) -> None:
 
 
 def _report_cache(run: Run) -> None:
-    if isinstance(run.reference, Cached) and run.folder:
+    if isinstance(run.reference, CachedReference) and run.folder:
         cached = run.reference
         cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
         run.say_once(cached.summary)

@@ -16,10 +16,7 @@ from valence.config.schema import Model
 from valence.errors import UserError
 from valence.losses.metrics import Reward, log_ratio
 from valence.models.adapters import with_adapter
-from valence.models.digest import model_digest
-from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
-from valence.models.logprobs import Engine
-from valence.models.models import (
+from valence.models.build import (
     DTYPES,
     build_reference,
     load_model,
@@ -27,13 +24,16 @@ from valence.models.models import (
     position_limit,
     without_dropout,
 )
+from valence.models.digest import model_digest
+from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
+from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.scores import Scorer, widen_head
 from valence.training.build import best_device, check_vocabulary
 from valence.training.choices import with_dtype
 from valence.training.methods import method_in
 from valence.training.restore import restore
-from valence.types import Batch
+from valence.types import MicroBatch
 
 BETA = 0.1
 """Of the reward, where neither the call nor the recipe says it."""
@@ -50,7 +50,7 @@ class Judge(Protocol):
     def facts(self) -> Mapping[str, Any]: ...
     @property
     def device(self) -> torch.device: ...
-    def __call__(self, batch: Batch) -> list[Numbers]: ...
+    def __call__(self, batch: MicroBatch) -> list[Numbers]: ...
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class LogProbs:
     """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference; ``mean_logp`` per token;
     ``logratio``: their difference; ``reward``: what ``implicit`` makes of them under these settings of a loss."""
 
-    policy: Engine
+    policy: PolicyModel
     reference: Reference | None
     implicit: Reward | None
     settings: Mapping[str, Any]
@@ -77,7 +77,7 @@ class LogProbs:
         return self.policy.device
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> list[Numbers]:
+    def __call__(self, batch: MicroBatch) -> list[Numbers]:
         logp, n = _sums(batch, self.policy(batch).logp), _counts(batch)
         columns, sums = {"logp": logp, "tokens": n, "mean_logp": logp / n}, {"logp": logp, "n": n}
         if self.reference is not None:
@@ -105,7 +105,7 @@ class Rewards:
         return self.engine.device
 
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> list[Numbers]:
+    def __call__(self, batch: MicroBatch) -> list[Numbers]:
         config, score = self.engine.causal.config, self.engine(batch).score
         assert score is not None
         names, values = list(config.id2label.values()), score.cpu().double()
@@ -124,12 +124,12 @@ def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict
     return values[0] if len(names) == 1 else dict(zip(names, values, strict=True))
 
 
-def _counts(batch: Batch) -> Tensor:
+def _counts(batch: MicroBatch) -> Tensor:
     """Tokens of each sequence that are measured: [S]."""
     return torch.bincount(batch.read[1], minlength=batch.sequences)
 
 
-def _sums(batch: Batch, logp: Tensor) -> Tensor:
+def _sums(batch: MicroBatch, logp: Tensor) -> Tensor:
     """logp[T] summed over each sequence: [S]."""
     values = logp[batch.scored].cpu().double()
     return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(0, batch.read[1], values)
@@ -160,7 +160,7 @@ def load_judge(
             policy, reference = restored.policy, restored.reference
             policy.temperature = 1.0  # that of its rollouts is no part of what is asked here
         else:
-            policy = _policy(recipe.model, method_in(recipe).of_scores)
+            policy = _policy(recipe.model, method_in(recipe).is_reward_model)
             check_vocabulary(policy.causal, tokenizer)
         _check_positions(policy, recipe.data.max_length)
         other = recipe.reference.model
@@ -186,10 +186,10 @@ def load_judge(
     return LogProbs(policy, reference, None if reference is None else log_ratio, settings)
 
 
-def _policy(spec: Model, of_scores: bool) -> Engine:
+def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
     """A model as it is, in the type asked for: nothing trains, so there are no masters."""
     dtype, attributes = DTYPES[spec.dtype], _attributes(spec)
-    if of_scores and attributes is None:
+    if is_reward_model and attributes is None:
         fix = "name a run's folder, or the model that it wrote"
         raise UserError(
             "a reward model without training has a random head", code="reward-model-untrained", where="model.name", fix=fix
@@ -203,7 +203,7 @@ def _policy(spec: Model, of_scores: bool) -> Engine:
     model, compute = without_dropout(model), None
     if spec.adapter is not None:  # its weights are wide, whatever those below it are
         model, compute = with_adapter(model, None, spec.adapter), torch.bfloat16 if dtype == torch.bfloat16 else None
-    engine = (Engine if attributes is None else Scorer)(model, compute=compute).eval()
+    engine = (PolicyModel if attributes is None else Scorer)(model, compute=compute).eval()
     engine.check_layout()
     return engine
 
@@ -222,7 +222,7 @@ def _attributes(spec: Model) -> list[str] | None:
     return list(labels.values()) if is_one else None
 
 
-def _reference(policy: Engine, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase) -> Reference:
+def _reference(policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase) -> Reference:
     """A model of its own. Raises UserError when its tokens are not the policy's."""
     if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
         theirs = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
@@ -239,7 +239,7 @@ def _reference(policy: Engine, name: str, spec: Model, tokenizer: PreTrainedToke
     return build_reference(policy, fresh_adapter=False, model=model.to(policy.device), name=name)
 
 
-def _check_positions(policy: Engine, max_length: int) -> None:
+def _check_positions(policy: PolicyModel, max_length: int) -> None:
     """Raises UserError when rows may be longer than a table of positions."""
     limit, learned = position_limit(policy.causal) or (max_length, False)
     if learned and limit < max_length:

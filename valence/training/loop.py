@@ -16,9 +16,9 @@ from valence.distributed.single import Single
 from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.models import speed
-from valence.models.logprobs import Engine
-from valence.models.models import DTYPES
-from valence.models.reference import Following, Reference
+from valence.models.build import DTYPES
+from valence.models.policy_model import PolicyModel
+from valence.models.reference import Reference, SyncedReference
 from valence.reports.console import number
 from valence.reports.live import Dashboard
 from valence.reports.online_signs import OnlineWatch
@@ -40,7 +40,7 @@ from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
 from valence.training.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
-from valence.training.track import Budget, Counters, Selection, Watch, Window
+from valence.training.track import AnomalyDetector, BestMetricTracker, Budget, Counters, MetricsWindow
 from valence.types import Chat, Completion, Content, Mean
 
 Callback = Callable[["Run", Mapping[str, Any]], None]
@@ -61,7 +61,7 @@ class Run:
     def __init__(
         self,
         prepared: Prepared,
-        policy: Engine,
+        policy: PolicyModel,
         reference: Reference | None,
         *,
         folder: RunFolder | None = None,
@@ -102,8 +102,8 @@ class Run:
         self.log = self._log(sinks)
         self.saver = Saver(self, folder, self._jsonl) if folder else None
         self.pages = Pages(folder.path, self.warn) if folder and folder.writes else None
-        self.window, self.watch, self.online_watch = Window(), Watch(), OnlineWatch()
-        self.best, self.early = Selection(run.keep_best), Selection(run.early_stop)
+        self.window, self.watch, self.online_watch = MetricsWindow(), AnomalyDetector(), OnlineWatch()
+        self.best, self.early = BestMetricTracker(run.keep_best), BestMetricTracker(run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
         # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
         self.whole = True
@@ -160,7 +160,7 @@ class Run:
 
     def planned_tokens(self) -> int:
         """How many tokens are to run at once, where nothing has said so. All processes call it."""
-        plan = make_plan(self.prepared, self.policy.causal, self.world, sharded=self.policy.lockstep)
+        plan = make_plan(self.prepared, self.policy.causal, self.world, sharded=self.policy.is_sharded)
         return plan.micro_batch_tokens
 
     @property
@@ -290,7 +290,7 @@ class Run:
         if self.rounds is not None:
             self.rounds.passed()
         every = self.recipe.reference.sync_every
-        if applied and isinstance(self.reference, Following) and every and self.step % every == 0:
+        if applied and isinstance(self.reference, SyncedReference) and every and self.step % every == 0:
             self.reference.follow(self.trained, self.recipe.reference.sync_mix)
         counters.tokens_seen += outcome.tokens
         counters.examples_seen += examples

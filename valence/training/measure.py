@@ -16,7 +16,7 @@ from valence.training.evaluate import Evaluation
 from valence.training.evaluate import evaluate as evaluate_rows
 from valence.training.memory import with_memory
 from valence.training.setup import Corpus, rows_to_measure
-from valence.types import Batch, Completion, Content, Encoded
+from valence.types import Completion, Content, MicroBatch, TokenizedExample
 
 if TYPE_CHECKING:
     from valence.training.loop import Run
@@ -60,7 +60,7 @@ def evaluate_trained(run: Run) -> Evaluation | None:
     return with_memory(run, "evaluation", lambda: _measure(run, units, run.prepared.corpora["train"], "measuring training rows"))
 
 
-def trained_units(run: Run) -> list[Encoded]:
+def trained_units(run: Run) -> list[TokenizedExample]:
     """The training rows that are measured after training, in the order of the data."""
     most = run.recipe.eval.train_examples
     if run.prepared.method.online or not most or "train" not in run.prepared.corpora:
@@ -71,7 +71,7 @@ def trained_units(run: Run) -> list[Encoded]:
 
 def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool) -> list[list[Completion]]:
     """See ``Run.sample``."""
-    if run.prepared.method.of_scores:
+    if run.prepared.method.is_reward_model:
         raise UserError(
             "a reward model scores answers and gives none",
             code="reward-model-cannot-generate",
@@ -126,12 +126,12 @@ def evaluate_and_keep(run: Run) -> dict[str, float]:
     return {f"eval/{name}": value for name, value in found.metrics.items()}
 
 
-def _measure(run: Run, units: Sequence[Encoded], corpus: Corpus, phase: str) -> Evaluation:
-    sequences = sum(len(unit.answers) for unit in units) * (2 if run.prepared.method.mismatches else 1)
+def _measure(run: Run, units: Sequence[TokenizedExample], corpus: Corpus, phase: str) -> Evaluation:
+    sequences = sum(len(unit.answers) for unit in units) * (2 if run.prepared.method.needs_kl_pairs else 1)
     done = tokens = 0
     with Progress(run.console, phase, len(units), quiet=run.quiet) as bar:
 
-        def advance(batch: Batch | None) -> None:
+        def advance(batch: MicroBatch | None) -> None:
             nonlocal done, tokens
             if run.stops():
                 raise run.stop.ended()

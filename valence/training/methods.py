@@ -17,7 +17,7 @@ from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
 from valence.losses.advantage import CREDITS
-from valence.training.online.makers import Credited, Maker, best_of_n, exclusion_reasons, pairs, thumbs
+from valence.training.online.sample_builders import Credited, SampleBuilder, best_of_n, exclusion_reasons, pairs, thumbs
 from valence.types import Kind
 
 
@@ -28,7 +28,7 @@ class Method:
 
     name: str
     loss: Loss
-    makes: Maker | None = None
+    makes: SampleBuilder | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Of settings, where they differ from those of the loss."""
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -60,10 +60,10 @@ class Method:
     @property
     def asks_reference(self) -> bool:
         """Whether a step runs the reference. Tokens with an advantage of their own come with what it says of them."""
-        return self.loss.needs_reference and not self.follows_policy
+        return self.loss.needs_reference and not self.is_on_policy
 
     @property
-    def follows_policy(self) -> bool:
+    def is_on_policy(self) -> bool:
         """Whether its loss compares with the policy that answered, at the temperature of sampling."""
         return isinstance(self.makes, Credited)
 
@@ -74,13 +74,13 @@ class Method:
         return 2 if compares else 1
 
     @property
-    def of_scores(self) -> bool:
-        return self.loss.of_scores
+    def is_reward_model(self) -> bool:
+        return self.loss.is_reward_model
 
     @property
     def learning_rates(self) -> LearningRates:
         """Default learning rates."""
-        if self.of_scores:
+        if self.is_reward_model:
             kind = "reward_model"
         elif self.loss.data == "demonstration":
             kind = "imitation"
@@ -91,7 +91,7 @@ class Method:
         return LEARNING_RATES.get(kind, LEARNING_RATES["preference"])
 
     @property
-    def mismatches(self) -> bool:
+    def needs_kl_pairs(self) -> bool:
         """Does a step also measure completions behind prompts that they do not answer (for z0)?"""
         return self.loss.statistic is not None
 
@@ -138,7 +138,7 @@ PPO's clip never acts. Ziegler et al. 2019 (arXiv 1909.08593) and Ouyang et al. 
 2203.02155), as their public implementations, make 4 passes."""
 
 
-def _online(name: str, loss: Loss, makes: Maker, **changes: Any) -> Method:
+def _online(name: str, loss: Loss, makes: SampleBuilder, **changes: Any) -> Method:
     """An online method. changes: of its defaults and other fields."""
     rollout = ROLLOUT_DEFAULTS | changes.pop("rollout", {})
     return Method(name, loss, makes, rollout_defaults=rollout, **changes)
@@ -146,16 +146,16 @@ def _online(name: str, loss: Loss, makes: Maker, **changes: Any) -> Method:
 
 ONLINE: dict[str, Method] = {
     "rejection": _online(
-        "rejection", LOSSES["sft"], Maker(best_of_n, exclusion_reasons),
+        "rejection", LOSSES["sft"], SampleBuilder(best_of_n, exclusion_reasons),
         rollout={"mask_truncated": True},
     ),
     **{
-        f"online_{name}": _online(f"online_{name}", row, Maker(pairs))
+        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(pairs))
         for name, row in LOSSES.items()
         if row.view == "pair"
     },
     **{
-        f"online_{name}": _online(f"online_{name}", row, Maker(thumbs))
+        f"online_{name}": _online(f"online_{name}", row, SampleBuilder(thumbs))
         for name, row in LOSSES.items()
         if row.data == "judgement"
     },
@@ -224,7 +224,7 @@ def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
     method, rollout = method_in(recipe), recipe.rollout
     assert method.makes is not None
     reads = method.makes.reads
-    several = method.follows_policy and rollout.steps_per_round > 1  # the policy moves within the round
+    several = method.is_on_policy and rollout.steps_per_round > 1  # the policy moves within the round
     old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
     # The sampler's log-probabilities are over its nucleus then, those of the reference over all tokens.
     old = old or rollout.top_p < 1

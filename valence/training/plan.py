@@ -18,9 +18,9 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.tensor import check_shares
 from valence.models import speed
+from valence.models.build import DTYPES
 from valence.models.checkpointing import recompute_layers
 from valence.models.memory import Memory, Split, free_memory
-from valence.models.models import DTYPES
 from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
 from valence.reports.console import duration
@@ -28,7 +28,7 @@ from valence.training.build import best_device, check_vocabulary, layers_of, pay
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
 from valence.training.sharding import LEAST, MARGIN, check_offload, choose, fits_whole, least_free, memory_of, sampled_in
-from valence.types import Encoded, plural
+from valence.types import TokenizedExample, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
 LOOKED_AT = 4  # steps whose work is counted
@@ -84,7 +84,7 @@ class Plan:
     def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
         units = [sampler.units[i] for i in sampler.step(number)[0]]
         trained, both = _work(units), list(units)
-        if method.mismatches:
+        if method.needs_kl_pairs:
             both += make_kl_pairs_in_groups(units, len(units), "next", max_length=self.prepared.recipe.data.max_length)
         return method, trained, _work(both) - trained
 
@@ -178,7 +178,7 @@ def describe(plan: Plan) -> list[str]:
     method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
     longest = max(map(_rows, units))
-    mismatched = ", and as many in KL pairs without gradient" if method.mismatches else ""
+    mismatched = ", and as many in KL pairs without gradient" if method.needs_kl_pairs else ""
     trained = "all trained" if shape.full else f"{shape.trained:,} of them trained"
     narrow = f", {shape.quantized:,} in 4 bits" if shape.quantized else ""
     total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
@@ -251,12 +251,12 @@ def _shared(plan: Plan) -> list[str]:
     return [f"{plan.processes} processes: each holds {held}{auto}"]
 
 
-def _rows(unit: Encoded) -> int:
+def _rows(unit: TokenizedExample) -> int:
     """Tokens that run for a unit, whose answers share their prompt."""
     return len(unit.prompt_ids) + sum(len(answer.ids) for answer in unit.answers)
 
 
-def _work(units: Sequence[Encoded]) -> Work:
+def _work(units: Sequence[TokenizedExample]) -> Work:
     """Of one pass over these units, were they all in one micro-batch."""
     tree = StepPacker(units).tree
     return Work(

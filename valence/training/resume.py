@@ -42,7 +42,7 @@ MAY_GO_ON = ("run.early_stop", "train.max_zero_gradient_steps", "rollout.", "rew
 
 
 @dataclass(frozen=True)
-class Earlier:
+class PreviousRun:
     """What a run that is taken up was. ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and
     rows that differ and may, and how."""
 
@@ -173,7 +173,7 @@ class Earlier:
         return "\n".join(lines)
 
 
-def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Earlier:
+def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> PreviousRun:
     """The run in this folder. Raises UserError, with a list of differences, when it is not the one that the recipe describes,
     but for what is allowed by name (a setting, or a section with all in it)."""
     place, was, changed = by_first(folder.group, partial(_look, folder, prepared, allow))
@@ -181,7 +181,7 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Ea
     lazy = HEAVY if folder.group.size > 1 else ()
     state = store.load(saved.path, shards.read, lazy) if saved and saved.has_state else None
     prepared = _as_recorded(prepared, was)
-    found = Earlier(folder, prepared, saved, state, was, changed)
+    found = PreviousRun(folder, prepared, saved, state, was, changed)
     if found.finished:
         if not state:
             folder.say(f"no state of it is kept: its weights are those in {folder.path / 'model'}")
@@ -222,7 +222,7 @@ def _as_recorded(prepared: Prepared, was: Mapping[str, Any]) -> Prepared:
     return replace(prepared, source=source, recipe=source.recipe)
 
 
-def take_up(run: Run, earlier: Earlier) -> None:
+def take_up(run: Run, earlier: PreviousRun) -> None:
     """Puts a run where the earlier one was saved last; before the first checkpoint, where it began.
 
     Raises UserError when the state is of another model, optimizer or schedule.
@@ -266,14 +266,14 @@ def take_up(run: Run, earlier: Earlier) -> None:
     run.saver.saved = earlier.state["counters"]["step"], earlier.state["counters"]["settled"]
 
 
-def _budget(run: Run, earlier: Earlier) -> None:
+def _budget(run: Run, earlier: PreviousRun) -> None:
     planned = [[0, "evaluation", run.budget.at(0, "evaluation")]]
     if "train.micro_batch_tokens" in earlier.changed:
         planned = [[0, "evaluation", run.planned_tokens()]]
     run.budget.load_state_dict([list(change) for change in earlier.budget] or planned)
 
 
-def _hyper(run: Run, earlier: Earlier, fresh: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
+def _hyper(run: Run, earlier: PreviousRun, fresh: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
     """Settings of the optimizer that were changed on purpose, and the learning rate where the number of steps has grown."""
     names = [name for setting, names in HYPER.items() if setting in earlier.changed and run.own_optimizer for name in names]
     for group, settings in zip(run.optimizer.param_groups, fresh, strict=True):
@@ -286,7 +286,7 @@ def _hyper(run: Run, earlier: Earlier, fresh: Sequence[Mapping[str, Any]], bases
         group["lr"] = base * factor(run.scheduler.last_epoch)
 
 
-def _selections(run: Run, earlier: Earlier, longer: bool) -> None:
+def _selections(run: Run, earlier: PreviousRun, longer: bool) -> None:
     """The best evaluation so far is none when others follow that do not compare. A run that ended early is given another try
     where it is to go on: it is ``longer`` now than when it was saved, or ends for another reason."""
     patience = earlier.was["settings"].get("run.early_stop.patience")
@@ -299,7 +299,7 @@ def _selections(run: Run, earlier: Earlier, longer: bool) -> None:
             each.reset()
 
 
-def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: Earlier | None) -> None:
+def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: PreviousRun | None) -> None:
     """Writes what is known before the first step, or before the next one. tokens: that run at once."""
     folder.write("config.yaml", add_checksum_line(prepared.source.to_yaml()))
     audits = {

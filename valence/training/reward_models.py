@@ -16,7 +16,7 @@ from valence.config.load import LISTS, LoadedRecipe
 from valence.config.schema import Dtype, Recipe
 from valence.data.encode import Encoder, Unusable
 from valence.errors import UserError
-from valence.models.models import DTYPES
+from valence.models.build import DTYPES
 from valence.models.shape import skeleton
 from valence.rewards.build import KINDS
 from valence.rewards.calls import Backend
@@ -27,7 +27,7 @@ from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
 from valence.training.sharding import at_rest
 from valence.training.target import is_run, load_target
-from valence.types import Answer, Chat, Completion, Content, Demonstration, Encoded, Origin, Score
+from valence.types import Chat, Completion, Content, Demonstration, Origin, Score, TokenizedCompletion, TokenizedExample
 
 HERE = Origin("an answer", 0)
 
@@ -54,12 +54,16 @@ class Settings(BaseModel):
     """Run the code that the model comes with."""
 
 
-def as_row(encoder: Encoder, completion: Completion) -> Encoded | Unusable:
+def as_row(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
     """A completion as the rows that a model was trained on are; of one without text, which no row may be, the end alone."""
     if completion.text.strip():
         return encoder.encode(as_example(completion))
     unit = encoder.encode(as_example(replace(completion, text=".")))
-    return replace(unit, answers=(Answer(unit.answers[0].ids[-1:], (True,)),)) if isinstance(unit, Encoded) else unit
+    return (
+        replace(unit, answers=(TokenizedCompletion(unit.answers[0].ids[-1:], (True,)),))
+        if isinstance(unit, TokenizedExample)
+        else unit
+    )
 
 
 @dataclass
@@ -70,7 +74,7 @@ class ModelScores:
     judge: Rewards
     encoder: Encoder
     settings: Settings
-    read: Callable[[Encoder, Completion], Encoded | Unusable] = as_row
+    read: Callable[[Encoder, Completion], TokenizedExample | Unusable] = as_row
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -87,15 +91,15 @@ class ModelScores:
 
     def _scores(self, completions: Sequence[Completion]) -> list[Score]:
         encoded = [self.read(self.encoder, completion) for completion in completions]
-        places = [i for i, unit in enumerate(encoded) if isinstance(unit, Encoded)]
-        numbers = dict(zip(places, self._numbers([cast(Encoded, encoded[i]) for i in places]), strict=True))
+        places = [i for i, unit in enumerate(encoded) if isinstance(unit, TokenizedExample)]
+        numbers = dict(zip(places, self._numbers([cast(TokenizedExample, encoded[i]) for i in places]), strict=True))
         return [
             Score(None, error=f"the reward model cannot read it: {unit.reason}") if isinstance(unit, Unusable)
             else self._score(numbers[i])
             for i, unit in enumerate(encoded)
         ]  # fmt: skip
 
-    def _numbers(self, units: Sequence[Encoded]) -> list[Numbers]:
+    def _numbers(self, units: Sequence[TokenizedExample]) -> list[Numbers]:
         found: dict[int, Numbers] = {}
         for batch in make_micro_batches(units, self.settings.tokens, self.judge.device):
             try:

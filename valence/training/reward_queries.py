@@ -9,10 +9,10 @@ from typing import Any, cast
 from valence.data.encode import Encoder, Unusable
 from valence.rewards.calls import Backend
 from valence.training.reward_models import HERE, ModelScores, reward_model
-from valence.types import Completion, Demonstration, Encoded, Ids
+from valence.types import Completion, Demonstration, Ids, TokenizedExample
 
 
-def as_it_is(encoder: Encoder, completion: Completion) -> Encoded | Unusable:
+def as_it_is(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
     """A text as the tokens that it is, without any that a tokenizer or a template would add."""
     ids = tuple(cast(list[int], encoder.tokenizer(completion.text, add_special_tokens=False)["input_ids"]))
     return encoder.encode(Demonstration(prompt=Ids(ids[:1]), completion=Ids(ids[1:]), origin=HERE))

@@ -21,8 +21,8 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered, same
 from valence.errors import UserError
+from valence.models.build import position_limit
 from valence.models.digest import model_digest
-from valence.models.models import position_limit
 from valence.reports.console import Progress, number
 from valence.rollouts.protocol import Sampling
 from valence.terminal import Terminal, print_message
@@ -216,7 +216,7 @@ class _Writer:
 
     def __post_init__(self) -> None:
         run = self.run
-        if run.prepared.method.of_scores:
+        if run.prepared.method.is_reward_model:
             raise UserError(
                 "a reward model scores answers and gives none",
                 code="reward-model-cannot-generate",
@@ -226,7 +226,7 @@ class _Writer:
         self.tokens = [self._encoded(prompt) for prompt in self.prompts]
         self.sampler = InProcess(run)
         self.sampler.generator.batch_size = self.at_once
-        self.deals = self.group.size > 1 and not (run.policy.lockstep or run.policy.shared)
+        self.deals = self.group.size > 1 and not (run.policy.is_sharded or run.policy.shared)
         self._check_positions()
 
     def _encoded(self, prompt: Prompt) -> tuple[int, ...]:

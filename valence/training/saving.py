@@ -17,12 +17,12 @@ from valence.distributed import shards
 from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.losses.stats import RewardShift
-from valence.models.cache import Cached
-from valence.models.reference import AdapterOff, Following
+from valence.models.cache import CachedReference
+from valence.models.reference import AdapterDisabledReference, SyncedReference
 from valence.reports.metrics import Meter
 from valence.reports.sinks import JsonlSink
 from valence.training.folder import RunFolder
-from valence.training.track import Window
+from valence.training.track import MetricsWindow
 
 if TYPE_CHECKING:
     from valence.training.finish import About
@@ -75,7 +75,7 @@ class PerProcess:
         if len(state) != group.size:
             window.meter = Meter()
             for each in state[group.rank :: group.size]:
-                other = Window()
+                other = MetricsWindow()
                 other.load_state_dict(each["window"])
                 window.add(other)
             window.tokens_of = [sum(window.tokens_of), *[0] * (group.size - 1)] if window.tokens_of else []
@@ -93,7 +93,7 @@ def load_weights(run: Run, state: Mapping[str, Any]) -> None:
     Raises UserError when it is of another model.
     """
     _put_weights(run, state["weights"])
-    if isinstance(run.reference, Following):
+    if isinstance(run.reference, SyncedReference):
         _put_reference(run, state["reference"])
     _put_shifts(run, state["shifts"])
     run.counters.load_state_dict(state["counters"])
@@ -104,7 +104,7 @@ def _weights(run: Run) -> dict[str, Any]:
     """The trained weights, and a digest of the frozen ones under an adapter."""
     adapted = hasattr(run.policy.model, "peft_config")
     if adapted and run.base is None:
-        run.base = AdapterOff(run.policy).digests().weights
+        run.base = AdapterDisabledReference(run.policy).digests().weights
     return {"base": run.base, "values": dict(run.trained)}
 
 
@@ -124,7 +124,7 @@ def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
 
 
 def _reference(run: Run) -> dict[str, Any]:
-    if isinstance(run.reference, Following):
+    if isinstance(run.reference, SyncedReference):
         return {"digest": None, "weights": dict(run.reference.weights)}
     if run.reference is not None and run.compared is None:
         run.compared = run.reference.digests().weights  # once: it never changes, and hashing it takes as long as a save
@@ -132,7 +132,7 @@ def _reference(run: Run) -> dict[str, Any]:
 
 
 def _put_reference(run: Run, state: Mapping[str, Any]) -> None:
-    if isinstance(run.reference, Following):
+    if isinstance(run.reference, SyncedReference):
         store.put(state["weights"], run.reference.weights)
     elif state["digest"] != _reference(run)["digest"]:
         name = run.recipe.reference.model or run.recipe.model.name
@@ -172,7 +172,7 @@ class Saver:
 
         self.look_at_best()
         self.about = about_model(self.run) if self.run.recipe.run.save_hf else None
-        if not isinstance(self.run.reference, Cached) or self.run.world.size == 1:
+        if not isinstance(self.run.reference, CachedReference) or self.run.world.size == 1:
             return
         said = None
         try:
@@ -194,7 +194,7 @@ class Saver:
         stands = counters["step"], counters["settled"]
         if not counters["step"] or self.saved == stands:
             return
-        cached = self.run.reference if isinstance(self.run.reference, Cached) else None
+        cached = self.run.reference if isinstance(self.run.reference, CachedReference) else None
         self.checkpoints.save(
             counters["step"],
             state if wanted.save_state else None,

@@ -17,7 +17,7 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered
 from valence.errors import UserError
-from valence.models.cache import Cached
+from valence.models.cache import CachedReference
 from valence.reports.console import Progress
 from valence.terminal import Terminal, print_message
 from valence.training.build import build_models
@@ -28,7 +28,7 @@ from valence.training.methods import method_in, method_of
 from valence.training.setup import prepare
 from valence.training.signals import Stop
 from valence.training.step import Objective
-from valence.types import Batch, Encoded
+from valence.types import MicroBatch, TokenizedExample
 
 
 def score(
@@ -40,7 +40,7 @@ def score(
     console: Console | None = None,
     quiet: bool = False,
     command: str = "valence.score(...)",
-) -> Cached:
+) -> CachedReference:
     """Fills the reference cache of a recipe, each process of the group with its share. What is there already is not computed.
 
     verify: of how many sequences the values are computed again afterwards and compared. Raises UserError when the recipe keeps no
@@ -90,7 +90,7 @@ def score(
             folder.claim()
             folder.state(command=command, started=now(), status="scored")
         policy, cached = build_models(prepared, group=world, fills=True)
-        assert isinstance(cached, Cached)
+        assert isinstance(cached, CachedReference)
         run = Run(prepared, policy, cached, console=console, quiet=quiet, stop=stop, world=world)
         _fill(run, cached)
         try:
@@ -108,17 +108,17 @@ def score(
     return cached
 
 
-def passes(run: Run) -> Iterator[list[Encoded]]:
+def passes(run: Run) -> Iterator[list[TokenizedExample]]:
     """The units whose sequences a run compares with its reference, as they come together: those of each step that is left, of an
     evaluation, of the test, and of the training rows that are measured afterwards; behind them those of the mismatched sequences
     that go with them."""
     for objective, units, following in _own(run):
         yield units
-        if objective.method.mismatches:
+        if objective.method.needs_kl_pairs:
             yield objective.make_kl_pairs(units, following)[0]
 
 
-def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]]]:
+def _own(run: Run) -> Iterator[tuple[Objective, list[TokenizedExample], Iterator[TokenizedExample]]]:
     """Units of steps and of all that is measured with what they train, and those that follow in their epoch."""
     samplers = [(run.objective, run.sampler, run.counters.first)] if run.sampler else []
     samplers += [(objective, part.sampler, run.counters.firsts.get(part.rows, 0)) for part, objective in run.mixed]
@@ -134,25 +134,25 @@ def _own(run: Run) -> Iterator[tuple[Objective, list[Encoded], Iterator[Encoded]
         yield run.objective, trained, iter(())
 
 
-def _trained(run: Run) -> list[Encoded]:
+def _trained(run: Run) -> list[TokenizedExample]:
     """The training rows that are measured afterwards; none where these few make no whole, as then they are not."""
     units = trained_units(run)
     units = [units[i] for i in canonical_order(units, 0, 0)]
     try:
-        if run.objective.method.mismatches:
+        if run.objective.method.needs_kl_pairs:
             run.objective.make_kl_pairs(units, iter(()))
     except UserError:
         return []
     return units
 
 
-def _fill(run: Run, cached: Cached) -> None:
+def _fill(run: Run, cached: CachedReference) -> None:
     group = run.group
-    total = sum(len(unit.answers) * (1 + objective.method.mismatches) for objective, units, _ in _own(run) for unit in units)
+    total = sum(len(unit.answers) * (1 + objective.method.needs_kl_pairs) for objective, units, _ in _own(run) for unit in units)
     done = tokens = 0
     with Progress(run.console, "scoring", total, quiet=run.quiet) as bar:
 
-        def scored(batch: Batch) -> None:
+        def scored(batch: MicroBatch) -> None:
             nonlocal done, tokens
             cached(batch)
             done += batch.sequences * group.size  # about what the others have done as well
@@ -163,7 +163,7 @@ def _fill(run: Run, cached: Cached) -> None:
             run.objective.run_micro_batches(run.objective.divide(units), scored, cached.beside)
 
 
-def _verified(run: Run, cached: Cached, number: int) -> str:
+def _verified(run: Run, cached: CachedReference, number: int) -> str:
     """What to say after so many sequences, drawn from all rows, were computed again. Raises UserError when they differ."""
     units = [unit for corpus in run.prepared.corpora.values() for unit in corpus.units]
     chosen = random.Random(run.recipe.train.seed).sample(units, min(number, len(units)))

@@ -21,14 +21,14 @@ from valence.data.sampler import Sampler
 from valence.data.targets import ONE, attribute_names, check_range, verdict, with_targets
 from valence.data.template import with_template
 from valence.errors import UserError
+from valence.models.build import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.loading import must_exist
-from valence.models.models import DTYPES, generation_stops, load_tokenizer, stops_of
 from valence.models.quantized import check_library
 from valence.training.choices import with_dtype
 from valence.training.methods import Method, method_in, method_of, reads_reference
 from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
-from valence.types import Answer, Chat, Encoded, Example
+from valence.types import Chat, Example, TokenizedCompletion, TokenizedExample
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Corpus:
     audit: Audit
 
     @property
-    def units(self) -> tuple[Encoded, ...]:
+    def units(self) -> tuple[TokenizedExample, ...]:
         return self.encoded.units
 
     @cached_property
@@ -115,7 +115,7 @@ class Prepared:
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
-        most = Answer((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
+        most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
         sides = 2 if self.method.loss.view == "pair" else 1
         each = {"rejection": rollout.top_n}.get(self.method.name, 1 if sides == 2 else rollout.num_rollouts)
         units = tuple(replace(unit, answers=(most,) * sides) for unit in self.corpora["train"].units for _ in range(each))
@@ -280,7 +280,7 @@ def _with_advice(corpus: Corpus, recipe: Recipe, name: str) -> Corpus:
     return corpus if follows else replace(corpus, audit=replace(corpus.audit, weights=None))
 
 
-def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
+def _weights(method: str, units: Sequence[TokenizedExample]) -> dict[str, Any]:
     """Settings of a loss in place of `class_weights: auto`."""
     balances = method_of(method).loss.balances
     assert balances is not None
@@ -292,7 +292,7 @@ def _weights(method: str, units: Sequence[Encoded]) -> dict[str, Any]:
 def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     """The recipe of a reward model with what it learns of a row, and the names of what it scores."""
     recipe = source.recipe
-    if not method_in(recipe).of_scores or not corpora:
+    if not method_in(recipe).is_reward_model or not corpora:
         return source
     units = corpora.get("train", next(iter(corpora.values()))).units
     kind = recipe.loss.get("verdict", "score")
@@ -388,7 +388,7 @@ def _check(prepared: Prepared) -> None:
                 where=str(corpus.units[0].origin),
                 fix="give some of them a weight",
             )
-        if method.mismatches and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
+        if method.needs_kl_pairs and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
             most = prepared.recipe.eval.max_examples if name == "eval" else None
             make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
     if "train" in prepared.corpora and prepared.total_steps == 0:
@@ -408,7 +408,7 @@ def _loss_of(recipe: Recipe, corpus: str) -> Mapping[str, Any]:
     return next((part.loss for i, part in enumerate(recipe.mix) if corpus == _mix(i)), recipe.loss)
 
 
-def _check_columns(method: Method, units: Sequence[Encoded]) -> None:
+def _check_columns(method: Method, units: Sequence[TokenizedExample]) -> None:
     """No row has a column that the method would ignore."""
     for column, reads, has in (
         ("margin", "margin", [unit for unit in units if unit.margin != 0]),

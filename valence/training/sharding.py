@@ -17,10 +17,10 @@ from valence.distributed.protocol import Group
 from valence.distributed.tensor import tensor_parallel
 from valence.distributed.together import same
 from valence.errors import UserError
+from valence.models.build import DTYPES
 from valence.models.loading import fingerprint
-from valence.models.logprobs import Engine
 from valence.models.memory import Memory, Split, predict, sampled, with_values
-from valence.models.models import DTYPES
+from valence.models.policy_model import PolicyModel
 from valence.models.shape import Shape, decoder_layers
 from valence.models.stream import Stream
 from valence.training.setup import Prepared
@@ -93,7 +93,7 @@ def at_rest(recipe: Recipe) -> torch.dtype:
 
 
 def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
-    """Of products, keys and values while answers are sampled (see ``Engine.sampling``)."""
+    """Of products, keys and values while answers are sampled (see ``PolicyModel.sampling``)."""
     return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
 
 
@@ -162,7 +162,7 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
     same(group, lambda: facts, "let all processes read the same folders, as from a disk that they share")
 
 
-def share(engine: Engine, stream: Stream | None, split: Split, data: Group, layers: Group, device: torch.device) -> None:
+def share(engine: PolicyModel, stream: Stream | None, split: Split, data: Group, layers: Group, device: torch.device) -> None:
     """Leaves each process its part of an engine's weights, and reads that from the files, unless they were loaded whole. data:
     the processes that have other rows; layers: those that share each layer."""
     tensor_parallel(engine.model, layers)

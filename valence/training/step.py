@@ -29,22 +29,22 @@ from valence.losses import stats
 from valence.losses.average import Average, counts, divisors
 from valence.losses.metrics import mean
 from valence.losses.views import seq_view, sides, token_columns
-from valence.models.cache import Cached
+from valence.models.cache import CachedReference
 from valence.models.gradients import clear
-from valence.models.logprobs import Engine
 from valence.models.memory import out_of_memory
+from valence.models.policy_model import PolicyModel
 from valence.models.reference import Reference
 from valence.models.router import ROUTER_AUX_LOSS, num_trained_tokens
 from valence.models.scores import Scorer
 from valence.training.methods import Method
-from valence.types import Batch, Encoded, Mean, Ranked, TokenOut, sent
+from valence.types import Mean, MicroBatch, PolicyOutput, Ranked, TokenizedExample, sent
 
-Progress = Callable[[Batch | None], None]
+Progress = Callable[[MicroBatch | None], None]
 """Called after each micro-batch; with None where this process had none."""
 Result = TypeVar("Result")
 
 
-def no_progress(batch: Batch | None) -> None:
+def no_progress(batch: MicroBatch | None) -> None:
     """Report nothing."""
 
 
@@ -123,7 +123,7 @@ class Objective:
 
     method: Method
     settings: dict[str, Any]
-    policy: Engine
+    policy: PolicyModel
     reference: Reference | None
     group: Group
     micro_batch_tokens: int
@@ -133,8 +133,8 @@ class Objective:
 
     def run(
         self,
-        examples: Sequence[Encoded],
-        following: Iterable[Encoded] = (),
+        examples: Sequence[TokenizedExample],
+        following: Iterable[TokenizedExample] = (),
         *,
         backward: bool,
         rows: bool = False,
@@ -153,9 +153,9 @@ class Objective:
         averaged, if not those of these examples.
         """
         # Build the prefix tree of the step, and divide it into micro-batches.
-        kl_pairs: list[Encoded] = []
+        kl_pairs: list[TokenizedExample] = []
         groups: list[int] | None = None
-        if self.method.mismatches:
+        if self.method.needs_kl_pairs:
             kl_pairs, groups = self.make_kl_pairs(examples, following)
         packer = StepPacker(examples, kl_pairs, groups, self.policy.device)
         is_joined = backward and self._fits_one_micro_batch(packer)
@@ -182,7 +182,7 @@ class Objective:
         # Forward, loss and backward of each micro-batch.
         step = _Step(
             self, result, batches, count, shared, weight=weight, backward=backward, rows=rows,
-            is_last=is_last, entropy=entropy and not self.method.of_scores, progress=progress,
+            is_last=is_last, entropy=entropy and not self.method.is_reward_model, progress=progress,
             router_tokens=(router_tokens or total_tokens(examples))
             if backward and self.router_aux_loss
             else 0,
@@ -201,7 +201,9 @@ class Objective:
 
     # Dividing a step
 
-    def make_kl_pairs(self, examples: Sequence[Encoded], following: Iterable[Encoded]) -> tuple[list[Encoded], list[int]]:
+    def make_kl_pairs(
+        self, examples: Sequence[TokenizedExample], following: Iterable[TokenizedExample]
+    ) -> tuple[list[TokenizedExample], list[int]]:
         """Return the KL pairs of a step, and which reference point each example belongs to."""
         scope = self.settings["z0_scope"]
         if scope == "step":
@@ -223,14 +225,14 @@ class Objective:
             and packer.num_unique_tokens <= self.micro_batch_tokens
         )
 
-    def divide(self, examples: Sequence[Encoded]) -> RankBatches:
+    def divide(self, examples: Sequence[TokenizedExample]) -> RankBatches:
         """Return this rank's micro-batches of these examples."""
         packer = StepPacker(examples, device=self.policy.device)
         return self._divide(packer, packer.example_indices)
 
     def _divide(self, packer: StepPacker, indices: Sequence[int]) -> RankBatches:
         """Divide into micro-batches so small that each rank may have one, and balance the ranks."""
-        size, is_sharded = self.group.size, self.policy.lockstep
+        size, is_sharded = self.group.size, self.policy.is_sharded
         share = -(-packer.num_tokens(indices) // size)
         packed = packer.pack(indices, max(1, min(self.micro_batch_tokens, share)))
         hidden: int = self.policy.causal.config.get_text_config().hidden_size
@@ -246,7 +248,7 @@ class Objective:
 
     # Statistics of the step
 
-    def _shared_statistics(self, batches: Sequence[Batch], result: StepResult) -> dict[str, Tensor]:
+    def _shared_statistics(self, batches: Sequence[MicroBatch], result: StepResult) -> dict[str, Tensor]:
         """Statistics of the whole step that need no forward pass."""
         loss, device = self.method.loss, self.policy.device
         shared: dict[str, Tensor] = {}
@@ -264,7 +266,7 @@ class Objective:
     def _estimate_z0(self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress) -> dict[str, Tensor]:
         """Estimate the reference points of KTO from KL pairs in micro-batches of their own."""
 
-        def measure(batch: Batch) -> Tensor:
+        def measure(batch: MicroBatch) -> Tensor:
             ref = self.reference_logps(batch)
             return self._kl_sums(batch, self.policy(batch), ref)
 
@@ -275,7 +277,7 @@ class Objective:
         return self._reference_points(torch.stack(sums or [zero]).sum(0), result)
 
     @torch.no_grad()
-    def _kl_sums(self, batch: Batch, out: TokenOut, ref: Tensor | None) -> Tensor:
+    def _kl_sums(self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Tensor:
         """Sums and counts of log-ratios of the KL pairs, by reference point: [2, groups]."""
         assert self.method.loss.statistic is not None
         _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
@@ -293,8 +295,8 @@ class Objective:
     def run_micro_batches(
         self,
         batches: RankBatches,
-        run: Callable[[Batch], Result],
-        join_collectives: Callable[[Batch], object],
+        run: Callable[[MicroBatch], Result],
+        join_collectives: Callable[[MicroBatch], object],
         progress: Progress = no_progress,
     ) -> list[Result]:
         """Run this rank's micro-batches, as often as the rank with the most.
@@ -305,7 +307,7 @@ class Objective:
         Out of memory: where forwards are collective the rank raises UserError. Elsewhere all
         ranks raise together, after the last round, an error that ``out_of_memory`` recognizes.
         """
-        is_sharded = self.policy.lockstep
+        is_sharded = self.policy.is_sharded
         results: list[Result] = []
         failure: BaseException | None = None
         for k in range(batches.num_rounds):
@@ -326,14 +328,14 @@ class Objective:
             raise failure or torch.OutOfMemoryError("another process ran out of memory")
         return results
 
-    def reference_logps(self, batch: Batch, *, is_dummy: bool = False) -> Tensor | None:
+    def reference_logps(self, batch: MicroBatch, *, is_dummy: bool = False) -> Tensor | None:
         """Log-probabilities of the reference, if there is one. Dummy rows are not cached."""
-        if is_dummy and isinstance(self.reference, Cached):
+        if is_dummy and isinstance(self.reference, CachedReference):
             return self.reference.beside(batch)
         return self.reference(batch) if self.reference else None
 
     @torch.no_grad()
-    def join_collectives(self, dummy: Batch) -> None:
+    def join_collectives(self, dummy: MicroBatch) -> None:
         """Take part in forward passes of other ranks, without a gradient."""
         self.reference_logps(dummy, is_dummy=True)
         self.policy(dummy)
@@ -404,13 +406,13 @@ class _Step:
     def run_separately(self) -> list[Tensor]:
         """Run each micro-batch forward and backward. Returns the loss of each."""
 
-        def join(dummy: Batch) -> None:
+        def join(dummy: MicroBatch) -> None:
             self.objective.reference_logps(dummy, is_dummy=True)
             self._backward_through_logps(dummy, None)
 
         return self.objective.run_micro_batches(self.batches, self._forward_backward, join, self.progress)
 
-    def _forward_backward(self, batch: Batch) -> Tensor:
+    def _forward_backward(self, batch: MicroBatch) -> Tensor:
         objective, loss = self.objective, self.objective.method.loss
         ref = objective.reference_logps(batch)
         with torch.set_grad_enabled(self.backward):
@@ -436,7 +438,7 @@ class _Step:
         is_idle = not self.batches.local
         leaves: list[Tensor] = []
 
-        def read(batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        def read(batch: MicroBatch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
             ref = objective.reference_logps(batch, is_dummy=is_idle)
             with torch.no_grad():
                 out = objective.policy(batch, self._outputs)
@@ -464,7 +466,7 @@ class _Step:
             )
         return part.detach() / group.size  # every process has computed the same loss
 
-    def _backward_through_logps(self, batch: Batch, gradient: Tensor | None) -> None:
+    def _backward_through_logps(self, batch: MicroBatch, gradient: Tensor | None) -> None:
         """Run backward from the gradient of the log-probabilities; None: add nothing."""
         with torch.set_grad_enabled(self.backward):
             out = self.objective.policy(batch, () if gradient is None else self._router_outputs)
@@ -477,13 +479,13 @@ class _Step:
         if not self.backward:
             return
         self._num_left -= 1
-        if self.objective.policy.lockstep:
+        if self.objective.policy.is_sharded:
             from valence.distributed.fsdp2 import sync_gradients
 
             sync_gradients(self.objective.policy, self.is_last and self._num_left == 0)
         part.backward()
 
-    def _with_router_loss(self, part: Tensor, batch: Batch, out: TokenOut) -> Tensor:
+    def _with_router_loss(self, part: Tensor, batch: MicroBatch, out: PolicyOutput) -> Tensor:
         """Add this micro-batch's share of the load-balancing loss to ``part``, and record it."""
         loss = out.router_aux_loss
         if loss is None:
@@ -496,7 +498,7 @@ class _Step:
         self.result.router_aux_loss = share * detached + (0 if total is None else total)
         return part + self.objective.router_aux_loss * share * loss
 
-    def _statistics(self, batch: Batch) -> dict[str, Tensor]:
+    def _statistics(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Statistics of the step, and the reference point of each sequence."""
         statistics = {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
         if "thresholds" in self.objective.method.loss.reads:
@@ -508,8 +510,8 @@ class _Step:
 
     def _record(
         self,
-        batch: Batch,
-        out: TokenOut,
+        batch: MicroBatch,
+        out: PolicyOutput,
         ref: Tensor | None,
         plain: dict[str, Tensor],
         view: dict[str, Tensor],
@@ -537,7 +539,7 @@ class _Step:
 
 
 def _sequence_results(
-    batch: Batch,
+    batch: MicroBatch,
     sums: dict[str, Tensor],
     scores: Tensor | None,
     rewards: Sequence[Tensor] | None,
@@ -605,15 +607,15 @@ class AuxiliaryLoss:
     name: str
     objective: Objective
     weight: float
-    examples: Sequence[Encoded]
-    following: Iterable[Encoded]
+    examples: Sequence[TokenizedExample]
+    following: Iterable[TokenizedExample]
 
 
 def optimizer_step(
     objective: Objective,
     optimizer: torch.optim.Optimizer,
-    examples: Sequence[Encoded],
-    following: Iterable[Encoded],
+    examples: Sequence[TokenizedExample],
+    following: Iterable[TokenizedExample],
     clip_norm: float | None,
     auxiliary: Sequence[AuxiliaryLoss] = (),
     entropy: bool = False,
@@ -722,7 +724,7 @@ def final_out_of_memory(is_collective: bool) -> Iterator[None]:
         ) from error
 
 
-def total_tokens(examples: Sequence[Encoded]) -> int:
+def total_tokens(examples: Sequence[TokenizedExample]) -> int:
     """Tokens of all sequences, a shared prompt once for each of them."""
     return sum(example.tokens for example in examples)
 

@@ -40,7 +40,7 @@ class Counters:
 
 
 @dataclass
-class Window:
+class MetricsWindow:
     """The steps since the last record: their numbers, tokens that ran, seconds, and what the last of them said about itself."""
 
     meter: Meter = field(default_factory=Meter)
@@ -65,7 +65,7 @@ class Window:
         """Takes in what each process ran in a step."""
         self.tokens_of = [a + b for a, b in zip(self.tokens_of or [0] * len(tokens_of), tokens_of, strict=True)]
 
-    def add(self, other: Window) -> None:
+    def add(self, other: MetricsWindow) -> None:
         """Takes in what another process measured in the same steps."""
         for name, mean in other.meter.means.items():
             self.meter.add({name: mean})
@@ -83,7 +83,7 @@ class Window:
         self.spent = dict(state["spent"])
 
 
-class Selection:
+class BestMetricTracker:
     """The best evaluation so far by one number, and how many have passed since."""
 
     best: float | None
@@ -158,7 +158,7 @@ COLLAPSE = 0.5
 """Share of their first log-probability by which preferred answers may become less likely (in nats: half as many again)."""
 
 
-class Watch:
+class AnomalyDetector:
     """Looks out for a loss that jumps, and for preferred answers that become much less likely than they were."""
 
     seen: int

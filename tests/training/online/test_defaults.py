@@ -14,13 +14,13 @@ from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import killed, train, weights
 from valence.config.load import load_recipe
-from valence.models.reference import AdapterOff, Frozen
+from valence.models.reference import AdapterDisabledReference, FrozenReference
 from valence.rollouts import HFGenerator
 from valence.training.methods import ONLINE, method_of, reads_reference
-from valence.training.online.makers import Answered
-from valence.types import Completion, Encoded, Origin
+from valence.training.online.sample_builders import RolloutGroup
+from valence.types import Completion, Origin, TokenizedExample
 
-POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].follows_policy]
+POLICY_GRADIENTS = [name for name in ONLINE if ONLINE[name].is_on_policy]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def test_the_clip_of_ppo_acts_by_default(place: Path) -> None:
 
 def test_the_divergence_is_measured_by_default_where_it_costs_no_second_model(place: Path) -> None:
     run, _ = train(recipe_without_eval(place, train={"max_steps": 1}), fresh=True)
-    assert isinstance(run.reference, AdapterOff)
+    assert isinstance(run.reference, AdapterDisabledReference)
     assert "kl" in logged(place)[-1]
     run, _ = train(recipe(place, rollout={"measure_kl": False}, train={"max_steps": 1}), fresh=True)
     assert run.reference is None
@@ -75,7 +75,7 @@ def test_the_divergence_is_measured_by_default_where_it_costs_no_second_model(pl
     assert run.reference is None
     assert "kl" not in logged(place)[-1]
     run, _ = train(recipe_without_eval(place, **full, rollout={"measure_kl": True}), fresh=True)
-    assert isinstance(run.reference, Frozen)
+    assert isinstance(run.reference, FrozenReference)
     assert "kl" in logged(place)[-1]
 
 
@@ -115,11 +115,11 @@ def test_settings_of_a_reference_that_is_not_loaded_are_refused(changes: dict[st
 # Truncated completions
 
 
-def answered() -> list[Answered]:
+def answered() -> list[RolloutGroup]:
     """Two groups of three completions each, of which one per group is truncated."""
-    groups: list[Answered] = []
+    groups: list[RolloutGroup] = []
     for g in range(2):
-        prompt = Encoded(
+        prompt = TokenizedExample(
             id=f"p{g}", origin=Origin("prompts.jsonl", 1 + g), kind="prompt", prompt_ids=(1, 2 + g),
             prompt_mask=(False, False), answers=(),
         )  # fmt: skip
@@ -127,11 +127,11 @@ def answered() -> list[Answered]:
             Completion(prompt.id, (5 + i, 6, 7), (-1.0,) * 3, "", "length" if i == g else "eos", index=i) for i in range(3)
         )
         columns = ({"old": (-1.0,) * 3, "ref": (-1.5,) * 3, "value": (0.1, 0.2, 0.3)},) * 3
-        groups.append(Answered(prompt, completions, (0.0, 1.0, 3.0), columns))
+        groups.append(RolloutGroup(prompt, completions, (0.0, 1.0, 3.0), columns))
     return groups
 
 
-def examples(place: Path, method: str, mask: bool) -> Sequence[Encoded]:
+def examples(place: Path, method: str, mask: bool) -> Sequence[TokenizedExample]:
     recipe_ = loaded(place, method, rollout={"mask_truncated": mask}).recipe
     makes = ONLINE[method].makes
     assert makes is not None

@@ -15,8 +15,8 @@ from tests.errors import raises_error
 from tests.training.online.rig import logged, make, recipe, recipe_without_eval
 from tests.training.resuming import facts, killed, train, weights
 from valence.rollouts import HFGenerator
-from valence.training.online.makers import Answered, best_of_n, exclusion_reasons
-from valence.types import Completion, Encoded, Origin
+from valence.training.online.sample_builders import RolloutGroup, best_of_n, exclusion_reasons
+from valence.types import Completion, Origin, TokenizedExample
 
 BY_INDEX = "tests.training.online.rewards:by_index"
 CONSTANT = "tests.training.online.rewards:constant"
@@ -28,19 +28,19 @@ def place(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def group(*rewards: float, truncated: tuple[int, ...] = ()) -> Answered:
+def group(*rewards: float, truncated: tuple[int, ...] = ()) -> RolloutGroup:
     """A prompt with a completion for each reward."""
-    prompt = Encoded(
+    prompt = TokenizedExample(
         id="p", origin=Origin("prompts.jsonl", 1), kind="prompt", prompt_ids=(1, 2),
         prompt_mask=(False, False), answers=(),
     )  # fmt: skip
     completions = tuple(
         Completion("p", (3 + i, 9), (-1.0, -1.0), "", "length" if i in truncated else "eos", index=i) for i in range(len(rewards))
     )
-    return Answered(prompt, completions, tuple(rewards))
+    return RolloutGroup(prompt, completions, tuple(rewards))
 
 
-def imitated(*groups: Answered, top_n: int = 1, min_reward: float | None = None, mask: bool = True) -> list[int]:
+def imitated(*groups: RolloutGroup, top_n: int = 1, min_reward: float | None = None, mask: bool = True) -> list[int]:
     """By their place in the group, the completions that are imitated."""
     return [unit.answers[0].ids[0] - 3 for unit in best_of_n(groups, top_n, min_reward, mask)]
 

@@ -25,7 +25,7 @@ from valence.training.online.collect import Collector
 from valence.types import Completion
 
 LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
-METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].follows_policy))
+METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].is_on_policy))
 
 FAST = ("rejection", "online_kto", "grpo", "ppo")
 """One of each family."""

@@ -19,7 +19,7 @@ from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.losses.policy import k1, k3
 from valence.models.memory import out_of_memory
-from valence.models.reference import Frozen
+from valence.models.reference import FrozenReference
 from valence.reports.console import Progress
 from valence.rewards.build import digests
 from valence.rewards.combine import Combined
@@ -29,10 +29,10 @@ from valence.training.evaluate import Evaluation, as_text
 from valence.training.measure import went_bad
 from valence.training.memory import with_memory
 from valence.training.methods import read_of_tokens
-from valence.training.online.makers import EXCLUSIONS, Answered, Maker
+from valence.training.online.sample_builders import EXCLUSIONS, RolloutGroup, SampleBuilder
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
 from valence.training.signals import Interrupted
-from valence.types import Batch, Chat, Completion, Encoded, Mean, Prompt, Score
+from valence.types import Chat, Completion, Mean, MicroBatch, Prompt, Score, TokenizedExample
 
 if TYPE_CHECKING:
     from valence.training.loop import Run
@@ -72,7 +72,7 @@ class Tally:
         numbers = self.numbers | seconds
         return {name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair)) for name, pair in numbers.items()}
 
-    def exclude(self, groups: Sequence[Answered], excluded: Mapping[str, int], num_unused: int) -> None:
+    def exclude(self, groups: Sequence[RolloutGroup], excluded: Mapping[str, int], num_unused: int) -> None:
         """Count the completions of these groups that must not be trained on, by reason, and the
         groups of which nothing is."""
         num_completions = sum(len(group.answers) for group in groups)
@@ -96,7 +96,7 @@ class Tally:
 class Asked:
     """A prompt to be answered: its tokens, and its row."""
 
-    unit: Encoded
+    unit: TokenizedExample
     prompt: Prompt
 
 
@@ -109,7 +109,7 @@ class Collector:
         self._coming: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = None
         self.latest: tuple[str, str, float | None] | None = None
         """A prompt, one of the last answers to it, and its reward, to be shown."""
-        if self.method.follows_policy:
+        if self.method.is_on_policy:
             run.policy.temperature = self.rollout.temperature
 
     @cached_property
@@ -133,7 +133,7 @@ class Collector:
         return InProcess(self.run) if self.rollout.engine == "openai" else self.generator
 
     @property
-    def _makes(self) -> Maker:
+    def _makes(self) -> SampleBuilder:
         assert self.method.makes is not None
         return self.method.makes
 
@@ -157,7 +157,7 @@ class Collector:
     def _tempered(self) -> Iterator[None]:
         """Inside the block, policy and reference are at the temperature of sampling."""
         run, heat = self.run, self.rollout.temperature
-        reference = run.reference.engine.tempered(heat) if isinstance(run.reference, Frozen) else nullcontext()
+        reference = run.reference.engine.tempered(heat) if isinstance(run.reference, FrozenReference) else nullcontext()
         with run.policy.tempered(heat), reference:
             yield
 
@@ -326,9 +326,9 @@ class Collector:
 
     def judged(
         self, asked: Sequence[Asked], answers: Sequence[Sequence[Completion]], scores: Sequence[Sequence[Score]], tally: Tally
-    ) -> list[Answered]:
+    ) -> list[RolloutGroup]:
         """Each prompt with those of its answers that have a score."""
-        found: list[Answered] = []
+        found: list[RolloutGroup] = []
         if asked:
             prompt = as_text(asked[0].prompt.prompt, self.run.prepared.tokenizer)
             self.latest = prompt, answers[0][0].text, scores[0][0].value
@@ -340,7 +340,7 @@ class Collector:
             self._tell(own, [judged[i] for i in kept], list(given.values()), tally)
             if kept:
                 rewards = tuple(value - self._overlong(len(own[i].tokens)) for i, value in given.items())
-                found.append(Answered(each.unit, tuple(own[i] for i in kept), rewards))
+                found.append(RolloutGroup(each.unit, tuple(own[i] for i in kept), rewards))
         tally.add("rollout/tied", [float(each.tied) for each in found])
         tally.add("rollout/duplicates", duplicates([a.tokens for own in answers for a in own]))
         return found
@@ -365,7 +365,7 @@ class Collector:
         tally.add("rollout/truncated", [float(each.stop == "length") for each in own])
         tally.add("rollout/failed", [0.0] * len(judged) + [1.0] * (len(own) - len(judged)))
 
-    def divergence(self, round: Sequence[Answered], tally: Tally) -> None:
+    def divergence(self, round: Sequence[RolloutGroup], tally: Tally) -> None:
         """How far the policy is from the reference, both at the temperature of sampling: KL(policy, reference) of an answer in
         nats, as the mean over answers of sum_t k3, which has no bias and less noise than k1; that goes into ``tally.apart``."""
         if self.run.reference is None:
@@ -377,7 +377,7 @@ class Collector:
                 tally.add("kl", [k3(own, ref).sum().item()])
                 tally.apart.append(k1(own, ref).sum().item())
 
-    def measured(self, round: Sequence[Answered], names: Sequence[str], tally: Tally) -> list[Answered]:
+    def measured(self, round: Sequence[RolloutGroup], names: Sequence[str], tally: Tally) -> list[RolloutGroup]:
         """The same with columns of these names: `old` (what the policy says now), `ref` (the reference), `value`."""
         if not names or not round:
             return list(round)
@@ -390,17 +390,17 @@ class Collector:
         return [replace(each, columns=tuple(next(rest) for _ in each.answers)) for each in round]
 
     @torch.no_grad()
-    def _columns(self, units: Sequence[Encoded], names: Sequence[str]) -> list[dict[str, tuple[float, ...]]]:
+    def _columns(self, units: Sequence[TokenizedExample], names: Sequence[str]) -> list[dict[str, tuple[float, ...]]]:
         run, objective = self.run, self.run.objective
         done = 0
         policy = run.policy.eval()
         try:
             with Progress(run.console, "measuring", len(units), quiet=run.quiet, brief=True) as bar, self._tempered():
 
-                def measure(batch: Batch) -> tuple[Batch, list[Tensor]]:
+                def measure(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
                     return batch, [column[batch.scored] for column in self._of(batch, names)]
 
-                def advance(batch: Batch | None) -> None:
+                def advance(batch: MicroBatch | None) -> None:
                     nonlocal done
                     done += (0 if batch is None else batch.sequences) * run.group.size
                     bar.update(min(done, len(units)))
@@ -415,7 +415,7 @@ class Collector:
         by_unit = {int(unit): values for unit, values in every}
         return [dict(zip(names, map(tuple, by_unit[i]), strict=True)) for i in range(len(units))]
 
-    def _of(self, batch: Batch, names: Sequence[str]) -> list[Tensor]:
+    def _of(self, batch: MicroBatch, names: Sequence[str]) -> list[Tensor]:
         found: dict[str, Tensor] = {}
         if "old" in names or "value" in names:
             out = self.run.policy(batch, ("value",) if "value" in names else ())
@@ -467,7 +467,7 @@ def duplicates(completions: Sequence[tuple[int, ...]]) -> list[float]:
     return [float(counts[tokens] > 1) for tokens in completions]
 
 
-def _by_unit(batch: Batch, columns: Sequence[Tensor]) -> list[Any]:
+def _by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
     """Each unit of a micro-batch of single answers, and its columns [N], token by token."""
     host = [column.cpu().double() for column in columns]
     owner = batch.read[1]

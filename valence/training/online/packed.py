@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from valence.types import Answer, Encoded, Origin
+from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weight", "source")
 """What of a unit is kept as it is."""
 
 
-def packed(units: Sequence[Encoded]) -> dict[str, Any]:
+def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
     """Units whose prompts are not trained on, and whose answers are: each with all of its tokens, or with none of them."""
     answers = [answer for unit in units for answer in unit.answers]
     columns: dict[str, list[float]] = {}
@@ -33,18 +33,18 @@ def packed(units: Sequence[Encoded]) -> dict[str, Any]:
     }
 
 
-def unpacked(state: Mapping[str, Any]) -> list[Encoded]:
+def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
     """The units that ``packed`` was given."""
     tokens = iter(state["tokens"].split([n for lengths in state["lengths"] for n in lengths]))
     complete = iter(state["complete"])
     masked = iter(state["masked"])
     sizes = [n for _, *lengths in state["lengths"] for n in lengths]
     columns = {name: iter(values.split(sizes)) for name, values in state["columns"].items()}
-    found: list[Encoded] = []
+    found: list[TokenizedExample] = []
     for row, (_, *lengths) in zip(state["rows"], state["lengths"], strict=True):
         prompt = tuple(next(tokens).tolist())
         answers = [
-            Answer(
+            TokenizedCompletion(
                 tuple(next(tokens).tolist()),
                 (not next(masked),) * n,
                 next(complete),
@@ -56,5 +56,5 @@ def unpacked(state: Mapping[str, Any]) -> list[Encoded]:
             "scores": tuple(row["scores"]), "attributes": tuple((name, score) for name, score in row["attributes"]),
             "origin": Origin(**row["origin"]),
         }  # fmt: skip
-        found.append(Encoded(**plain, prompt_ids=prompt, prompt_mask=(False,) * len(prompt), answers=tuple(answers)))
+        found.append(TokenizedExample(**plain, prompt_ids=prompt, prompt_mask=(False,) * len(prompt), answers=tuple(answers)))
     return found

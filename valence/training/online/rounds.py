@@ -13,9 +13,9 @@ from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
 from valence.training.online.collect import Asked, Collector, Tally
-from valence.training.online.makers import EXCLUSIONS, Answered, Exclusion
 from valence.training.online.packed import packed, unpacked
-from valence.types import Encoded, Prompt
+from valence.training.online.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
+from valence.types import Prompt, TokenizedExample
 
 if TYPE_CHECKING:
     from valence.training.loop import Run
@@ -62,7 +62,7 @@ class Rounds:
 
     # ------------------------------------------------------------------ what a step trains on
 
-    def next(self) -> tuple[list[Encoded], list[Encoded]]:
+    def next(self) -> tuple[list[TokenizedExample], list[TokenizedExample]]:
         """The units of the next optimizer step, and the others of the round."""
         own = self.steps[0]
         others = [i for i in range(len(self.units)) if i not in set(own)]
@@ -104,16 +104,16 @@ class Rounds:
             if before[name] != self.judges[name]:
                 self.run.warn(f"reward {name} has changed: answers from round {self.done} on are judged by what it is now")
 
-    def _hold(self, units: list[Encoded]) -> None:
+    def _hold(self, units: list[TokenizedExample]) -> None:
         """Takes units as those of the present round. They are packed once, as every step asks for the state."""
         self.units, self._packed = units, packed(units)
 
-    def _sampled(self, tally: Tally) -> list[Encoded]:
+    def _sampled(self, tally: Tally) -> list[TokenizedExample]:
         """What a round is trained on. Prompts that teach nothing have others in their place, where the method wants that or where
         nothing else is left."""
         run, rollout, method = self.run, self.run.recipe.rollout, self.run.prepared.method
         assert method.makes is not None
-        kept: list[Answered] = []
+        kept: list[RolloutGroup] = []
         why: tuple[str, str] = SAME
         for attempt in range(rollout.max_resample + 1):
             found = self._answered(self._take(run.recipe.train.batch_size - len(kept)), attempt, tally)
@@ -130,7 +130,7 @@ class Rounds:
         what = f"{rollout.max_resample + 1} rounds in a row had nothing to teach: {why[0]}"
         raise NothingToLearnError(what, code="nothing-to-learn", where=f"step {run.step}", fix=why[1])
 
-    def _count_excluded(self, groups: Sequence[Answered], tally: Tally) -> None:
+    def _count_excluded(self, groups: Sequence[RolloutGroup], tally: Tally) -> None:
         """Count what the method must not train on, where it excludes completions one by one."""
         method, rollout = self.run.prepared.method, self.run.recipe.rollout
         assert method.makes is not None
@@ -146,7 +146,7 @@ class Rounds:
         steered = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
         return {**self.run.recipe.loss, **steered}
 
-    def _answered(self, asked: Sequence[Asked], attempt: int, tally: Tally) -> list[Answered]:
+    def _answered(self, asked: Sequence[Asked], attempt: int, tally: Tally) -> list[RolloutGroup]:
         seed = seed_of(self.run.recipe.train.seed, "rollout", self.done, attempt)
         collector = self.collector
         rollout = self.run.recipe.rollout
@@ -164,7 +164,7 @@ class Rounds:
         self.collector.begin(self._take(run.recipe.train.batch_size), rollout.num_rollouts, seed + 1)
         self.consumed = begun
 
-    def _measured(self, round: Sequence[Answered], tally: Tally) -> list[Answered]:
+    def _measured(self, round: Sequence[RolloutGroup], tally: Tally) -> list[RolloutGroup]:
         """With what the method reads of the tokens, and what the log tells of them: of another model's answers nothing."""
         if self.run.recipe.rollout.engine == "openai":
             return list(round)
@@ -172,9 +172,9 @@ class Rounds:
         self.collector.divergence(found, tally)
         return found
 
-    def _paired(self, units: Sequence[Encoded]) -> bool:
+    def _paired(self, units: Sequence[TokenizedExample]) -> bool:
         """Whether each answer can be put behind a prompt that it does not answer, where the method does that."""
-        if not self.run.prepared.method.mismatches:
+        if not self.run.prepared.method.needs_kl_pairs:
             return True
         try:
             make_kl_pairs(units, max_length=self.run.recipe.data.max_length)
@@ -194,7 +194,7 @@ class Rounds:
             self.consumed += 1
         return found
 
-    def _split(self, units: Sequence[Encoded]) -> list[list[int]]:
+    def _split(self, units: Sequence[TokenizedExample]) -> list[list[int]]:
         """The units of each optimizer step of the round: in every pass the prompts in another order, dealt to its steps."""
         train, rollout = self.run.recipe.train, self.run.recipe.rollout
         families: dict[tuple[str, tuple[int, ...]], list[int]] = {}
@@ -214,7 +214,7 @@ class Rounds:
         run = self.run
         if run.group.rank == 0:
             means = tally.means
-            if run.prepared.method.mismatches and "kl" in means:  # kto calls its reference point so
+            if run.prepared.method.needs_kl_pairs and "kl" in means:  # kto calls its reference point so
                 means["rollout/kl"] = means.pop("kl")
             run.window.meter.add(means)
         if tally.failures:
@@ -275,7 +275,7 @@ def _fix_for(exclusions: Mapping[str, int]) -> str:
     return FIXES[max(EXCLUSIONS, key=lambda reason: exclusions.get(reason, 0))]
 
 
-def asked_of(unit: Encoded, example: Any) -> Asked:
+def asked_of(unit: TokenizedExample, example: Any) -> Asked:
     """A prompt with its row."""
     assert isinstance(example, Prompt)
     return Asked(unit, example)

@@ -21,7 +21,7 @@ from valence.rewards.build import reward_of
 from valence.rewards.combine import Combined
 from valence.rollouts import HFGenerator, Sampling
 from valence.rollouts.protocol import Named, Pair, Served
-from valence.types import Answer, Completion, Encoded, Origin, Score
+from valence.types import Completion, Origin, Score, TokenizedCompletion, TokenizedExample
 
 if TYPE_CHECKING:
     from valence.rollouts.servers import Server
@@ -242,11 +242,11 @@ class OnServer:
         return self.run.folder.path if self.run.folder else Path(tempfile.mkdtemp(prefix="valence-"))
 
 
-def _unit(prompt: Sequence[int], answer: Sequence[int]) -> Encoded:
+def _unit(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
     ids = tuple(prompt)
-    return Encoded(
+    return TokenizedExample(
         id="compared", origin=Origin("", 0), kind="demonstration", prompt_ids=ids, prompt_mask=(False,) * len(ids),
-        answers=(Answer(tuple(answer), (True,) * len(answer)),),
+        answers=(TokenizedCompletion(tuple(answer), (True,) * len(answer)),),
     )  # fmt: skip
 
 

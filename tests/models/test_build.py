@@ -14,9 +14,9 @@ import torch
 from tests.errors import raises_error
 from tests.models.test_oracle import sequences
 from tests.tiny_models import tiny
+from valence.models.build import build_policy, build_reference, load_model, position_limit
 from valence.models.check import plain_batch
-from valence.models.models import build_policy, build_reference, load_model, position_limit
-from valence.models.reference import AdapterOff
+from valence.models.reference import AdapterDisabledReference
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
@@ -115,7 +115,7 @@ def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{names}")
         again = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
-    assert not isinstance(build_reference(again, fresh_adapter=False), AdapterOff)
+    assert not isinstance(build_reference(again, fresh_adapter=False), AdapterDisabledReference)
 
 
 def test_the_adapter_is_off_for_the_reference_alone() -> None:
@@ -127,10 +127,10 @@ def test_the_adapter_is_off_for_the_reference_alone() -> None:
     trains = {name for name, p in policy.named_parameters() if p.requires_grad}
     batch = plain_batch(sequences())
     before = policy(batch).logp.detach()
-    assert torch.equal(AdapterOff(policy)(batch), build_policy(tiny(dtype=F32), dtype=F32)(batch).logp)
+    assert torch.equal(AdapterDisabledReference(policy)(batch), build_policy(tiny(dtype=F32), dtype=F32)(batch).logp)
     assert torch.equal(policy(batch).logp, before)
     with pytest.raises(AttributeError):
-        AdapterOff(policy)(None)  # type: ignore[arg-type]
+        AdapterDisabledReference(policy)(None)  # type: ignore[arg-type]
     assert torch.equal(policy(batch).logp, before)
     assert {name for name, p in policy.named_parameters() if p.requires_grad} == trains != set()
 

@@ -19,7 +19,7 @@ from valence.models.gradients import write_embedding_gradients
 from valence.models.head import Head, TargetLogProb, wide_product
 from valence.models.layout import split, table
 from valence.models.router import ROUTER_AUX_LOSS, RouterBalance, num_experts_per_token, token_weights
-from valence.types import Batch, TokenOut, sent
+from valence.types import MicroBatch, PolicyOutput, sent
 
 if TYPE_CHECKING:
     from valence.models.values import Critic
@@ -29,7 +29,7 @@ _Found = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 ROUND = 16  # tokens
 
 
-class Engine(nn.Module):
+class PolicyModel(nn.Module):
     """A causal language model that answers with log-probabilities of given tokens.
 
     The layout is a forest (sequences end to end, what they share once, each seeing its own path alone) where a start-up check
@@ -39,7 +39,7 @@ class Engine(nn.Module):
 
     compiled = False  # whether the layers are
     along = 48  # rows that are only measured, up to which they go along with those that train
-    lockstep = False  # whether the weights are split over processes, so that each run is one of all of them
+    is_sharded = False  # whether the weights are split over processes, so that each run is one of all of them
     shared = False  # whether other processes take part in each run of this one's rows
     home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
     temperature: float  # divides the logits: all log-probabilities are those of answers that were sampled so
@@ -126,7 +126,7 @@ class Engine(nn.Module):
         """What an action gives that runs the model itself: embedding and head are whole meanwhile."""
         return action()
 
-    def forward(self, batch: Batch, want: Collection[str] = ()) -> TokenOut:
+    def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
         """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
 
         Only those of sequences that train have a gradient. want: what else to tell, of entropy, sum_sq, value and router_aux_loss
@@ -158,7 +158,7 @@ class Engine(nn.Module):
         with torch.autocast(self.device.type, self.compute), narrow:
             yield
 
-    def _as_forest(self, batch: Batch, want: Collection[str], balance: RouterBalance | None) -> TokenOut:
+    def _as_forest(self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None) -> PolicyOutput:
         found: list[_Found] = []
         with self.autocast():
             hidden = self._hidden(batch, balance)
@@ -175,7 +175,7 @@ class Engine(nn.Module):
                     found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value))
         return _scatter(batch, found)
 
-    def states(self, batch: Batch, balance: RouterBalance | None = None) -> Tensor:
+    def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
         """The decoder's last hidden states [T, h], packed. balance: counts how the tokens are routed."""
         with self.autocast():
             return self._hidden(batch, balance)
@@ -190,7 +190,7 @@ class Engine(nn.Module):
                 balance.add(found.router_logits, torch.ones(len(tokens), device=tokens.device))
             return found.last_hidden_state[0]
 
-    def _hidden(self, batch: Batch, balance: RouterBalance | None = None) -> Tensor:
+    def _hidden(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
         """The decoder's last hidden states [T, h]. Rows that only measured sequences have are run without a gradient, over the
         keys and values of those that train; a few of them go along with the others, which is cheaper than a second pass."""
         grad = torch.is_grad_enabled() and any(batch.trains)
@@ -245,7 +245,7 @@ class Engine(nn.Module):
         own = getattr(self.causal.config.get_text_config(), "sliding_window", None)
         return (0, own) if isinstance(own, int) else (0,)
 
-    def _one_by_one(self, batch: Batch, want: Collection[str], balance: RouterBalance | None) -> TokenOut:
+    def _one_by_one(self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None) -> PolicyOutput:
         found: list[_Found] = []
         critic = self.critic if "value" in want else None
         decoder = getattr(self.causal, self.causal.base_model_prefix)
@@ -272,7 +272,7 @@ class Engine(nn.Module):
         out = _scatter(batch, found[: batch.sequences])
         return replace(out, logp=out.logp + nothing(logp for _, logp, *_ in found[batch.sequences :]))
 
-    def _alone(self, batch: Batch) -> Iterator[tuple[int, Tensor]]:
+    def _alone(self, batch: MicroBatch) -> Iterator[tuple[int, Tensor]]:
         """Each sequence and the rows of its tokens. In lockstep the last one comes again as often as another process has more."""
         for s in range(self.most(batch.sequences)):
             s = min(s, batch.sequences - 1)
@@ -330,11 +330,11 @@ def nothing(values: Iterable[Tensor]) -> Tensor | int:
     return sum(each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0).sum() for each in values)
 
 
-def _scatter(batch: Batch, found: list[_Found]) -> TokenOut:
+def _scatter(batch: MicroBatch, found: list[_Found]) -> PolicyOutput:
     """Puts values where their rows are, and 0 elsewhere."""
     rows, logps, *others = zip(*found, strict=True)
     index = (torch.cat(rows),)
     logp = torch.cat(logps)
     blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
     entropy, sum_sq, value = (None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others)
-    return TokenOut(blank.index_put(index, logp), entropy, sum_sq, value=value)
+    return PolicyOutput(blank.index_put(index, logp), entropy, sum_sq, value=value)

@@ -58,7 +58,7 @@ Place = tuple[Part, int, int, int]
 """Where an entry is: its part, the position of its first number there, how many they are, their checksum."""
 
 
-class Ledger:
+class LogProbStore:
     """The entries of one folder. ``identity`` says what they are: files that say otherwise are refused.
 
     ``damaged``: how many entries could not be used. ``keeps``: whether ``add`` keeps anything.

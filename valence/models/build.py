@@ -25,9 +25,9 @@ from valence.errors import UserError
 from valence.models.adapters import go_on_without_dropout, with_adapter
 from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
-from valence.models.logprobs import Engine
+from valence.models.policy_model import PolicyModel
 from valence.models.quantized import compute_alike, how, packed
-from valence.models.reference import AdapterOff, Following, Frozen, Reference, copied
+from valence.models.reference import AdapterDisabledReference, FrozenReference, Reference, SyncedReference, copied
 from valence.models.scores import Scorer, is_reward_model, widen_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -207,14 +207,14 @@ def build_policy(
     checkpointing: Checkpointing = "off",
     levels: int | None = None,
     check: bool = True,
-) -> Engine:
+) -> PolicyModel:
     """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or with a continued one.
 
     A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its thresholds (None: it has none).
     lora: rank, alpha, dropout, targets. dtype: of the computation.
     Weights that train are float32 masters, whatever the type that the model comes in (float64 stays, and comes with float64);
     those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check: whether its layout is chosen
-    here (``Engine.check_layout``), which runs the model.
+    here (``PolicyModel.check_layout``), which runs the model.
     Raises UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed as asked.
     """
     model, scores = without_dropout(model), is_reward_model(model)
@@ -231,7 +231,7 @@ def build_policy(
             go_on_without_dropout(model, adapter)
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
-    engine = Scorer(model, compute=compute, levels=levels) if scores else Engine(model, compute=compute)
+    engine = Scorer(model, compute=compute, levels=levels) if scores else PolicyModel(model, compute=compute)
     compute_alike(model)
     if check:
         engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
@@ -239,7 +239,7 @@ def build_policy(
 
 
 def build_reference(
-    policy: Engine,
+    policy: PolicyModel,
     *,
     fresh_adapter: bool,
     model: nn.Module | None = None,
@@ -255,14 +255,14 @@ def build_reference(
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
-        engine = Engine(compute_alike(without_dropout(model)), compute=policy.compute)
+        engine = PolicyModel(compute_alike(without_dropout(model)), compute=policy.compute)
         engine.temperature = policy.temperature
         if check:
             engine.check_layout()
-        return Frozen(engine, name)
+        return FrozenReference(engine, name)
     if follows:
-        return Following(policy)
-    return AdapterOff(policy) if fresh_adapter else Frozen(copied(policy, {}))
+        return SyncedReference(policy)
+    return AdapterDisabledReference(policy) if fresh_adapter else FrozenReference(copied(policy, {}))
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -6,22 +6,22 @@ from typing import Any
 
 import pytest
 
-from valence.training.online.makers import Answered, pairs, thumbs
-from valence.types import Completion, Encoded, Origin
+from valence.training.online.sample_builders import RolloutGroup, pairs, thumbs
+from valence.types import Completion, Origin, TokenizedExample
 
 
-def group(*rewards: float, tokens: tuple[int, ...] | None = None) -> Answered:
+def group(*rewards: float, tokens: tuple[int, ...] | None = None) -> RolloutGroup:
     """A prompt with a completion for each reward, whose first token is its index unless given."""
-    prompt = Encoded(
+    prompt = TokenizedExample(
         id="p", origin=Origin("prompts.jsonl", 1), kind="prompt", prompt_ids=(100, 101),
         prompt_mask=(False, False), answers=(),
     )  # fmt: skip
     firsts = tokens or tuple(range(len(rewards)))
     completions = tuple(Completion("p", (first, 99), (-1.0, -1.0), "", "eos", index=i) for i, first in enumerate(firsts))
-    return Answered(prompt, completions, tuple(rewards))
+    return RolloutGroup(prompt, completions, tuple(rewards))
 
 
-def firsts(examples: list[Encoded]) -> list[tuple[int, ...]]:
+def firsts(examples: list[TokenizedExample]) -> list[tuple[int, ...]]:
     return [tuple(answer.ids[0] for answer in example.answers) for example in examples]
 
 
@@ -44,7 +44,7 @@ def test_equal_completions_are_no_pair() -> None:
     assert pairs([group(0.0, 1.0, tokens=(5, 5))]) == []
 
 
-def labels(examples: list[Encoded]) -> dict[int, bool | None]:
+def labels(examples: list[TokenizedExample]) -> dict[int, bool | None]:
     return {example.answers[0].ids[0]: example.label for example in examples}
 
 

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from tests.errors import raises_error
-from valence.models import ledger as module
-from valence.models.ledger import HEAD, ROW, Ledger, entries_of
+from valence.models import log_prob_store as module
+from valence.models.log_prob_store import HEAD, ROW, LogProbStore, entries_of
 
 ROOT = Path(__file__).parents[2]
 IDENTITY = {"of": "tests"}
@@ -30,7 +30,7 @@ DESCRIPTORS = Path("/proc/self/fd")
 WRITER = """
 import sys
 from pathlib import Path
-from tests.models.test_ledger import key, opened, values
+from tests.models.test_log_prob_store import key, opened, values
 ledger = opened(Path(sys.argv[1]))
 print("ready", flush=True)
 sys.stdin.readline()
@@ -41,8 +41,8 @@ for i in range(int(sys.argv[2]), int(sys.argv[3])):
 """A process that adds four entries at a time, and says so after each time."""
 
 
-def opened(folder: Path, identity: dict[str, str] = IDENTITY) -> Ledger:
-    return Ledger(folder, identity, {"about": "numbers"})
+def opened(folder: Path, identity: dict[str, str] = IDENTITY) -> LogProbStore:
+    return LogProbStore(folder, identity, {"about": "numbers"})
 
 
 def key(i: int) -> bytes:
@@ -53,7 +53,7 @@ def values(i: int) -> np.ndarray:
     return np.arange(i, i + i % 7 + 1, dtype=np.float32)
 
 
-def filled(folder: Path, count: int = 3) -> Ledger:
+def filled(folder: Path, count: int = 3) -> LogProbStore:
     found = opened(folder)
     found.add({key(i): values(i) for i in range(count)})
     return found
@@ -260,7 +260,7 @@ def test_a_folder_that_cannot_be_made_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_reading_alone_leaves_no_trace(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path / "nowhere", IDENTITY, {}, adds=False)
+    ledger = LogProbStore(tmp_path / "nowhere", IDENTITY, {}, adds=False)
     ledger.add({key(0): values(0)})
     assert len(ledger) == 0
     assert not (tmp_path / "nowhere").exists()

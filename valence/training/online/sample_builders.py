@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from valence.types import Answer, Completion, Encoded, content_id
+from valence.types import Completion, TokenizedCompletion, TokenizedExample, content_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -25,12 +25,12 @@ Columns = Mapping[str, tuple[float, ...]]
 
 
 @dataclass(frozen=True)
-class Answered:
+class RolloutGroup:
     """A prompt with those of its answers that have a reward, in the order in which they were sampled. ``rewards``: as the reward
     gave them, less what an answer lost by its length. ``columns``: of each answer, what was measured of its tokens: `old`,
     `ref`, `value`, as far as the method reads them."""
 
-    prompt: Encoded
+    prompt: TokenizedExample
     answers: tuple[Completion, ...]
     rewards: Rewards
     columns: tuple[Columns, ...] = ()
@@ -43,18 +43,18 @@ class Answered:
     def unit(
         self, kind: Literal["demonstration", "judgement", "preference", "scored"], *which: int, columns: Columns | None = None,
         masked: bool = False, **verdict: Any,
-    ) -> Encoded:  # fmt: skip
+    ) -> TokenizedExample:  # fmt: skip
         """These of its completions as an example to train on. columns: of each of them. masked:
         whether no token is in the loss mask."""
         answers = [self.answers[i] for i in which]
         own = tuple(sorted((columns or {}).items()))
-        return Encoded(
+        return TokenizedExample(
             id=content_id(kind, self.prompt.id, [(a.index, list(a.tokens)) for a in answers]),
             origin=self.prompt.origin,
             kind=kind,
             prompt_ids=self.prompt.prompt_ids,
             prompt_mask=self.prompt.prompt_mask,
-            answers=tuple(Answer(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own) for a in answers),
+            answers=tuple(TokenizedCompletion(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own) for a in answers),
             weight=self.prompt.weight,
             source=self.prompt.source,
             **verdict,
@@ -73,7 +73,7 @@ EXCLUSIONS: dict[Exclusion, str] = {
 """In words, for messages."""
 
 
-def exclusion_reasons(group: Answered, min_reward: float | None, mask_truncated: bool) -> list[Exclusion | None]:
+def exclusion_reasons(group: RolloutGroup, min_reward: float | None, mask_truncated: bool) -> list[Exclusion | None]:
     """Why each completion of a group must not be imitated; None where it may be.
 
     A group whose rewards are all equal says nothing about which completion is good: with a 0/1
@@ -99,14 +99,16 @@ def exclusion_reasons(group: Answered, min_reward: float | None, mask_truncated:
     return reasons
 
 
-def best_of_n(round: Sequence[Answered], top_n: int, min_reward: float | None, mask_truncated: bool) -> list[Encoded]:
+def best_of_n(
+    round: Sequence[RolloutGroup], top_n: int, min_reward: float | None, mask_truncated: bool
+) -> list[TokenizedExample]:
     """The completions with the largest rewards of each prompt, to be imitated.
 
     Nakano et al. 2021, arXiv 2112.09332, Sec. 2 (best of n); Dong et al. 2023, arXiv 2304.06767
     (RAFT). Of equal rewards the completion that was sampled first is taken. Groups whose rewards
     are all equal are dropped, and so are the completions that ``exclusion_reasons`` names.
     """
-    examples: list[Encoded] = []
+    examples: list[TokenizedExample] = []
     for group in round:
         reasons = exclusion_reasons(group, min_reward, mask_truncated)
         allowed = [i for i, reason in enumerate(reasons) if reason is None]
@@ -116,8 +118,11 @@ def best_of_n(round: Sequence[Answered], top_n: int, min_reward: float | None, m
 
 
 def pairs(
-    round: Sequence[Answered], *, pairs: Literal["best_worst", "all"] = "best_worst", pair_margin: Annotated[float, Ge(0)] = 0.0
-) -> list[Encoded]:
+    round: Sequence[RolloutGroup],
+    *,
+    pairs: Literal["best_worst", "all"] = "best_worst",
+    pair_margin: Annotated[float, Ge(0)] = 0.0,
+) -> list[TokenizedExample]:
     """Pairs of answers to one prompt, the one with the larger reward preferred.
 
     Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same tokens, are no pair. Of several best
@@ -126,7 +131,7 @@ def pairs(
     pairs: the best against the worst answer of each prompt, or every two.
     pair_margin: smallest difference of rewards, above 0, that makes a pair.
     """
-    found: list[Encoded] = []
+    found: list[TokenizedExample] = []
     for each in round:
         order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
         last = min(order, key=lambda i: (each.rewards[i], i))
@@ -142,8 +147,8 @@ Threshold = float | Literal["mean", "median", "batch_mean", "batch_median"]
 
 
 def thumbs(
-    round: Sequence[Answered], *, thumbs_up: Threshold = "mean", thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None
-) -> list[Encoded]:
+    round: Sequence[RolloutGroup], *, thumbs_up: Threshold = "mean", thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None
+) -> list[TokenizedExample]:
     """Every answer with a thumb up or down, by its reward.
 
     Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). An answer above the bar is up, one below it down; one that
@@ -153,7 +158,7 @@ def thumbs(
     thumbs_quantile: instead: this share of the answers to a prompt, those with the largest rewards, is up, and as many at the
         other end down.
     """
-    found: list[Encoded] = []
+    found: list[TokenizedExample] = []
     every = [reward for each in round for reward in each.rewards]
     for each in round:
         for i, up in _verdicts(each.rewards, every, thumbs_up, thumbs_quantile):
@@ -179,7 +184,7 @@ def _verdicts(own: Rewards, every: Sequence[float], bar: Threshold, share: float
 
 
 @dataclass(frozen=True)
-class Maker:
+class SampleBuilder:
     """A function of a round's completions. Its other positional parameters are settings of the
     recipe's ``rollout`` section, by name. ``excludes``: says why completions of a group may not be
     trained on, with the same settings as keyword arguments."""
@@ -187,7 +192,7 @@ class Maker:
     fn: Callable[..., Any]
     excludes: Callable[..., list[Exclusion | None]] | None = None
 
-    def excluded(self, round: Sequence[Answered], rollout: Any) -> Counter[str]:
+    def excluded(self, round: Sequence[RolloutGroup], rollout: Any) -> Counter[str]:
         """How many completions of a round must not be trained on, by reason. rollout: that section."""
         if self.excludes is None:
             return Counter()
@@ -206,24 +211,24 @@ class Maker:
         """Its keyword-only parameters."""
         return {p.name: p for p in signature(self.fn, eval_str=True).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
 
-    def __call__(self, round: Sequence[Answered], rollout: Any, settings: Mapping[str, Any]) -> list[Encoded]:
+    def __call__(self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]) -> list[TokenizedExample]:
         """What a round is trained on. rollout: that section; settings: of the loss, its own among them."""
         more = {name: getattr(rollout, name) for name in self.reads[1:]}
         return self.fn(round, **more, **{name: settings[name] for name in self.settings})
 
 
-class Credited(Maker):
+class Credited(SampleBuilder):
     """Every completion by itself, with the advantage of each token by a function of
     ``losses.advantage``. With ``rollout.mask_truncated`` no token of a truncated completion is in
     the loss mask; its reward still counts in the statistics of its group and round."""
 
-    def __call__(self, round: Sequence[Answered], rollout: Any, settings: Mapping[str, Any]) -> list[Encoded]:
+    def __call__(self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]) -> list[TokenizedExample]:
         given = {name: value for name, value in _tensors(round).items() if name in self.reads}
         credit = self.fn(**given, **{name: settings[name] for name in self.settings})
         columns: dict[str, Tensor] = credit if isinstance(credit, dict) else {"adv": credit}
         lengths = [len(answer.tokens) for each in round for answer in each.answers]
         parts = {name: iter(values.split(lengths)) for name, values in columns.items()}
-        found: list[Encoded] = []
+        found: list[TokenizedExample] = []
         for each in round:
             for i, reward in enumerate(each.rewards):
                 own = {name: tuple(next(part).tolist()) for name, part in parts.items()}
@@ -235,7 +240,7 @@ class Credited(Maker):
         return found
 
 
-def _tensors(round: Sequence[Answered]) -> dict[str, Tensor]:
+def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
     """The inputs of an advantage function, for S completions with N tokens in their order: reward[S],
     group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured."""
     import torch
