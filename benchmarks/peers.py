@@ -6,7 +6,10 @@ import os
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-HOW_TO = "no environment with TRL: `make peers` builds one in .peers/trl, or VALENCE_PEER_TRL names one (its folder)"
+HOW_TO = (
+    "no environment with TRL: `make peers` builds one in .peers/trl, or VALENCE_PEER_TRL "
+    "names one (its folder)"
+)
 
 
 def peer_python() -> Path | None:
@@ -16,5 +19,11 @@ def peer_python() -> Path | None:
 
 
 def surroundings() -> dict[str, str]:
-    """This process's environment variables, without those that would lead another interpreter to this one's packages."""
-    return {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+    """This process's environment variables, without those that would lead another interpreter to
+    this one's packages.
+    """
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+    }

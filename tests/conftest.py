@@ -10,44 +10,67 @@ import signal
 import sys
 from collections.abc import Generator, Iterator
 
-# Before torch is imported: threads that spin slow a busy machine several times over, and tiny models gain nothing from many.
+# Before torch is imported: threads that spin slow a busy machine several times over, and tiny
+# models gain nothing from many.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # What `model.dtype: auto` stands for depends on the machine. Most tests compare numbers in float32.
 os.environ["VALENCE_DTYPE"] = "float32"
 # Tests that name a model which does not exist must not wait for a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
-# Runs are synced to the disk at each save, thousands of times in all. No test asks whether a disk keeps its word.
-if os.path.isdir(SHM := "/dev/shm") and shutil.disk_usage(SHM).free > 8e9 and not os.statvfs(SHM).f_flag & os.ST_NOEXEC:
+# Runs are synced to the disk at each save, thousands of times in all. No test asks whether a disk
+# keeps its word.
+if (
+    os.path.isdir(SHM := "/dev/shm")
+    and shutil.disk_usage(SHM).free > 8e9
+    and not os.statvfs(SHM).f_flag & os.ST_NOEXEC
+):
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", SHM)
 
 import pytest
 from hypothesis import settings
 
-settings.register_profile("valence", deadline=None)  # how long an example takes depends on what else the machine does
+# how long an example takes depends on what else the machine does
+settings.register_profile("valence", deadline=None)
 settings.load_profile("valence")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in what a script starts in the background: tests send this signal
+# as in what a script starts in the background: tests send this signal
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)
 def forgets(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No module that a test has imported from its folder is there for the next one, whose own may have the same name."""
+    """No module that a test has imported from its folder is there for the next one, whose own may
+    have the same name.
+    """
     last = next(reversed(sys.modules))
     yield
     folder = f"{tmp_path_factory.getbasetemp()}{os.sep}"
-    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):  # in the order of import
+    # in the order of import
+    for name in list(itertools.takewhile(lambda name: name != last, reversed(sys.modules))):
         if (getattr(sys.modules[name], "__file__", None) or "").startswith(folder):
             del sys.modules[name]
 
 
 TOGETHER = ("dist", "real", "vllm", "site")
-"""Marks of tests that one worker runs, one after the other: they start processes with deadlines, or share something large."""
+"""Marks of tests that one worker runs, one after the other: they start processes with deadlines, or
+share something large.
+"""
 
 
-LONG = ("docs/scale.md", "README.md", "docs/resume.md", "test_trackers.py", "test_crash.py", "test_faults.py")
-"""Of tests that take long. They begin before others, so that no worker has one of them left when the other is done."""
+LONG = (
+    "docs/scale.md",
+    "README.md",
+    "docs/resume.md",
+    "test_trackers.py",
+    "test_crash.py",
+    "test_faults.py",
+)
+"""Of tests that take long.
+
+They begin before others, so that no worker has one of them left when the other is done.
+"""
 
 
 class _Order:
@@ -73,7 +96,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.xdist_group(mark))
                 if getattr(item.config.option, "loadgroup", False) and hasattr(item, "_id"):
-                    # pytest-xdist 3.8 renames tests by their group in a way that pytest 9.2 no longer heeds.
+                    # pytest-xdist 3.8 renames tests by their group in a way that pytest 9.2 no
+                    # longer heeds.
                     item._id = type(item.id).parse(f"{item.nodeid}@{mark}")
 
 
@@ -83,11 +107,16 @@ REQUIRE_ALL = os.environ.get("VALENCE_REQUIRE_ALL") == "1"
 
 def _fail_if_skipped(report: pytest.TestReport | pytest.CollectReport) -> None:
     if REQUIRE_ALL and report.skipped:
-        report.outcome, report.longrepr = "failed", f"skipped although all are required: {report.longrepr}"
+        report.outcome, report.longrepr = (
+            "failed",
+            f"skipped although all are required: {report.longrepr}",
+        )
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
     if not item.get_closest_marker("gpu"):
         _fail_if_skipped(report)

@@ -1,4 +1,6 @@
-"""Assertions on the errors that users see: their code, their place, and the settings that the fix names."""
+"""Assertions on the errors that users see: their code, their place, and the settings that the fix
+names.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,13 @@ class Raised:
 
 
 @contextmanager
-def raises_error(code: str, *, where: str | None = None, fix: str | None = None) -> Iterator[Raised]:
+def raises_error(
+    code: str, *, where: str | None = None, fix: str | None = None
+) -> Iterator[Raised]:
     """Expect a UserError with this code.
 
-    where: text that its place contains. fix: text that its fix contains, such as the setting to change.
+    where: text that its place contains. fix: text that its fix contains, such as the setting to
+    change.
     """
     raised = Raised()
     with pytest.raises(UserError) as info:
@@ -31,7 +36,9 @@ def raises_error(code: str, *, where: str | None = None, fix: str | None = None)
     check_error(info.value, code, where=where, fix=fix)
 
 
-def check_error(error: UserError, code: str, *, where: str | None = None, fix: str | None = None) -> None:
+def check_error(
+    error: UserError, code: str, *, where: str | None = None, fix: str | None = None
+) -> None:
     assert error.code == code, error
     if where is not None:
         assert where in (error.where or ""), error

@@ -1,4 +1,6 @@
-"""Random forests, and what is true of them by definition: which token sees which, and what a sequence's tokens are."""
+"""Random forests, and what is true of them by definition: which token sees which, and what a
+sequence's tokens are.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def sharing(least: int) -> Iterator[None]:
 
 @st.composite
 def strand_sets(draw: st.DrawFn, measured: bool = True) -> list[TokenSequence]:
-    """Sequences that grow out of each other, of few letters, so that many begin alike; some are the same."""
+    """Sequences that grow out of each other, of few letters, so that many begin alike; some are the
+    same.
+    """
     found: list[tuple[int, ...]] = []
     for _ in range(draw(st.integers(1, 7))):
         stem = draw(st.sampled_from(found)) if found and draw(st.booleans()) else ()
@@ -52,12 +56,15 @@ def encoded(strand: TokenSequence, name: str = "") -> TokenizedExample:
     ids, mask = strand.token_ids, strand.loss_mask
     cut = mask.index(True) if True in mask else len(ids) - 1
     answer = TokenizedCompletion(ids[cut:], mask[cut:])
-    return replace(unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,))
+    return replace(
+        unit(name, "demonstration", ids[:cut]), prompt_mask=mask[:cut], answers=(answer,)
+    )
 
 
 def conversations() -> list[TokenizedExample]:
-    """A prompt with three answers, two turns of one talk judged by themselves (what the first is measured on is context of the
-    second), and two sequences that nothing is shared with."""
+    """A prompt with three answers, two turns of one talk judged by themselves (what the first is
+    measured on is context of the second), and two sequences that nothing is shared with.
+    """
     made = torch.Generator().manual_seed(1)
 
     def ids(length: int) -> tuple[int, ...]:
@@ -75,7 +82,10 @@ def conversations() -> list[TokenizedExample]:
 
 @st.composite
 def forests(draw: st.DrawFn, *, segments: int = 9, longest: int = 40) -> Segments:
-    """(first row, last row + 1, parent) of each segment, depth first. Lengths are up to ``longest``, short ones oftener."""
+    """(first row, last row + 1, parent) of each segment, depth first.
+
+    Lengths are up to ``longest``, short ones oftener.
+    """
     found: Segments = []
     path: list[int] = []
     for k in range(draw(st.integers(1, segments))):
@@ -98,8 +108,9 @@ def rows(segments: Segments, k: int) -> list[int]:
 
 
 def seen(segments: Segments, window: int = 0) -> Tensor:
-    """[T, T], True where the token of a row sees that of a column: one on its path, itself or before it, and with a window
-    (0: none) less than so many tokens before it."""
+    """[T, T], True where the token of a row sees that of a column: one on its path, itself or
+    before it, and with a window (0: none) less than so many tokens before it.
+    """
     found = torch.zeros(segments[-1][1], segments[-1][1], dtype=torch.bool)
     for k, (start, end, _) in enumerate(segments):
         whole = rows(segments, k)
@@ -109,8 +120,12 @@ def seen(segments: Segments, window: int = 0) -> Tensor:
     return found
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float = 0.0) -> Tensor:
-    """Attention by its formula. q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v], visible[T, T] -> [1, T, H, D_v]."""
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float, softcap: float = 0.0
+) -> Tensor:
+    """Attention by its formula. q[1, H, T, D], k[1, H_kv, T, D], v[1, H_kv, T, D_v], visible[T, T]
+    -> [1, T, H, D_v].
+    """
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scale
     scores = softcap * torch.tanh(scores / softcap) if softcap else scores

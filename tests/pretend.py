@@ -1,5 +1,7 @@
-"""A CUDA device that is not there: its tensors say that they are on it, and the host does what is asked of them. What runs takes
-the ways that are for CUDA and may not mix devices; where the host would have to wait for the device is noted."""
+"""A CUDA device that is not there: its tensors say that they are on it, and the host does what is
+asked of them. What runs takes the ways that are for CUDA and may not mix devices; where the host
+would have to wait for the device is noted.
+"""
 
 from __future__ import annotations
 
@@ -31,15 +33,57 @@ aten = torch.ops.aten
 COPIES = (aten._to_copy.default, aten.copy_.default)
 FROM_HOST = (torch.tensor, torch.as_tensor, Tensor.new_tensor)
 """Make a tensor of numbers on the host, and copy it."""
-ASKS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "equal", "bincount")
+ASKS = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "_unique2",
+    "unique_dim",
+    "unique_consecutive",
+    "equal",
+    "bincount",
+)
 """Operators whose result, or its size, only the device knows."""
 STORED = (Tensor.data_ptr, Tensor.untyped_storage)
 WIDE = (aten.mm.dtype, aten.mm.dtype_out, aten.addmm.dtype, aten.addmm.dtype_out)
 """Products of bfloat16 with results in float32, which a CPU does not have."""
-PICKS = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
-NARROWED = ("linear", "matmul", "rmatmul", "mm", "bmm", "addmm", "baddbmm", "einsum", "scaled_dot_product_attention", "conv1d")
-WIDENED = ("pow", "rpow", "exp", "log", "log1p", "reciprocal", "rsqrt", "sum", "prod", "cumsum", "norm", "softmax", "log_softmax",
-           "softplus", "layer_norm", "cross_entropy", "nll_loss")  # fmt: skip
+PICKS = (
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+)
+NARROWED = (
+    "linear",
+    "matmul",
+    "rmatmul",
+    "mm",
+    "bmm",
+    "addmm",
+    "baddbmm",
+    "einsum",
+    "scaled_dot_product_attention",
+    "conv1d",
+)
+WIDENED = (
+    "pow",
+    "rpow",
+    "exp",
+    "log",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sum",
+    "prod",
+    "cumsum",
+    "norm",
+    "softmax",
+    "log_softmax",
+    "softplus",
+    "layer_norm",
+    "cross_entropy",
+    "nll_loss",
+)
 """What autocast runs in its type on CUDA, and what in float32. A CPU has other lists."""
 GIGABYTE = 2**30
 PACKAGE_FOLDER = f"{Path(valence.__file__).parent}{os.sep}"
@@ -55,9 +99,16 @@ class There(Tensor):
 
     @staticmethod
     def __new__(cls, host: Tensor) -> There:
-        # On a device that all builds of PyTorch have; what that is called to others is told by Named.
+        # On a device that all builds of PyTorch have; what that is called to others is told by
+        # Named.
         made = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, host.size(), host.stride(), host.storage_offset(), dtype=host.dtype, layout=host.layout, device=META
+            cls,
+            host.size(),
+            host.stride(),
+            host.storage_offset(),
+            dtype=host.dtype,
+            layout=host.layout,
+            device=META,
         )
         made.host = host
         return made
@@ -66,7 +117,9 @@ class There(Tensor):
         super().__init__()
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+    ) -> Any:
         return _run(func, args, kwargs or {})
 
 
@@ -90,25 +143,34 @@ def _run(func: Any, args: Sequence[Any], kwargs: Given) -> Any:
     return return_and_correct_aliasing(func, args, kwargs, made)
 
 
-def _wide_product(*args: Any, out: Tensor | None = None, beta: float = 1, alpha: float = 1) -> Tensor:
+def _wide_product(
+    *args: Any, out: Tensor | None = None, beta: float = 1, alpha: float = 1
+) -> Tensor:
     *added, one, other, dtype = args
     found = one.to(dtype) @ other.to(dtype)
     if added:
-        found = alpha * found if beta == 0 else beta * added[0] + alpha * found  # what is not read may be anything
+        # what is not read may be anything
+        found = alpha * found if beta == 0 else beta * added[0] + alpha * found
     return found if out is None else out.copy_(found)
 
 
 class Named(TorchFunctionMode):
-    """What is on the device says so, and what is to be made there is. waits: the lines of Valence that made the host wait for all
-    that the device was given before: whoever asks for a number does, and a copy from the host."""
+    """What is on the device says so, and what is to be made there is. waits: the lines of Valence
+    that made the host wait for all that the device was given before: whoever asks for a number
+    does, and a copy from the host.
+    """
 
     def __init__(self, waits: list[str]) -> None:
         super().__init__()
         self.waits = waits
         self.without = False
-        """Whether the call under way is about tensors without numbers, which transformers makes on purpose."""
+        """Whether the call under way is about tensors without numbers, which transformers makes on
+        purpose.
+        """
 
-    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+    ) -> Any:
         if func == Tensor.device.__get__:  # type: ignore[attr-defined]
             return CUDA if isinstance(args[0], There) else func(*args)
         if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
@@ -125,11 +187,23 @@ class Named(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_autocast_enabled(CUDA.type):
             args, kwargs = _autocast(func.__name__.strip("_"), (args, kwargs))
-        there = _is(CUDA, kwargs.get("device")) or (func is Tensor.new_tensor and isinstance(args[0], There))
-        before, self.without = self.without, any(_is(META, each) for each in (*args, *kwargs.values()))
-        args, kwargs = tuple(map(_meant, args)), {name: _meant(value) for name, value in kwargs.items()}
+        there = _is(CUDA, kwargs.get("device")) or (
+            func is Tensor.new_tensor and isinstance(args[0], There)
+        )
+        before, self.without = (
+            self.without,
+            any(_is(META, each) for each in (*args, *kwargs.values())),
+        )
+        args, kwargs = (
+            tuple(map(_meant, args)),
+            {name: _meant(value) for name, value in kwargs.items()},
+        )
         try:
-            return self._copied(func, args, kwargs) if func in FROM_HOST and there else func(*args, **kwargs)
+            return (
+                self._copied(func, args, kwargs)
+                if func in FROM_HOST and there
+                else func(*args, **kwargs)
+            )
         finally:
             self.without = before
 
@@ -153,18 +227,25 @@ class Kept(TorchDispatchMode):
         super().__init__()
         self.device = device
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Given | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         there = [isinstance(each, There) for each in tensors]
         if self.device.without or (not any(there) and kwargs.get("device") != META):
             return func(*args, **kwargs)
         # A single number of the host goes along with a call, and what has no numbers is nowhere.
-        here = any(not it and each.ndim and each.device != META for each, it in zip(tensors, there, strict=True))
+        here = any(
+            not it and each.ndim and each.device != META
+            for each, it in zip(tensors, there, strict=True)
+        )
         if func in COPIES:
             to_host = not there[0] if func is aten.copy_.default else kwargs.get("device") == HOST
             waits = to_host or (here and not (kwargs.get("non_blocking") or args[2:] == (True,)))
-        elif func in PICKS and there[0]:  # places on the host are copied, and of a mask is counted how many it picks
+        elif (
+            func in PICKS and there[0]
+        ):  # places on the host are copied, and of a mask is counted how many it picks
             waits = here or any(each is not None and each.dtype == torch.bool for each in args[1])
         else:
             assert not here, f"{func} of tensors on the device and on the host"
@@ -181,7 +262,9 @@ def _autocast(name: str, given: Any) -> Any:
     dtype = torch.get_autocast_dtype(CUDA.type) if name in NARROWED else torch.float32
 
     def cast(value: Any) -> Any:
-        narrow = isinstance(value, There) and value.is_floating_point() and value.dtype != torch.float64
+        narrow = (
+            isinstance(value, There) and value.is_floating_point() and value.dtype != torch.float64
+        )
         return value.to(dtype) if narrow else value
 
     return tree_map(cast, given)
@@ -199,14 +282,21 @@ def _is(device: torch.device, value: Any) -> bool:
 def _line() -> str:
     """The line of Valence that runs: its file, function, number and text."""
     stack = traceback.extract_stack()
-    frame = next((frame for frame in reversed(stack) if frame.filename.startswith(PACKAGE_FOLDER)), stack[-3])
+    frame = next(
+        (frame for frame in reversed(stack) if frame.filename.startswith(PACKAGE_FOLDER)), stack[-3]
+    )
     return f"{Path(frame.filename).name}:{frame.name}:{frame.lineno} {frame.line}"
 
 
-def attention(self: Visible, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float) -> Tensor:
+def attention(
+    self: Visible, q: Tensor, k: Tensor, v: Tensor, scale: float, window: int, softcap: float
+) -> Tensor:
     """Stands for FlexAttention: all scores at once, by what the mask says of each pair."""
     sees = self.masks[window].mask_mod
-    query, key = torch.arange(q.shape[2], device=q.device), torch.arange(k.shape[2], device=q.device)
+    query, key = (
+        torch.arange(q.shape[2], device=q.device),
+        torch.arange(k.shape[2], device=q.device),
+    )
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = q @ k.transpose(2, 3) * scale
     if softcap:
@@ -217,7 +307,9 @@ def attention(self: Visible, q: Tensor, k: Tensor, v: Tensor, scale: float, wind
 
 @contextmanager
 def _in_backward(device: Named) -> Iterator[None]:
-    """Python that runs in a backward pass, which PyTorch does outside of such modes: gradients, and layers that run again."""
+    """Python that runs in a backward pass, which PyTorch does outside of such modes: gradients, and
+    layers that run again.
+    """
     apply, hooks = BackwardCFunction.apply, saved_tensors_hooks.__init__
 
     def named(action: Any) -> Any:
@@ -229,7 +321,11 @@ def _in_backward(device: Named) -> Iterator[None]:
 
     with (
         mock.patch.object(BackwardCFunction, "apply", named(apply)),
-        mock.patch.object(saved_tensors_hooks, "__init__", lambda self, pack, unpack: hooks(self, named(pack), named(unpack))),
+        mock.patch.object(
+            saved_tensors_hooks,
+            "__init__",
+            lambda self, pack, unpack: hooks(self, named(pack), named(unpack)),
+        ),
     ):
         yield
 
@@ -266,10 +362,15 @@ def pretended() -> Iterator[list[str]]:
     with ExitStack() as stack:
         swaps = torch.__future__.get_swap_module_params_on_conversion()
         stack.callback(torch.__future__.set_swap_module_params_on_conversion, swaps)
-        torch.__future__.set_swap_module_params_on_conversion(True)  # else weights that are moved would no longer be tied
+        # else weights that are moved would no longer be tied
+        torch.__future__.set_swap_module_params_on_conversion(True)
         for name, value in facts.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
-        stack.enter_context(mock.patch.object(torch.cuda.amp.common, "amp_definitely_not_available", return_value=False))
+        stack.enter_context(
+            mock.patch.object(
+                torch.cuda.amp.common, "amp_definitely_not_available", return_value=False
+            )
+        )
         for module in (build, judges, plan):
             stack.enter_context(mock.patch.object(module, "best_device", return_value=CUDA))
         stack.enter_context(mock.patch.object(torch.Tensor, "pin_memory", lambda self: self))

@@ -33,11 +33,20 @@ from benchmarks.crash.forked import as_if_new, popen_forks, status_of
 from benchmarks.crash.process import PRELOADED
 from valence import cli
 
-PRELOADED_HERE = [*PRELOADED, "tests.programs", "torch.distributed.fsdp", "valence.distributed.processes", "tests.prefix_trees"]
+PRELOADED_HERE = [
+    *PRELOADED,
+    "tests.programs",
+    "torch.distributed.fsdp",
+    "valence.distributed.processes",
+    "tests.prefix_trees",
+]
 
 
 def fork_server() -> Any:
-    """A context whose processes are forked from one server. There is one server in a process: what is loaded is chosen once."""
+    """A context whose processes are forked from one server.
+
+    There is one server in a process: what is loaded is chosen once.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED_HERE)
     forkserver.ensure_running()
@@ -45,15 +54,23 @@ def fork_server() -> Any:
 
 
 class Program:
-    """`valence` with these words, in the current folder. said: a file for what it prints; environment: variables of its own;
-    main: what is called in place of `valence`, of a module."""
+    """`valence` with these words, in the current folder. said: a file for what it prints;
+    environment: variables of its own;
+    main: what is called in place of `valence`, of a module.
+    """
 
     def __init__(
-        self, *words: str, said: str | Path = os.devnull, main: Callable[[], None] = cli.main, **environment: str
+        self,
+        *words: str,
+        said: str | Path = os.devnull,
+        main: Callable[[], None] = cli.main,
+        **environment: str,
     ) -> None:
         out = os.fspath(Path(said).absolute())
         self.process = fork_server().Process(
-            target=_main, args=(main, words, os.getcwd(), {**os.environ, **environment}, out), daemon=False
+            target=_main,
+            args=(main, words, os.getcwd(), {**os.environ, **environment}, out),
+            daemon=False,
         )
         self.process.start()
         self.pid: int = self.process.pid
@@ -86,7 +103,13 @@ class Program:
         return self.process.exitcode
 
 
-def _main(main: Callable[[], None], words: tuple[str, ...], folder: str, environment: dict[str, str], said: str) -> None:
+def _main(
+    main: Callable[[], None],
+    words: tuple[str, ...],
+    folder: str,
+    environment: dict[str, str],
+    said: str,
+) -> None:
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(out, stream)
@@ -138,7 +161,9 @@ class Copies:
         self._folder = TemporaryDirectory()  # its name is short, as that of a socket must be
         folder = Path(self._folder.name)
         self.python, at = folder / "python", folder / "socket"
-        self.python.write_text(f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -ISu \"$0\" \"$@\"\n'''\n{CLIENT}")
+        self.python.write_text(
+            f"#!/bin/sh\n'''exec' {shlex.quote(sys.executable)} -ISu \"$0\" \"$@\"\n'''\n{CLIENT}"
+        )
         self.python.chmod(0o755)
         self._server = Program(said=folder / "said", main=partial(_serve, str(at)))
         self._server.wait_until(at.exists)
@@ -184,7 +209,8 @@ def _watch(connection: socket.socket) -> int:
     while True:
         if select.select([connection], [], [], LOOKS_EVERY)[0]:
             number = connection.recv(1)
-            os.kill(copy, number[0] if number else signal.SIGKILL)  # a client that is gone was killed
+            # a client that is gone was killed
+            os.kill(copy, number[0] if number else signal.SIGKILL)
             if not number:
                 os.waitpid(copy, 0)
                 return 0

@@ -1,4 +1,6 @@
-"""The command line, as a user types it: what is printed, what is written, what the exit status is."""
+"""The command line, as a user types it: what is printed, what is written, what the exit status
+is.
+"""
 
 from __future__ import annotations
 
@@ -32,13 +34,21 @@ def test_train_then_evaluate_sample_and_export(
         assert expected in shown
     for file in ("model", "metrics.jsonl", "report.html"):
         assert f"runs/first/{file}" in shown
-    assert json.loads((place / "runs/first/run.json").read_text())["command"] == "valence train recipe.yaml train.epochs=2"
+    assert (
+        json.loads((place / "runs/first/run.json").read_text())["command"]
+        == "valence train recipe.yaml train.epochs=2"
+    )
 
     assert valence("evaluate", "runs/first", "--out", "found.json") == 0
     found = json.loads((place / "found.json").read_text())
-    assert found["metrics"] == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
+    assert (
+        found["metrics"]
+        == json.loads((place / "runs/first/eval/step-4.json").read_text())["metrics"]
+    )
     assert valence("evaluate", "recipe.yaml", "--out", "start.json") == 0
-    assert json.loads((place / "start.json").read_text())["metrics"]["rewards/margins"] == pytest.approx(0, abs=1e-6)
+    assert json.loads((place / "start.json").read_text())["metrics"][
+        "rewards/margins"
+    ] == pytest.approx(0, abs=1e-6)
 
     assert (
         valence(
@@ -78,7 +88,9 @@ def test_train_then_evaluate_sample_and_export(
     check_error(command_error("export", "runs/first", "small"), "path-exists", where="small")
 
 
-def test_a_run_is_used_without_the_data_it_was_trained_on(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_is_used_without_the_data_it_was_trained_on(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     settings = (
         "eval.every=1",
         "eval.max_examples=3",
@@ -100,14 +112,20 @@ def test_a_run_is_used_without_the_data_it_was_trained_on(place: Path, capsys: p
     check_error(error, "rows-missing", where="runs/first", fix="--data")
 
 
-def test_check_says_everything_short_of_training(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_says_everything_short_of_training(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert valence("check", "recipe.yaml", "loss.beta=0.2") == 0
     short = capsys.readouterr().out
     assert "loss.beta" in short
     assert "train.seed" not in short
     assert "model.dtype" in short
     assert valence("check", "recipe.yaml", "train.learning_rate=auto") == 0
-    rows = {line.split()[0]: line.split()[1:] for line in capsys.readouterr().out.splitlines() if line.strip()}
+    rows = {
+        line.split()[0]: line.split()[1:]
+        for line in capsys.readouterr().out.splitlines()
+        if line.strip()
+    }
     assert rows["train.learning_rate"][0] == "0.0001"
     assert {"kto", "adapter"} <= set(rows["train.learning_rate"])
     assert valence("check", "recipe.yaml", "loss.beta=0.2", "--all") == 0
@@ -174,7 +192,9 @@ def test_inspect_shows_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
     check_error(error, "row-number-out-of-range", where="--row 11", fix="from 1 to 10")
 
 
-def test_inspect_counts_bad_rows_and_says_why_they_are_bad(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_counts_bad_rows_and_says_why_they_are_bad(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     lines = [
         json.dumps(ROWS[0]),
         '{"prompt": ',
@@ -194,8 +214,13 @@ def test_inspect_counts_bad_rows_and_says_why_they_are_bad(place: Path, capsys: 
     assert "maybe" in capsys.readouterr().out
 
 
-def test_inspect_shows_what_a_conversion_makes_of_a_row(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pairs = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"poor {i}"} for i in range(3)]
+def test_inspect_shows_what_a_conversion_makes_of_a_row(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pairs = [
+        {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"poor {i}"}
+        for i in range(3)
+    ]
     (place / "pairs.json").write_text(json.dumps(pairs))
     words = ("inspect", "recipe.yaml", "data.train=pairs.json", "data.convert=pairs_to_judgements")
     assert valence(*words, "--row", "2", "--stage", "example") == 0
@@ -215,7 +240,10 @@ def test_inspect_shows_what_a_conversion_makes_of_a_row(place: Path, capsys: pyt
         "1",
     )
     (place / "rows.jsonl").write_text(
-        "".join(json.dumps({"prompt": p, "completion": c, "label": c == "a"}) + "\n" for p, c in ("pa", "pb", "qa"))
+        "".join(
+            json.dumps({"prompt": p, "completion": c, "label": c == "a"}) + "\n"
+            for p, c in ("pa", "pb", "qa")
+        )
     )
     assert valence(*words) == 0
     assert "preference" in capsys.readouterr().out
@@ -247,8 +275,12 @@ def test_losses_lists_the_methods_of_a_reward(capsys: pytest.CaptureFixture[str]
 FEW = ("rejection", "ppo", "grpo", "online_dpo", "online_kto")
 
 
-@pytest.mark.parametrize("name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ONLINE])
-def test_losses_explains_a_method_of_a_reward(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in ONLINE]
+)
+def test_losses_explains_a_method_of_a_reward(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shown = explained(name, capsys)
     assert "rollout.num_rollouts" in shown
     assert all(f"loss.{setting}" in shown for setting in ONLINE[name].settings.model_fields)
@@ -275,7 +307,9 @@ def test_losses_explains_what_a_reward_makes_of_a_loss(
     ("name", "added"),
     [("rloo", {"kl_beta"}), ("kto", {"thumbs_up", "thumbs_quantile"}), ("grpo", set[str]())],
 )
-def test_losses_tells_the_settings_that_a_reward_adds(name: str, added: set[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_losses_tells_the_settings_that_a_reward_adds(
+    name: str, added: set[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     stored, own = explained(name, capsys).split("rollout.num_rollouts")
     of_rewards = {"kl_beta", "thumbs_up", "thumbs_quantile", "pairs"}
     assert {setting for setting in of_rewards if f"loss.{setting}" in own} == added
@@ -357,7 +391,9 @@ def test_a_second_run_in_the_same_folder_needs_a_word(
     assert (aside / "metrics.jsonl").read_bytes() == log
 
 
-def test_quiet_shows_the_warnings_of_the_audit_on_standard_error(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_quiet_shows_the_warnings_of_the_audit_on_standard_error(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [*ROWS, {**ROWS[0], "label": not ROWS[0]["label"]}, {**ROWS[1], "label": "maybe"}]
     (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ("train", "recipe.yaml", "data.on_bad_row=skip", "loss.desirable_weight=9")
@@ -381,7 +417,8 @@ def test_quiet_scoring_still_tells_which_rows_failed(
 ) -> None:
     monkeypatch.syspath_prepend(str(place))
     (place / "odd_reward.py").write_text(
-        "def odd(prompts, completions, **_):\n    return ['?' if '14' in str(each) else 1.0 for each in completions]\n"
+        "def odd(prompts, completions, **_):\n    return ['?' if '14' in str(each) else 1.0 for "
+        "each in completions]\n"
     )
     words = ("score", "model", "--data", "rows.jsonl", "--quiet", "--reward")
     assert valence(*words, "odd_reward:odd", "--out", "one.jsonl") == 0
@@ -400,7 +437,10 @@ def test_an_interrupt_finishes_the_step_and_saves(place: Path) -> None:
     status, output = program.wait(), (place / "said").read_text()
     assert status == 130, output
     assert "Traceback" not in output
-    saved = [int(path.name.removeprefix("step-")) for path in (place / "runs/first/checkpoints").iterdir()]
+    saved = [
+        int(path.name.removeprefix("step-"))
+        for path in (place / "runs/first/checkpoints").iterdir()
+    ]
     records = [json.loads(line) for line in log.read_text().splitlines()]
     assert max(saved) == records[-1]["step"]
     assert json.loads((place / "runs/first/run.json").read_text())["status"] == "interrupted"
@@ -413,7 +453,8 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     def stopped() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("valence.distributed.processes.start", stopped)  # as while torch is imported
+    # as while torch is imported
+    monkeypatch.setattr("valence.distributed.processes.start", stopped)
     assert valence("train", "recipe.yaml") == 130
     assert NOTHING_BEGUN in capsys.readouterr().out
     assert not (place / "runs").exists()

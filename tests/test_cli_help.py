@@ -101,7 +101,9 @@ def completed(
 
 
 @pytest.mark.parametrize("shell", SHELLS)
-def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, completed: Callable[[str, str], list[str]]) -> None:
+def test_a_shell_completes_commands_options_and_names_of_settings(
+    shell: str, completed: Callable[[str, str], list[str]]
+) -> None:
     assert completed(shell, "valence tr") == ["train"]
     assert {"--fresh", "--json"} <= set(completed(shell, "valence train --"))
     assert completed(shell, "valence train one.yaml train.see") == ["train.seed="]
@@ -119,7 +121,9 @@ def test_a_shell_completes_commands_options_and_names_of_settings(shell: str, co
     ("valence train one.yaml train.compile=o", ["on", "off"]),
     ("valence train nowhere/x", []),
 ])  # fmt: skip
-def test_a_shell_completes_files_and_names(line: str, found: list[str], completed: Callable[[str, str], list[str]]) -> None:
+def test_a_shell_completes_files_and_names(
+    line: str, found: list[str], completed: Callable[[str, str], list[str]]
+) -> None:
     assert completed("bash", line) == found
 
 

@@ -20,16 +20,26 @@ from valence.cli.stream import Stream
 __all__ = ["place"]
 
 
-def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_is_one_object_a_record_and_the_rest_goes_to_stderr(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert valence("train", "recipe.yaml", "--json") == 0
     shown = capsys.readouterr()
-    first, *records, last = [json.loads(line, parse_constant=_refuse) for line in shown.out.splitlines()]
+    first, *records, last = [
+        json.loads(line, parse_constant=_refuse) for line in shown.out.splitlines()
+    ]
     assert first == {"event": "started", "run": "runs/first", "resumed": False}
-    assert records == [json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()]
+    assert records == [
+        json.loads(line) for line in (place / "runs/first/metrics.jsonl").read_text().splitlines()
+    ]
     assert last == {
-        "event": "done", "run": "runs/first", "model": "runs/first/model", "report": "runs/first/report.html",
-        "status": "done", "exit_status": 0,
-    }  # fmt: skip
+        "event": "done",
+        "run": "runs/first",
+        "model": "runs/first/model",
+        "report": "runs/first/report.html",
+        "status": "done",
+        "exit_status": 0,
+    }
     assert "2/2" in shown.err
     assert valence("resume", "runs/first", "--json", "--quiet") == 0
     shown = capsys.readouterr()
@@ -102,9 +112,14 @@ def in_a_shell(place: Path, words: str, behind: str) -> subprocess.CompletedProc
     """Python with these words, and ``behind`` them what the shell does with its output."""
     return subprocess.run(
         f"set -o pipefail; '{sys.executable}' {words} {behind}",
-        cwd=place, shell=True, executable=shutil.which("bash"), capture_output=True, text=True, check=False,
+        cwd=place,
+        shell=True,
+        executable=shutil.which("bash"),
+        capture_output=True,
+        text=True,
+        check=False,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
 
 
 def test_that_nobody_reads_is_no_mistake_and_that_nobody_can_is_one(tmp_path: Path) -> None:
@@ -163,7 +178,9 @@ def test_a_run_goes_on_when_nobody_reads_its_json_any_more(place: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("behind", ["", "2>&-"])
-def test_what_processes_of_a_reward_print_is_not_among_the_records(place: Path, behind: str) -> None:
+def test_what_processes_of_a_reward_print_is_not_among_the_records(
+    place: Path, behind: str
+) -> None:
     (place / "talks.py").write_text(
         "import os, subprocess\nos.write(1, b'imported')\n"
         "def f(completions):\n"

@@ -14,26 +14,43 @@ OLD_NAME = re.compile(r"pip install[^\n`]*[ '\"]valence(?![-\w/.])")
 
 
 def _texts() -> list[Path]:
-    documents = [*(ROOT / "docs").rglob("*.md"), *(ROOT / "recipes").glob("*.yaml"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+    documents = [
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "recipes").glob("*.yaml"),
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+    ]
     return [*FILES, *documents]
 
 
 def test_the_distribution_has_a_name_of_its_own() -> None:
     assert PROJECT["name"] == DISTRIBUTION == "valence-align"
     assert PROJECT["scripts"] == {"valence": "valence.cli:main"}
-    own = [each for extra in PROJECT["optional-dependencies"].values() for each in extra if each.startswith("valence")]
+    own = [
+        each
+        for extra in PROJECT["optional-dependencies"].values()
+        for each in extra
+        if each.startswith("valence")
+    ]
     assert [each.partition("[")[0] for each in own] == [DISTRIBUTION]
 
 
 def test_nothing_tells_to_install_the_other_project() -> None:
-    wrong = {path.name: found[0] for path in _texts() if (found := OLD_NAME.search(path.read_text(encoding="utf-8")))}
+    wrong = {
+        path.name: found[0]
+        for path in _texts()
+        if (found := OLD_NAME.search(path.read_text(encoding="utf-8")))
+    }
     assert wrong == {}
 
 
 def test_extras_that_are_named_exist() -> None:
     named = re.compile(r"valence-align\[([\w,]+)\]")
     extras = {
-        extra for path in _texts() for found in named.findall(path.read_text(encoding="utf-8")) for extra in found.split(",")
+        extra
+        for path in _texts()
+        for found in named.findall(path.read_text(encoding="utf-8"))
+        for extra in found.split(",")
     }
     assert extras
     assert extras <= set(PROJECT["optional-dependencies"])

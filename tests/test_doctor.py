@@ -36,14 +36,23 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def of_recipe(*overrides: str) -> dict[str, Finding]:
-    return {each.name: each for each in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)}
+    return {
+        each.name: each for each in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)
+    }
 
 
 def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> None:
     found = list(examine())
-    assert [about for about in dict.fromkeys(each.about for each in found) if about != "environment"] == [
-        "machine", "libraries", "devices", "tools", "folders", "network",
-    ]  # fmt: skip
+    assert [
+        about for about in dict.fromkeys(each.about for each in found) if about != "environment"
+    ] == [
+        "machine",
+        "libraries",
+        "devices",
+        "tools",
+        "folders",
+        "network",
+    ]
     assert {
         "python",
         "cores",
@@ -62,11 +71,16 @@ def test_everything_is_looked_at_and_every_problem_has_a_remedy(place: Path) -> 
 
 
 def test_the_extras_are_those_of_the_installation() -> None:
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    project = tomllib.loads(
+        (Path(__file__).parents[1] / "pyproject.toml").read_text(encoding="utf-8")
+    )["project"]
     declared = project["optional-dependencies"]
     assert set(EXTRAS) == set(declared) - {"dev", "docs"}
     for name, (modules, _) in EXTRAS.items():
-        packages = [re.split(r"[\[<>=]", each)[0].replace("-", "_").removesuffix("_skinny") for each in declared[name]]
+        packages = [
+            re.split(r"[\[<>=]", each)[0].replace("-", "_").removesuffix("_skinny")
+            for each in declared[name]
+        ]
         assert list(modules) == packages
 
 
@@ -102,11 +116,20 @@ def test_a_folder_is_really_written_to(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-@pytest.mark.parametrize(("name", "value", "odd"), [
-    ("OMP_NUM_THREADS", "1", False), ("OMP_NUM_THREADS", "100000", True), ("OMP_NUM_THREADS", "many", True),
-    ("CUDA_VISIBLE_DEVICES", "", True), ("CUDA_VISIBLE_DEVICES", "0", False), ("VALENCE_NATIVE", "0", True),
-])  # fmt: skip
-def test_variables_that_do_harm_are_told(name: str, value: str, odd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value", "odd"),
+    [
+        ("OMP_NUM_THREADS", "1", False),
+        ("OMP_NUM_THREADS", "100000", True),
+        ("OMP_NUM_THREADS", "many", True),
+        ("CUDA_VISIBLE_DEVICES", "", True),
+        ("CUDA_VISIBLE_DEVICES", "0", False),
+        ("VALENCE_NATIVE", "0", True),
+    ],
+)
+def test_variables_that_do_harm_are_told(
+    name: str, value: str, odd: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     (found,) = (each for each in examine() if (each.about, each.name) == ("environment", name))
     assert (found.state == "problem") == odd
@@ -159,7 +182,9 @@ def test_a_recipe_that_has_all_it_needs() -> None:
     ("run.dir=rows.jsonl/x", "run.dir", "rows.jsonl/x"),
     ("train.optimizer=adamw_8bit", "train.optimizer", "bitsandbytes"),
 ])  # fmt: skip
-def test_what_a_recipe_lacks(override: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_recipe_lacks(
+    override: str, name: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -215,14 +240,18 @@ def test_the_command_prints_a_table_or_json_and_its_status_says_whether_somethin
     assert torch.__version__ in shown
     assert valence("doctor", "recipe.yaml", "model.name=./mdoel", "--json") == 2
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {frozenset(each) for each in found} == {frozenset(("about", "name", "state", "said", "fix", "needed"))}
+    assert {frozenset(each) for each in found} == {
+        frozenset(("about", "name", "state", "said", "fix", "needed"))
+    }
     assert [each["name"] for each in found if each["needed"]] == ["model.name"]
     assert valence("doctor", "recipe.yaml", "model.name=./mdoel") == 2
     fix = of_recipe("model.name=./mdoel")["model.name"].fix
     assert fix in " ".join(capsys.readouterr().out.split())
 
 
-def test_no_secret_is_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_secret_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("HF_TOKEN", "WANDB_API_KEY"):
         monkeypatch.setitem(os.environ, name, "a-secret")
     assert valence("doctor", "--json") == 0

@@ -48,11 +48,18 @@ def test_what_is_near_is_asked_directly(asked: list[str]) -> None:
     assert asked == []
 
 
-@pytest.mark.parametrize(("name", "value"), [
-    ("ALL_PROXY", "socks5://127.0.0.1:9"), ("ALL_PROXY", "socks://127.0.0.1:9"), ("NO_PROXY", "localhost,[::1]"),
-    ("SSL_CERT_FILE", "nowhere.pem"),
-])  # fmt: skip
-def test_what_cannot_be_used_matters_to_what_is_far_alone(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("ALL_PROXY", "socks5://127.0.0.1:9"),
+        ("ALL_PROXY", "socks://127.0.0.1:9"),
+        ("NO_PROXY", "localhost,[::1]"),
+        ("SSL_CERT_FILE", "nowhere.pem"),
+    ],
+)
+def test_what_cannot_be_used_matters_to_what_is_far_alone(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv(name, value)
     with serving(Completions(speaks=True)) as fake, reward_server() as told:
         assert Wire(fake.url, 5.0).healthy()

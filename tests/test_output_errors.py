@@ -56,8 +56,12 @@ def warnings_of(folder: Path) -> list[str]:
     return facts.get("warnings", [])
 
 
-@pytest.mark.parametrize("code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow), errno.EPIPE])
-def test_a_run_ends_well_when_its_output_fails(code: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    "code", [errno.ENOSPC, pytest.param(errno.EIO, marks=pytest.mark.slow), errno.EPIPE]
+)
+def test_a_run_ends_well_when_its_output_fails(
+    code: int, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     stream = Failing(code)
     monkeypatch.setattr(sys, "stdout", stream)
     assert command("train", "recipe.yaml") == 0
@@ -89,7 +93,9 @@ class FullSink:
         raise OSError(errno.ENOSPC, "no space left")
 
 
-def test_the_python_interface_goes_on_without_a_terminal_and_a_tracker(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_python_interface_goes_on_without_a_terminal_and_a_tracker(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stdout", stream := Failing(errno.ENOSPC))
     valence.train("recipe.yaml", sinks=[sink := FullSink()])
     assert sink.calls == 1
@@ -100,7 +106,11 @@ def test_the_python_interface_goes_on_without_a_terminal_and_a_tracker(place: Pa
 
 
 def program(place: Path, shell: str, **environment: str) -> subprocess.CompletedProcess[bytes]:
-    ours = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHONUTF8", "PYTHONIO"))}
+    ours = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("LC_", "LANG", "PYTHONUTF8", "PYTHONIO"))
+    }
     ours |= {"PYTHONPATH": str(ROOT), "COLUMNS": "100"} | environment
     line = f"exec {sys.executable} -m valence {shell}"
     return subprocess.run(["sh", "-c", line], cwd=place, env=ours, capture_output=True, timeout=250)
@@ -128,8 +138,12 @@ LATIN_1 = {
 
 @pytest.mark.slow
 def test_a_run_in_another_locale_than_utf8(place: Path) -> None:
-    """From rows to the report: files are UTF-8 everywhere, and what the terminal lacks is escaped."""
-    rows = [json.loads(line) for line in (place / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
+    """From rows to the report: files are UTF-8 everywhere, and what the terminal lacks is
+    escaped.
+    """
+    rows = [
+        json.loads(line) for line in (place / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for row in rows:
         row["completion"] += UNUSUAL
     lines = [json.dumps({**row, "naïve": 1}, ensure_ascii=False) for row in rows]
@@ -164,7 +178,8 @@ def test_warnings_of_valence_have_no_source_line() -> None:
     script = (
         "import warnings; from valence import terminal\n"
         "with terminal.safe_streams():\n"
-        "    warnings.warn_explicit('a \\x1b[31mcheckpoint is damaged', UserWarning, terminal.__file__, 7)\n"
+        "    warnings.warn_explicit('a \\x1b[31mcheckpoint is damaged', UserWarning, "
+        "terminal.__file__, 7)\n"
         "    warnings.warn_explicit('from elsewhere', UserWarning, 'other.py', 7)\n"
     )
     done = subprocess.run(

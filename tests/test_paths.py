@@ -1,4 +1,6 @@
-"""Paths in recipes and on the command line: the home folder, and names that no file system can hold."""
+"""Paths in recipes and on the command line: the home folder, and names that no file system can
+hold.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,11 @@ def test_every_path_of_a_recipe_may_begin_with_the_home_folder(home: Path) -> No
     }
     (home / "d.jsonl").write_text("")
     settings = load_recipe(given, method_of=method_of, training=False).settings
-    named = {name: setting.value for name, setting in settings.items() if str(setting.value).startswith(str(home))}
+    named = {
+        name: setting.value
+        for name, setting in settings.items()
+        if str(setting.value).startswith(str(home))
+    }
     assert sorted(Path(str(path)).name for path in named.values()) == sorted(
         ["m", "a", "t", "r", "c", "rm", "w", "p", "d.jsonl", "o", "s"]
     )
@@ -69,8 +75,12 @@ def test_a_home_folder_that_is_not_there_is_an_error() -> None:
 
 
 @pytest.mark.parametrize(("bad", "code"), BAD.values(), ids=BAD)
-@pytest.mark.parametrize("setting", ["run.dir", "model.name", "reference.cache", "rollout.folder", "data.eval.0.path"])
-def test_a_path_that_no_file_system_can_hold_names_its_setting(bad: str, code: str, setting: str) -> None:
+@pytest.mark.parametrize(
+    "setting", ["run.dir", "model.name", "reference.cache", "rollout.folder", "data.eval.0.path"]
+)
+def test_a_path_that_no_file_system_can_hold_names_its_setting(
+    bad: str, code: str, setting: str
+) -> None:
     given: dict[str, Any] = {"method": "kto", "model": {"name": "m"}}
     section, name = setting.split(".")[0], setting.split(".")[1]
     given[section] = {**given.get(section, {}), name: [{"path": bad}] if section == "data" else bad}

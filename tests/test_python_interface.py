@@ -30,7 +30,9 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_a_name_and_a_method_are_enough(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = valence.train(method="kto", model="./model", train=ROWS, **SETTINGS)
     assert (run.recipe.method, run.recipe.loss["beta"], run.recipe.train.batch_size, run.step) == (
         "kto",
@@ -42,7 +44,9 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
     AutoModelForCausalLM.from_pretrained(run.model_dir)
     assert run.report.is_file()
     shown = capsys.readouterr().out
-    assert all(str(path) in shown for path in (run.model_dir, run.report, run.directory / "metrics.jsonl"))
+    assert all(
+        str(path) in shown for path in (run.model_dir, run.report, run.directory / "metrics.jsonl")
+    )
     assert [record["step"] for record in run.history] == [1, 2]
     assert isinstance(run.history[0]["loss"], float)
     for part in ("method='kto'", "steps=2/2", "loss=", "folder='runs/python'"):
@@ -68,7 +72,9 @@ def test_rows_a_name_and_a_method_are_enough(place: Path, capsys: pytest.Capture
     assert not fresh.finished
     assert fresh.recipe.train.seed == 7
     capsys.readouterr()
-    valence.train(method="kto", model="./model", train=ROWS, allow=["train.seed"], quiet=True, **SETTINGS)
+    valence.train(
+        method="kto", model="./model", train=ROWS, allow=["train.seed"], quiet=True, **SETTINGS
+    )
     assert capsys.readouterr().out == ""
 
 
@@ -99,8 +105,13 @@ def test_a_loaded_model_replaces_the_name(place: Path) -> None:
 
 
 def test_text_is_continued_where_the_run_trains_on_text(place: Path) -> None:
-    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(6)]
-    run = valence.train(method="kto", model="./model", train=rows, quiet=True, **SETTINGS, **{"data.as_chat": False})
+    rows = [
+        {"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0}
+        for i in range(6)
+    ]
+    run = valence.train(
+        method="kto", model="./model", train=rows, quiet=True, **SETTINGS, **{"data.as_chat": False}
+    )
     (texts,) = run.sample(["question 1 "], _greedy())
     assert run.ask("question 1 ", max_new_tokens=5) == texts[0].text
 
@@ -137,7 +148,9 @@ def test_arguments_win_over_the_recipe_and_overrides_over_both(place: Path) -> N
     ({"data": {"max_length": object()}}, "setting-type", "data.max_length", ""),
     ({"train": {"batch_size": 4}}, "train-data-missing", "data.train", ""),
 ])  # fmt: skip
-def test_settings_have_the_errors_of_a_recipe(settings: dict[str, Any], code: str, where: str, fix: str, place: Path) -> None:
+def test_settings_have_the_errors_of_a_recipe(
+    settings: dict[str, Any], code: str, where: str, fix: str, place: Path
+) -> None:
     with raises_error(code, where=where, fix=fix):
         valence.train(method="kto", model="./model", **settings)
     with pytest.raises(UserError):

@@ -17,7 +17,9 @@ def a_run(folder: Path, auc: float = 0.5) -> Path:
     found = {"step": 2, "metrics": {"rewards/auc": auc}, "rows": [{"id": "a", "reward": auc}]}
     (folder / "eval/step-2.json").write_text(json.dumps(found))
     (folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "loss": 0.4}\n')
-    (folder / "run.json").write_text(json.dumps({"status": "done", "method": "kto", "steps": 2, "total_steps": 2}))
+    (folder / "run.json").write_text(
+        json.dumps({"status": "done", "method": "kto", "steps": 2, "total_steps": 2})
+    )
     return folder
 
 
@@ -34,14 +36,18 @@ def report(*words: str) -> int:
     return command("report", *words)
 
 
-def test_one_run_has_its_page_written_again(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_run_has_its_page_written_again(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report("runs/first") == 0
     assert capsys.readouterr().out == "runs/first/report.html\n"
     assert "org/tiny-chat" in (place / "runs/first/report.html").read_text()
     assert not (place / "comparison.html").exists()
 
 
-def test_a_folder_that_holds_one_run_stands_for_it(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_holds_one_run_stands_for_it(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report("other") == 0
     assert capsys.readouterr().out == "other/first/report.html\n"
 
@@ -49,10 +55,14 @@ def test_a_folder_that_holds_one_run_stands_for_it(place: Path, capsys: pytest.C
 def test_the_page_of_one_run_can_be_had_elsewhere_too(place: Path) -> None:
     for _ in range(2):  # what it wrote it may write over
         assert report("runs/first", "--out", "page.html") == 0
-    assert (place / "page.html").read_text().startswith((place / "runs/first/report.html").read_text())
+    assert (
+        (place / "page.html").read_text().startswith((place / "runs/first/report.html").read_text())
+    )
 
 
-def test_several_runs_are_compared_by_names_that_tell_them_apart(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_several_runs_are_compared_by_names_that_tell_them_apart(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert report("runs", "other/first") == 0
     assert capsys.readouterr().out == "comparison.html\n"
     page = (place / "comparison.html").read_text()

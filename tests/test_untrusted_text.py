@@ -1,4 +1,6 @@
-"""Text that others wrote - rows, file names, settings, model output, errors - cannot steer the terminal."""
+"""Text that others wrote - rows, file names, settings, model output, errors - cannot steer the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ NAME = f"{MARKUP.replace('/', '')}{CONTROLS}"
 
 
 def assert_harmless(shown: str) -> None:
-    """No character of the text steers a terminal or hides, and no markup was interpreted on the way to an error."""
+    """No character of the text steers a terminal or hides, and no markup was interpreted on the way
+    to an error.
+    """
     raw = {c for c in shown if unicodedata.category(c) in terminal.UNPRINTABLE and c not in "\n\t"}
     assert not raw, f"{raw} in {shown}"
     assert "MarkupError" not in shown
@@ -55,7 +59,9 @@ def hostile_place(place: Path) -> Path:
         for i in range(8)
     ]  # fmt: skip
     rows += [{**rows[0], "label": HOSTILE}, rows[1], {**rows[2], "label": not rows[2]["label"]}]
-    (place / f"{NAME}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (place / f"{NAME}.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
+    )
     recipe = {
         "method": "kto",
         "model": {"name": "./model", "lora": {"rank": 2}},
@@ -84,8 +90,15 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
     run(capsys, "train", recipe)
     run(capsys, "train", recipe)
     shutil.copytree(hostile_place / folder, hostile_place / "runs/other")
-    for words in (("runs",), ("runs", "--json"), ("report", folder), ("report", folder, "--md"), ("report", folder, "runs/other"),
-                  ("report", folder, "runs/other", "--md"), ("evaluate", folder)):  # fmt: skip
+    for words in (
+        ("runs",),
+        ("runs", "--json"),
+        ("report", folder),
+        ("report", folder, "--md"),
+        ("report", folder, "runs/other"),
+        ("report", folder, "runs/other", "--md"),
+        ("evaluate", folder),
+    ):
         run(capsys, *words)
     run(capsys, "sample", folder, "--prompt", HOSTILE, "--max-new-tokens", "24", "-n", "3")
     run(
@@ -110,25 +123,40 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
         status=2,
     )
     run(capsys, "export", folder, f"{NAME}-model")
-    monkeypatch.setattr("valence.training.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)])
+    monkeypatch.setattr(
+        "valence.training.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)]
+    )
     assert "[/x]" in run(capsys, "sample", folder, "--prompt", "x")
 
 
-def test_streamed_records_and_errors_are_harmless(hostile_place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_streamed_records_and_errors_are_harmless(
+    hostile_place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     recipe = f"{NAME}.yaml"
     out = run(capsys, "train", recipe, "--json", "--quiet", "train.epochs=0.5")
     records = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     assert records[0]["run"] == f"runs/{NAME}"
     for words in (
-        ("check", f"{HOSTILE}.yaml"), ("check", recipe, f"train.{HOSTILE}=1"), ("check", recipe, f"method={HOSTILE}"),
-        ("check", recipe, f"model.name=./{HOSTILE}"), ("check", recipe, f"train.optimizer={HOSTILE}"),
-        ("check", recipe, f"--{HOSTILE}"), ("check", recipe, "--nproc", HOSTILE), (HOSTILE,),
-        ("losses", HOSTILE), ("rewards", HOSTILE), ("report", HOSTILE), ("evaluate", HOSTILE),
+        ("check", f"{HOSTILE}.yaml"),
+        ("check", recipe, f"train.{HOSTILE}=1"),
+        ("check", recipe, f"method={HOSTILE}"),
+        ("check", recipe, f"model.name=./{HOSTILE}"),
+        ("check", recipe, f"train.optimizer={HOSTILE}"),
+        ("check", recipe, f"--{HOSTILE}"),
+        ("check", recipe, "--nproc", HOSTILE),
+        (HOSTILE,),
+        ("losses", HOSTILE),
+        ("rewards", HOSTILE),
+        ("report", HOSTILE),
+        ("evaluate", HOSTILE),
         ("sample", HOSTILE, "--prompt", "x"),
-        ("resume", HOSTILE), ("export", HOSTILE, HOSTILE), ("export", f"runs/{NAME}", "to", "--step", HOSTILE),
+        ("resume", HOSTILE),
+        ("export", HOSTILE, HOSTILE),
+        ("export", f"runs/{NAME}", "to", "--step", HOSTILE),
         ("score", "--reward", HOSTILE, "--data", f"{NAME}.jsonl", "--out", "o.jsonl"),
-        ("train", recipe, "train.seed=3"), ("doctor", HOSTILE),
-    ):  # fmt: skip
+        ("train", recipe, "train.seed=3"),
+        ("doctor", HOSTILE),
+    ):
         run(capsys, *words, status=2)
 
 
@@ -138,11 +166,14 @@ def test_errors_of_a_reward_are_harmless(
     monkeypatch.syspath_prepend(str(hostile_place))
     (hostile_place / "hostile_reward.py").write_text(
         f"def fails(prompts, completions, **_):\n    raise ValueError({HOSTILE!r})\n"
-        f"def some(prompts, completions, **_):\n    return [1.0 if i else {HOSTILE!r} for i, _ in enumerate(completions)]\n",
+        f"def some(prompts, completions, **_):\n    return [1.0 if i else {HOSTILE!r} for i, _ "
+        f"in enumerate(completions)]\n",
         encoding="utf-8",
     )
     answers = [{"prompt": f"{i}{HOSTILE}", "completion": f"{i}{HOSTILE}"} for i in range(4)]
-    (hostile_place / "answers.jsonl").write_text("".join(json.dumps(each) + "\n" for each in answers))
+    (hostile_place / "answers.jsonl").write_text(
+        "".join(json.dumps(each) + "\n" for each in answers)
+    )
     for name, status in (("fails", 2), ("some", 0)):
         reward = f"{{reward: 'hostile_reward:{name}', retries: 0}}"
         words = (
@@ -175,9 +206,15 @@ def test_a_traceback_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.param(":smile:", marks=pytest.mark.slow),
     ],
 )
-def test_check_shows_a_setting_that_looks_like_markup(pattern: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (place / "prompts.jsonl").write_text("".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6)))
-    reward = json.dumps([{"reward": "regex", "settings": {"pattern": pattern if pattern != "[bold" else r"\[bold"}}])
+def test_check_shows_a_setting_that_looks_like_markup(
+    pattern: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "prompts.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"question {i}"}) + "\n" for i in range(6))
+    )
+    reward = json.dumps(
+        [{"reward": "regex", "settings": {"pattern": pattern if pattern != "[bold" else r"\[bold"}}]
+    )
     words = (
         "check",
         "recipe.yaml",

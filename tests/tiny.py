@@ -16,7 +16,8 @@ CORPUS = (
 )
 
 CHATML = (
-    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + "
+    "'\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """End-of-turn token, and a newline after it."""
@@ -24,7 +25,8 @@ CHATML = (
 CHATML_TOOLS = (
     "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + (m['content'] or '') }}"
-    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if m['tool_calls'] %}{{ m['tool_calls'] | tojson }}{% endif %}{{ '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 """ChatML that also prints tools and tool calls."""
@@ -48,20 +50,27 @@ NO_END = (
 
 LAST_UNSTRIPPED = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' }}"
-    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'] | trim }}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if loop.last %}{{ m['content'] }}{% else %}{{ m['content'] | trim }}{% endif %}{{ "
+    "'<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""Strips every turn but the last: a prompt that ends with a space renders differently once it is answered."""
+"""Strips every turn but the last: a prompt that ends with a space renders differently once it is
+answered.
+"""
 
 
 @cache
 def _bpe(special: tuple[str, ...]) -> str:
-    """A trained byte-level BPE tokenizer, as JSON: all bytes, the merges of CORPUS, and the special tokens."""
+    """A trained byte-level BPE tokenizer, as JSON: all bytes, the merges of CORPUS, and the special
+    tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=400, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
     tokenizer.train_from_iterator(CORPUS, trainer)
     return tokenizer.to_str()
 
@@ -76,8 +85,9 @@ def tiny_tokenizer(
 ) -> PreTrainedTokenizerBase:
     """A byte-level BPE tokenizer of at most 400 entries, with ``<s>``, ``</s>`` and ``<pad>``.
 
-    adds_bos: it puts ``<s>`` before plain text by itself. chatml_tokens: ChatML's markers are special tokens, and
-    ``<|im_end|>`` is the end-of-sequence token. bos, eos: whether it has such tokens at all.
+    adds_bos: it puts ``<s>`` before plain text by itself. chatml_tokens: ChatML's markers are
+    special tokens, and ``<|im_end|>`` is the end-of-sequence token. bos, eos: whether it has such
+    tokens at all.
     """
     markers = ("<|im_start|>", "<|im_end|>") if chatml_tokens else ()
     tokenizer = Tokenizer.from_str(_bpe(("<pad>", "<s>", "</s>", *markers)))
@@ -103,9 +113,13 @@ MARKER = re.compile(
 
 
 def tokenizer_of(template: str, *, eos: str, stops: Sequence[str] = ()) -> PreTrainedTokenizerBase:
-    """A tiny tokenizer with a published chat template, whose markup and ``stops`` are special tokens of it."""
+    """A tiny tokenizer with a published chat template, whose markup and ``stops`` are special
+    tokens of it.
+    """
     tokenizer = tiny_tokenizer(template)
     names = dict.fromkeys((*MARKER.findall(template), eos, *stops))
-    tokenizer.add_special_tokens({"additional_special_tokens": [n for n in names if n not in tokenizer.get_vocab()]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [n for n in names if n not in tokenizer.get_vocab()]}
+    )
     tokenizer.eos_token = eos
     return tokenizer

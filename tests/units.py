@@ -27,13 +27,27 @@ def answer(ids: tuple[int, ...]) -> TokenizedCompletion:
 
 
 def unit(
-    name: str, kind: Kind, prompt: tuple[int, ...], *answers: tuple[int, ...], label: bool | None = None, weight: float = 1.0,
-    margin: float = 0.0, **more: Any,
-) -> TokenizedExample:  # fmt: skip
+    name: str,
+    kind: Kind,
+    prompt: tuple[int, ...],
+    *answers: tuple[int, ...],
+    label: bool | None = None,
+    weight: float = 1.0,
+    margin: float = 0.0,
+    **more: Any,
+) -> TokenizedExample:
     return TokenizedExample(
-        id=name, origin=Origin("made.jsonl", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
-        answers=tuple(answer(a) for a in answers), label=label, weight=weight, margin=margin, **more,
-    )  # fmt: skip
+        id=name,
+        origin=Origin("made.jsonl", 1),
+        kind=kind,
+        prompt_ids=prompt,
+        prompt_mask=(False,) * len(prompt),
+        answers=tuple(answer(a) for a in answers),
+        label=label,
+        weight=weight,
+        margin=margin,
+        **more,
+    )
 
 
 def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
@@ -46,34 +60,51 @@ def units(kind: Kind, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
     sides = {"preference": 2, "ranking": 3}.get(kind, 1)
     return [
         unit(
-            f"row{i}", kind, ids(1, 9), *(ids(1, 12) for _ in range(sides)),
+            f"row{i}",
+            kind,
+            ids(1, 9),
+            *(ids(1, 12) for _ in range(sides)),
             label=(i % 3 != 0) if kind == "judgement" else None,
             weight=[1.0, 0.5, 2.0, 0.0][i % 4],
             margin=0.25 * (i % 2) if kind == "preference" else 0.0,
             soft=0.7 if kind == "preference" and i % 4 == 2 else None,
-            scores=tuple(draw.choice([0.0, 0.5, 2.0]) for _ in range(sides)) if kind == "ranking" else (),
+            scores=tuple(draw.choice([0.0, 0.5, 2.0]) for _ in range(sides))
+            if kind == "ranking"
+            else (),
         )
         for i in range(count)
-    ]  # fmt: skip
+    ]
 
 
 SAMPLED = ("adv", "old", "return", "sampler", "value")
 """What is known of the tokens of answers that were sampled, in a recipe with a reward."""
 
 
-def sampled(count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED) -> list[TokenizedExample]:
+def sampled(
+    count: int = 9, seed: int = 0, known: Sequence[str] = SAMPLED
+) -> list[TokenizedExample]:
     """Units of one answer each, of uneven lengths and weights, with these columns."""
     draw = random.Random(seed)
 
     def column(name: str, n: int) -> tuple[float, ...]:
-        return tuple(-4.5 + draw.gauss(0, 0.5) if name in ("old", "sampler") else draw.gauss(0, 1) for _ in range(n))
+        return tuple(
+            -4.5 + draw.gauss(0, 0.5) if name in ("old", "sampler") else draw.gauss(0, 1)
+            for _ in range(n)
+        )
 
     found: list[TokenizedExample] = []
     for ranking in units("ranking", -(-count // 3), seed):
         for i, answer in enumerate(ranking.answers):
             columns = tuple((name, column(name, len(answer.ids))) for name in known)
             one = replace(answer, columns=columns)
-            found.append(replace(ranking, id=f"{ranking.id}.{i}", answers=(one,), scores=ranking.scores[i : i + 1]))
+            found.append(
+                replace(
+                    ranking,
+                    id=f"{ranking.id}.{i}",
+                    answers=(one,),
+                    scores=ranking.scores[i : i + 1],
+                )
+            )
     return found[:count]
 
 
@@ -82,11 +113,15 @@ def policy_with_values(**changes: Any) -> tuple[PolicyModel, Reference]:
     policy, reference = policy_and_reference(**changes)
     add_values(policy, trunk="shared")
     assert policy.critic is not None
-    torch.nn.init.normal_(policy.critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(3))
+    torch.nn.init.normal_(
+        policy.critic.head.weight, std=0.3, generator=torch.Generator().manual_seed(3)
+    )
     return policy, reference
 
 
-def policy_and_reference(architecture: str = "llama", **changes: Any) -> tuple[PolicyModel, Reference]:
+def policy_and_reference(
+    architecture: str = "llama", **changes: Any
+) -> tuple[PolicyModel, Reference]:
     """Two different random models in float64, so that policy and reference disagree."""
     model, other = (tiny(architecture, seed=seed, layers=1, **changes) for seed in (0, 5))
     policy = build_policy(model, dtype=torch.float64)
@@ -107,19 +142,36 @@ def models_for(name: str) -> tuple[PolicyModel, Reference | None]:
 
 
 def units_for(name: str, count: int = 9, seed: int = 0) -> list[TokenizedExample]:
-    """Units that a row of the table of losses reads; a reward model's with targets, of which some may be missing."""
+    """Units that a row of the table of losses reads; a reward model's with targets, of which some
+    may be missing.
+    """
     made = units(LOSSES[name].data, count, seed)
     if LOSSES[name].data != "scored":
         return made
     if name == "ordinal":
         return [replace(unit, scores=(float(1 + i % 5),)) for i, unit in enumerate(made)]
-    return [replace(unit, scores=(float(i % 2), 0.3 * (i % 4) if i % 3 else math.nan)) for i, unit in enumerate(made)]
+    return [
+        replace(unit, scores=(float(i % 2), 0.3 * (i % 4) if i % 3 else math.nan))
+        for i, unit in enumerate(made)
+    ]
 
 
 def objective(
-    name: str, policy: PolicyModel, reference: Reference | None, *, budget: int = 10_000, max_length: int = 64, **settings: Any
+    name: str,
+    policy: PolicyModel,
+    reference: Reference | None,
+    *,
+    budget: int = 10_000,
+    max_length: int = 64,
+    **settings: Any,
 ) -> Objective:
     method = METHODS[name]
     return Objective(
-        method, method.resolve(settings), policy, reference if method.needs_reference else None, Single(), budget, max_length
+        method,
+        method.resolve(settings),
+        policy,
+        reference if method.needs_reference else None,
+        Single(),
+        budget,
+        max_length,
     )

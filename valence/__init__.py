@@ -1,11 +1,14 @@
-"""Valence aligns language models with feedback: thumbs up and down, pairs, scores, demonstrations."""
+"""Valence aligns language models with feedback: thumbs up and down, pairs, scores,
+demonstrations.
+"""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING, Any
 
-# Before torch starts its threads: by default they wait by spinning, which on a busy machine slows everything several times.
+# Before torch starts its threads: by default they wait by spinning, which on a busy machine slows
+# everything several times.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 __version__ = "0.1.0"

@@ -1,4 +1,6 @@
-"""The Python interface: ``train`` for a whole run, ``logprobs`` for the numbers everything rests on."""
+"""The Python interface: ``train`` for a whole run, ``logprobs`` for the numbers everything rests
+on.
+"""
 
 from __future__ import annotations
 
@@ -73,51 +75,80 @@ def train(
     group: Group | None = None,
     **settings: Any,
 ) -> Run:
-    """Train a model, from a recipe (a YAML file or a mapping), from keyword arguments, or from both::
+    """Train a model, from a recipe (a YAML file or a mapping), from keyword arguments, or from
+    both::
 
         run = valence.train(method="kto", model="org/model", train=rows, loss={"beta": 0.2})
         print(run, run.report, run.ask("Why is the sky blue?"))
 
-    method, settings: settings of the recipe; they win over those of ``recipe``, and ``overrides`` (``"train.seed=1"``)
-    win over them. A section is a mapping (``data={"max_length": 512}``), and a single setting has its full name
-    (``**{"train.seed": 1}``). Mappings given as ``model``, ``train`` or ``eval`` are those sections. Unknown names and
-    wrong types are the errors that a recipe has.
+    method, settings: settings of the recipe; they win over those of ``recipe``, and ``overrides``
+    (``"train.seed=1"``) win over them. A section is a mapping (``data={"max_length": 512}``), and a
+    single setting has its full name (``**{"train.seed": 1}``). Mappings given as ``model``,
+    ``train`` or ``eval`` are those sections. Unknown names and wrong types are the errors that a
+    recipe has.
 
-    model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default that of the folder
-    or name that the model was loaded from. train, eval: rows as a list of dictionaries in any format that files may
-    have, Examples, a pandas DataFrame, a ``datasets.Dataset``, or the path of a file (or a list of paths); they replace
-    ``data.train`` and ``data.eval``. optimizer: an object, or a function of the list of trained
-    weights; scheduler: an object, or a function of the optimizer. callbacks are called with the run and each record of
-    the log.
+    model: a name or folder, or a loaded model, which replaces ``model.name``. tokenizer: by default
+    that of the folder or name that the model was loaded from. train, eval: rows as a list of
+    dictionaries in any format that files may have, Examples, a pandas DataFrame, a
+    ``datasets.Dataset``, or the path of a file (or a list of paths); they replace ``data.train``
+    and ``data.eval``. optimizer: an object, or a function of the list of trained weights;
+    scheduler: an object, or a function of the optimizer. callbacks are called with the run and each
+    record of the log.
 
-    A run that is in the folder (``run.dir``) already resumes from its last checkpoint; a finished one is only loaded.
-    fresh: move it aside and start again. allow: settings, or sections such as ``data``, that may differ from those of
-    the run that resumes.
+    A run that is in the folder (``run.dir``) already resumes from its last checkpoint; a finished
+    one is only loaded.
+    fresh: move it aside and start again. allow: settings, or sections such as ``data``, that may
+    differ from those of the run that resumes.
 
-    Under torchrun or `accelerate launch` the processes train together: each calls this in the same way. group: the
-    processes; by default those that the environment names. Sinks are those of rank 0, callbacks are called on all.
+    Under torchrun or `accelerate launch` the processes train together: each calls this in the same
+    way. group: the processes; by default those that the environment names. Sinks are those of rank
+    0, callbacks are called on all.
 
-    Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that can be known; Interrupted (a
-    KeyboardInterrupt) after a signal or run.max_time, when the state is saved.
+    Raises UserError for a mistake in the recipe or the data, before any weight is loaded where that
+    can be known; Interrupted (a KeyboardInterrupt) after a signal or run.max_time, when the state
+    is saved.
     """
-    given = {name: value for name, value in (("method", method), *settings.items()) if value is not None}
-    sections = {name: value for name, value in (("model", model), ("train", train), ("eval", eval)) if isinstance(value, Mapping)}
+    given = {
+        name: value for name, value in (("method", method), *settings.items()) if value is not None
+    }
+    sections = {
+        name: value
+        for name, value in (("model", model), ("train", train), ("eval", eval))
+        if isinstance(value, Mapping)
+    }
     loaded = model if isinstance(model, nn.Module) else None
     if isinstance(model, str | Path):
         given["model.name"] = str(model)
     elif loaded is not None and not names_a_model(recipe):
         given["model.name"] = name_of_model(loaded, tokenizer is not None)
     recipe, overrides = recipe_from_arguments(recipe, overrides, given | sections)
-    rows = {name: None if isinstance(value, Mapping) else value for name, value in (("train", train), ("eval", eval))}
+    rows = {
+        name: None if isinstance(value, Mapping) else value
+        for name, value in (("train", train), ("eval", eval))
+    }
     group = group or start()
     console = console or terminal_of(group)
     stop = Stop(console)
     with stop.listening():
         run = build_run(
-            recipe, overrides, model=loaded, tokenizer=tokenizer, reference=reference, optimizer=optimizer, scheduler=scheduler,
-            given=rows, sinks=sinks, callbacks=callbacks, fresh=fresh, allow=allow, quiet=quiet,
-            console=console, command=command, stop=stop, group=group,
-        )  # fmt: skip
+            recipe,
+            overrides,
+            model=loaded,
+            tokenizer=tokenizer,
+            reference=reference,
+            optimizer=optimizer,
+            scheduler=scheduler,
+            given=rows,
+            sinks=sinks,
+            callbacks=callbacks,
+            fresh=fresh,
+            allow=allow,
+            quiet=quiet,
+            console=console,
+            command=command,
+            stop=stop,
+            group=group,
+        )
         run = run if run.finished else run_to_end(run)
     for line in () if quiet else outputs(run.directory):
         print_message(console, line)
@@ -125,8 +156,10 @@ def train(
 
 
 def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
-    """What a recipe calls a loaded model: where it was loaded from. Raises UserError when that is not known, and a
-    tokenizer would have to be read from there."""
+    """What a recipe calls a loaded model: where it was loaded from.
+
+    Raises UserError when that is not known, and a tokenizer would have to be read from there.
+    """
     name = str(getattr(model, "name_or_path", "") or "")
     if not name and not has_tokenizer:
         fix = "give tokenizer=, or load the model with from_pretrained"
@@ -140,14 +173,28 @@ def name_of_model(model: nn.Module, has_tokenizer: bool) -> str:
 
 
 def train_in_folder(
-    recipe: str | Path | Mapping[str, Any], *, overrides: Sequence[str], console: Console, group: Group, **how: Any
+    recipe: str | Path | Mapping[str, Any],
+    *,
+    overrides: Sequence[str],
+    console: Console,
+    group: Group,
+    **how: Any,
 ) -> Path:
-    """As ``train``, with its arguments, for who wants what it writes and not the model: of a run that is finished nothing is
-    loaded. Returns the run's folder; raises what ``train`` does."""
+    """As ``train``, with its arguments, for who wants what it writes and not the model: of a run
+    that is finished nothing is loaded. Returns the run's folder; raises what ``train`` does.
+    """
     stop = Stop(console)
     with stop.listening():
         try:
-            run = build_run(recipe, overrides, console=console, group=group, stop=stop, loads_finished=False, **how)
+            run = build_run(
+                recipe,
+                overrides,
+                console=console,
+                group=group,
+                stop=stop,
+                loads_finished=False,
+                **how,
+            )
         except _FinishedError as finished:
             return finished.folder
         return Path(run_to_end(run).recipe.run.dir)
@@ -184,8 +231,10 @@ def build_run(
     loads_finished: bool = True,
     **parts: Any,
 ) -> Run:
-    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models loaded, folder claimed, and the
-    state of the run that is there, if any, taken up. Of a finished run raises _FinishedError unless ``loads_finished``."""
+    """A ``Run`` that is ready to ``fit``: rows read and audited (shown on the console), models
+    loaded, folder claimed, and the state of the run that is there, if any, taken up. Of a finished
+    run raises _FinishedError unless ``loads_finished``.
+    """
     world = group or Single()
     given, overrides = as_overrides(given or {}, overrides)
     console = console or terminal_of(world)
@@ -194,10 +243,14 @@ def build_run(
     _refuse_own_inputs(checked)
     (stop := stop or Stop(console)).limit(seconds_of(checked.run.max_time or ""))
     say = partial(print_message, console)
-    folder = RunFolder(Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world)
+    folder = RunFolder(
+        Path(checked.run.dir), fresh=fresh, say=partial(say, style="yellow"), group=world
+    )
     with ExitStack() as failing:
         failing.callback(folder.close)
-        prepared = prepare(with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model)
+        prepared = prepare(
+            with_dtype(source, world), tokenizer=tokenizer, given=given, policy=model
+        )
         same(world, lambda: settings_of(prepared), "give all processes the same recipe")
         earlier = look(folder, prepared, allow) if folder.taken_up else None
         prepared = earlier.prepared if earlier else prepared
@@ -216,9 +269,19 @@ def build_run(
             compiled=earlier.compiled if earlier else None, sharded=sharded,
         )  # fmt: skip
         run = Run(
-            prepared, policy, frozen, folder=None if finished else folder, console=console, quiet=quiet, stop=stop,
-            micro_batch_tokens=tokens, first=earlier.first if earlier else 0, finished=finished, world=world, **parts,
-        )  # fmt: skip
+            prepared,
+            policy,
+            frozen,
+            folder=None if finished else folder,
+            console=console,
+            quiet=quiet,
+            stop=stop,
+            micro_batch_tokens=tokens,
+            first=earlier.first if earlier else 0,
+            finished=finished,
+            world=world,
+            **parts,
+        )
         if earlier:
             take_up(run, earlier)
         if not finished:
@@ -230,7 +293,9 @@ def build_run(
     return _looked_at(run, folder) if finished else run
 
 
-def _nothing_to_do(earlier: PreviousRun | None, folder: RunFolder, stop: Stop, loads_finished: bool) -> bool:
+def _nothing_to_do(
+    earlier: PreviousRun | None, folder: RunFolder, stop: Stop, loads_finished: bool
+) -> bool:
     """Whether the run is finished. Raises _FinishedError if its model is not wanted then."""
     if earlier is None or not earlier.finished:
         return False
@@ -259,23 +324,37 @@ def _looked_at(run: Run, folder: RunFolder) -> Run:
 
 
 def _starting_weights(run: Run, folder: RunFolder) -> str | None:
-    """A digest of a model that was given, as it is before its first step. Raises UserError when it is not as it was at the first
-    start: in one process it may have been trained since."""
+    """A digest of a model that was given, as it is before its first step.
+
+    Raises UserError when it is not as it was at the first
+    start: in one process it may have been trained since.
+    """
     known = folder.facts.get("start")
     if run.step > 0:
         return known
     found = model_digest(run.policy, adapter=True)
     if folder.taken_up and found != known:
         fix = "give it as it was then, or start anew with fresh=True"
-        raise UserError("the model given is not as it was when this run began", code="model-changed", where="model", fix=fix)
+        raise UserError(
+            "the model given is not as it was when this run began",
+            code="model-changed",
+            where="model",
+            fix=fix,
+        )
     return found
 
 
 def _refuse_own_inputs(checked: Recipe) -> None:
-    refuse_own_inputs(Path(checked.run.dir), {
-        "model.name": checked.model.name, "model.adapter": checked.model.adapter, "model.tokenizer": checked.model.tokenizer,
-        "reference.model": checked.reference.model, "reference.cache": checked.reference.cache,
-    })  # fmt: skip
+    refuse_own_inputs(
+        Path(checked.run.dir),
+        {
+            "model.name": checked.model.name,
+            "model.adapter": checked.model.adapter,
+            "model.tokenizer": checked.model.tokenizer,
+            "reference.model": checked.reference.model,
+            "reference.cache": checked.reference.cache,
+        },
+    )
 
 
 def _gave_up(folder: RunFolder) -> None:
@@ -285,9 +364,17 @@ def _gave_up(folder: RunFolder) -> None:
 
 
 def _announced(
-    prepared: Prepared, model: nn.Module | None, earlier: PreviousRun | None, console: Console, quiet: bool, group: Group
+    prepared: Prepared,
+    model: nn.Module | None,
+    earlier: PreviousRun | None,
+    console: Console,
+    quiet: bool,
+    group: Group,
 ) -> tuple[int, bool | None]:
-    """Says what is going to be done. Returns how many tokens run at once, and whether weights are split over processes."""
+    """Says what is going to be done.
+
+    Returns how many tokens run at once, and whether weights are split over processes.
+    """
     say = partial(print_message, console)
     if crowded := crowding(group.size):
         say(crowded, style="yellow")
@@ -318,7 +405,9 @@ def show_audit(prepared: Prepared, console: Console) -> None:
 
 
 def _warn_of_data(prepared: Prepared, console: Console) -> None:
-    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else out."""
+    """Print the audit's warnings on standard error, where ``--quiet`` leaves everything else
+    out.
+    """
     for name, corpus in prepared.corpora.items():
         where = name if name.startswith("mix") else f"data.{name}"
         for warning in warnings_of(corpus.audit):
@@ -329,7 +418,9 @@ def _warn_of_data(prepared: Prepared, console: Console) -> None:
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Log-probabilities of one answer: ``tokens`` and ``logps`` (nats) of its trained tokens, and their ``total``."""
+    """Log-probabilities of one answer: ``tokens`` and ``logps`` (nats) of its trained tokens, and
+    their ``total``.
+    """
 
     id: str
     tokens: tuple[int, ...]
@@ -352,16 +443,20 @@ def logprobs(
     as_chat: AsChat = "auto",
     chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[LogProbs]:
-    """Log-probabilities that a causal model gives to the answers of rows (any format; pairs have two answers each), in order.
+    """Log-probabilities that a causal model gives to the answers of rows (any format; pairs have
+    two answers each), in order.
 
-    tokenizer: by default the one in the folder that the model was loaded from. as_chat, chat_template_kwargs: as in a recipe's
-    data section. Raises UserError when a row cannot be used.
+    tokenizer: by default the one in the folder that the model was loaded from. as_chat,
+    chat_template_kwargs: as in a recipe's data section. Raises UserError when a row cannot be used.
     """
     tokenizer = tokenizer or load_tokenizer(str(model.name_or_path))
     encoder = Encoder(
-        tokenizer, max_length=max_length, as_chat=as_chat, chat_template_kwargs=chat_template_kwargs,
+        tokenizer,
+        max_length=max_length,
+        as_chat=as_chat,
+        chat_template_kwargs=chat_template_kwargs,
         stop_ids=stops_of(getattr(model, "generation_config", None) or model.config),
-    )  # fmt: skip
+    )
     loaded = load(sources_from(rows), kind)
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     if encoded.unusable:
@@ -381,9 +476,13 @@ def logprobs(
             engine.check_layout()
             for batch in make_micro_batches(units, micro_batch_tokens, engine.device):
                 logp = engine(batch).logp
-                for s, (unit, side) in enumerate(zip(batch.unit.tolist(), batch.side.tolist(), strict=True)):
+                for s, (unit, side) in enumerate(
+                    zip(batch.unit.tolist(), batch.side.tolist(), strict=True)
+                ):
                     ours = batch.mask & (batch.seq == s)
-                    found[unit, side] = LogProbs(batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist()))
+                    found[unit, side] = LogProbs(
+                        batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist())
+                    )
         finally:
             engine.causal.set_attn_implementation(before)
     return [found[key] for key in sorted(found)]

@@ -1,7 +1,8 @@
-"""Checksums of the files that a run writes and reads back: a key of a JSON object, or the last line of a text.
+"""Checksums of the files that a run writes and reads back: a key of a JSON object, or the last line
+of a text.
 
-They are against damage, not against an attacker. A file without a checksum is accepted, since somebody may have edited it on
-purpose.
+They are against damage, not against an attacker. A file without a checksum is accepted, since
+somebody may have edited it on purpose.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ class ChecksumError(ValueError):
 
 
 def checksum(value: Any) -> int:
-    """The CRC-32 of a value that JSON can hold; what else there is counts as text, as ``json.dumps`` with ``default=str``."""
+    """The CRC-32 of a value that JSON can hold; what else there is counts as text, as
+    ``json.dumps`` with ``default=str``.
+    """
     plain = json.loads(json.dumps(value, default=str))
     return crc32(json.dumps(plain, sort_keys=True).encode())
 
@@ -34,7 +37,10 @@ def add_checksum(value: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def verify(value: Mapping[str, Any], *, required: bool = False) -> dict[str, Any]:
-    """The object without its checksum. Raises ChecksumError when that is wrong, or missing and ``required``."""
+    """The object without its checksum.
+
+    Raises ChecksumError when that is wrong, or missing and ``required``.
+    """
     rest = {name: each for name, each in value.items() if name != KEY}
     if KEY in value and value[KEY] != checksum(rest):
         raise ChecksumError("its checksum is wrong: it has changed since it was written")
@@ -49,7 +55,11 @@ def add_checksum_line(text: str) -> str:
 
 
 def verify_text(text: str) -> None:
-    """Raises ChecksumError when the last line holds a checksum that is not that of the lines above."""
+    """Raises ChecksumError when the last line holds a checksum that is not that of the lines
+    above.
+    """
     found = LAST_LINE.search(text)
     if found and int(found[1], 16) != crc32(text[: found.start()].encode()):
-        raise ChecksumError("the checksum in its last line is wrong: it has changed since it was written")
+        raise ChecksumError(
+            "the checksum in its last line is wrong: it has changed since it was written"
+        )

@@ -1,11 +1,16 @@
-"""The one error that means: the user's recipe, data or request is at fault, and here is what to do."""
+"""The one error that means: the user's recipe, data or request is at fault, and here is what to
+do.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 DISTRIBUTION = "valence-align"
-"""Name of the package on PyPI and for ``importlib.metadata``. The name ``valence`` belongs to another project there."""
+"""Name of the package on PyPI and for ``importlib.metadata``.
+
+The name ``valence`` belongs to another project there.
+"""
 
 
 def install_command(extra: str) -> str:
@@ -14,7 +19,9 @@ def install_command(extra: str) -> str:
 
 
 class UserError(Exception):
-    """A mistake in a recipe, in data, or in a request. The command line prints it and exits with status 2.
+    """A mistake in a recipe, in data, or in a request.
+
+    The command line prints it and exits with status 2.
 
     what: one sentence saying what is wrong.
     code: a short name of the mistake, such as ``setting-unknown``. Messages may change, codes stay.
@@ -34,7 +41,8 @@ class UserError(Exception):
         self.what, self.code, self.where, self.fix = what, code, where, fix
         self._problems = tuple(problems)
         place = f"{where}: ".replace("\n", "\N{SYMBOL FOR NEWLINE}") if where else ""
-        lines = [place + what.replace("\n", "\n  ")]  # a line of the text cannot pass for a message of its own
+        # a line of the text cannot pass for a message of its own
+        lines = [place + what.replace("\n", "\n  ")]
         if fix:
             lines.append(f"  to fix it: {fix}")
         super().__init__("\n".join(lines))

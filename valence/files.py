@@ -1,4 +1,6 @@
-"""Write files below a folder that other people may have filled: symbolic links in it are refused, never followed."""
+"""Write files below a folder that other people may have filled: symbolic links in it are refused,
+never followed.
+"""
 
 from __future__ import annotations
 
@@ -15,18 +17,25 @@ FIX = "remove the link, or put the file or folder itself in its place"
 
 
 def check_path(path: str | Path, where: str | None = None) -> None:
-    """Raises UserError for a path that no file system can hold: a NUL character, bytes that are no text, or a name or path that
-    is too long. where: the setting or option that names it; by default the beginning of the path."""
+    """Raises UserError for a path that no file system can hold: a NUL character, bytes that are no
+    text, or a name or path that is too long. where: the setting or option that names it; by default
+    the beginning of the path.
+    """
     text = str(path)
     where = where or (repr(text) if len(text) <= 80 else f"{text[:60]!r}...")
     try:
         raw = os.fsencode(text)
     except UnicodeEncodeError as error:
         what = "the path holds half a character, which no file name can"
-        raise UserError(what, code="path-invalid", where=where, fix="write the name out again") from error
+        raise UserError(
+            what, code="path-invalid", where=where, fix="write the name out again"
+        ) from error
     if b"\0" in raw:
         raise UserError(
-            "the path holds a NUL character, which no file name can", code="path-invalid", where=where, fix="remove it"
+            "the path holds a NUL character, which no file name can",
+            code="path-invalid",
+            where=where,
+            fix="remove it",
         )
     longest = max(map(len, raw.split(b"/")))
     if longest > LONGEST_NAME:
@@ -38,8 +47,10 @@ def check_path(path: str | Path, where: str | None = None) -> None:
 
 
 def expand_path(text: str, where: str | None = None) -> str:
-    """A path of a setting, with ``~`` at its beginning replaced by the home folder. Raises UserError as ``check_path`` does, and
-    when there is no such home folder."""
+    """A path of a setting, with ``~`` at its beginning replaced by the home folder.
+
+    Raises UserError as ``check_path`` does, and when there is no such home folder.
+    """
     check_path(text, where)
     if not text.startswith("~"):
         return text
@@ -48,13 +59,17 @@ def expand_path(text: str, where: str | None = None) -> str:
     except RuntimeError as error:
         what = f"there is no home folder for {text.split('/')[0]}"
         raise UserError(
-            what, code="path-no-home", where=where or text, fix="write the path in full; ./~NAME is a file of that name"
+            what,
+            code="path-no-home",
+            where=where or text,
+            fix="write the path in full; ./~NAME is a file of that name",
         ) from error
 
 
 def refuse_links(path: Path, root: Path) -> None:
-    """Raises UserError that names the first symbolic link among ``path`` and the folders between it and ``root``. The root
-    itself may be reached through links: people keep runs on other disks."""
+    """Raises UserError that names the first symbolic link among ``path`` and the folders between it
+    and ``root``. The root itself may be reached through links: people keep runs on other disks.
+    """
     below = path.relative_to(root)
     for number in range(1, len(below.parts) + 1):
         place = root.joinpath(*below.parts[:number])
@@ -63,10 +78,19 @@ def refuse_links(path: Path, root: Path) -> None:
 
 
 def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
-    """A file below ``root``, opened unbuffered, to be overwritten or appended to. Raises UserError when it or a folder on the way
-    to it is a symbolic link, and OSError when it cannot be opened."""
+    """A file below ``root``, opened unbuffered, to be overwritten or appended to.
+
+    Raises UserError when it or a folder on the way to it is a symbolic link, and OSError when it
+    cannot be opened.
+    """
     refuse_links(path.parent, root)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | (os.O_APPEND if append else os.O_TRUNC)
+    flags = (
+        os.O_WRONLY
+        | os.O_CREAT
+        | os.O_NOFOLLOW
+        | os.O_CLOEXEC
+        | (os.O_APPEND if append else os.O_TRUNC)
+    )
     try:
         handle = os.open(path, flags, 0o666)
     except OSError as error:
@@ -77,7 +101,10 @@ def open_file(path: Path, root: Path, *, append: bool = False) -> BinaryIO:
 
 
 def make_folder(path: Path, root: Path) -> None:
-    """Makes a folder below ``root``, unless it is there. Raises UserError as ``open_file`` does, and OSError."""
+    """Makes a folder below ``root``, unless it is there.
+
+    Raises UserError as ``open_file`` does, and OSError.
+    """
     refuse_links(path, root)
     path.mkdir(parents=True, exist_ok=True)
 
@@ -90,4 +117,9 @@ def write_all(file: BinaryIO, content: bytes) -> None:
 
 
 def _is_link(path: Path) -> UserError:
-    return UserError("this is a symbolic link, and is not written through", code="path-is-symlink", where=str(path), fix=FIX)
+    return UserError(
+        "this is a symbolic link, and is not written through",
+        code="path-is-symlink",
+        where=str(path),
+        fix=FIX,
+    )

@@ -16,13 +16,18 @@ DEADLINE = 3.0
 
 
 def within(deadline: float, action: Callable[[], str]) -> str:
-    """The answer of a request, or the error as text. A name server or a proxy that never answers is abandoned."""
+    """The answer of a request, or the error as text.
+
+    A name server or a proxy that never answers is abandoned.
+    """
     answers: list[str] = []
 
     def ask() -> None:
         try:
             answers.append(action())
-        except Exception as error:  # which HTTP library raises depends on the version of huggingface_hub
+        except (
+            Exception
+        ) as error:  # which HTTP library raises depends on the version of huggingface_hub
             answers.append(f"{error}" or type(error).__name__)
 
     thread = threading.Thread(target=ask, daemon=True)
@@ -50,15 +55,23 @@ def hub_problem() -> str:
 
 
 def routes(*urls: str) -> dict[str, Any]:
-    """For an httpx client of these servers. What is asked without TLS is on one's own network, and never asked through a proxy;
-    what is asked with TLS goes as ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY`` say."""
-    return {"trust_env": any(urlsplit(url).scheme == "https" for url in urls), "mounts": {"http://": None}}
+    """For an httpx client of these servers.
+
+    What is asked without TLS is on one's own network, and never asked through a proxy; what is
+    asked with TLS goes as ``HTTPS_PROXY``, ``ALL_PROXY`` and ``NO_PROXY`` say.
+    """
+    return {
+        "trust_env": any(urlsplit(url).scheme == "https" for url in urls),
+        "mounts": {"http://": None},
+    }
 
 
 @contextmanager
 def as_the_environment_says(where: str) -> Iterator[None]:
-    """Around the making of such a client. Raises UserError where the environment names proxies or certificates that cannot be
-    had."""
+    """Around the making of such a client.
+
+    Raises UserError where the environment names proxies or certificates that cannot be had.
+    """
     import httpx
 
     try:

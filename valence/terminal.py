@@ -1,8 +1,13 @@
-"""The only module that prints. Text from rows, files, settings, models and rewards is untrusted: it is escaped here.
+"""The only module that prints.
 
-- ``Terminal`` is the console of every command. Strings are never parsed as Rich markup, and control characters
-  are escaped in whatever is rendered, also inside tables. Colors come from ``style=`` and ``rich.text.Text``.
-- ``print_message`` prints one message on any console, also on a plain ``rich.console.Console`` that a caller passes.
+Text from rows, files, settings, models and rewards is untrusted: it is escaped here.
+
+- ``Terminal`` is the console of every command. Strings are never parsed as Rich markup, and control
+characters
+  are escaped in whatever is rendered, also inside tables. Colors come from ``style=`` and
+  ``rich.text.Text``.
+- ``print_message`` prints one message on any console, also on a plain ``rich.console.Console`` that
+a caller passes.
 - ``write_line`` and ``json_line`` are for output that programs read.
 - ``ResilientStream`` lets a run go on when its standard output cannot be written.
 """
@@ -29,15 +34,16 @@ from rich.segment import Segment
 from rich.text import Span, Text
 
 UNPRINTABLE = ("Cc", "Cf", "Cs", "Zl", "Zp")
-"""Unicode categories that are escaped: controls, format characters (bidirectional marks, zero-width characters),
-surrogates, line and paragraph separators."""
+"""Unicode categories that are escaped: controls, format characters (bidirectional marks, zero-width
+characters), surrogates, line and paragraph separators.
+"""
 
 
 def escape_control(text: str, *, newlines: bool = True) -> str:
     """Return ``text`` with characters that steer a terminal, or that cannot be seen, made visible.
 
-    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs stay, and so do
-    newlines unless ``newlines`` is false.
+    ASCII controls become their pictures (``␛``), all others their code (``<U+202E>``). Tabs stay,
+    and so do newlines unless ``newlines`` is false.
     """
     if text.isprintable():
         return text
@@ -56,24 +62,32 @@ def _escape(character: str, newlines: bool) -> str:
 
 
 def escape_text(text: Text) -> Text:
-    """Return the styled text with ``escape_control`` applied and its styles at the same characters."""
+    """Return the styled text with ``escape_control`` applied and its styles at the same
+    characters.
+    """
     plain = text.plain
     if plain.isprintable() or (escaped := escape_control(plain)) == plain:
         return text
     offsets = list(accumulate((len(escape_control(c)) for c in plain), initial=0))
     copy = text.blank_copy(escaped)
     last = len(plain)
-    copy.spans = [Span(offsets[min(s.start, last)], offsets[min(s.end, last)], s.style) for s in text.spans]
+    copy.spans = [
+        Span(offsets[min(s.start, last)], offsets[min(s.end, last)], s.style) for s in text.spans
+    ]
     return copy
 
 
 def json_line(value: Any) -> str:
-    """``value`` as JSON on one line, with ``\\u`` escapes for characters that ``escape_control`` would escape."""
+    """``value`` as JSON on one line, with ``\\u`` escapes for characters that ``escape_control``
+    would escape.
+    """
     line = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if line.isprintable():
         return line
     hidden = {c for c in line if unicodedata.category(c) in UNPRINTABLE}
-    return line.translate({ord(c): json.dumps(c)[1:-1] if ord(c) != 0x7F else "\\u007f" for c in hidden})
+    return line.translate(
+        {ord(c): json.dumps(c)[1:-1] if ord(c) != 0x7F else "\\u007f" for c in hidden}
+    )
 
 
 # ---------------------------------------------------------------- streams that cannot be written
@@ -90,8 +104,9 @@ def output_errors() -> tuple[str, ...]:
 class ResilientStream:
     """A text stream whose write errors do not end the program.
 
-    Characters that its encoding lacks are written as backslash escapes. After an ``OSError`` (disk full, device
-    error, closed pipe) the text is lost, the error is in ``output_errors()``, and later writes are tried again.
+    Characters that its encoding lacks are written as backslash escapes. After an ``OSError`` (disk
+    full, device error, closed pipe) the text is lost, the error is in ``output_errors()``, and
+    later writes are tried again.
     """
 
     def __init__(self, stream: IO[str], name: str = "") -> None:
@@ -127,8 +142,11 @@ class ResilientStream:
     def _failed(self, error: OSError) -> None:
         reason = error.strerror or str(error)
         if self._name not in stream_errors:
-            atexit.register(self.discard_unwritten)  # else the interpreter fails on its way out, with status 120
-        stream_errors.setdefault(self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost")
+            # else the interpreter fails on its way out, with status 120
+            atexit.register(self.discard_unwritten)
+        stream_errors.setdefault(
+            self._name, f"{self._name} cannot be written ({reason}); what is printed there is lost"
+        )
         if error.errno == errno.EPIPE:
             discard(self._stream)
 
@@ -152,7 +170,9 @@ def resilient(stream: IO[str]) -> IO[str]:
 
 
 def discard(file: IO[str]) -> None:
-    """Redirect a file's descriptor, if it has one, to the null device, including what is still in its buffer."""
+    """Redirect a file's descriptor, if it has one, to the null device, including what is still in
+    its buffer.
+    """
     with suppress(OSError, ValueError, AttributeError):
         number = file.fileno()
         null = os.open(os.devnull, os.O_WRONLY)
@@ -164,7 +184,9 @@ def discard(file: IO[str]) -> None:
 
 
 class Terminal(Console):
-    """A console for untrusted text: no markup, control characters escaped, write errors tolerated."""
+    """A console for untrusted text: no markup, control characters escaped, write errors
+    tolerated.
+    """
 
     plain = False
     """Draw no bars, also on a terminal: something else is written there at the same time."""
@@ -187,8 +209,12 @@ class Terminal(Console):
     def render_str(self, text: str, **settings: Any) -> Text:  # type: ignore[override]
         return super().render_str(escape_control(text), **settings)
 
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Render anything with its text escaped; the control codes that Rich itself emits are kept."""
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """Render anything with its text escaped; the control codes that Rich itself emits are
+        kept.
+        """
         shown = escape_text(renderable) if isinstance(renderable, Text) else renderable
         for segment in super().render(shown, options):
             if segment.control or segment.text.isprintable():
@@ -198,21 +224,30 @@ class Terminal(Console):
 
 
 def print_message(console: Console, message: str, style: str = "") -> None:
-    """Print one message, not wrapped: a newline in it starts a new line, everything else is text."""
+    """Print one message, not wrapped: a newline in it starts a new line, everything else is
+    text.
+    """
     console.print(Text(escape_control(message), style), soft_wrap=True)
 
 
 def warn_on_stderr(console: Console, message: str) -> None:
-    """Print a warning that ``--quiet`` does not hide. Only a console that is quiet, as on all ranks but 0, hides it."""
+    """Print a warning that ``--quiet`` does not hide.
+
+    Only a console that is quiet, as on all ranks but 0, hides it.
+    """
     if not console.quiet:
         print_message(Terminal(stderr=True), message, "yellow")
 
 
-# ---------------------------------------------------------------- printing for programs, and the whole program
+# ---------------------------------------------------------------- printing for programs, and the
+# whole program
 
 
 def write_line(line: str, file: IO[str] | None = None) -> None:
-    """Print a line at once. An output that nobody reads any more, or that is full, is not an error."""
+    """Print a line at once.
+
+    An output that nobody reads any more, or that is full, is not an error.
+    """
     target = file or sys.stdout
     if target is not None:  # pyright: ignore[reportUnnecessaryComparison]  # `>&-`
         print(line, file=resilient(target), flush=True)
@@ -239,12 +274,27 @@ def safe_streams() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def print_traceback(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def print_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
     """A ``sys.excepthook``: messages of exceptions may quote untrusted text."""
-    write_line(escape_control("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")), sys.stderr)
+    write_line(
+        escape_control("".join(traceback.format_exception(kind, error, trace)).rstrip("\n")),
+        sys.stderr,
+    )
 
 
-def _format_warning(message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+def _format_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    line: str | None = None,
+) -> str:
     is_own = category is UserWarning and Path(filename).is_relative_to(Path(__file__).parent)
-    text = f"valence: warning: {message}" if is_own else f"{filename}:{lineno}: {category.__name__}: {message}"
+    text = (
+        f"valence: warning: {message}"
+        if is_own
+        else f"{filename}:{lineno}: {category.__name__}: {message}"
+    )
     return f"{escape_control(text)}\n"

@@ -1,4 +1,5 @@
-"""The values that travel between the parts: rows become Examples, Examples become Encoded, Encoded become a Batch.
+"""The values that travel between the parts: rows become Examples, Examples become Encoded, Encoded
+become a Batch.
 
 Letters used for axes everywhere: T tokens, S sequences, P pairs, V vocabulary.
 All of these are frozen: a data step returns new objects and never edits what it was given.
@@ -17,11 +18,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 Message = Mapping[str, Any]
-"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``, ``name``, ...). An assistant
-turn with ``weight`` 0 is context only: it is not trained on."""
+"""One chat turn: ``role``, ``content``, and whatever else the template reads (``tool_calls``,
+``name``, ...). An assistant turn with ``weight`` 0 is context only: it is not trained on.
+"""
 
 Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", "scored"]
-"""What a method reads. ``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever."""
+"""What a method reads.
+
+``judgement``: with a label; ``scored``: judgements with a label, a score or attributes, whichever.
+"""
 
 
 def plural(kind: str) -> str:
@@ -31,7 +36,9 @@ def plural(kind: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a row came from: the file as the user named it, and its 1-based line (or record number)."""
+    """Where a row came from: the file as the user named it, and its 1-based line (or record
+    number).
+    """
 
     path: str
     line: int
@@ -42,7 +49,10 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    """Chat messages, with the tools that the template may show. A prompt ends with a user or tool turn."""
+    """Chat messages, with the tools that the template may show.
+
+    A prompt ends with a user or tool turn.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -50,8 +60,12 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
-    """How an answer came about. ``logps``: of each token (nats, in the distribution that it was drawn from: at this temperature,
-    from the most likely tokens that have ``top_p`` together). ``vocabulary``: of the tokenizer, a digest ("": unknown)."""
+    """How an answer came about.
+
+    ``logps``: of each token (nats, in the distribution that it was drawn from: at this temperature,
+    from the most likely tokens that have ``top_p`` together). ``vocabulary``: of the tokenizer, a
+    digest ("": unknown).
+    """
 
     logps: tuple[float, ...]
     temperature: float = 1.0
@@ -66,22 +80,34 @@ class Sampled:
 
 @dataclass(frozen=True, slots=True)
 class Ids:
-    """Text that was tokenised by someone else and is taken as it is. ``sampled``: known of an answer that a model gave."""
+    """Text that was tokenised by someone else and is taken as it is.
+
+    ``sampled``: known of an answer that a model gave.
+    """
 
     ids: tuple[int, ...]
-    sampled: Sampled | None = field(default=None, compare=False, repr=False)  # identities are made of what is shown
+    # identities are made of what is shown
+    sampled: Sampled | None = field(default=None, compare=False, repr=False)
 
 
 Content = str | Chat | Ids
-"""A prompt or a completion. The completion of a ``Chat`` prompt is a ``Chat`` of the turns that follow it."""
+"""A prompt or a completion.
+
+The completion of a ``Chat`` prompt is a ``Chat`` of the turns that follow it.
+"""
 
 
 def content_id(*parts: object) -> str:
-    """16 hexadecimal digits that depend on nothing but the content given (sha256 of its canonical JSON)."""
+    """16 hexadecimal digits that depend on nothing but the content given (sha256 of its canonical
+    JSON).
+    """
 
     def plain(part: object) -> object:
         if isinstance(part, Chat):
-            return {"messages": [dict(m) for m in part.messages], "tools": [dict(t) for t in part.tools]}
+            return {
+                "messages": [dict(m) for m in part.messages],
+                "tools": [dict(t) for t in part.tools],
+            }
         return {"ids": list(part.ids)} if isinstance(part, Ids) else part
 
     text = json.dumps([plain(p) for p in parts], sort_keys=True, ensure_ascii=True, default=str)
@@ -90,9 +116,11 @@ def content_id(*parts: object) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judgement:
-    """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of several ``attributes`` by
-    their names, or more than one of these. ``error``: why it has none, where what was to judge it has failed.
-    ``is_truncated``: it is known that sampling ended at the length limit."""
+    """One completion with a verdict: thumbs up (``label=True``) or down, a ``score``, scores of
+    several ``attributes`` by their names, or more than one of these. ``error``: why it has none,
+    where what was to judge it has failed. ``is_truncated``: it is known that sampling ended at the
+    length limit.
+    """
 
     prompt: Content
     completion: Content
@@ -113,8 +141,11 @@ class Judgement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Preference:
-    """Two completions of one prompt, the first preferred. ``margin``: by how much (0 when unknown). ``soft``: the
-    probability that the first is the better one (None when unknown)."""
+    """Two completions of one prompt, the first preferred.
+
+    ``margin``: by how much (0 when unknown). ``soft``: the probability that the first is the better
+    one (None when unknown).
+    """
 
     prompt: Content
     chosen: Content
@@ -173,20 +204,27 @@ class Prompt:
 
     @property
     def id(self) -> str:
-        more = (dict(self.info),) if self.info else ()  # what a reward reads: two rows may ask the same and want other answers
+        # what a reward reads: two rows may ask the same and want other answers
+        more = (dict(self.info),) if self.info else ()
         return content_id("prompt", self.prompt, *more)
 
 
 Example = Judgement | Preference | Demonstration | Ranking | Prompt
-"""``info`` of each: metadata of the row (rater, comment, tags, model, ...). It is never trained on, and it is not part of the
-``id``, except for a Prompt, whose reward reads it."""
+"""``info`` of each: metadata of the row (rater, comment, tags, model, ...).
+
+It is never trained on, and it is not part of the ``id``, except for a Prompt, whose reward reads
+it.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedCompletion:
-    """One completion as tokens. ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token.
-    ``columns``: (name, a number for each token) of what was known of it when it was sampled: `old`, `adv` and others of
-    ``losses.views``."""
+    """One completion as tokens.
+
+    ``mask[i]``: does a loss read token i. ``complete``: it ends with its end-of-turn token.
+    ``columns``: (name, a number for each token) of what was known of it when it was sampled: `old`,
+    `adv` and others of ``losses.views``.
+    """
 
     ids: tuple[int, ...]
     mask: tuple[bool, ...]
@@ -196,11 +234,13 @@ class TokenizedCompletion:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizedExample:
-    """One unit of training as tokens: a prompt and its answers, which stay together in one micro-batch.
+    """One unit of training as tokens: a prompt and its answers, which stay together in one
+    micro-batch.
 
-    A judgement or demonstration has one answer; a preference has (chosen, rejected); a ranking k; a prompt has none.
-    ``prompt_mask`` is False throughout unless earlier assistant turns are trained on too. ``scores``: one for each answer of
-    a ranking, or that of a judgement, or none. ``attributes``: (name, score), sorted by name. ``soft``: see Preference.
+    A judgement or demonstration has one answer; a preference has (chosen, rejected); a ranking k; a
+    prompt has none. ``prompt_mask`` is False throughout unless earlier assistant turns are trained
+    on too. ``scores``: one for each answer of a ranking, or that of a judgement, or none.
+    ``attributes``: (name, score), sorted by name. ``soft``: see Preference.
     """
 
     id: str
@@ -232,31 +272,40 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is there once, plus what the
-    losses read about them.
+    """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is
+    there once, plus what the losses read about them.
 
     tokens[T]   token ids
     pos[T]      position of each token inside its own sequence
     source[T]   row of the token before it in its sequence, which predicts it; -1 for the first
-    seq[T]      which sequence reads the log-probability of a token (of one that none reads: a sequence that it is in)
+    seq[T]      which sequence reads the log-probability of a token (of one that none reads: a
+                sequence that it is in)
     mask[T]     True where a loss reads the log-probability of this token
     scored[N]   the rows where mask is True, ascending
     host[T]     token ids, on the CPU
-    read[2, N]  the same and the sequence that reads each, on the CPU, where no device has to be waited for
-    segments    (first row, last row + 1, parent segment or -1) of each piece of the forest, parents first (plain integers)
-    leaf[S]     the segment that a sequence ends with: its tokens are those of the segments from the root to there
-    trains[S]   False for a sequence that is only measured: no gradient flows from it (plain booleans)
+    read[2, N]  the same and the sequence that reads each, on the CPU, where no device has to be
+                waited for
+    segments    (first row, last row + 1, parent segment or -1) of each piece of the forest, parents
+                first (plain integers)
+    leaf[S]     the segment that a sequence ends with: its tokens are those of the segments from the
+                root to there
+    trains[S]   False for a sequence that is only measured: no gradient flows from it (plain
+                booleans)
     unit[S]     which unit (index within the step) a sequence belongs to
     side[S]     0 for the only or the chosen answer, 1 for the rejected one
     label[S]    True desirable, False undesirable; None when the data has no labels
     weight[S]   the row's weight
     margin[S]   the pair's margin (the same on both sides)
-    soft[S]     probability that the pair's chosen side is the better one (NaN where the row does not say)
-    target[S, A] scores that the data gives an answer (NaN: none), one for each attribute; None when the data has none
-    group[S]    index of the statistic group a sequence belongs to (0 when there is one for the step)
+    soft[S]     probability that the pair's chosen side is the better one (NaN where the row does
+                not say)
+    target[S, A] scores that the data gives an answer (NaN: none), one for each attribute; None when
+    the data has none
+    group[S]    index of the statistic group a sequence belongs to (0 when there is one for the
+                step)
     groups      how many such groups the step has
     ids[S]      content id of each sequence's row, for messages and tables
-    given[N]    by name: what is known beforehand of the tokens that are read (the columns of ``TokenizedCompletion``), in the order of scored
+    given[N]    by name: what is known beforehand of the tokens that are read (the columns of
+                ``TokenizedCompletion``), in the order of scored
     """
 
     tokens: Tensor
@@ -300,7 +349,9 @@ class MicroBatch:
         return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
 
     def part(self, *, trains: bool) -> MicroBatch:
-        """The same tokens, of whose sequences only those that train (or only those that are measured) are read."""
+        """The same tokens, of whose sequences only those that train (or only those that are
+        measured) are read.
+        """
         kept = [s for s, it in enumerate(self.trains) if it is trains]
         if len(kept) == self.sequences:
             return self
@@ -313,23 +364,37 @@ class MicroBatch:
         read[1] = owner[owner >= 0]
         seq = sent(number, device)[self.seq]
         known = sent((owner >= 0).nonzero().squeeze(1), device)
-        columns = {name: getattr(self, name)[index] for name in ("unit", "side", "weight", "margin", "soft", "group")}
+        columns = {
+            name: getattr(self, name)[index]
+            for name in ("unit", "side", "weight", "margin", "soft", "group")
+        }
         return replace(
-            self, seq=seq.clamp(min=0), mask=self.mask & (seq >= 0), scored=sent(read[0], device), read=read,
-            leaf=tuple(self.leaf[s] for s in kept), trains=(trains,) * len(kept),
+            self,
+            seq=seq.clamp(min=0),
+            mask=self.mask & (seq >= 0),
+            scored=sent(read[0], device),
+            read=read,
+            leaf=tuple(self.leaf[s] for s in kept),
+            trains=(trains,) * len(kept),
             label=None if self.label is None else self.label[index],
-            target=None if self.target is None else self.target[index], ids=tuple(self.ids[s] for s in kept),
-            given={name: values[known] for name, values in self.given.items()}, **columns,
-        )  # fmt: skip
+            target=None if self.target is None else self.target[index],
+            ids=tuple(self.ids[s] for s in kept),
+            given={name: values[known] for name, values in self.given.items()},
+            **columns,
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class PolicyOutput:
-    """What the engine returns. ``logp[T]``: natural log of p(token | everything before it in its sequence),
-    float32 (or float64 when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats), ``sum_sq[T]``,
-    the sum over the vocabulary of squared probabilities, and ``value[T]``, a value head's estimate of the return from before the
-    token on. ``score[S, A]``: of a reward model, whose logp is 0 throughout. ``router_aux_loss``: the load-balancing loss of a
-    mixture of experts over the tokens of the sequences that train, a scalar."""
+    """What the engine returns.
+
+    ``logp[T]``: natural log of p(token | everything before it in its sequence), float32 (or float64
+    when the model is), 0 where ``mask`` is False. When asked for, ``entropy[T]`` (nats),
+    ``sum_sq[T]``, the sum over the vocabulary of squared probabilities, and ``value[T]``, a value
+    head's estimate of the return from before the token on. ``score[S, A]``: of a reward model,
+    whose logp is 0 throughout. ``router_aux_loss``: the load-balancing loss of a mixture of experts
+    over the tokens of the sequences that train, a scalar.
+    """
 
     logp: Tensor
     entropy: Tensor | None = None
@@ -341,7 +406,9 @@ class PolicyOutput:
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean that can be pooled: the sum of some numbers and how many they are (a count of zero: no such number)."""
+    """A mean that can be pooled: the sum of some numbers and how many they are (a count of zero: no
+    such number).
+    """
 
     total: Tensor
     count: Tensor
@@ -349,9 +416,11 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Numbers [S] beside others [S] (NaN: none, such a row does not count), pooled into a statistic of both columns: of classes
-    (1 should rank higher) the area under the ROC curve or the calibration error of probabilities, of numbers a correlation
-    or the share of the others' variance that is explained."""
+    """Numbers [S] beside others [S] (NaN: none, such a row does not count), pooled into a statistic
+    of both columns: of classes (1 should rank higher) the area under the ROC curve or the
+    calibration error of probabilities, of numbers a correlation or the share of the others'
+    variance that is explained.
+    """
 
     values: Tensor
     others: Tensor
@@ -360,12 +429,13 @@ class Ranked:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's log-probability of
-    each (nats, of the distribution sampled from), the text without special tokens, why it stopped, and the policy version.
+    """One sampled answer: its token ids (end-of-turn included when it stopped there), the sampler's
+    log-probability of each (nats, of the distribution sampled from), the text without special
+    tokens, why it stopped, and the policy version.
 
-    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), and its ``tools``; ``rendered``: the text
-    of the tokens that were answered, template and all; ``info``: the other columns of its row. ``index``: which of the answers to
-    its prompt.
+    What a reward is also given: ``prompt`` as its row has it (text, or chat messages), and its
+    ``tools``; ``rendered``: the text of the tokens that were answered, template and all; ``info``:
+    the other columns of its row. ``index``: which of the answers to its prompt.
     """
 
     prompt_id: str
@@ -385,8 +455,11 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What a reward says of a completion. ``value``: None where it failed, and then ``error`` says why: a failure is never a
-    number. ``parts``: the numbers that it is made of, by name."""
+    """What a reward says of a completion.
+
+    ``value``: None where it failed, and then ``error`` says why: a failure is never a number.
+    ``parts``: the numbers that it is made of, by name.
+    """
 
     value: float | None
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -394,8 +467,11 @@ class Score:
 
 
 class Reward(Protocol):
-    """Judges completions: one score each, in order. ``name``: of its numbers in the log. ``deterministic``: the same
-    completion always has the same score, so that scores may be kept."""
+    """Judges completions: one score each, in order.
+
+    ``name``: of its numbers in the log. ``deterministic``: the same completion always has the same
+    score, so that scores may be kept.
+    """
 
     @property
     def name(self) -> str: ...

@@ -1,10 +1,12 @@
-"""python -m benchmarks.checkpoint [--quick]: what a checkpoint costs, in bytes, in seconds, and in training that waits for it.
+"""python -m benchmarks.checkpoint [--quick]: what a checkpoint costs, in bytes, in seconds, and in
+training that waits for it.
 
-Random Llama-shaped models of 5, 25 and 100 million weights in float32 with AdamW train in the loop of every run, two rows a
-step; the largest also with steps that leave a core free (as steps on an accelerator do), and with an adapter. Saves in the
-background and saves that are waited for take turns, with undisturbed steps between them. The stall of a save in the background
-is the time of its call, and by how much the steps until it is written are slower. All numbers of saves are medians, those of
-their parts means. Other work on the machine spoils the figures.
+Random Llama-shaped models of 5, 25 and 100 million weights in float32 with AdamW train in the loop
+of every run, two rows a step; the largest also with steps that leave a core free (as steps on an
+accelerator do), and with an adapter. Saves in the background and saves that are waited for take
+turns, with undisturbed steps between them. The stall of a save in the background is the time of its
+call, and by how much the steps until it is written are slower. All numbers of saves are medians,
+those of their parts means. Other work on the machine spoils the figures.
 --quick: up to 25 million weights, and three saves of each kind instead of five.
 Exit status: 0 all figures held, 1 some fell short.
 """
@@ -26,10 +28,13 @@ from benchmarks.checkpoint.measure import PARTS, Figures, measured
 FLOOR = 12
 """Bytes of a trained weight and its two moments in float32."""
 BYTES, MEMORY, COPIES, FREE, BUSY, RESUME = 1.02, 1.1, 2.0, 0.67, 1.0, 1.0
-"""The most that is allowed. Of every case: bytes, against the floor. Of the largest model: memory of a save in the background,
-against the state's; its call, against a copy of the state into new memory; its stall with a core free, and with all cores busy,
-against a save that is waited for; a resume, against the same. With all cores busy, steps lose the seconds of a core that hashing
-and writing take."""
+"""The most that is allowed.
+
+Of every case: bytes, against the floor. Of the largest model: memory of a save in the background,
+against the state's; its call, against a copy of the state into new memory; its stall with a core
+free, and with all cores busy, against a save that is waited for; a resume, against the same. With
+all cores busy, steps lose the seconds of a core that hashing and writing take.
+"""
 
 ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
     ("trained weights (millions)", ".1f", lambda f: f.weights / 1e6),
@@ -55,7 +60,9 @@ ROWS: tuple[tuple[str, str, Callable[[Figures], float]], ...] = (
 def table(found: dict[Case, Figures]) -> str:
     lines = [f"{'':38}" + "".join(f"{case.name:>24}" for case in found)]
     for name, form, value in ROWS:
-        lines.append(f"{name:38}" + "".join(f"{value(figures):24{form}}" for figures in found.values()))
+        lines.append(
+            f"{name:38}" + "".join(f"{value(figures):24{form}}" for figures in found.values())
+        )
     return "\n".join(lines)
 
 
@@ -72,13 +79,20 @@ def verdict(found: dict[Case, Figures]) -> tuple[str, bool]:
         ("with all busy", largest.stall / whole, BUSY),
         ("resume", sum(largest.resumed) / whole, RESUME),
     )
-    said = "; ".join(f"{name} {v:.2f} (bar {bar:g}) {'held' if v <= bar else 'short'}" for name, v, bar in figures)
+    said = "; ".join(
+        f"{name} {v:.2f} (bar {bar:g}) {'held' if v <= bar else 'short'}"
+        for name, v, bar in figures
+    )
     return said, all(v <= bar for _, v, bar in figures)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoint", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="up to 25 million weights, and three saves of each kind")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="up to 25 million weights, and three saves of each kind",
+    )
     quick = parser.parse_args().quick
     disable_progress_bar()
     tokenizer = tokenizer_of_bytes()

@@ -24,8 +24,9 @@ ROWS, BATCH = 16, 2
 
 @dataclass(frozen=True)
 class Case:
-    """A Llama-shaped model, all of it trained or an adapter of rank 16. letters: of each row, a token each, so that a step takes
-    some tenths of a second. threads: of a step."""
+    """A Llama-shaped model, all of it trained or an adapter of rank 16. letters: of each row, a
+    token each, so that a step takes some tenths of a second. threads: of a step.
+    """
 
     name: str
     hidden: int
@@ -36,7 +37,11 @@ class Case:
     threads: int = THREADS
 
 
-SMALL, MIDDLE, LARGE = Case("5M", 256, 768, 6, 600), Case("25M", 512, 1536, 8, 150), Case("100M", 768, 2048, 14, 40)
+SMALL, MIDDLE, LARGE = (
+    Case("5M", 256, 768, 6, 600),
+    Case("25M", 512, 1536, 8, 150),
+    Case("100M", 768, 2048, 14, 40),
+)
 
 
 def _and_others(case: Case) -> tuple[Case, Case, Case]:
@@ -55,23 +60,52 @@ def tokenizer_of_bytes() -> PreTrainedTokenizerBase:
         return load_tokenizer(folder)
 
 
-def build(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, callbacks: tuple[Callback, ...] = ()) -> Run:
-    """A run that saves when it is told to, and never ends by itself. In a folder with a checkpoint it goes on from there."""
+def build(
+    case: Case,
+    folder: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    callbacks: tuple[Callback, ...] = (),
+) -> Run:
+    """A run that saves when it is told to, and never ends by itself.
+
+    In a folder with a checkpoint it goes on from there.
+    """
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=case.hidden, intermediate_size=case.intermediate, num_hidden_layers=case.layers,
-        num_attention_heads=case.hidden // 64, max_position_embeddings=2048, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=case.hidden,
+            intermediate_size=case.intermediate,
+            num_hidden_layers=case.layers,
+            num_attention_heads=case.hidden // 64,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+        )
+    )
     draw = random.Random(0)
     rows = [
-        {"prompt": f"{i}: ", "completion": "".join(draw.choices(string.ascii_lowercase, k=case.letters))} for i in range(ROWS)
+        {
+            "prompt": f"{i}: ",
+            "completion": "".join(draw.choices(string.ascii_lowercase, k=case.letters)),
+        }
+        for i in range(ROWS)
     ]
     recipe: dict[str, Any] = {
-        "method": "sft", "model": {"name": case.name, "dtype": "float32"} | ({"lora": {"rank": 16}} if case.lora else {}),
+        "method": "sft",
+        "model": {"name": case.name, "dtype": "float32"}
+        | ({"lora": {"rank": 16}} if case.lora else {}),
         "data": {"max_length": 2048},
-        "train": {"batch_size": BATCH, "max_steps": 10**6, "epochs": 1e6, "micro_batch_tokens": 4096, "compile": "off"},
+        "train": {
+            "batch_size": BATCH,
+            "max_steps": 10**6,
+            "epochs": 1e6,
+            "micro_batch_tokens": 4096,
+            "compile": "off",
+        },
         "run": {"dir": str(folder), "save_every": 10**6, "keep": 1},
-    }  # fmt: skip
+    }
     return valence.build_run(
         recipe,
         given={"train": rows},

@@ -1,4 +1,6 @@
-"""One run that saves in between: how long its steps take beside a save and without one, and where a save spends its time."""
+"""One run that saves in between: how long its steps take beside a save and without one, and where a
+save spends its time.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,15 @@ SEAMS: tuple[tuple[str, Any, str], ...] = (
 
 @dataclass
 class Figures:
-    """All of one case, in seconds and bytes. steps: those without a save; a number of each save in all other lists.
+    """All of one case, in seconds and bytes. steps: those without a save; a number of each save in
+    all other lists.
 
-    beside: by how much the steps until it was written took longer than as many without a save; written: all of these steps.
-    at_once: a save that is waited for, with its parts, and ``worked`` its seconds of processors. peak: memory (MB) of a save
-    in the background. resumed: checking the files, reading them, and taking them up. fresh, warm: a copy of as many bytes as the
-    files have, into new memory and into memory that is there.
+    beside: by how much the steps until it was written took longer than as many without a save;
+    written: all of these steps.
+    at_once: a save that is waited for, with its parts, and ``worked`` its seconds of processors.
+    peak: memory (MB) of a save in the background. resumed: checking the files, reading them, and
+    taking them up. fresh, warm: a copy of as many bytes as the files have, into new memory and into
+    memory that is there.
     """
 
     weights: int
@@ -100,7 +105,10 @@ def measured(case: Case, folder: Path, tokenizer: PreTrainedTokenizerBase, round
 
 
 def _script(run: Run, folder: Path, figures: Figures, rounds: int) -> Generator[None, float, None]:
-    """What is done between steps. It is sent the seconds of each, and ends when all has been measured."""
+    """What is done between steps.
+
+    It is sent the seconds of each, and ends when all has been measured.
+    """
     for _ in range(WARM):
         yield
     run.save()  # the first one also hashes what is frozen
@@ -153,7 +161,9 @@ def timed() -> Iterator[Mapping[str, float]]:
     spent: dict[str, float] = defaultdict(float)
     with ExitStack() as patches:
         for name, owner, attribute in SEAMS:
-            patches.enter_context(patch.object(owner, attribute, _clocked(getattr(owner, attribute), name, spent)))
+            patches.enter_context(
+                patch.object(owner, attribute, _clocked(getattr(owner, attribute), name, spent))
+            )
         yield spent
 
 
@@ -182,7 +192,9 @@ def _resumed(run: Run, path: Path) -> tuple[float, float, float]:
 
 
 def copies(size: int) -> tuple[float, float]:
-    """Seconds of a copy of so many bytes, into new memory and into memory that is there: medians of five."""
+    """Seconds of a copy of so many bytes, into new memory and into memory that is there: medians of
+    five.
+    """
     source = torch.ones(size, dtype=torch.uint8)
     fresh: list[float] = []
     warm: list[float] = []

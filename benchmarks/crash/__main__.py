@@ -1,10 +1,10 @@
-"""python -m benchmarks.crash [--quick] [--kills N] [--seed S]: training processes are killed (SIGKILL) at random moments and at
-random file operations, and started again until the run is done. Weights, log and evaluations must then be those of the same run
-left alone, bit for bit.
+"""python -m benchmarks.crash [--quick] [--kills N] [--seed S]: training processes are killed
+(SIGKILL) at random moments and at random file operations, and started again until the run is done.
+Weights, log and evaluations must then be those of the same run left alone, bit for bit.
 
-22 recipes on a small random model, two runs at a time, one thread each; two of them with `--nproc 2`, of which a process or the
-launcher is killed. --quick: some of them, for about 90 seconds.
-Exit status: 0 every run ended as it should, 1 some did not.
+22 recipes on a small random model, two runs at a time, one thread each; two of them with `--nproc
+2`, of which a process or the launcher is killed. --quick: some of them, for about 90 seconds. Exit
+status: 0 every run ended as it should, 1 some did not.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ AT_ONCE = 2
 class Series:
     """Trials of all cases in turn, until there were enough kills."""
 
-    def __init__(self, laboratory: Laboratory, cases: list[Case], kills: int, seconds: float, seed: int) -> None:
+    def __init__(
+        self, laboratory: Laboratory, cases: list[Case], kills: int, seconds: float, seed: int
+    ) -> None:
         self.laboratory, self.kills, self.seed = laboratory, kills, seed
         self.ends = time.monotonic() + seconds
         self.numbers = itertools.count()
@@ -63,14 +65,26 @@ class Series:
             with self.lock:
                 self.trials[case.name].append(trial)
                 for what in trial.wrong:
-                    print(f"{case.name}, run {number} (killed {trial.kills} times): {what}", flush=True)
+                    print(
+                        f"{case.name}, run {number} (killed {trial.kills} times): {what}",
+                        flush=True,
+                    )
             shutil.rmtree(run, ignore_errors=True)
 
 
 def show(series: Series) -> None:
-    """A line for each case: runs, kills by where they fell, seconds of a run left alone and until a restart trains."""
-    print(f"{'case':26}{'runs':>5}{'kills':>6}" + "".join(f"{place:>13}" for place in PLACES) + f"{'run s':>7}{'restart s':>11}")
-    rows = [(name, trials, f"{series.laboratory.alone[name][1].seconds:7.1f}") for name, trials in series.trials.items()]
+    """A line for each case: runs, kills by where they fell, seconds of a run left alone and until a
+    restart trains.
+    """
+    print(
+        f"{'case':26}{'runs':>5}{'kills':>6}"
+        + "".join(f"{place:>13}" for place in PLACES)
+        + f"{'run s':>7}{'restart s':>11}"
+    )
+    rows = [
+        (name, trials, f"{series.laboratory.alone[name][1].seconds:7.1f}")
+        for name, trials in series.trials.items()
+    ]
     rows.append(("all", [trial for trials in series.trials.values() for trial in trials], " " * 7))
     for name, trials, alone in rows:
         places = sum((trial.places for trial in trials), Counter[str]())
@@ -82,15 +96,33 @@ def show(series: Series) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.crash", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"at least {QUICK_KILLS} kills of {len(QUICK)} of the recipes")
-    parser.add_argument("--kills", type=int, metavar="N", help=f"at least so many (default: {KILLS})")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="of the moments; times are never quite the same")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"at least {QUICK_KILLS} kills of {len(QUICK)} of the recipes",
+    )
+    parser.add_argument(
+        "--kills", type=int, metavar="N", help=f"at least so many (default: {KILLS})"
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        metavar="S",
+        help="of the moments; times are never quite the same",
+    )
     options = parser.parse_args()
     kills = options.kills or (QUICK_KILLS if options.quick else KILLS)
     cases = [case for case in CASES if not options.quick or case.name in QUICK]
     os.environ |= {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     with TemporaryDirectory() as folder:
-        series = Series(Laboratory(Path(folder)), cases, kills, QUICK_SECONDS if options.quick else 0, options.seed)
+        series = Series(
+            Laboratory(Path(folder)),
+            cases,
+            kills,
+            QUICK_SECONDS if options.quick else 0,
+            options.seed,
+        )
         series.run()
         show(series)
     found = [trial for trials in series.trials.values() for trial in trials]

@@ -1,4 +1,6 @@
-"""What is run: every kind of method on a model that is made here, so small that a run takes a second."""
+"""What is run: every kind of method on a model that is made here, so small that a run takes a
+second.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ TRAINED, HELD_OUT = 18, 5
 
 @dataclass(frozen=True)
 class Case:
-    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights; processes: that train it."""
+    """One recipe. rows: name of a file of them; lora: an adapter is trained instead of all weights;
+    processes: that train it.
+    """
 
     name: str
     method: str
@@ -25,7 +29,10 @@ class Case:
 
 
 def make_model(folder: str) -> None:
-    """A random model of two layers with a tokenizer of bytes. All of it trained has more state than is saved at once."""
+    """A random model of two layers with a tokenizer of bytes.
+
+    All of it trained has more state than is saved at once.
+    """
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -41,20 +48,36 @@ def make_model(folder: str) -> None:
     ).save_pretrained(folder)  # fmt: skip
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(letters), hidden_size=128, intermediate_size=384, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(letters),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
 def _row(kind: str, i: int) -> dict[str, Any]:
-    prompt, good, bad = f"question {i} " + "why " * (i % 3), "good " * (1 + i % 4) + str(i), "bad " * (1 + i % 3) + str(i)
+    prompt, good, bad = (
+        f"question {i} " + "why " * (i % 3),
+        "good " * (1 + i % 4) + str(i),
+        "bad " * (1 + i % 3) + str(i),
+    )
     return {
         "thumbs": {"prompt": prompt, "completion": good if i % 2 else bad, "label": bool(i % 2)},
         "pairs": {"prompt": prompt, "chosen": good, "rejected": bad},
         "shown": {"prompt": prompt, "completion": good},
         "asked": {"prompt": prompt, "answer": i},
-        "groups": {"prompt": prompt, "completions": [good, bad, f"so {i}"], "scores": [1.0, 0.0, 0.25]},
+        "groups": {
+            "prompt": prompt,
+            "completions": [good, bad, f"so {i}"],
+            "scores": [1.0, 0.0, 0.25],
+        },
     }[kind]
 
 
@@ -66,21 +89,39 @@ def write_rows(folder: Path) -> None:
 
 
 def recipe(case: Case, folder: Path) -> dict[str, Any]:
-    """5 steps an epoch, of which the last is short, 17 in all: an epoch ends between two saves, and so does the log's window."""
+    """5 steps an epoch, of which the last is short, 17 in all: an epoch ends between two saves, and
+    so does the log's window.
+    """
     sections = {name: dict(section) for name, section in case.sections.items() if name != "mix"}
     model = {"name": str(folder / "model"), "dtype": "float32"} | (
         {"lora": {"rank": 4} | sections.pop("lora", {})} if case.lora else {}
     )
-    mix = [part | {"train": str(folder / f"{part['train']}.jsonl")} for part in case.sections.get("mix", [])]
+    mix = [
+        part | {"train": str(folder / f"{part['train']}.jsonl")}
+        for part in case.sections.get("mix", [])
+    ]
     held_out = str(folder / f"{case.rows}_held.jsonl")
     defaults: dict[str, dict[str, Any]] = {
-        "data": {"train": str(folder / f"{case.rows}.jsonl"), "eval": held_out, "test": held_out, "max_length": 128},
-        "train": {"batch_size": 4, "epochs": 3.4, "learning_rate": 1e-3, "schedule": "cosine", "compile": "off"},
+        "data": {
+            "train": str(folder / f"{case.rows}.jsonl"),
+            "eval": held_out,
+            "test": held_out,
+            "max_length": 128,
+        },
+        "train": {
+            "batch_size": 4,
+            "epochs": 3.4,
+            "learning_rate": 1e-3,
+            "schedule": "cosine",
+            "compile": "off",
+        },
         "eval": {"every": 4},
         "run": {"save_every": 3, "log_every": 2, "keep": 2, "keep_best": {"metric": "eval/loss"}},
     }
     whole = {name: section | sections.pop(name, {}) for name, section in defaults.items()}
-    return {"method": case.method, "model": model, **whole, **sections} | ({"mix": mix} if mix else {})
+    return {"method": case.method, "model": model, **whole, **sections} | (
+        {"mix": mix} if mix else {}
+    )
 
 
 MANY_BATCHES = {"train": {"micro_batch_tokens": 90}}
@@ -125,6 +166,7 @@ CASES = (
     Case("dpo, 2 that share it", "dpo", "pairs", False, MANY_BATCHES | SPLIT, processes=2),
 )
 QUICK = (
-    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, models",
+    "kto, lora", "dpo", "bco", "kto + sft, lora", "dpo that follows, lora", "pointwise, lora, "
+                                                                            "models",
     "dpo, 2 that share it", "own answers, ppo",
 )  # fmt: skip

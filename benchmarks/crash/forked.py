@@ -1,4 +1,6 @@
-"""Programs that begin as a copy of this process, which has loaded all that they need, instead of loading it anew."""
+"""Programs that begin as a copy of this process, which has loaded all that they need, instead of
+loading it anew.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,9 @@ from unittest.mock import patch
 
 @contextmanager
 def popen_forks(program: Callable[[], None]):
-    """Inside the block ``subprocess.Popen`` calls ``program`` in a forked process, in the environment and with the streams that
-    it is given, whatever the command is."""
+    """Inside the block ``subprocess.Popen`` calls ``program`` in a forked process, in the
+    environment and with the streams that it is given, whatever the command is.
+    """
 
     plain = subprocess.Popen
 

@@ -1,5 +1,8 @@
-"""A training process, or several that one starts. They note where they are in memory that outlives them, and can kill themselves
-at a chosen file operation."""
+"""A training process, or several that one starts.
+
+They note where they are in memory that outlives them, and can kill themselves at a chosen file
+operation.
+"""
 
 from __future__ import annotations
 
@@ -16,48 +19,81 @@ from typing import Any, Literal
 from benchmarks.crash.forked import popen_forks
 
 PRELOADED = [
-    "benchmarks.crash.forked", "valence.cli", "valence.api", "valence.reports.page", "peft",
-    "transformers.models.llama.modeling_llama", "transformers.models.auto.modeling_auto", "torch.utils.flop_counter",
-    "torch._dynamo", "peft.tuners.lora.bnb", "plotly.offline",
-]  # fmt: skip
+    "benchmarks.crash.forked",
+    "valence.cli",
+    "valence.api",
+    "valence.reports.page",
+    "peft",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.auto.modeling_auto",
+    "torch.utils.flop_counter",
+    "torch._dynamo",
+    "peft.tuners.lora.bnb",
+    "plotly.offline",
+]
 """What every process needs and nothing changes: loaded once, before it is forked."""
 LOADING, TRAINING, EVALUATION, FINISHING = range(4)
 LAUNCHER = -1
 
 
 class Notes(ctypes.Structure):
-    """Of a process: its id, its phase, optimizer steps that it ran, file operations of saves and others, whether it has killed
-    one, and when it was ready to train (seconds of the machine's monotonic clock, 0: never)."""
+    """Of a process: its id, its phase, optimizer steps that it ran, file operations of saves and
+    others, whether it has killed one, and when it was ready to train (seconds of the machine's
+    monotonic clock, 0: never).
+    """
 
     _fields_ = (
-        ("pid", ctypes.c_int), ("phase", ctypes.c_int), ("steps", ctypes.c_int), ("saving", ctypes.c_int),
-        ("other", ctypes.c_int), ("killed", ctypes.c_int), ("ready", ctypes.c_double),
-    )  # fmt: skip
+        ("pid", ctypes.c_int),
+        ("phase", ctypes.c_int),
+        ("steps", ctypes.c_int),
+        ("saving", ctypes.c_int),
+        ("other", ctypes.c_int),
+        ("killed", ctypes.c_int),
+        ("ready", ctypes.c_double),
+    )
 
 
 @dataclass(frozen=True)
 class Kill:
-    """When: at file operation number ``at`` (from 1) of saves, or of others in the run's folder; in step ``at``, as soon as the
-    weights have changed; or after ``at`` seconds. who: the rank of the process; or LAUNCHER, in what rank 0 does."""
+    """When: at file operation number ``at`` (from 1) of saves, or of others in the run's folder; in
+    step ``at``, as soon as the weights have changed; or after ``at`` seconds. who: the rank of the
+    process; or LAUNCHER, in what rank 0 does.
+    """
 
     by: Literal["saving", "other", "steps", "seconds"]
     at: float
     who: int = 0
 
 
-DIRECTORY = {"os.remove": 1, "os.rmdir": 1, "os.mkdir": 2, "os.chmod": 2, "os.rename": 2, "shutil.rmtree": 1}
-"""Events of operations on a path, and which of their arguments is the directory that it is relative to."""
+DIRECTORY = {
+    "os.remove": 1,
+    "os.rmdir": 1,
+    "os.mkdir": 2,
+    "os.chmod": 2,
+    "os.rename": 2,
+    "shutil.rmtree": 1,
+}
+"""Events of operations on a path, and which of their arguments is the directory that it is relative
+to.
+"""
 WRITES = os.O_WRONLY | os.O_RDWR
 
 
 def operations(act: Callable[[str, str], None]) -> None:
-    """From now on calls ``act`` with the name and the path of every operation of this process that changes files, before it
-    happens. What it raises prevents the operation. There is no way back but to have ``act`` do nothing."""
+    """From now on calls ``act`` with the name and the path of every operation of this process that
+    changes files, before it happens. What it raises prevents the operation. There is no way back
+    but to have ``act`` do nothing.
+    """
 
     def audit(event: str, args: tuple[Any, ...]) -> None:
         if event in DIRECTORY:
-            act(event, _path(args[0], args[DIRECTORY[event]] if len(args) > DIRECTORY[event] else None))
-        elif (event == "open" and isinstance(args[2], int) and args[2] & WRITES) or event == "os.truncate":
+            act(
+                event,
+                _path(args[0], args[DIRECTORY[event]] if len(args) > DIRECTORY[event] else None),
+            )
+        elif (
+            event == "open" and isinstance(args[2], int) and args[2] & WRITES
+        ) or event == "os.truncate":
             act(event, _path(args[0], None))
 
     def fsync(handle: Any) -> None:
@@ -78,7 +114,9 @@ def _path(name: Any, directory: int | None) -> str:
 
 
 def train(recipe: str, run: str, notes: Sequence[Notes], kill: Kill | None, said: str) -> None:
-    """`valence train`, in a process that was forked for it, or in several. said: a file for what it prints."""
+    """`valence train`, in a process that was forked for it, or in several. said: a file for what it
+    prints.
+    """
     if len(os.listdir(f"/proc/{os.getppid()}/task")) > 1:
         sys.exit("the parent had threads when it forked")
     out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -117,7 +155,9 @@ def _work(run: str, notes: Sequence[Notes], kill: Kill | None, launcher: int) ->
 
     from valence.distributed import processes
 
-    vars(std)["TqdmDefaultWriteLock"].mp_lock = None  # a semaphore, which would outlive a process that is killed
+    vars(std)[
+        "TqdmDefaultWriteLock"
+    ].mp_lock = None  # a semaphore, which would outlive a process that is killed
     processes.HEAD_START = 0.3  # long enough for who started it to see which one failed first
     _main()
 

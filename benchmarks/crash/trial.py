@@ -1,4 +1,6 @@
-"""Runs that are killed and started again until they are done, and what differs then from a run that was left alone."""
+"""Runs that are killed and started again until they are done, and what differs then from a run that
+was left alone.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,10 @@ LEAVES = 10.0
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended: its exit status (negative: by that signal), whether one of its processes was killed, seconds it ran
-    and until it could train (0: never), what each process noted, and the ids of those that were left behind."""
+    """How a command ended: its exit status (negative: by that signal), whether one of its processes
+    was killed, seconds it ran and until it could train (0: never), what each process noted, and the
+    ids of those that were left behind.
+    """
 
     status: int
     killed: bool
@@ -52,8 +56,11 @@ class Ended:
 
 @dataclass
 class Trial:
-    """A run that was killed until it was done. ``places``: where the kills fell; ``wrong``: what is not as it should be;
-    ``stopped``: some of its processes may have been asked to end when another was killed."""
+    """A run that was killed until it was done.
+
+    ``places``: where the kills fell; ``wrong``: what is not as it should be; ``stopped``: some of
+    its processes may have been asked to end when another was killed.
+    """
 
     places: Counter[str] = field(default_factory=Counter[str])
     stopped: bool = False
@@ -66,7 +73,9 @@ class Trial:
 
 
 class Laboratory:
-    """Makes a model and rows in a folder, and forks training processes from one that has everything imported and run nothing."""
+    """Makes a model and rows in a folder, and forks training processes from one that has everything
+    imported and run nothing.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -85,7 +94,9 @@ class Laboratory:
         written = self.folder / f"{case.name}.json"
         written.write_text(json.dumps(recipe(case, self.folder)), encoding="utf-8")
         notes = self.context.RawArray(Notes, case.processes)
-        process = self.context.Process(target=train, args=(str(written), str(run), notes, kill, f"{run}.said"))
+        process = self.context.Process(
+            target=train, args=(str(written), str(run), notes, kill, f"{run}.said")
+        )
         began = time.monotonic()
         process.start()
         killed = False
@@ -140,13 +151,21 @@ class Laboratory:
             trial.wrong.append(f"exit status {ended.status}: {said(run)}")
             return trial
         if ended.notes.steps + before != whole.notes.steps:
-            trial.wrong.append(f"ran {ended.notes.steps} steps after step {before} of {whole.notes.steps}")
+            trial.wrong.append(
+                f"ran {ended.notes.steps} steps after step {before} of {whole.notes.steps}"
+            )
         trial.wrong += differences(run, other)
         kept, wanted = states(run), states(other)
         if trial.stopped:  # it has saved where it stopped as well, and removed an older one for it
-            kept, wanted = ({name: each[name] for name in kept.keys() & wanted.keys()} for each in (kept, wanted))
+            kept, wanted = (
+                {name: each[name] for name in kept.keys() & wanted.keys()}
+                for each in (kept, wanted)
+            )
         if kept != wanted or not kept:
-            trial.wrong.append(f"the checkpoints {', '.join(sorted(kept))} are not as those of {', '.join(sorted(wanted))}")
+            trial.wrong.append(
+                f"the checkpoints {', '.join(sorted(kept))} are not as those of "
+                f"{', '.join(sorted(wanted))}"
+            )
         if holder(run) is not None:
             trial.wrong.append("its folder is still locked")
         if left := [os.fspath(path.relative_to(run)) for path in run.rglob(".*")]:
@@ -155,12 +174,18 @@ class Laboratory:
 
 
 def drawn(draw: random.Random, whole: Ended) -> Kill:
-    """A moment, or a file operation, of a whole run; of several processes, one or their launcher."""
+    """A moment, or a file operation, of a whole run; of several processes, one or their
+    launcher.
+    """
     several = len(whole.processes) > 1
     who = draw.choice((*range(len(whole.processes)), LAUNCHER)) if several else 0
     by = draw.choice(("seconds", "seconds", "saving", "other"))
     most = getattr(whole.processes[max(who, 0)], by) if by != "seconds" else 0
-    return Kill(by, draw.randint(1, most), who) if most else Kill("seconds", draw.uniform(0, whole.seconds), who)
+    return (
+        Kill(by, draw.randint(1, most), who)
+        if most
+        else Kill("seconds", draw.uniform(0, whole.seconds), who)
+    )
 
 
 def _kill(*pids: int) -> None:
@@ -207,25 +232,46 @@ def newest(run: Path) -> int:
 def said(run: Path) -> str:
     """The last lines that a process of a run printed."""
     path = Path(f"{run}.said")
-    return " | ".join(path.read_text(encoding="utf-8", errors="replace").split("\n")[-8:]) if path.is_file() else ""
+    return (
+        " | ".join(path.read_text(encoding="utf-8", errors="replace").split("\n")[-8:])
+        if path.is_file()
+        else ""
+    )
 
 
 def states(run: Path) -> dict[str, dict[str, bytes]]:
-    """The tensors in each checkpoint: weights, optimizer and torch's random state. What other libraries draw has no seed."""
+    """The tensors in each checkpoint: weights, optimizer and torch's random state.
+
+    What other libraries draw has no seed.
+    """
     found: dict[str, dict[str, bytes]] = {}
     for path in run.glob("checkpoints/*/*.safetensors"):
-        tensors = {f"{path.name} {name}": array.tobytes() for name, array in load_file(path).items()}
-        seeded = {name: content for name, content in tensors.items() if not any(part in name for part in UNSEEDED)}
+        tensors = {
+            f"{path.name} {name}": array.tobytes() for name, array in load_file(path).items()
+        }
+        seeded = {
+            name: content
+            for name, content in tensors.items()
+            if not any(part in name for part in UNSEEDED)
+        }
         found.setdefault(path.parent.name, {}).update(seeded)
     return found
 
 
 def differences(ours: Path, theirs: Path) -> list[str]:
-    """In what a finished run differs from another of the same recipe: weights, log, evaluations, status."""
+    """In what a finished run differs from another of the same recipe: weights, log, evaluations,
+    status.
+    """
     found = [
         f"{name} differs"
         for pattern in ("model/*.safetensors", "eval/*.json")
-        for name in sorted({os.fspath(path.relative_to(run)) for run in (ours, theirs) for path in run.glob(pattern)})
+        for name in sorted(
+            {
+                os.fspath(path.relative_to(run))
+                for run in (ours, theirs)
+                for path in run.glob(pattern)
+            }
+        )
         if _content(ours / name) != _content(theirs / name)
     ]
     if not any((ours / "model").glob("*.safetensors")):
@@ -234,7 +280,10 @@ def differences(ours: Path, theirs: Path) -> list[str]:
         found.append("there is no report")
     log, other = logged(ours), logged(theirs)
     if log != other:
-        first = next((i for i, (a, b) in enumerate(zip(log, other, strict=False), 1) if a != b), min(len(log), len(other)) + 1)
+        first = next(
+            (i for i, (a, b) in enumerate(zip(log, other, strict=False), 1) if a != b),
+            min(len(log), len(other)) + 1,
+        )
         found.append(f"the log differs from line {first} of {len(log)} and {len(other)}")
     trained = [record["step"] for record in log if "loss" in record]
     if trained != sorted(set(trained)):

@@ -1,11 +1,12 @@
 """python -m benchmarks.device [--quick]: how near does a step come to what this device can do?
 
-(1) The rate of a large product in bfloat16 and of a copy, which are the ceilings. (2) The head, forward and backward, beside its
-three bare products. (3) Steps without an update of kto, dpo and grpo, all weights training, with the reference's values known:
-seconds, and the share of the first ceiling that their necessary operations make; those of 1 to 2 billion weights once more with
-activations recomputed. Weights and tokens are random. It is made for a GPU; on a CPU models are tiny, and nothing is held against
-the bar. --quick: the smaller model alone.
-Exit status: 0 all figures held, 1 some fell short.
+(1) The rate of a large product in bfloat16 and of a copy, which are the ceilings. (2) The head,
+forward and backward, beside its three bare products. (3) Steps without an update of kto, dpo and
+grpo, all weights training, with the reference's values known: seconds, and the share of the first
+ceiling that their necessary operations make; those of 1 to 2 billion weights once more with
+activations recomputed. Weights and tokens are random. It is made for a GPU; on a CPU models are
+tiny, and nothing is held against the bar. --quick: the smaller model alone. Exit status: 0 all
+figures held, 1 some fell short.
 """
 
 from __future__ import annotations
@@ -45,8 +46,12 @@ HEAD_BAR = 1.5
 """Most time of the head, against its bare products."""
 BUDGET = 16_384  # tokens of a micro-batch
 REPEATS = 5
-SMALLER = Shape("1.5b", 151_936, hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, head_dim=128)
-LARGER = Shape("8b", 151_936, hidden=4096, intermediate=12_288, layers=36, heads=32, kv_heads=8, head_dim=128)
+SMALLER = Shape(
+    "1.5b", 151_936, hidden=1536, intermediate=8960, layers=28, heads=12, kv_heads=2, head_dim=128
+)
+LARGER = Shape(
+    "8b", 151_936, hidden=4096, intermediate=12_288, layers=36, heads=32, kv_heads=8, head_dim=128
+)
 CASES = (
     Case("kto", "kto", prompts=64),
     Case("dpo", "dpo", prompts=32, answers=2),
@@ -56,7 +61,9 @@ CASES = (
 
 @dataclass
 class Known:
-    """A reference whose values (nats, [T]) are at hand, as those in a cache are: each token of the vocabulary is as likely."""
+    """A reference whose values (nats, [T]) are at hand, as those in a cache are: each token of the
+    vocabulary is as likely.
+    """
 
     vocabulary: int
     name: str = "known"
@@ -70,7 +77,9 @@ class Known:
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
-    """The median of some runs, when the device is done; the first two, which compile, do not count."""
+    """The median of some runs, when the device is done; the first two, which compile, do not
+    count.
+    """
     taken: list[float] = []
     for _ in range(REPEATS + 2):
         wait(device)
@@ -94,14 +103,21 @@ def ceilings(device: torch.device) -> float:
     source = torch.empty(size * size * 8, device=device, dtype=torch.bfloat16)
     out = torch.empty_like(source)
     copied = 2 * source.nbytes / seconds(lambda: out.copy_(source), device)
-    print(f"ceilings: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy", flush=True)
+    print(
+        f"ceilings: {rate / 1e12:.3g} TFLOP/s in bfloat16, {copied / 1e12:.3g} TB/s of a copy",
+        flush=True,
+    )
     return rate
 
 
 def head(shape: Shape, tokens: int, device: torch.device) -> float:
-    """Seconds of the head over so many ``tokens``, forward and backward, divided by those of its three bare products."""
+    """Seconds of the head over so many ``tokens``, forward and backward, divided by those of its
+    three bare products.
+    """
     layer = nn.Linear(shape.hidden, shape.vocabulary, bias=False, device=device)
-    hidden = torch.randn(tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True)
+    hidden = torch.randn(
+        tokens, shape.hidden, device=device, dtype=torch.bfloat16, requires_grad=True
+    )
     target = torch.randint(0, shape.vocabulary, (tokens,), device=device)
     grad = torch.randn(tokens, device=device)
     whole = Head(layer, half=True)
@@ -119,7 +135,11 @@ def head(shape: Shape, tokens: int, device: torch.device) -> float:
         torch.mm(slopes.t(), x)
 
     taken, least = seconds(run, device), seconds(bare, device)
-    print(f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {taken:.4f} s, bare products {least:.4f} s", flush=True)
+    print(
+        f"head: {tokens} tokens, {shape.vocabulary} x {shape.hidden}: {taken:.4f} s, bare "
+        f"products {least:.4f} s",
+        flush=True,
+    )
     return taken / least
 
 
@@ -131,13 +151,31 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
         (units,) = draw_sets(case, 1)
         if case.method == "grpo":  # as a round hands them to training
             units = [
-                replace(unit, answers=tuple(
-                    replace(a, columns=(("old", (-12.0,) * len(a.ids)), ("adv", (score,) * len(a.ids))))
-                    for a, score in zip(unit.answers, unit.scores, strict=True)
-                )) for unit in units
-            ]  # fmt: skip
+                replace(
+                    unit,
+                    answers=tuple(
+                        replace(
+                            a,
+                            columns=(
+                                ("old", (-12.0,) * len(a.ids)),
+                                ("adv", (score,) * len(a.ids)),
+                            ),
+                        )
+                        for a, score in zip(unit.answers, unit.scores, strict=True)
+                    ),
+                )
+                for unit in units
+            ]
         method = METHODS[case.method]
-        objective = Objective(method, method.resolve({}), policy, Known(shape.vocabulary), Single(), BUDGET, MAX_LENGTH)
+        objective = Objective(
+            method,
+            method.resolve({}),
+            policy,
+            Known(shape.vocabulary),
+            Single(),
+            BUDGET,
+            MAX_LENGTH,
+        )
 
         def run(objective: Objective = objective, units: Any = units) -> float:
             loss = objective.run(units, backward=True).loss.item()
@@ -152,7 +190,8 @@ def steps(shape: Shape, device: torch.device, rate: float, *, recomputed: bool) 
         tokens = sum(work.layers) / taken
         kind = f"{shape.name}{', recomputed' if recomputed else ''}"
         print(
-            f"{case.name:>12} {kind:18} loss {loss:9.4f}  {taken:8.3f} s  {tokens:10,.0f} tokens/s  "
+            f"{case.name:>12} {kind:18} loss {loss:9.4f}  {taken:8.3f} s  {tokens:10,.0f} "
+            f"tokens/s  "
             f"{share:5.2f} of the ceiling  {peak / 1e3:6.1f} GB above weights",
             flush=True,
         )
@@ -163,7 +202,9 @@ def policy_of(shape: Shape, device: torch.device, recomputed: bool) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model = Qwen3ForCausalLM(config_of(shape))
-    policy = build_policy(model, dtype=torch.bfloat16, checkpointing="full" if recomputed else "off")
+    policy = build_policy(
+        model, dtype=torch.bfloat16, checkpointing="full" if recomputed else "off"
+    )
     if not why_not(policy.device):
         compile_layers(policy)
     print(f"{shape.name}: packed {policy.packs}, compiled {policy.compiled}", flush=True)
@@ -177,7 +218,12 @@ def main() -> int:
     device = best_device()
     torch.set_num_threads(THREADS)
     on_gpu = device.type == "cuda"
-    print(torch.cuda.get_device_name() if on_gpu else "a CPU: models are tiny, and nothing is held against the bar", flush=True)
+    print(
+        torch.cuda.get_device_name()
+        if on_gpu
+        else "a CPU: models are tiny, and nothing is held against the bar",
+        flush=True,
+    )
     rate = ceilings(device)
     share = head(LARGER, 8192, device) if on_gpu else head(TINY, 256, device)
     for shape in ((SMALLER,) if quick else (SMALLER, LARGER)) if on_gpu else (TINY,):
@@ -185,7 +231,10 @@ def main() -> int:
             torch.compiler.reset()
             steps(shape, device, rate, recomputed=recomputed)
     held = share <= HEAD_BAR
-    print(f"\nhead {share:.2f} (bar {HEAD_BAR:g}) {'held' if held else 'short' if on_gpu else 'not held against it'}")
+    print(
+        f"\nhead {share:.2f} (bar {HEAD_BAR:g}) "
+        f"{'held' if held else 'short' if on_gpu else 'not held against it'}"
+    )
     return 0 if held or not on_gpu else 1
 
 

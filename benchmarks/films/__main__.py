@@ -1,9 +1,10 @@
-"""python -m benchmarks.films [--quick]: a pointwise reward model, SmolLM2-135M-Instruct with an adapter, on film reviews.
+"""python -m benchmarks.films [--quick]: a pointwise reward model, SmolLM2-135M-Instruct with an
+adapter, on film reviews.
 
-It reads the last 500 letters of each review. Everything is timed: reading, loading, training, measuring 500 held-out reviews,
-writing the model. Bars: 85 % of the held-out reviews told right, ten minutes on two cores. --quick trains on a tenth of the
-reviews and measures 100; its bar is three standard errors above chance.
-Exit status: 0 all held, 1 some short.
+It reads the last 500 letters of each review. Everything is timed: reading, loading, training,
+measuring 500 held-out reviews, writing the model. Bars: 85 % of the held-out reviews told right,
+ten minutes on two cores. --quick trains on a tenth of the reviews and measures 100; its bar is
+three standard errors above chance. Exit status: 0 all held, 1 some short.
 """
 
 from __future__ import annotations
@@ -31,10 +32,16 @@ def row(text: str, liked: bool) -> dict[str, Any]:
 
 def recipe(model: Path, folder: Path) -> dict[str, Any]:
     return {
-        "method": "pointwise", "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
-        "data": {"train": str(folder / "train.jsonl"), "test": str(folder / "test.jsonl"), "max_length": 256},
-        "train": {"batch_size": 16, "learning_rate": 5.0e-4, "warmup": 0.05}, "run": {"dir": str(folder / "run")},
-    }  # fmt: skip
+        "method": "pointwise",
+        "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "test": str(folder / "test.jsonl"),
+            "max_length": 256,
+        },
+        "train": {"batch_size": 16, "learning_rate": 5.0e-4, "warmup": 0.05},
+        "run": {"dir": str(folder / "run")},
+    }
 
 
 def main() -> int:
@@ -51,7 +58,9 @@ def main() -> int:
         began = time.monotonic()
         valence.train(recipe(model, folder), quiet=True)
         seconds = time.monotonic() - began
-        found = json.loads((folder / "run" / "eval" / "test.json").read_text(encoding="utf-8"))["metrics"]
+        found = json.loads((folder / "run" / "eval" / "test.json").read_text(encoding="utf-8"))[
+            "metrics"
+        ]
     for name, value in found.items():
         print(f"{name:28}{value:10.4f}")
     bar = 0.5 + 3 * 0.5 / held_out**0.5 if quick else ACCURACY

@@ -1,11 +1,12 @@
-"""python -m benchmarks.invariance: how far a step depends on its micro-batches and on the order of its rows.
+"""python -m benchmarks.invariance: how far a step depends on its micro-batches and on the order of
+its rows.
 
-One optimizer step of kto, dpo and grpo on a random model of 2 layers is computed in one micro-batch and
-again in 2 to 14, in two orders of the rows, in each type of products (`model.dtype`); and, for kto, one
-sequence at a time, as models that cannot run packed do. Some rows share a prompt. Printed is the largest
-difference from the first: relative for the loss, the gradient's norm and the gradient as a
-vector, in nats for `kl/raw` (kto's reference point before its clamp at 0) and in its unit for `rewards/margins`.
-Exit status: 0 if every difference is within BOUNDS, 1 if not.
+One optimizer step of kto, dpo and grpo on a random model of 2 layers is computed in one micro-batch
+and again in 2 to 14, in two orders of the rows, in each type of products (`model.dtype`); and, for
+kto, one sequence at a time, as models that cannot run packed do. Some rows share a prompt. Printed
+is the largest difference from the first: relative for the loss, the gradient's norm and the
+gradient as a vector, in nats for `kl/raw` (kto's reference point before its clamp at 0) and in its
+unit for `rewards/margins`. Exit status: 0 if every difference is within BOUNDS, 1 if not.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ METHODS_MEASURED = ("kto", "dpo", "grpo")
 
 @dataclass(frozen=True)
 class Difference:
-    """Largest differences: relative (loss, grad_norm, gradient), nats (kl), units of reward (margins)."""
+    """Largest differences: relative (loss, grad_norm, gradient), nats (kl), units of reward
+    (margins).
+    """
 
     loss: float = 0.0
     grad_norm: float = 0.0
@@ -41,7 +44,9 @@ class Difference:
     margins: float = 0.0
 
     def largest(self, other: Difference) -> Difference:
-        return Difference(*(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self)))
+        return Difference(
+            *(max(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        )
 
 
 BOUNDS: dict[torch.dtype, Difference] = {
@@ -49,8 +54,11 @@ BOUNDS: dict[torch.dtype, Difference] = {
     torch.float32: Difference(1e-6, 1e-6, 1e-5, 1e-5, 1e-6),
     torch.bfloat16: Difference(1e-3, 1e-3, 1e-2, 2e-3, 1e-3),
 }
-"""Of micro-batches and order. Weights are float32 under bfloat16 products. Gradients in float64 are those
-of a model whose norms are in float32 whatever its weights are, as Llama's and most others' are."""
+"""Of micro-batches and order.
+
+Weights are float32 under bfloat16 products. Gradients in float64 are those of a model whose norms
+are in float32 whatever its weights are, as Llama's and most others' are.
+"""
 LAYOUT_BOUNDS: dict[torch.dtype, Difference] = {
     torch.float64: BOUNDS[torch.float64],
     torch.float32: Difference(1e-5, 1e-5, 1e-4, 1e-4, 1e-5),
@@ -64,9 +72,17 @@ def model(seed: int) -> torch.nn.Module:
 
     torch.manual_seed(seed)
     config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     made = LlamaForCausalLM(config)
     with torch.no_grad():
         for weight in made.parameters():
@@ -87,7 +103,9 @@ def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
     sides = {"preference": 2, "ranking": 4}.get(kind, 1)
     made: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
-        answers = tuple(TokenizedCompletion(a, (True,) * len(a)) for a in (ids(10, 60) for _ in range(sides)))
+        answers = tuple(
+            TokenizedCompletion(a, (True,) * len(a)) for a in (ids(10, 60) for _ in range(sides))
+        )
         made.append(TokenizedExample(
             id=f"row{i}", origin=Origin("made.jsonl", i + 1), kind=kind, prompt_ids=prompt,
             prompt_mask=(False,) * len(prompt), answers=answers,
@@ -97,24 +115,38 @@ def rows(kind: Kind, seed: int = 0) -> list[TokenizedExample]:
     return made
 
 
-def differences(name: str, dtype: torch.dtype, *, packed: bool = True) -> tuple[Difference, set[int]]:
+def differences(
+    name: str, dtype: torch.dtype, *, packed: bool = True
+) -> tuple[Difference, set[int]]:
     """Largest differences of a step from the same in one packed micro-batch, and the numbers of
     micro-batches. packed: False to compare with one sequence at a time."""
-    policy = build_policy(model(0).to(torch.float64 if dtype == torch.float64 else torch.float32), dtype=dtype)
+    policy = build_policy(
+        model(0).to(torch.float64 if dtype == torch.float64 else torch.float32), dtype=dtype
+    )
     other = model(1).to(torch.float64 if dtype == torch.float64 else torch.float32)
     reference = build_reference(policy, fresh_adapter=False, model=other, name="another")
     assert isinstance(reference, FrozenReference)
     method = METHODS[name]
     units = rows(method.kind)
 
-    def step(units: list[TokenizedExample], budget: int) -> tuple[dict[str, float], torch.Tensor, int]:
+    def step(
+        units: list[TokenizedExample], budget: int
+    ) -> tuple[dict[str, float], torch.Tensor, int]:
         policy.zero_grad()
-        made = Objective(method, method.resolve({}), policy, reference, Single(), budget, MAX_LENGTH)
+        made = Objective(
+            method, method.resolve({}), policy, reference, Single(), budget, MAX_LENGTH
+        )
         outcome = made.run([units[i] for i in canonical_order(units, 0, 0)], backward=True)
         meter = Meter()
         meter.pool(outcome.metrics)
-        gradient = torch.cat([p.grad.double().flatten() for p in policy.parameters() if p.grad is not None])
-        return {"loss": float(outcome.loss)} | meter.reduce(made.group), gradient, outcome.micro_batches
+        gradient = torch.cat(
+            [p.grad.double().flatten() for p in policy.parameters() if p.grad is not None]
+        )
+        return (
+            {"loss": float(outcome.loss)} | meter.reduce(made.group),
+            gradient,
+            outcome.micro_batches,
+        )
 
     numbers, gradient, _ = step(units, BUDGETS[0])
     found, micro_batches = Difference(), set[int]()
@@ -145,12 +177,17 @@ CASES += [(dtype, "kto", False) for dtype in BOUNDS]
 def exceeded(found: Difference, dtype: torch.dtype, packed: bool) -> list[str]:
     """Names of the numbers that differ by more than their bound."""
     bound = (BOUNDS if packed else LAYOUT_BOUNDS)[dtype]
-    return [f.name for f in fields(Difference) if not getattr(found, f.name) <= getattr(bound, f.name)]
+    return [
+        f.name for f in fields(Difference) if not getattr(found, f.name) <= getattr(bound, f.name)
+    ]
 
 
 def main() -> int:
     names = [f.name for f in fields(Difference)]
-    print(f"{'products':<10}{'method':<8}{'micro-batches':<16}" + "".join(f"{name:>11}" for name in names))
+    print(
+        f"{'products':<10}{'method':<8}{'micro-batches':<16}"
+        + "".join(f"{name:>11}" for name in names)
+    )
     holds = True
     for dtype, name, packed in CASES:
         found, counts = differences(name, dtype, packed=packed)

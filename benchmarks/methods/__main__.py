@@ -1,5 +1,5 @@
-"""python -m benchmarks.methods [--quick] [--only NAME ...]: each method, trained for a few steps on SmolLM2-135M-Instruct and
-real rows, moves the held-out number it is meant to move.
+"""python -m benchmarks.methods [--quick] [--only NAME ...]: each method, trained for a few steps on
+SmolLM2-135M-Instruct and real rows, moves the held-out number it is meant to move.
 
 Exit status: 0 every number moved as it should, 1 some did not.
 """
@@ -53,14 +53,25 @@ def recipe(case: Case, model: Path, folder: Path, steps: int) -> dict[str, Any]:
     data: dict[str, Any] = {"train": str(train), "eval": str(held_out), "max_length": 512}
     sections = dict(case.sections)
     if "mix" in sections:
-        sections["mix"] = [part | {"train": str(rows.write(part["train"], folder)[0])} for part in sections["mix"]]
+        sections["mix"] = [
+            part | {"train": str(rows.write(part["train"], folder)[0])} for part in sections["mix"]
+        ]
     return {
-        "method": case.method, "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
+        "method": case.method,
+        "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
         "data": data | sections.pop("data", {}),
-        "train": {"batch_size": 8, "max_steps": steps, "learning_rate": case.rate, "schedule": "constant", "compile": "off"},
-        "eval": {"every": 10_000}, "reference": {"cache": "off"} if METHODS[case.method].needs_reference else {},
-        "run": {"dir": str(folder / "run")}, **sections,
-    }  # fmt: skip
+        "train": {
+            "batch_size": 8,
+            "max_steps": steps,
+            "learning_rate": case.rate,
+            "schedule": "constant",
+            "compile": "off",
+        },
+        "eval": {"every": 10_000},
+        "reference": {"cache": "off"} if METHODS[case.method].needs_reference else {},
+        "run": {"dir": str(folder / "run")},
+        **sections,
+    }
 
 
 def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> Moved:
@@ -75,8 +86,18 @@ def run(case: Case, folder: Path, base: nn.Module, model: Path, steps: int) -> M
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.methods", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help=f"only {', '.join(QUICK)}, and {QUICK_STEPS} steps of each")
-    parser.add_argument("--only", nargs="+", choices=[case.name for case in CASES], metavar="NAME", help="these cases")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help=f"only {', '.join(QUICK)}, and {QUICK_STEPS} steps of each",
+    )
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[case.name for case in CASES],
+        metavar="NAME",
+        help="these cases",
+    )
     options = parser.parse_args()
     names = options.only or (QUICK if options.quick else [case.name for case in CASES])
     disable_progress_bar()
@@ -90,7 +111,11 @@ def main() -> int:
             one = run(case, Path(folder), base, model, QUICK_STEPS if options.quick else case.steps)
             found.append(one)
             way = "held" if one.held else "short"
-            print(f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}{one.seconds:9.0f}  {way}", flush=True)
+            print(
+                f"{case.name:24}{case.number:22}{one.before:10.4f}{one.after:10.4f}"
+                f"{one.seconds:9.0f}  {way}",
+                flush=True,
+            )
     print("; ".join(one.line for one in found))
     return 0 if all(one.held for one in found) else 1
 

@@ -1,4 +1,6 @@
-"""What is run: each method with the rows it learns from, its settings, and the held-out number it is meant to move."""
+"""What is run: each method with the rows it learns from, its settings, and the held-out number it
+is meant to move.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ Rows = Literal["thumbs", "pairs", "shown", "films", "stars"]
 
 @dataclass(frozen=True)
 class Case:
-    """One run. number: a metric of the evaluation; up: it should rise. rate: of learning, constant; steps: of the optimizer."""
+    """One run. number: a metric of the evaluation; up: it should rise. rate: of learning, constant;
+    steps: of the optimizer.
+    """
 
     name: str
     method: str
@@ -25,12 +29,18 @@ class Case:
     sections: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
-ROWS: dict[str, Rows] = {"judgement": "thumbs", "preference": "pairs", "demonstration": "shown", "ranking": "pairs"}
+ROWS: dict[str, Rows] = {
+    "judgement": "thumbs",
+    "preference": "pairs",
+    "demonstration": "shown",
+    "ranking": "pairs",
+}
 
 
 OWN_LOSS = ("slic", "cpo", "discopop")
-"""Methods whose first steps move something else than the margin: the likelihood of the chosen answer, or (discopop) both answers
-the other way. What they are meant to lower is their loss."""
+"""Methods whose first steps move something else than the margin: the likelihood of the chosen
+answer, or (discopop) both answers the other way. What they are meant to lower is their loss.
+"""
 
 
 def _case(name: str) -> Case:
@@ -40,12 +50,19 @@ def _case(name: str) -> Case:
         sections = {"loss": {"levels": 2}} if name == "ordinal" else {}
         return Case(name, name, rows, "loss", up=False, rate=5e-4, steps=30, sections=sections)
     if kind == "ranking":
-        return Case(name, name, "pairs", "advantages/logratio", sections={"data": {"convert": "pairs_to_rankings"}})
+        return Case(
+            name,
+            name,
+            "pairs",
+            "advantages/logratio",
+            sections={"data": {"convert": "pairs_to_rankings"}},
+        )
     if kind == "demonstration":
         return Case(name, name, "shown", "probs/token" if name == "dft" else "logps/token")
     if name in OWN_LOSS:
         return Case(name, name, "pairs", "loss", up=False)
-    if name == "dpop":  # its penalty, fifty times the rest, asks first that chosen answers do not grow rarer
+    # its penalty, fifty times the rest, asks first that chosen answers do not grow rarer
+    if name == "dpop":
         return Case(name, name, "pairs", "logratio/chosen")
     return Case(name, name, ROWS[kind], "rewards/margins")
 
@@ -55,8 +72,20 @@ MIXED = {"method": "sft", "train": "shown", "batch_size": 4}
 CASES = (
     *map(_case, METHODS),
     Case("kto + sft", "kto", "thumbs", "rewards/margins", sections={"mix": [MIXED]}),
-    Case("kto, humanline", "kto", "thumbs", "rewards/margins", sections={"loss": {"humanline": [-1.0, 1.5]}}),
+    Case(
+        "kto, humanline",
+        "kto",
+        "thumbs",
+        "rewards/margins",
+        sections={"loss": {"humanline": [-1.0, 1.5]}},
+    ),
     Case("dpo, smoothed, nll, ld", "dpo", "pairs", "rewards/margins", sections={"loss": SMOOTHED}),
-    Case("dpo, js, wpo", "dpo", "pairs", "rewards/margins", sections={"loss": {"f_divergence": "js", "wpo": True}}),
+    Case(
+        "dpo, js, wpo",
+        "dpo",
+        "pairs",
+        "rewards/margins",
+        sections={"loss": {"f_divergence": "js", "wpo": True}},
+    ),
 )
 QUICK = ("kto", "dpo", "sft")

@@ -1,4 +1,6 @@
-"""Real rows, as files: 300 thumbs, 300 pairs and 999 demonstrations of one published set, and film reviews."""
+"""Real rows, as files: 300 thumbs, 300 pairs and 999 demonstrations of one published set, and film
+reviews.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +22,17 @@ FILES = {"thumbs": "kto_en_demo.json", "pairs": "dpo_en_demo.json", "shown": "al
 def write(kind: Rows, folder: Path) -> tuple[Path, Path]:
     """Files of rows to train on and of held-out rows."""
     if kind in FILES:
-        found: list[Any] = json.loads((assets.llamafactory_data() / FILES[kind]).read_text(encoding="utf-8"))
+        found: list[Any] = json.loads(
+            (assets.llamafactory_data() / FILES[kind]).read_text(encoding="utf-8")
+        )
         found = [row for row in found if len(json.dumps(row)) < LETTERS[kind]]
         if kind == "thumbs":
             ups, downs = ([row for row in found if row["label"] is tag] for tag in (True, False))
             found = [row for both in zip(ups, downs, strict=False) for row in both]
     else:
-        found = [film(text, liked, kind) for text, liked in assets.film_reviews(HELD_OUT[kind] + TRAINED)]
+        found = [
+            film(text, liked, kind) for text, liked in assets.film_reviews(HELD_OUT[kind] + TRAINED)
+        ]
     held_out = HELD_OUT[kind]
     return _written(folder / f"{kind}.jsonl", found[held_out:][:TRAINED]), _written(
         folder / f"{kind}_held.jsonl", found[:held_out]

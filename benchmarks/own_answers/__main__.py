@@ -1,9 +1,11 @@
-"""python -m benchmarks.own_answers [--quick] [--tiny] [--only NAME ...] [--seeds N]: SmolLM2-135M-Instruct with LoRA learns from
-its own answers to write more positively, by VADER's lexicon, which is told on prompts that it never trained on.
+"""python -m benchmarks.own_answers [--quick] [--tiny] [--only NAME ...] [--seeds N]:
+SmolLM2-135M-Instruct with LoRA learns from its own answers to write more positively, by VADER's
+lexicon, which is told on prompts that it never trained on.
 
-Each method runs once for each of three seeds; `--quick` runs one method for one seed and few steps. `--tiny`: instead all weights
-of a random model of half a million learn to write small letters, in seconds. Exit status: 0 every method
-raised the held-out reward by its bar on average and by something with every seed, 1 some did not.
+Each method runs once for each of three seeds; `--quick` runs one method for one seed and few steps.
+`--tiny`: instead all weights of a random model of half a million learn to write small letters, in
+seconds. Exit status: 0 every method raised the held-out reward by its bar on average and by
+something with every seed, 1 some did not.
 """
 
 from __future__ import annotations
@@ -25,13 +27,43 @@ from benchmarks.crash.cases import make_model
 from examples.demo import assets
 
 THINGS = (
-    "the weather", "a train station", "Monday morning", "an old bicycle", "the sea", "a cup of coffee", "my neighbour",
-    "a long meeting", "the winter", "a city park", "an empty house", "homework", "a bus driver", "the night sky",
-    "a broken phone", "a small dog", "cooking dinner", "a hospital", "the forest", "an exam", "the kitchen",
-    "a letter", "a rainy day", "the moon",
-    "a market", "an airport", "a garden", "a school", "a river", "a library", "a storm", "a wedding", "the office", "a bridge",
-    "an island", "a mirror",
-)  # fmt: skip
+    "the weather",
+    "a train station",
+    "Monday morning",
+    "an old bicycle",
+    "the sea",
+    "a cup of coffee",
+    "my neighbour",
+    "a long meeting",
+    "the winter",
+    "a city park",
+    "an empty house",
+    "homework",
+    "a bus driver",
+    "the night sky",
+    "a broken phone",
+    "a small dog",
+    "cooking dinner",
+    "a hospital",
+    "the forest",
+    "an exam",
+    "the kitchen",
+    "a letter",
+    "a rainy day",
+    "the moon",
+    "a market",
+    "an airport",
+    "a garden",
+    "a school",
+    "a river",
+    "a library",
+    "a storm",
+    "a wedding",
+    "the office",
+    "a bridge",
+    "an island",
+    "a mirror",
+)
 QUESTIONS = ("Write one sentence about {}.", "In one sentence, what do you think of {}?")
 HELD_OUT = 12
 """Things of which the policy is asked only when it is measured."""
@@ -42,10 +74,18 @@ ROUND = {"num_rollouts": 6, "max_new_tokens": 20}
 CASES: dict[str, dict[str, Any]] = {
     "rejection": {"rollout": {"top_n": 2}, "train": {"learning_rate": 3.0e-4}},
     "online_kto": {"rollout": {"epochs": 2}, "train": {"learning_rate": 3.0e-4}},
-    "online_dpo": {"rollout": {"epochs": 2}, "loss": {"pairs": "all", "pair_margin": 0.2}, "train": {"learning_rate": 1.5e-4}},
+    "online_dpo": {
+        "rollout": {"epochs": 2},
+        "loss": {"pairs": "all", "pair_margin": 0.2},
+        "train": {"learning_rate": 1.5e-4},
+    },
     "grpo": {"train": {"learning_rate": 3.0e-4}},
     "rloo": {"loss": {"kl_beta": 0.02}, "train": {"learning_rate": 3.0e-4}},
-    "ppo": {"rollout": {"epochs": 2}, "loss": {"kl_beta": 0.01}, "train": {"learning_rate": 3.0e-4}},
+    "ppo": {
+        "rollout": {"epochs": 2},
+        "loss": {"kl_beta": 0.01},
+        "train": {"learning_rate": 3.0e-4},
+    },
 }
 """By method, what differs from the others' recipe."""
 
@@ -56,7 +96,9 @@ TINY_LOSS = {"rloo": {"kl_beta": 0.0}, "ppo": {"kl_beta": 0.0}}
 
 @dataclass(frozen=True)
 class Learnt:
-    """Mean reward of held-out prompts before and after, divergence from the reference (nats of an answer), seconds."""
+    """Mean reward of held-out prompts before and after, divergence from the reference (nats of an
+    answer), seconds.
+    """
 
     before: float
     after: float
@@ -72,7 +114,10 @@ def prompts(folder: Path, chat: bool) -> None:
     """Two files of prompts, about different things."""
     for name, things in (("train", THINGS[HELD_OUT:]), ("held", THINGS[:HELD_OUT])):
         asked = [question.format(thing) for thing in things for question in QUESTIONS]
-        lines = [json.dumps({"prompt": [{"role": "user", "content": text}] if chat else text}) for text in asked]
+        lines = [
+            json.dumps({"prompt": [{"role": "user", "content": text}] if chat else text})
+            for text in asked
+        ]
         (folder / f"{name}.jsonl").write_text("\n".join(lines))
 
 
@@ -82,7 +127,13 @@ def tiny(method: str, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
     rollout = made["rollout"] | TINY_ROUND
     train = made["train"] | {"learning_rate": TINY_RATE}
     model, reward = {"name": str(folder / "model")}, "benchmarks.own_answers.letters:share"
-    return made | {"model": model, "reward": reward, "rollout": rollout, "loss": TINY_LOSS.get(method, {}), "train": train}
+    return made | {
+        "model": model,
+        "reward": reward,
+        "rollout": rollout,
+        "loss": TINY_LOSS.get(method, {}),
+        "train": train,
+    }
 
 
 def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> dict[str, Any]:
@@ -90,16 +141,28 @@ def recipe(method: str, model: Path, folder: Path, seed: int, rounds: int) -> di
     rollout = ROUND | case.get("rollout", {})
     steps = rounds * rollout.get("epochs", 1)
     return {
-        "method": method, "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
-        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "held.jsonl"), "max_length": 128},
-        "reward": "vader", "rollout": rollout, "loss": case.get("loss", {}),
+        "method": method,
+        "model": {"name": str(model), "dtype": assets.quick_dtype(), "lora": {"rank": 16}},
+        "data": {
+            "train": str(folder / "train.jsonl"),
+            "eval": str(folder / "held.jsonl"),
+            "max_length": 128,
+        },
+        "reward": "vader",
+        "rollout": rollout,
+        "loss": case.get("loss", {}),
         "train": {
-            "batch_size": 6, "epochs": 100, "max_steps": steps, "schedule": "constant", "warmup": 0.1, "seed": seed,
+            "batch_size": 6,
+            "epochs": 100,
+            "max_steps": steps,
+            "schedule": "constant",
+            "warmup": 0.1,
+            "seed": seed,
             **case["train"],
         },
         "eval": {"every": float(steps)},
         "run": {"dir": str(folder / f"{method}-{seed}"), "save_every": 10_000},
-    }  # fmt: skip
+    }
 
 
 def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int) -> Learnt:
@@ -107,7 +170,9 @@ def learn(method: str, model: Path | None, folder: Path, seed: int, rounds: int)
     prompts(folder, chat=model is not None)
     if model is None:
         make_model(str(folder / "model"))
-    asked = recipe(method, model, folder, seed, rounds) if model else tiny(method, folder, seed, rounds)
+    asked = (
+        recipe(method, model, folder, seed, rounds) if model else tiny(method, folder, seed, rounds)
+    )
     began = time.monotonic()
     run = valence.train(asked, quiet=True)
     first, last = run.evaluations[0], run.evaluations[run.total_steps]
@@ -119,7 +184,9 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="grpo alone, one seed, few rounds")
     parser.add_argument("--only", nargs="+", choices=CASES, metavar="NAME")
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, and a rule that it can learn")
+    parser.add_argument(
+        "--tiny", action="store_true", help="a tiny model, and a rule that it can learn"
+    )
     given = parser.parse_args()
     names = ["grpo"] if given.quick else given.only or list(CASES)
     seeds, rounds = (1, 6) if given.quick else (given.seeds, TINY_ROUNDS if given.tiny else 9)
@@ -138,7 +205,13 @@ def main() -> int:
             )
         mean = fmean(one.gain for one in found)
         bar = 0.0 if given.quick else BAR
-        figures.append((f"{name} {mean:+.2f}>={bar:g}", mean, mean >= bar and all(one.gain > 0 for one in found)))
+        figures.append(
+            (
+                f"{name} {mean:+.2f}>={bar:g}",
+                mean,
+                mean >= bar and all(one.gain > 0 for one in found),
+            )
+        )
     print("; ".join(f"{said} {'held' if held else 'short'}" for said, _, held in figures))
     return 0 if all(held for *_, held in figures) else 1
 

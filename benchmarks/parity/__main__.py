@@ -1,4 +1,5 @@
-"""python -m benchmarks.parity [--quick]: is a step of Valence the step that TRL takes, and the one of HALOs' formulas?
+"""python -m benchmarks.parity [--quick]: is a step of Valence the step that TRL takes, and the one
+of HALOs' formulas?
 
 Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL.
 """
@@ -26,7 +27,10 @@ SHOWN = tuple(row.case for row in INTENDED if row.case is not None)
 
 @dataclass(frozen=True)
 class Difference:
-    """One figure of one case on both sides. A figure that either side lacks, or that is not finite, is infinitely far off."""
+    """One figure of one case on both sides.
+
+    A figure that either side lacks, or that is not finite, is infinitely far off.
+    """
 
     case: Case
     figure: str
@@ -49,7 +53,10 @@ def compared(case: Case, mine: Figures, other: Figures) -> list[Difference]:
     def named(figures: Figures, name: str) -> float:
         return figures.get(name, float("nan"))
 
-    return [Difference(case, name, named(mine, case.names.get(name, name)), named(other, name)) for name in case.figures]
+    return [
+        Difference(case, name, named(mine, case.names.get(name, name)), named(other, name))
+        for name in case.figures
+    ]
 
 
 def run(stage_of: Callable[[Path], Stage], cases: Sequence[Case], python: Path) -> list[Difference]:
@@ -88,7 +95,10 @@ def verdict(stage: str, differences: Sequence[Difference]) -> str:
     for row in differences:
         if row.case not in SHOWN:
             worst[row.figure] = max(worst.get(row.figure, 0.0), row.relative)
-    parts = [f"{name} {value:.1e} (bar {BAR:.0e}) {'held' if value <= BAR else 'short'}" for name, value in worst.items()]
+    parts = [
+        f"{name} {value:.1e} (bar {BAR:.0e}) {'held' if value <= BAR else 'short'}"
+        for name, value in worst.items()
+    ]
     meant = [row for row in differences if row.case in SHOWN]
     if meant:
         least = min(row.relative for row in meant)
@@ -100,7 +110,10 @@ def verdict(stage: str, differences: Sequence[Difference]) -> str:
 def print_intended() -> None:
     print("\nDifferences that are meant")
     for row in INTENDED:
-        print(f"\n{row.peer:6}{row.case.name if row.case else 'not run: one side refuses it, or has no such thing'}")
+        print(
+            f"\n{row.peer:6}"
+            f"{row.case.name if row.case else 'not run: one side refuses it, or has no such thing'}"
+        )
         print(f"      what: {row.what}\n      why:  {row.reason}")
 
 

@@ -13,9 +13,16 @@ ROWS = 8
 Settings = Mapping[str, Any]
 Peer = Literal["TRL", "HALOs"]
 SOURCES: dict[str, Kind] = {
-    "kto": "judgement", "dpo": "preference", "cpo": "preference", "orpo": "preference", "sft": "demonstration",
-    "halos kto": "judgement", "halos pairs": "preference", "halos scored": "ranking", "halos sft": "demonstration",
-}  # fmt: skip
+    "kto": "judgement",
+    "dpo": "preference",
+    "cpo": "preference",
+    "orpo": "preference",
+    "sft": "demonstration",
+    "halos kto": "judgement",
+    "halos pairs": "preference",
+    "halos scored": "ranking",
+    "halos sft": "demonstration",
+}
 """What the rows of each trainer are. Valence reads the same, as the kind that its method wants."""
 
 
@@ -23,10 +30,12 @@ SOURCES: dict[str, Kind] = {
 class Case:
     """One step of ROWS rows.
 
-    ours, theirs: settings of Valence's loss and of the other side's configuration. trainer: a key of SOURCES. figures: what both
-    report and is compared. batch: rows of one batch of the other side, which accumulates over all. swapped: policy and reference
-    change places. short: prompts of one token. steps: the last of so many is compared, without updates between them. names: what
-    Valence calls a figure that the other side calls otherwise. real: with the real model, too (each kind of loss once).
+    ours, theirs: settings of Valence's loss and of the other side's configuration. trainer: a key
+    of SOURCES. figures: what both report and is compared. batch: rows of one batch of the other
+    side, which accumulates over all. swapped: policy and reference change places. short: prompts of
+    one token. steps: the last of so many is compared, without updates between them. names: what
+    Valence calls a figure that the other side calls otherwise. real: with the real model, too (each
+    kind of loss once).
     """
 
     name: str
@@ -52,7 +61,9 @@ class Case:
 
 
 def z0_of_trl(batch: int) -> dict[str, Any]:
-    """One reference point for each batch of TRL, inside which it moves completions on by one row."""
+    """One reference point for each batch of TRL, inside which it moves completions on by one
+    row.
+    """
     return {"z0_scope": {"group": batch, "pairing": "previous"}}
 
 
@@ -70,7 +81,12 @@ UNSCALED = {"rewards/chosen": "logratio/chosen", "rewards/rejected": "logratio/r
 
 
 def trl(
-    name: str, method: str, loss_type: Any = None, trainer: str = "dpo", figures: tuple[str, ...] = PAIRS, **more: Any
+    name: str,
+    method: str,
+    loss_type: Any = None,
+    trainer: str = "dpo",
+    figures: tuple[str, ...] = PAIRS,
+    **more: Any,
 ) -> Case:
     """A case of TRL's DPOTrainer, if it does not name another trainer."""
     theirs = {**more.pop("theirs", {}), **({} if loss_type is None else {"loss_type": loss_type})}
@@ -86,16 +102,31 @@ WEIGHTS = {"desirable_weight": 1.5, "undesirable_weight": 0.75}
 UNPAIRED = (
     trl("kto", "kto", None, "kto", KTO, ours=z0_of_trl(ROWS), real=True),
     trl(
-        "kto, models swapped, class weights", "kto", None, "kto", KTO, ours=z0_of_trl(ROWS) | WEIGHTS, theirs=WEIGHTS,
+        "kto, models swapped, class weights",
+        "kto",
+        None,
+        "kto",
+        KTO,
+        ours=z0_of_trl(ROWS) | WEIGHTS,
+        theirs=WEIGHTS,
         swapped=True,
     ),
-    trl("kto, two batches accumulated", "kto", None, "kto", (*STEP, "kl"), ours=z0_of_trl(ROWS // 2), batch=ROWS // 2),
+    trl(
+        "kto, two batches accumulated",
+        "kto",
+        None,
+        "kto",
+        (*STEP, "kl"),
+        ours=z0_of_trl(ROWS // 2),
+        batch=ROWS // 2,
+    ),
     trl("apo_zero_unpaired", "apo_zero_unpaired", "apo_zero_unpaired", "kto", (*STEP, *REWARDS)),
-)  # fmt: skip
+)
 
 PAIRED = (
     trl("dpo", "dpo", "sigmoid", real=True),
-    # TRL's sigmoid loss does not read label_smoothing. Its aot loss does, and on a batch of one pair it is this one.
+    # TRL's sigmoid loss does not read label_smoothing. Its aot loss does, and on a batch of one
+    # pair it is this one.
     trl("dpo, label smoothing", "dpo", "aot", **both(label_smoothing=0.1), batch=1),
     trl("dpo_norm", "dpo_norm", "sigmoid_norm", figures=STEP, **both(beta=5.0)),
     trl("robust_dpo", "robust_dpo", "robust", **both(label_smoothing=0.1)),
@@ -115,7 +146,9 @@ PAIRED = (
 )
 
 
-def divergence(method: str, loss_type: str, ours: str, theirs: str, settings: Settings, **more: Any) -> Case:
+def divergence(
+    method: str, loss_type: str, ours: str, theirs: str, settings: Settings, **more: Any
+) -> Case:
     mine, other = settings.get("ours", {}), settings.get("theirs", {})
     return trl(
         f"{method}, {ours}", method, loss_type, ours={**mine, "f_divergence": ours},
@@ -139,11 +172,32 @@ MODIFIED = (
     divergence("discopop", "discopop", "js", "js_divergence", {}),
     trl("dpo, ld_alpha", "dpo", "sigmoid", figures=STEP, **both(ld_alpha=0.5)),
     trl("nca, ld_alpha 0", "nca", "nca_pair", figures=STEP, **both(ld_alpha=0.0)),
-    trl("dpo, wpo", "dpo", "sigmoid", ours={"wpo": True}, theirs={"use_weighting": True}, real=True),
+    trl(
+        "dpo, wpo", "dpo", "sigmoid", ours={"wpo": True}, theirs={"use_weighting": True}, real=True
+    ),
     trl("ipo, wpo", "ipo", "ipo", ours={"wpo": True}, theirs={"use_weighting": True}),
-    trl("dpo + nll", "dpo", ["sigmoid", "sft"], ours={"nll_weight": 0.2}, theirs={"loss_weights": [1.0, 0.2]}, real=True),
-    trl("sppo + nll", "sppo", ["sppo_hard", "sft"], ours={"nll_weight": 3.0}, theirs={"loss_weights": [1.0, 3.0]}),
-    trl("dpo + nll by answer", "dpo", ["sigmoid", "sft"], ours={"nll_weight": 1.0, "nll_average": "sequence"}, batch=1),
+    trl(
+        "dpo + nll",
+        "dpo",
+        ["sigmoid", "sft"],
+        ours={"nll_weight": 0.2},
+        theirs={"loss_weights": [1.0, 0.2]},
+        real=True,
+    ),
+    trl(
+        "sppo + nll",
+        "sppo",
+        ["sppo_hard", "sft"],
+        ours={"nll_weight": 3.0},
+        theirs={"loss_weights": [1.0, 3.0]},
+    ),
+    trl(
+        "dpo + nll by answer",
+        "dpo",
+        ["sigmoid", "sft"],
+        ours={"nll_weight": 1.0, "nll_average": "sequence"},
+        batch=1,
+    ),
 )
 
 NO_NLL = {"cpo_alpha": 0.0}
@@ -153,21 +207,54 @@ REFERENCE_FREE = (
     trl("cpo, without nll", "cpo", "sigmoid", "cpo", ours={"nll_weight": 0.0}, theirs=NO_NLL),
     trl("simpo", "simpo", "simpo", "cpo", theirs=SIMPO | NO_NLL, real=True),
     trl(
-        "simpo, label smoothing", "simpo", "simpo", "cpo", ours={"label_smoothing": 0.1},
+        "simpo, label smoothing",
+        "simpo",
+        "simpo",
+        "cpo",
+        ours={"label_smoothing": 0.1},
         theirs=SIMPO | NO_NLL | {"label_smoothing": 0.1},
     ),
-    trl("simpo + nll", "simpo", "simpo", "cpo", ours={"nll_weight": 0.5}, theirs=SIMPO | {"cpo_alpha": 0.5}),
-    trl("slic, without nll", "slic", "hinge", "cpo", ours={"nll_weight": 0.0}, theirs=NO_NLL | {"beta": 1.0}),
-    # Here the answer is all that there is to predict, and a batch of one pair has one answer's length.
+    trl(
+        "simpo + nll",
+        "simpo",
+        "simpo",
+        "cpo",
+        ours={"nll_weight": 0.5},
+        theirs=SIMPO | {"cpo_alpha": 0.5},
+    ),
+    trl(
+        "slic, without nll",
+        "slic",
+        "hinge",
+        "cpo",
+        ours={"nll_weight": 0.0},
+        theirs=NO_NLL | {"beta": 1.0},
+    ),
+    # Here the answer is all that there is to predict, and a batch of one pair has one answer's
+    # length.
     trl("orpo, prompts of one token", "orpo", None, "orpo", batch=1, short=True, swapped=True),
     trl("sft", "sft", None, "sft", STEP, real=True),
     trl("dft", "dft", "dft", "sft", STEP),
-)  # fmt: skip
+)
 
 
-def halos(name: str, method: str, formula: str, figures: tuple[str, ...] = PAIRS, kind: str = "pairs", **more: Any) -> Case:
+def halos(
+    name: str,
+    method: str,
+    formula: str,
+    figures: tuple[str, ...] = PAIRS,
+    kind: str = "pairs",
+    **more: Any,
+) -> Case:
     """A case of a formula in halos_side.py, for which ``formula`` is a setting."""
-    return Case(name, method, f"halos {kind}", figures, theirs={**more.pop("theirs", {}), "formula": formula}, **more)
+    return Case(
+        name,
+        method,
+        f"halos {kind}",
+        figures,
+        theirs={**more.pop("theirs", {}), "formula": formula},
+        **more,
+    )
 
 
 LINE = {"humanline": (-1.0, 1.5)}
@@ -178,26 +265,54 @@ HALOS_KTO = (*STEP, "rewards/chosen", "rewards/rejected", "kl")
 OF_HALOS = (
     halos("kto", "kto", "kto", HALOS_KTO, "kto", ours=z0_of_halos(ROWS), names=UNSCALED),
     halos(
-        "kto, class weights", "kto", "kto", HALOS_KTO, "kto", ours=z0_of_halos(ROWS) | WEIGHTS, theirs=WEIGHTS, names=UNSCALED,
+        "kto, class weights",
+        "kto",
+        "kto",
+        HALOS_KTO,
+        "kto",
+        ours=z0_of_halos(ROWS) | WEIGHTS,
+        theirs=WEIGHTS,
+        names=UNSCALED,
     ),
     halos(
-        "kto, four micro-batches", "kto", "kto", (*STEP, "kl"), "kto", ours=z0_of_halos(ROWS // 4), batch=ROWS // 4,
+        "kto, four micro-batches",
+        "kto",
+        "kto",
+        (*STEP, "kl"),
+        "kto",
+        ours=z0_of_halos(ROWS // 4),
+        batch=ROWS // 4,
     ),
     halos(
-        "kto, humanline", "kto", "kto", (*STEP, "kl"), "kto", ours=z0_of_halos(ROWS) | LINE, theirs=LOGS, real=True,
+        "kto, humanline",
+        "kto",
+        "kto",
+        (*STEP, "kl"),
+        "kto",
+        ours=z0_of_halos(ROWS) | LINE,
+        theirs=LOGS,
+        real=True,
     ),
     halos("dpo", "dpo", "dpo"),
     halos("dpo, humanline", "dpo", "dpo", STEP, **CLAMPED),
     halos("cdpo", "dpo", "cdpo", ours={"label_smoothing": 0.1}, theirs={"epsilon": 0.1}),
     halos("ipo", "ipo", "ipo", STEP, **both(tau=0.1)),
-    halos("ipo, humanline", "ipo", "ipo", STEP, ours={"tau": 0.1} | LINE, theirs={"tau": 0.1} | LOGS),
+    halos(
+        "ipo, humanline", "ipo", "ipo", STEP, ours={"tau": 0.1} | LINE, theirs={"tau": 0.1} | LOGS
+    ),
     halos("simpo", "simpo", "simpo", STEP, **both(beta=2.0, gamma_beta_ratio=0.5)),
-    halos("slic", "slic", "slic", ours={"margin": 1.0, "nll_weight": 0.1}, theirs={"beta": 1.0, "lambda_coef": 0.1}),
+    halos(
+        "slic",
+        "slic",
+        "slic",
+        ours={"margin": 1.0, "nll_weight": 0.1},
+        theirs={"beta": 1.0, "lambda_coef": 0.1},
+    ),
     halos("grpo, stored answers", "grpo", "grpo", STEP, "scored", real=True),
     halos("grpo, stored answers, humanline", "grpo", "grpo", STEP, "scored", **CLAMPED),
     halos("ppo, stored answers", "ppo", "ppo", STEP, "scored"),
     halos("ppo, stored answers, humanline", "ppo", "ppo", STEP, "scored", **CLAMPED),
     halos("sft", "sft", "sft", STEP, "sft"),
-)  # fmt: skip
+)
 
 CASES = (*UNPAIRED, *PAIRED, *MODIFIED, *REFERENCE_FREE, *OF_HALOS)

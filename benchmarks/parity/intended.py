@@ -1,4 +1,7 @@
-"""Where the sides differ on purpose: what differs, and why. Those that a step can show are run, and have to differ."""
+"""Where the sides differ on purpose: what differs, and why.
+
+Those that a step can show are run, and have to differ.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from benchmarks.parity.cases import (
 
 @dataclass(frozen=True)
 class Intended:
-    """A difference that is meant. case: a step that shows it in all of its figures; None where a side refuses the setting."""
+    """A difference that is meant. case: a step that shows it in all of its figures; None where a
+    side refuses the setting.
+    """
 
     peer: Peer
     what: str
@@ -38,17 +43,34 @@ _HALF = ROWS // 2
 INTENDED = (
     _shown(
         trl("kto, default z0, two batches", "kto", None, "kto", (*STEP, "kl"), batch=_HALF),
-        "TRL: one z0 for each batch (over processes, the mean of theirs), of the row before. Valence: one for the step over all "
+        "TRL: one z0 for each batch (over processes, the mean of theirs), of the row before. "
+        "Valence: one for the step over all "
         "processes, of a row that differs",
-        "z0 estimates one divergence of the policy: more rows estimate it better, and accumulation must not change a step",
+        "z0 estimates one divergence of the policy: more rows estimate it better, and "
+        "accumulation must not change a step",
     ),
     _shown(
-        trl("kto, rewards of two batches", "kto", None, "kto", REWARDS, ours=z0_of_trl(_HALF), batch=_HALF),
-        "TRL: mean of the batches' means, whatever each holds of a class. Valence: mean over all rows of the class",
+        trl(
+            "kto, rewards of two batches",
+            "kto",
+            None,
+            "kto",
+            REWARDS,
+            ours=z0_of_trl(_HALF),
+            batch=_HALF,
+        ),
+        "TRL: mean of the batches' means, whatever each holds of a class. Valence: mean over all "
+        "rows of the class",
         "a mean of a class is one over its rows",
     ),
     _shown(
-        trl("dpo, label smoothing of sigmoid", "dpo", "sigmoid", figures=STEP, **both(label_smoothing=0.1)),
+        trl(
+            "dpo, label smoothing of sigmoid",
+            "dpo",
+            "sigmoid",
+            figures=STEP,
+            **both(label_smoothing=0.1),
+        ),
         "TRL's sigmoid does not read label_smoothing. Valence's dpo does",
         "conservative DPO is this loss; a setting that is read by nothing misleads",
     ),
@@ -60,11 +82,20 @@ INTENDED = (
     _shown(
         trl("dpo, rewards under ld_alpha", "dpo", "sigmoid", figures=REWARDS, **both(ld_alpha=0.5)),
         "TRL reports beta*r of the reweighted tokens. Valence reports beta*r",
-        "rewards say how far the policy has moved, and can be compared between runs with other settings",
+        "rewards say how far the policy has moved, and can be compared between runs with other "
+        "settings",
     ),
     _shown(
-        trl("dpo + nll, pair by pair", "dpo", ["sigmoid", "sft"], figures=STEP, ours={"nll_weight": 1.0}, batch=1),
-        "TRL: mean over tokens inside each batch, then over batches. Valence: over all chosen tokens of the step",
+        trl(
+            "dpo + nll, pair by pair",
+            "dpo",
+            ["sigmoid", "sft"],
+            figures=STEP,
+            ours={"nll_weight": 1.0},
+            batch=1,
+        ),
+        "TRL: mean over tokens inside each batch, then over batches. Valence: over all chosen "
+        "tokens of the step",
         "accumulation must not change a step",
     ),
     _shown(
@@ -74,88 +105,154 @@ INTENDED = (
     ),
     _shown(
         trl("bco_pair, second step", "bco_pair", "bco_pair", figures=STEP, steps=2),
-        "TRL has no delta. Valence's is the running mean of the rewards, which is 0 in the first step",
+        "TRL has no delta. Valence's is the running mean of the rewards, which is 0 in the first "
+        "step",
         "arXiv 2404.04656 has the shift",
     ),
     _shown(
         trl("orpo", "orpo", None, "orpo", STEP),
-        "TRL's likelihood spans the prompt, too, and is one mean over the tokens of a batch. Valence's is of the answer alone, "
+        "TRL's likelihood spans the prompt, too, and is one mean over the tokens of a batch. "
+        "Valence's is of the answer alone, "
         "a mean inside each answer",
         "Eq. 6 of arXiv 2403.07691 is the likelihood of the answer; a prompt is not learnt from",
     ),
     _shown(
-        trl("slic against cpo's hinge + nll", "slic", "hinge", "cpo", STEP, theirs={"beta": 1.0, "cpo_alpha": 0.1}),
+        trl(
+            "slic against cpo's hinge + nll",
+            "slic",
+            "hinge",
+            "cpo",
+            STEP,
+            theirs={"beta": 1.0, "cpo_alpha": 0.1},
+        ),
         "TRL adds the mean over tokens of the negative log-likelihood. Valence adds its sum",
         "arXiv 2305.10425 regularises with the log-likelihood of a sequence",
     ),
     _shown(
-        halos("kto, default z0, four micro-batches", "kto", "kto", (*STEP, "kl"), "kto", batch=ROWS // 4),
+        halos(
+            "kto, default z0, four micro-batches",
+            "kto",
+            "kto",
+            (*STEP, "kl"),
+            "kto",
+            batch=ROWS // 4,
+        ),
         "HALOs: one z0 for each micro-batch. Valence: one for the step",
         "accumulation must not change a step",
     ),
     _shown(
-        halos("kto, rewards", "kto", "kto", ("rewards/chosen", "rewards/rejected"), "kto", ours=z0_of_halos(ROWS)),
+        halos(
+            "kto, rewards",
+            "kto",
+            "kto",
+            ("rewards/chosen", "rewards/rejected"),
+            "kto",
+            ours=z0_of_halos(ROWS),
+        ),
         "HALOs reports r. Valence reports beta*r, and r as logratio/*",
         "the same name means the same for every loss",
     ),
     _shown(
         halos("dpo, rewards under humanline", "dpo", "dpo", REWARDS, **CLAMPED),
-        "HALOs reports beta*r of the clamped tokens. Valence reports beta*r, and the share of tokens left unclamped",
-        "rewards say how far the policy has moved, and can be compared between runs with other settings",
+        "HALOs reports beta*r of the clamped tokens. Valence reports beta*r, and the share of "
+        "tokens left unclamped",
+        "rewards say how far the policy has moved, and can be compared between runs with other "
+        "settings",
     ),
     _shown(
-        halos("grpo, spread of the population", "grpo", "grpo", STEP, "scored", theirs={"spread": "population"}),
-        "HALOs divides by the population's standard deviation and adds nothing to it. Valence by the sample's, plus 1e-4",
+        halos(
+            "grpo, spread of the population",
+            "grpo",
+            "grpo",
+            STEP,
+            "scored",
+            theirs={"spread": "population"},
+        ),
+        "HALOs divides by the population's standard deviation and adds nothing to it. Valence by "
+        "the sample's, plus 1e-4",
         "as TRL's GRPO does; equal scores must not divide by 0",
     ),
     _shown(
-        halos("grpo, divergence in the loss", "grpo", "grpo", STEP, "scored", theirs={"beta": 0.04}),
+        halos(
+            "grpo, divergence in the loss", "grpo", "grpo", STEP, "scored", theirs={"beta": 0.04}
+        ),
         "HALOs can add the divergence from the reference (k3). Valence does not for stored answers",
         "the reference is also the policy that answered, near which the clipping keeps the policy",
     ),
     _shown(
-        halos("ppo, advantages by token", "ppo", "ppo", STEP, "scored", theirs={"standardised": "tokens"}),
-        "HALOs standardises advantages over tokens, where a long answer counts more. Valence over scores",
-        "without a value function all tokens of an answer share its score; how long it is says nothing of how good it is",
+        halos(
+            "ppo, advantages by token",
+            "ppo",
+            "ppo",
+            STEP,
+            "scored",
+            theirs={"standardised": "tokens"},
+        ),
+        "HALOs standardises advantages over tokens, where a long answer counts more. Valence "
+        "over scores",
+        "without a value function all tokens of an answer share its score; how long it is says "
+        "nothing of how good it is",
     ),
     Intended(
-        "TRL", "exo_pair wants label_smoothing to be set, as it defaults to 0. Valence's exo defaults to 1e-3",
+        "TRL",
+        "exo_pair wants label_smoothing to be set, as it defaults to 0. Valence's exo "
+        "defaults to 1e-3",
         "the divergence from a certain verdict is infinite; arXiv 2402.00856 recommends 1e-3",
     ),
     Intended(
-        "TRL", "ipo divides what ld_alpha left by all tokens. Valence refuses ld_alpha where ipo is normalised",
+        "TRL",
+        "ipo divides what ld_alpha left by all tokens. Valence refuses ld_alpha where ipo "
+        "is normalised",
         "a mean over tokens is no longer one, and length is what both are about",
     ),
     Intended(
-        "TRL", "use_weighting fails beside the sft loss. Valence's wpo weighs the preference loss, and not the added likelihood",
-        "the weights of arXiv 2406.11827 stand for sampling the pairs of its objective, which has no likelihood term",
+        "TRL",
+        "use_weighting fails beside the sft loss. Valence's wpo weighs the preference "
+        "loss, and not the added likelihood",
+        "the weights of arXiv 2406.11827 stand for sampling the pairs of its objective, which "
+        "has no likelihood term",
     ),
     Intended(
-        "TRL", "f_alpha_divergence_coef runs from forward KL (0) to reverse KL (1). Valence's f_alpha from reverse KL (0)",
-        "arXiv 2309.16240, Tab. 1: f'(u) = (1 - u^-alpha)/alpha; the coefficient of TRL is 1 - alpha",
+        "TRL",
+        "f_alpha_divergence_coef runs from forward KL (0) to reverse KL (1). Valence's "
+        "f_alpha from reverse KL (0)",
+        "arXiv 2309.16240, Tab. 1: f'(u) = (1 - u^-alpha)/alpha; the coefficient of TRL is 1 - "
+        "alpha",
     ),
     Intended(
-        "TRL", "Exponents of the divergences forward_kl (never) and alpha (at 80 nats) are cut. Valence cuts both at 40",
+        "TRL",
+        "Exponents of the divergences forward_kl (never) and alpha (at 80 nats) are cut. "
+        "Valence cuts both at 40",
         "the square of e to more of them is infinite in float32, and so is the gradient",
     ),
     Intended(
-        "TRL", "loss_type can sum several preference losses on the same pairs. Valence adds the likelihood alone",
+        "TRL",
+        "loss_type can sum several preference losses on the same pairs. Valence adds the "
+        "likelihood alone",
         "pairs can be given to several methods, each with its own average",
     ),
     Intended(
-        "TRL", "CPOTrainer has ipo, alphapo, and label smoothing of sigmoid. Valence has none of them without a reference",
-        "IPO is defined against a reference (arXiv 2310.12036), CPO without noise (arXiv 2401.08417)",
+        "TRL",
+        "CPOTrainer has ipo, alphapo, and label smoothing of sigmoid. Valence has none of "
+        "them without a reference",
+        "IPO is defined against a reference (arXiv 2310.12036), CPO without noise (arXiv "
+        "2401.08417)",
     ),
     Intended(
-        "TRL", "A last batch of one row is its own mismatched pair. Valence takes a partner from the rows that follow",
+        "TRL",
+        "A last batch of one row is its own mismatched pair. Valence takes a partner from "
+        "the rows that follow",
         "a row behind its own prompt says nothing about mismatched answers",
     ),
     Intended(
-        "TRL", "Rows have no weights. In Valence they have: 1 for all rows here",
+        "TRL",
+        "Rows have no weights. In Valence they have: 1 for all rows here",
         "feedback is of uneven worth",
     ),
     Intended(
-        "HALOs", "PPO has a value head and learns it beside the policy. Valence's surrogate for stored answers has none",
+        "HALOs",
+        "PPO has a value head and learns it beside the policy. Valence's surrogate for "
+        "stored answers has none",
         "each answer has one score, and nothing is sampled that a value could be bootstrapped for",
     ),
-)  # fmt: skip
+)

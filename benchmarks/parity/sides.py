@@ -1,4 +1,6 @@
-"""A case's step by Valence, by the formulas of HALOs, and by TRL, in a process with its own environment."""
+"""A case's step by Valence, by the formulas of HALOs, and by TRL, in a process with its own
+environment.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,10 @@ def max_length(units: Sequence[TokenizedExample]) -> int:
 
 
 class Here:
-    """The sides that run in this process, with models that are loaded once. No case changes a weight."""
+    """The sides that run in this process, with models that are loaded once.
+
+    No case changes a weight.
+    """
 
     def __init__(self, stage: Stage) -> None:
         self.stage = stage
@@ -63,7 +68,10 @@ class Here:
 
     def _plain(self, policy: Path, reference: Path) -> tuple[nn.Module, nn.Module]:
         """As transformers has them: an engine would bring attention of its own."""
-        first, second = (AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32) for folder in (policy, reference))
+        first, second = (
+            AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+            for folder in (policy, reference)
+        )
         return first.eval(), second.eval()
 
     def ours(self, case: Case) -> Figures:
@@ -74,7 +82,15 @@ class Here:
         policy, other = self.engines(*folders(case, self.stage))
         policy.zero_grad()
         reference = other if method.needs_reference else None
-        objective = Objective(method, method.resolve(case.ours), policy, reference, Single(), BUDGET, max_length(source))
+        objective = Objective(
+            method,
+            method.resolve(case.ours),
+            policy,
+            reference,
+            Single(),
+            BUDGET,
+            max_length(source),
+        )
         for _ in range(case.steps - 1):
             objective.update_statistics(objective.run(units, backward=False))
         outcome = objective.run(units, backward=True)
@@ -92,7 +108,9 @@ class Here:
 
 
 def grad_norm(model: nn.Module) -> float:
-    return torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]).item()
+    return torch.nn.utils.get_total_norm(
+        [p.grad for p in model.parameters() if p.grad is not None]
+    ).item()
 
 
 @dataclass(frozen=True)
@@ -104,7 +122,10 @@ class Theirs:
 
 
 def theirs(cases: Sequence[Case], python: Path, stage: Stage, scratch: Path) -> Theirs:
-    """All cases by TRL. Raises RuntimeError when TRL fails, or trains on other tokens than Valence."""
+    """All cases by TRL.
+
+    Raises RuntimeError when TRL fails, or trains on other tokens than Valence.
+    """
     jobs = [_job(case, stage) for case in cases]
     job, results = scratch / "job.json", scratch / "results.json"
     job.write_text(json.dumps(jobs))
@@ -123,17 +144,29 @@ def _job(case: Case, stage: Stage) -> dict[str, Any]:
     units = source_rows(case, stage)
     policy, reference = folders(case, stage)
     return {
-        "trainer": case.trainer, "config": dict(case.theirs), "rows": [_row(unit) for unit in units], "batch": case.batch,
-        "policy": str(policy), "reference": str(reference), "max_length": max_length(units), "eos": stage.eos,
-    }  # fmt: skip
+        "trainer": case.trainer,
+        "config": dict(case.theirs),
+        "rows": [_row(unit) for unit in units],
+        "batch": case.batch,
+        "policy": str(policy),
+        "reference": str(reference),
+        "max_length": max_length(units),
+        "eos": stage.eos,
+    }
 
 
 def _row(unit: TokenizedExample) -> dict[str, Any]:
     if not all(all(answer.mask) for answer in unit.answers) or any(unit.prompt_mask):
-        raise RuntimeError(f"{unit.origin}: TRL trains on all of a completion and nothing of a prompt")
+        raise RuntimeError(
+            f"{unit.origin}: TRL trains on all of a completion and nothing of a prompt"
+        )
     names = ("chosen", "rejected") if unit.kind == "preference" else ("completion",)
     texts = {name: list(answer.ids) for name, answer in zip(names, unit.answers, strict=True)}
-    return {"prompt": list(unit.prompt_ids)} | texts | ({} if unit.label is None else {"label": unit.label})
+    return (
+        {"prompt": list(unit.prompt_ids)}
+        | texts
+        | ({} if unit.label is None else {"label": unit.label})
+    )
 
 
 def _check_tokens(case: Case, asked: Mapping[str, Any], got: Sequence[Mapping[str, Any]]) -> None:
@@ -142,7 +175,10 @@ def _check_tokens(case: Case, asked: Mapping[str, Any], got: Sequence[Mapping[st
         if case.trainer == "sft":
             same = prepared["input_ids"] == row["prompt"] + row["completion"]
         elif case.trainer in ("cpo", "orpo"):
-            same = all(prepared[f"{side}_input_ids"] == row["prompt"] + row[side] for side in ("chosen", "rejected"))
+            same = all(
+                prepared[f"{side}_input_ids"] == row["prompt"] + row[side]
+                for side in ("chosen", "rejected")
+            )
         else:
             same = all(prepared[f"{name}_ids"] == row[name] for name in row if name != "label")
         if not same:

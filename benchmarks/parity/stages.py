@@ -26,7 +26,10 @@ MAX_LENGTH = 160
 
 @dataclass(frozen=True)
 class Stage:
-    """Two models that differ, in folders that both sides load, and rows as tokens. Every answer ends with ``eos``."""
+    """Two models that differ, in folders that both sides load, and rows as tokens.
+
+    Every answer ends with ``eos``.
+    """
 
     name: str
     first: Path
@@ -44,12 +47,20 @@ class Stage:
 
 
 def as_kind(rows: Sequence[TokenizedExample], kind: Kind) -> tuple[TokenizedExample, ...]:
-    """Pairs as what another method reads of them: two judgements each, or the chosen side as a demonstration."""
+    """Pairs as what another method reads of them: two judgements each, or the chosen side as a
+    demonstration.
+    """
     if rows[0].kind == kind:
         return tuple(rows)
     sides = (True,) if kind == "demonstration" else (True, False)
     return tuple(
-        replace(row, id=f"{row.id} {up}", kind=kind, answers=(answer,), label=None if kind == "demonstration" else up)
+        replace(
+            row,
+            id=f"{row.id} {up}",
+            kind=kind,
+            answers=(answer,),
+            label=None if kind == "demonstration" else up,
+        )
         for row in rows
         for up, answer in zip(sides, row.answers, strict=False)
     )
@@ -57,14 +68,22 @@ def as_kind(rows: Sequence[TokenizedExample], kind: Kind) -> tuple[TokenizedExam
 
 def shortened(rows: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
     """The rows with the last token of their prompts alone."""
-    return tuple(replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:]) for row in rows)
+    return tuple(
+        replace(row, prompt_ids=row.prompt_ids[-1:], prompt_mask=row.prompt_mask[-1:])
+        for row in rows
+    )
 
 
 def _ranked(pairs: Sequence[TokenizedExample]) -> tuple[TokenizedExample, ...]:
     """Three scored answers of each prompt: those of its pair, and the next pair's first."""
     draw = random.Random(2)
     return tuple(
-        replace(row, kind="ranking", answers=(*row.answers, other.answers[0]), scores=tuple(draw.gauss(0, 1) for _ in range(3)))
+        replace(
+            row,
+            kind="ranking",
+            answers=(*row.answers, other.answers[0]),
+            scores=tuple(draw.gauss(0, 1) for _ in range(3)),
+        )
         for row, other in zip(pairs, [*pairs[1:], pairs[0]], strict=True)
     )
 
@@ -73,41 +92,67 @@ def tiny_stage(folder: Path) -> Stage:
     """A random Llama with two layers, and random rows of uneven lengths."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=1, eos_token_id=EOS,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        bos_token_id=1,
+        eos_token_id=EOS,
+    )
     model = LlamaForCausalLM(config)
     with torch.no_grad():
         for weights in model.parameters():
-            weights.mul_(3 if weights.ndim > 1 else 1)  # far enough from uniform for attention to matter
+            # far enough from uniform for attention to matter
+            weights.mul_(3 if weights.ndim > 1 else 1)
     first, second = _save_two(model, folder, noise=1.0)
     draw = random.Random(1)  # mismatched completions of this draw are cut at the longest row
-    judgements = tuple(_made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS))
+    judgements = tuple(
+        _made(f"judgement {i}", "judgement", draw, sides=1, label=i % 3 != 0) for i in range(ROWS)
+    )
     preferences = tuple(_made(f"pair {i}", "preference", draw, sides=2) for i in range(ROWS))
     return Stage("tiny random Llama, random rows", first, second, judgements, preferences, EOS)
 
 
 def real_stage(folder: Path) -> Stage:
-    """SmolLM2-135M-Instruct on rows of kto_en_demo and dpo_en_demo, encoded with its chat template."""
+    """SmolLM2-135M-Instruct on rows of kto_en_demo and dpo_en_demo, encoded with its chat
+    template.
+    """
     source, data = assets.smollm2(), assets.llamafactory_data()
     judgements, preferences = _encoded("kto", source, data), _encoded("dpo", source, data)
-    ups, downs = ([unit for unit in judgements if unit.label is label][: ROWS // 2] for label in (True, False))
+    ups, downs = (
+        [unit for unit in judgements if unit.label is label][: ROWS // 2] for label in (True, False)
+    )
     alternating = tuple(unit for both in zip(ups, downs, strict=True) for unit in both)
     model = load_model(str(source), dtype=torch.float32)
     first, second = _save_two(model, folder, noise=0.04)
     eos = alternating[0].answers[0].ids[-1]
-    return Stage("SmolLM2-135M-Instruct, rows of the real sets", first, second, alternating, preferences[:ROWS], eos)
+    return Stage(
+        "SmolLM2-135M-Instruct, rows of the real sets",
+        first,
+        second,
+        alternating,
+        preferences[:ROWS],
+        eos,
+    )
 
 
 def _encoded(method: str, model: Path, folder: Path) -> tuple[TokenizedExample, ...]:
     """The rows of {method}_en_demo that fit MAX_LENGTH, the shortest first."""
     data = {"train": [{"path": str(folder / f"{method}_en_demo.json")}], "max_length": MAX_LENGTH}
-    recipe = load_recipe({"method": method, "model": {"name": str(model), "dtype": "float32"}, "data": data}, method_of=method_of)
+    recipe = load_recipe(
+        {"method": method, "model": {"name": str(model), "dtype": "float32"}, "data": data},
+        method_of=method_of,
+    )
     return tuple(sorted(prepare(recipe).corpora["train"].units, key=lambda unit: unit.tokens))
 
 
 def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]:
-    """The model, and the same with each weight moved by a fixed random amount (a share of its tensor's spread)."""
+    """The model, and the same with each weight moved by a fixed random amount (a share of its
+    tensor's spread).
+    """
     paths = folder / "first", folder / "second"
     model.save_pretrained(paths[0])  # type: ignore[operator]
     made = torch.Generator().manual_seed(1)
@@ -119,13 +164,20 @@ def _save_two(model: nn.Module, folder: Path, noise: float) -> tuple[Path, Path]
     return paths
 
 
-def _made(name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None) -> TokenizedExample:
+def _made(
+    name: str, kind: Kind, draw: random.Random, *, sides: int, label: bool | None = None
+) -> TokenizedExample:
     def ids(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, VOCABULARY) for _ in range(draw.randint(low, high)))
 
     prompt = ids(2, 40)
     texts = [(*ids(1, 40), EOS) for _ in range(sides)]
     return TokenizedExample(
-        id=name, origin=Origin("made", 1), kind=kind, prompt_ids=prompt, prompt_mask=(False,) * len(prompt),
-        answers=tuple(TokenizedCompletion(text, (True,) * len(text)) for text in texts), label=label,
-    )  # fmt: skip
+        id=name,
+        origin=Origin("made", 1),
+        kind=kind,
+        prompt_ids=prompt,
+        prompt_mask=(False,) * len(prompt),
+        answers=tuple(TokenizedCompletion(text, (True,) * len(text)) for text in texts),
+        label=label,
+    )

@@ -2,8 +2,9 @@
 
 Usage: python trl_side.py JOB.json RESULTS.json
 
-Rows come as token ids. They go through the trainers' own preparation (pairing, truncation, padding) as text in which every token
-is spelled out, under a tokenizer that reads such text and nothing else. What the trainers made of them is handed back.
+Rows come as token ids. They go through the trainers' own preparation (pairing, truncation, padding)
+as text in which every token is spelled out, under a tokenizer that reads such text and nothing
+else. What the trainers made of them is handed back.
 """
 
 # pyright: reportMissingImports=false
@@ -39,8 +40,14 @@ TRAINERS = {
 WITH_REFERENCE = ("kto", "dpo")
 TEXT_COLUMNS = ("prompt", "completion", "chosen", "rejected")
 TOKEN_COLUMNS = (
-    "prompt_ids", "completion_ids", "chosen_ids", "rejected_ids", "input_ids", "chosen_input_ids", "rejected_input_ids",
-)  # fmt: skip
+    "prompt_ids",
+    "completion_ids",
+    "chosen_ids",
+    "rejected_ids",
+    "input_ids",
+    "chosen_input_ids",
+    "rejected_input_ids",
+)
 
 
 def spelled(ids: list[int]) -> str:
@@ -49,29 +56,53 @@ def spelled(ids: list[int]) -> str:
 
 def tokenizer_of_ids(vocabulary: int, eos: int) -> PreTrainedTokenizerFast:
     """Reads "<17><4>" as the tokens 17 and 4."""
-    inner = Tokenizer(models.WordLevel({f"<{i}>": i for i in range(vocabulary)}, unk_token=f"<{eos}>"))
+    inner = Tokenizer(
+        models.WordLevel({f"<{i}>": i for i in range(vocabulary)}, unk_token=f"<{eos}>")
+    )
     inner.pre_tokenizer = pre_tokenizers.Split(Regex(r"<\d+>"), "isolated")
-    return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token=f"<{eos}>", pad_token=f"<{eos}>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token=f"<{eos}>", pad_token=f"<{eos}>"
+    )
 
 
 def trainer_of(case: dict[str, Any], scratch: str) -> Any:
     trainer, config = TRAINERS[case["trainer"]]
-    rows = [{k: spelled(v) if k in TEXT_COLUMNS else v for k, v in row.items()} for row in case["rows"]]
+    rows = [
+        {k: spelled(v) if k in TEXT_COLUMNS else v for k, v in row.items()} for row in case["rows"]
+    ]
     arguments = config(
-        output_dir=scratch, use_cpu=True, bf16=False, gradient_checkpointing=False, report_to="none", save_strategy="no",
-        train_sampling_strategy="sequential", per_device_train_batch_size=case["batch"], max_length=case["max_length"],
-        disable_tqdm=True, **case["config"],
-    )  # fmt: skip
+        output_dir=scratch,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to="none",
+        save_strategy="no",
+        train_sampling_strategy="sequential",
+        per_device_train_batch_size=case["batch"],
+        max_length=case["max_length"],
+        disable_tqdm=True,
+        **case["config"],
+    )
     policy = AutoModelForCausalLM.from_pretrained(case["policy"], dtype=torch.float32)
     extra = {}
     if case["trainer"] in WITH_REFERENCE:
-        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(case["reference"], dtype=torch.float32)
+        extra["ref_model"] = AutoModelForCausalLM.from_pretrained(
+            case["reference"], dtype=torch.float32
+        )
     tokenizer = tokenizer_of_ids(policy.config.vocab_size, case["eos"])
-    return trainer(model=policy, args=arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer, **extra)
+    return trainer(
+        model=policy,
+        args=arguments,
+        train_dataset=Dataset.from_list(rows),
+        processing_class=tokenizer,
+        **extra,
+    )
 
 
 def step(case: dict[str, Any], scratch: str) -> dict[str, Any]:
-    """Loss, gradient norm and logged metrics of a step that accumulates over all batches of a case."""
+    """Loss, gradient norm and logged metrics of a step that accumulates over all batches of a
+    case.
+    """
     trainer = trainer_of(case, scratch)
     trainer.model.train()
     batches = list(trainer.get_train_dataloader())

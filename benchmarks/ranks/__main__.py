@@ -1,11 +1,12 @@
 """python -m benchmarks.ranks [--quick]: the memory of each process against the number of processes.
 
-A random Llama-shaped model of 227 million weights (--quick: 45 million) in float32 trains in full for four steps with AdamW, from
-a folder to an exported folder: in one process, and split over 2 and 4 (`parallel.shard: full`). Told is the largest memory that
-any process had at any time (VmHWM), less what the program takes without a model. One process holds 16 bytes a weight (weight,
-gradient, two moments); of n processes each is to hold an n-th of that, the layer that it runs, and embedding and head.
-All losses that they log must agree. The seconds are of processes that share the cores of one machine: they tell nothing.
-Exit status: 0 all figures held, 1 some fell short.
+A random Llama-shaped model of 227 million weights (--quick: 45 million) in float32 trains in full
+for four steps with AdamW, from a folder to an exported folder: in one process, and split over 2 and
+4 (`parallel.shard: full`). Told is the largest memory that any process had at any time (VmHWM),
+less what the program takes without a model. One process holds 16 bytes a weight (weight, gradient,
+two moments); of n processes each is to hold an n-th of that, the layer that it runs, and embedding
+and head. All losses that they log must agree. The seconds are of processes that share the cores of
+one machine: they tell nothing. Exit status: 0 all figures held, 1 some fell short.
 """
 
 from __future__ import annotations
@@ -36,9 +37,13 @@ def make(folder: Path, width: int, layers: int) -> int:
     tokenizer = tokenizer_of_bytes()
     tokenizer.save_pretrained(folder / "model")
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=width, intermediate_size=4 * width, num_hidden_layers=layers,
-        num_attention_heads=width // 64, max_position_embeddings=256,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=width,
+        intermediate_size=4 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        max_position_embeddings=256,
+    )
     model: Any = LlamaForCausalLM(config)
     model.save_pretrained(folder / "model")
     rows = [{"prompt": f"question {i} ", "completion": "word " * (4 + i % 5)} for i in range(16)]
@@ -59,7 +64,11 @@ def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
     os.environ["VALENCE_NOTES"] = str(notes)
     out = folder / f"run {ranks}"
     how = ["parallel.shard=full"] if ranks > 1 else []
-    status = launch(["train", str(folder / "recipe.yaml"), f"run.dir={out}", "--quiet", *how], ranks, program=WORKER)
+    status = launch(
+        ["train", str(folder / "recipe.yaml"), f"run.dir={out}", "--quiet", *how],
+        ranks,
+        program=WORKER,
+    )
     assert status == 0, f"the run ended with {status}"
     told = [json.loads(path.read_text()) for path in sorted(notes.glob("rank-*.json"))]
     assert len(told) == ranks
@@ -69,7 +78,11 @@ def run(folder: Path, ranks: int) -> tuple[float, list[dict[str, Any]], float]:
 
 def apart(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> float:
     """The largest relative difference of losses and of norms of gradients."""
-    pairs = [(a[name], b[name]) for a, b in zip(ours, theirs, strict=True) for name in ("loss", "grad_norm")]
+    pairs = [
+        (a[name], b[name])
+        for a, b in zip(ours, theirs, strict=True)
+        for name in ("loss", "grad_norm")
+    ]
     return max(abs(a - b) / abs(b) for a, b in pairs)
 
 
@@ -85,14 +98,24 @@ def main() -> int:
     largest = found[1][0]
     for ranks, (peak, log, seconds) in found.items():
         losses = " ".join(f"{record['loss']:.6f}" for record in log)
-        print(f"{ranks:>10}{peak / 1e6:>10.0f}{peak / largest:>8.2f}{1 / ranks:>9.2f}{seconds:>10.2f}  {losses}")
+        print(
+            f"{ranks:>10}{peak / 1e6:>10.0f}{peak / largest:>8.2f}{1 / ranks:>9.2f}"
+            f"{seconds:>10.2f}  {losses}"
+        )
     off = max(apart(found[ranks][1], found[1][1]) for ranks in RANKS)
     if not off <= AGREE or math.isnan(off):
         print(f"losses or gradient norms differ by {off:.2g}: no figure is told")
         return 1
-    figures = [(f"memory of 1 in {ranks}", found[ranks][0] / largest, bar) for ranks, bar in SHARES.items()]
+    figures = [
+        (f"memory of 1 in {ranks}", found[ranks][0] / largest, bar) for ranks, bar in SHARES.items()
+    ]
     figures.append(("losses and norms differ by", off, AGREE))
-    print("; ".join(f"{name} {value:.2g} (bar {bar:g}) {'held' if value <= bar else 'short'}" for name, value, bar in figures))
+    print(
+        "; ".join(
+            f"{name} {value:.2g} (bar {bar:g}) {'held' if value <= bar else 'short'}"
+            for name, value, bar in figures
+        )
+    )
     return 0 if all(value <= bar for _, value, bar in figures) else 1
 
 

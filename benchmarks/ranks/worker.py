@@ -12,7 +12,11 @@ from valence.cli import main
 
 def memory(name: str) -> int:
     """Bytes, of a line of /proc/self/status."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    line = next(
+        line
+        for line in Path("/proc/self/status").read_text().splitlines()
+        if line.startswith(f"{name}:")
+    )
     return int(line.split()[1]) * 1024
 
 

@@ -1,17 +1,21 @@
-"""python -m benchmarks.reward_server [--quick]: throughput and latency of `valence serve-reward` for 200 clients at a time.
+"""python -m benchmarks.reward_server [--quick]: throughput and latency of `valence serve-reward`
+for 200 clients at a time.
 
-The server runs in a process of its own and serves a function whose scores can be told from the text alone; every score that comes
-back is compared with the one that is due. Clients keep their connections and ask one request after the other. Told are requests
-and answers per second, and of the seconds that a request takes the median and the 99th percentile.
+The server runs in a process of its own and serves a function whose scores can be told from the text
+alone; every score that comes back is compared with the one that is due. Clients keep their
+connections and ask one request after the other. Told are requests and answers per second, and of
+the seconds that a request takes the median and the 99th percentile.
 
     small    one answer a request, as samplers ask that score an answer as soon as it has ended
     large    64 answers a request, as our own client asks
-    slow     one answer a request, and a reward that takes 50 ms a call, however many answers it is given: one at a time it would
-             serve 20 answers a second
-    over     as large, four times as many requests at a time as may wait: those that are refused come again when they are told to
+    slow     one answer a request, and a reward that takes 50 ms a call, however many answers it is
+             given: one at a time it would serve 20 answers a second
+    over     as large, four times as many requests at a time as may wait: those that are refused
+             come again when they are told to
     kill     as large; in the middle the server is killed and started again, and clients ask again
 
-Server and clients share the cores of one machine. Exit status: 0 all figures held, 1 some fell short.
+Server and clients share the cores of one machine. Exit status: 0 all figures held, 1 some fell
+short.
 """
 
 from __future__ import annotations
@@ -39,7 +43,9 @@ AGAIN = (429, 500, 502, 503, 504)
 
 @dataclass(frozen=True)
 class Load:
-    """requests: of each client. answers: of each request. pause: seconds of a call of the reward. words: of the command."""
+    """requests: of each client. answers: of each request. pause: seconds of a call of the reward.
+    words: of the command.
+    """
 
     requests: int
     answers: int
@@ -57,7 +63,9 @@ class Found:
     seconds: float = 0.0
 
     def at(self, share: float) -> float:
-        return sorted(self.latencies)[min(int(share * len(self.latencies)), len(self.latencies) - 1)]
+        return sorted(self.latencies)[
+            min(int(share * len(self.latencies)), len(self.latencies) - 1)
+        ]
 
 
 LOADS = {
@@ -68,14 +76,30 @@ LOADS = {
     "kill": Load(10, 64, kill=True),
 }
 HEADS = (
-    ("requests", 10), ("answers", 9), ("s", 7), ("requests/s", 12), ("answers/s", 11), ("median s", 10), ("p99 s", 8),
+    ("requests", 10),
+    ("answers", 9),
+    ("s", 7),
+    ("requests/s", 12),
+    ("answers/s", 11),
+    ("median s", 10),
+    ("p99 s", 8),
     ("again", 7),
-)  # fmt: skip
+)
 BARS = (
     ("wrong scores", lambda found: float(sum(f.wrong for f in found.values())), "<=", 0.0),
-    ("small: requests/s", lambda found: len(found["small"].latencies) / found["small"].seconds, ">=", 250.0),
+    (
+        "small: requests/s",
+        lambda found: len(found["small"].latencies) / found["small"].seconds,
+        ">=",
+        250.0,
+    ),
     ("small: p99 s", lambda found: found["small"].at(0.99), "<=", 2.0),
-    ("large: answers/s", lambda found: found["large"].answers / found["large"].seconds, ">=", 5000.0),
+    (
+        "large: answers/s",
+        lambda found: found["large"].answers / found["large"].seconds,
+        ">=",
+        5000.0,
+    ),
     ("slow: answers/s", lambda found: found["slow"].answers / found["slow"].seconds, ">=", 200.0),
     ("over: refused, then scored", lambda found: float(found["over"].again), ">=", 1.0),
     ("kill: asked again, then scored", lambda found: float(found["kill"].again), ">=", 1.0),
@@ -86,9 +110,11 @@ BARS = (
 def server(load: Load, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], str]]:
     words = ("benchmarks.reward_server.judge:score", "--port", str(port), *load.words)
     process = subprocess.Popen(
-        [sys.executable, "-m", "valence", "serve-reward", *words], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "valence", "serve-reward", *words],
+        stdout=subprocess.PIPE,
+        text=True,
         env={**os.environ, "PAUSE": str(load.pause)},
-    )  # fmt: skip
+    )
     try:
         assert process.stdout is not None
         line = process.stdout.readline()
@@ -103,9 +129,14 @@ def server(load: Load, port: int = 0) -> Iterator[tuple[subprocess.Popen[str], s
 async def client(k: int, load: Load, url: str, found: Found) -> None:
     connection = Connection(url)
     for turn in range(load.requests):
-        texts = [f"{k} {turn} {i}: an answer of some words, none of them long" for i in range(load.answers)]
+        texts = [
+            f"{k} {turn} {i}: an answer of some words, none of them long"
+            for i in range(load.answers)
+        ]
         queries, n = [QUESTION + text for text in texts], len(texts)
-        body = json.dumps({"query": queries, "prompts": [QUESTION] * n, "labels": [""] * n}).encode()
+        body = json.dumps(
+            {"query": queries, "prompts": [QUESTION] * n, "labels": [""] * n}
+        ).encode()
         started = time.perf_counter()
         while True:
             try:
@@ -122,7 +153,9 @@ async def client(k: int, load: Load, url: str, found: Found) -> None:
         found.latencies.append(time.perf_counter() - started)
         found.answers += n
         rewards = json.loads(reply)["rewards"]
-        found.wrong += len(rewards) != n or sum(a != number(t) for a, t in zip(rewards, texts, strict=False))
+        found.wrong += len(rewards) != n or sum(
+            a != number(t) for a, t in zip(rewards, texts, strict=False)
+        )
 
 
 async def run(load: Load) -> Found:
@@ -153,9 +186,11 @@ def main() -> int:
         found[name] = one = asyncio.run(run(replace(load, requests=max(load.requests // part, 2))))
         n = len(one.latencies)
         print(
-            f"{name:<11}{n:>10}{one.answers:>9}{one.seconds:>7.1f}{n / one.seconds:>12.0f}{one.answers / one.seconds:>11.0f}"
-            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>7}", flush=True,
-        )  # fmt: skip
+            f"{name:<11}{n:>10}{one.answers:>9}{one.seconds:>7.1f}"
+            f"{n / one.seconds:>12.0f}{one.answers / one.seconds:>11.0f}"
+            f"{one.at(0.5):>10.3f}{one.at(0.99):>8.3f}{one.again:>7}",
+            flush=True,
+        )
     told, held = list[str](), True
     for name, figure, sign, bar in BARS:
         value = figure(found)

@@ -1,1 +1,3 @@
-"""What a step will take on many devices: a model of its work, memory and communication, and how well it foretells a step here."""
+"""What a step will take on many devices: a model of its work, memory and communication, and how
+well it foretells a step here.
+"""

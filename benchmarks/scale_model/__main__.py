@@ -1,12 +1,15 @@
-"""python -m benchmarks.scale_model [--quick | --table]: does the model behind docs/scale.md foretell what a step takes?
+"""python -m benchmarks.scale_model [--quick | --table]: does the model behind docs/scale.md
+foretell what a step takes?
 
-The model counts the operations of a step, the bytes that travel, and the memory of each process. Here it is given what two
-processes of one thread measure (a step of 1,024 tokens that each runs apart, sums of gradients, the optimizer's update), and says
-how long steps of a model of 18 million weights take in float32: with one process, with two, and with weights that are split over
-two. They are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that stand published
-figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is foretold.
---quick: three rounds instead of fifteen. --table: prints the tables of docs/scale.md, and measures nothing.
-Exit status: 0 all figures held, 1 some fell short.
+The model counts the operations of a step, the bytes that travel, and the memory of each process.
+Here it is given what two processes of one thread measure (a step of 1,024 tokens that each runs
+apart, sums of gradients, the optimizer's update), and says how long steps of a model of 18 million
+weights take in float32: with one process, with two, and with weights that are split over two. They
+are then timed, in turn; all figures are medians. Other work on the machine spoils them. Beside that
+stand published figures of Llama 3.1 8B, of which that of 8 GPUs sets a constant, and that of 128 is
+foretold.
+--quick: three rounds instead of fifteen. --table: prints the tables of docs/scale.md, and measures
+nothing. Exit status: 0 all figures held, 1 some fell short.
 """
 
 from __future__ import annotations
@@ -21,18 +24,27 @@ from benchmarks.scale_model.here import Step, machine, measured, steps
 from benchmarks.scale_model.measure import WAYS
 
 STEP, GAIN, LOSS, PUBLISHED = 1.3, 1.2, 1e-6, 1.1
-"""The most that is allowed. Predicted by measured, or the reverse: of a step, of how much faster two processes are than one, and
-of a published figure; and the relative difference of losses from that of one process."""
+"""The most that is allowed.
+
+Predicted by measured, or the reverse: of a step, of how much faster two processes are than one, and
+of a published figure; and the relative difference of losses from that of one process.
+"""
 
 
 def told(made: Sequence[Step], found: Mapping[str, Any]) -> str:
-    lines = ["processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million weights/s)"]
+    lines = [
+        "processes       step (GFLOPS)   sums (GB/s)   start of a sum (ms)   update (million "
+        "weights/s)"
+    ]
     for processes in (1, 2):
         here = machine(found, processes)
         sums = f"{here.near / 1e9:14.2f}{here.start * 1e3:22.2f}" if processes > 1 else f"{'':36}"
         lines.append(f"{processes:9}{here.flops / 1e9:20.1f}{sums}{here.memory / 28e6:29.0f}")
     lines.append("\nstep                              predicted (s)   measured (s)   ratio   loss")
-    lines += [f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}" for s in made]
+    lines += [
+        f"{s.name:14}{s.way:20}{s.predicted:13.3f}{s.measured:15.3f}{s.ratio:8.2f}   {s.loss:.7f}"
+        for s in made
+    ]
     return "\n".join(lines)
 
 
@@ -41,11 +53,25 @@ def verdict(found: Sequence[Step]) -> tuple[str, bool]:
     alone = {each.name: each for each in found if each.way == "one process"}
     figures = (
         *((way, max(_off(each.ratio) for each in found if each.way == way), STEP) for way in WAYS),
-        ("gain", max(_off(alone[each.name].ratio / each.ratio) for each in found if each.way == "two processes"), GAIN),
+        (
+            "gain",
+            max(
+                _off(alone[each.name].ratio / each.ratio)
+                for each in found
+                if each.way == "two processes"
+            ),
+            GAIN,
+        ),
         ("losses", max(abs(each.loss / alone[each.name].loss - 1) for each in found), LOSS),
-        *((f"published, {name}", _off(tables.published(n) / rate), PUBLISHED) for name, n, rate in cases.PUBLISHED),
+        *(
+            (f"published, {name}", _off(tables.published(n) / rate), PUBLISHED)
+            for name, n, rate in cases.PUBLISHED
+        ),
     )
-    said = "; ".join(f"{name} {v:.3g} (bar {bar:g}) {'held' if v <= bar else 'short'}" for name, v, bar in figures)
+    said = "; ".join(
+        f"{name} {v:.3g} (bar {bar:g}) {'held' if v <= bar else 'short'}"
+        for name, v, bar in figures
+    )
     return said, all(v <= bar for _, v, bar in figures)
 
 

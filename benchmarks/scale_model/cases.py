@@ -24,24 +24,47 @@ DECODERS = {
     "8B": (4096, 14336, 32, 32, 8, 128256, False),
     "70B": (8192, 28672, 80, 64, 8, 128256, False),
 }
-"""hidden, inner, layers, heads, key and value heads, vocabulary, tied head: of Qwen2.5 0.5B and 1.5B, Llama 3.1 8B and 70B."""
+"""hidden, inner, layers, heads, key and value heads, vocabulary, tied head: of Qwen2.5 0.5B and
+1.5B, Llama 3.1 8B and 70B.
+"""
 
 HBM, MARGIN = 80e9, 0.8
 """Bytes of an H100, and the share of them that `shard: auto` plans to fill."""
 PEAK, SHARE = 989e12, 0.35
 NVLINK, NETWORK, REACHED = 450e9, 400e9, 0.8
 H100 = Machine(
-    flops=SHARE * PEAK, memory=REACHED * 3.35e12, near=REACHED * NVLINK, far=REACHED * NETWORK, start=8.4e-6, near_hop=3.4e-6,
+    flops=SHARE * PEAK,
+    memory=REACHED * 3.35e12,
+    near=REACHED * NVLINK,
+    far=REACHED * NETWORK,
+    start=8.4e-6,
+    near_hop=3.4e-6,
     far_hop=14e-6,
-)  # fmt: skip
+)
 CONSTANTS = (
-    ("products, bfloat16", "989 TFLOPS", "vendor: data sheets of H100 SXM and H200, without sparsity"),
-    ("share of it that a step reaches", f"{SHARE:.2f}", "assumed: it makes the published figure of 8 GPUs below come out"),
+    (
+        "products, bfloat16",
+        "989 TFLOPS",
+        "vendor: data sheets of H100 SXM and H200, without sparsity",
+    ),
+    (
+        "share of it that a step reaches",
+        f"{SHARE:.2f}",
+        "assumed: it makes the published figure of 8 GPUs below come out",
+    ),
     ("memory", "80 GB at 3.35 TB/s (H200: 141 GB at 4.8 TB/s)", "vendor: the same data sheets"),
     ("links within a host", "450 GB/s each way", "vendor: NVLink 4, 900 GB/s both ways together"),
-    ("links between hosts", "8 times 400 Gb/s", "vendor: a ConnectX-7 for each GPU, as in the DGX H100 user guide"),
+    (
+        "links between hosts",
+        "8 times 400 Gb/s",
+        "vendor: a ConnectX-7 for each GPU, as in the DGX H100 user guide",
+    ),
     ("share of links and memory that is reached", f"{REACHED:.1f}", "assumed"),
-    ("start of a collective, hop within a host, between hosts", "8.4, 3.4, 14 us", "NCCL's own model of rings (`tuning.cc`)"),
+    (
+        "start of a collective, hop within a host, between hosts",
+        "8.4, 3.4, 14 us",
+        "NCCL's own model of rings (`tuning.cc`)",
+    ),
     ("collectives behind products", "as far as these last", "assumed: neither slows the other"),
 )
 
@@ -57,9 +80,14 @@ FULL: Checkpointing = "full"
 def shape(model: str, lora: bool = False) -> Shape:
     hidden, inner, layers, heads, kv_heads, vocabulary, tied = DECODERS[model]
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers, num_attention_heads=heads,
-        num_key_value_heads=kv_heads, vocab_size=vocabulary, tie_word_embeddings=tied,
-    )  # fmt: skip
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+    )
     with torch.device("meta"):
         found = LlamaForCausalLM(config)
     return shape_of(found, lora=Lora(rank=16) if lora else None)
@@ -84,9 +112,16 @@ def work(rows: Sequence[int], answers: int = 1) -> Work:
 
 
 def passes(method: str) -> tuple[Work, tuple[Work, ...]]:
-    """What a step trains, and what it only measures, in an epoch that finds nothing in the reference cache."""
+    """What a step trains, and what it only measures, in an epoch that finds nothing in the
+    reference cache.
+    """
     trained = work(lengths(), 2 if method == "dpo" else 1)
-    measured = {"sft": (), "dpo": (trained,), "kto": (trained, trained, trained)}  # kto: also the mismatched, by both
+    # kto: also the mismatched, by both
+    measured = {
+        "sft": (),
+        "dpo": (trained,),
+        "kto": (trained, trained, trained),
+    }
     return trained, measured[method]
 
 
@@ -97,7 +132,9 @@ def job(model: str, method: str, layout: Layout, *, lora: bool = False) -> Job:
     return Job(shape(model, lora), trained, measured, count, balance, checkpointing=FULL)
 
 
-def chosen(model: str, method: str, processes: int, *, lora: bool = False, tensor: int = 1) -> Layout:
+def chosen(
+    model: str, method: str, processes: int, *, lora: bool = False, tensor: int = 1
+) -> Layout:
     """As `shard: auto` and `sync: auto` choose it on an H100."""
     whole = Layout(processes, Split(tensor=tensor))
     fits = memory(model, method, whole, lora=lora) <= MARGIN * HBM
@@ -108,13 +145,22 @@ def memory(model: str, method: str, layout: Layout, *, lora: bool = False) -> in
     """Bytes on each device, of which the head takes a share of 80 GB."""
     copied = method != "sft" and not lora
     away = torch.device("meta")  # as on a GPU, which need not be here
-    found = predict(shape(model, lora), width=2, frozen_copy=copied, checkpointing=FULL, device=away, split=layout.split)
+    found = predict(
+        shape(model, lora),
+        width=2,
+        frozen_copy=copied,
+        checkpointing=FULL,
+        device=away,
+        split=layout.split,
+    )
     return replace(found, head=int(KEEP_CUDA * HBM) + 4 * 4 * AREA["cuda"]).total(AT_ONCE)
 
 
 PUBLISHED = (("8 GPUs", 8, 5762), ("128 GPUs", 128, 5605))
-"""Tokens per second and GPU of Llama 3.1 8B: bfloat16 and FSDP2, not compiled, two rows of 8,192 tokens per GPU, layers
-recomputed in part; H100 at 500 W with 400 Gb/s each. Tables 1 and 3 of llama3_h100_202412_torchtitan.md of torchtitan."""
+"""Tokens per second and GPU of Llama 3.1 8B: bfloat16 and FSDP2, not compiled, two rows of 8,192
+tokens per GPU, layers recomputed in part; H100 at 500 W with 400 Gb/s each. Tables 1 and 3 of
+llama3_h100_202412_torchtitan.md of torchtitan.
+"""
 
 
 def published(layout: Layout) -> Job:

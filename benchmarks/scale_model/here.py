@@ -36,9 +36,16 @@ class Step:
 
 def measured(rounds: int) -> dict[str, Any]:
     """Starts two processes of one thread each, and returns what they timed."""
-    with TemporaryDirectory() as folder, patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}):
+    with (
+        TemporaryDirectory() as folder,
+        patch.dict(os.environ, {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}),
+    ):
         file = Path(folder) / "found.json"
-        status = launch([str(file), str(rounds)], 2, program=[sys.executable, "-m", "benchmarks.scale_model.measure"])
+        status = launch(
+            [str(file), str(rounds)],
+            2,
+            program=[sys.executable, "-m", "benchmarks.scale_model.measure"],
+        )
         if status:
             raise SystemExit(status)
         return json.loads(file.read_text(encoding="utf-8"))
@@ -48,7 +55,8 @@ def machine(found: Mapping[str, Any], processes: int) -> Machine:
     """This one, when so many processes work at once."""
     taken = found["seconds"]
     small, large = (taken[f"sum, {size}"] for size in SENT)
-    bandwidth = (SENT[1] - SENT[0]) / (large - small)  # of two processes, an all-reduce brings each as many bytes as it sums
+    # of two processes, an all-reduce brings each as many bytes as it sums
+    bandwidth = (SENT[1] - SENT[0]) / (large - small)
     return Machine(
         flops=found["apart"] / taken[f"apart, {processes}"],
         memory=UPDATE * UPDATED / taken[f"update, {processes}"],

@@ -1,6 +1,8 @@
-"""One of two processes that time what the model needs to know of this machine, and steps that it is to foretell.
+"""One of two processes that time what the model needs to know of this machine, and steps that it is
+to foretell.
 
-``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launch``: rank 0 writes what was found.
+``python -m benchmarks.scale_model.measure FILE ROUNDS`` under ``valence.distributed.launch``: rank
+0 writes what was found.
 """
 
 from __future__ import annotations
@@ -53,40 +55,58 @@ def rows(tokens: int) -> list[TokenizedExample]:
         length = min(left, draw.randint(24, 96))
         ids = tuple(draw.randrange(3, VOCABULARY) for _ in range(length + 2))
         answer = TokenizedCompletion(ids[2:], (True,) * length)
-        found.append(TokenizedExample(
-            id=str(len(found)), origin=Origin("made", len(found) + 1), kind="demonstration", prompt_ids=ids[:2],
-            prompt_mask=(False, False), answers=(answer,),
-        ))  # fmt: skip
+        found.append(
+            TokenizedExample(
+                id=str(len(found)),
+                origin=Origin("made", len(found) + 1),
+                kind="demonstration",
+                prompt_ids=ids[:2],
+                prompt_mask=(False, False),
+                answers=(answer,),
+            )
+        )
         left -= length
     return found
 
 
 class Way:
-    """Steps of a model that learns nothing, so that all of them have the same loss. group: of the processes that take part."""
+    """Steps of a model that learns nothing, so that all of them have the same loss. group: of the
+    processes that take part.
+    """
 
     def __init__(self, policy: PolicyModel, group: Group) -> None:
         method = METHODS["sft"]
-        self.objective = Objective(method, method.resolve({}), policy, None, group, BUDGET, max_length=256)
+        self.objective = Objective(
+            method, method.resolve({}), policy, None, group, BUDGET, max_length=256
+        )
         self.optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, weight_decay=0.0)
         self.loss = 0.0
 
     def step(self, tokens: int) -> None:
-        self.loss = float(optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss)
+        self.loss = float(
+            optimizer_step(self.objective, self.optimizer, rows(tokens), iter(()), 1.0)[0].loss
+        )
 
     def operations(self, tokens: int) -> float:
         """Of a step that this process runs alone."""
-        return sum(speed.step(shape_of(self.objective.policy.causal), work) for work in self.laid_out(tokens))
+        return sum(
+            speed.step(shape_of(self.objective.policy.causal), work)
+            for work in self.laid_out(tokens)
+        )
 
     def laid_out(self, tokens: int) -> list[Work]:
         """What each of this process's micro-batches of a step runs, counted on the rows."""
         units = rows(tokens)
         return [
-            Work(float(len(b.tokens)), float(b.mask.sum()), float((b.pos + 1).sum())) for b in self.objective.divide(units).local
+            Work(float(len(b.tokens)), float(b.mask.sum()), float((b.pos + 1).sum()))
+            for b in self.objective.divide(units).local
         ]
 
 
 class Timer:
-    """Seconds by name, each measured several times in turn, by one process while the other waits or by both at once."""
+    """Seconds by name, each measured several times in turn, by one process while the other waits or
+    by both at once.
+    """
 
     def __init__(self, group: Group) -> None:
         self.group, self.found = group, dict[str, list[float]]()
@@ -95,7 +115,9 @@ class Timer:
         """As long as the slower one takes."""
         self.group.barrier(name)
         own = _seconds(call, *given) if self.group.rank < processes else 0.0
-        self.found.setdefault(name, []).append(float(self.group.gather(torch.tensor([own], dtype=torch.float64)).max()))
+        self.found.setdefault(name, []).append(
+            float(self.group.gather(torch.tensor([own], dtype=torch.float64)).max())
+        )
 
     def medians(self) -> dict[str, float]:
         return {name: median(seconds) for name, seconds in self.found.items()}
@@ -109,14 +131,22 @@ def _seconds(call: Callable[..., object], *given: Any) -> float:
 
 def ways(group: Group) -> dict[str, Way]:
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(
-        hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=8, num_key_value_heads=8,
-        vocab_size=VOCABULARY,
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=HIDDEN,
+            intermediate_size=INNER,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+            vocab_size=VOCABULARY,
+        )
+    )
     whole, split = (build_policy(each, dtype=torch.float32) for each in (model, deepcopy(model)))
     several: Any = group
     shard(split, decoder_layers(split.causal), several, each=True)
-    return dict(zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True))
+    return dict(
+        zip(WAYS, (Way(whole, Single()), Way(whole, group), Way(split, group)), strict=True)
+    )
 
 
 def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
@@ -129,7 +159,8 @@ def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
     timer = Timer(group)
     for done in range(rounds + 1):
         for name, way in made.items():
-            timer.time(f"apart, {WAYS[name]}", WAYS[name], made["one process"].step, APART)  # what slows these slows that, too
+            # what slows these slows that, too
+            timer.time(f"apart, {WAYS[name]}", WAYS[name], made["one process"].step, APART)
             for step, tokens in STEPS.items():
                 timer.time(f"{step}, {name}", WAYS[name], way.step, tokens)
         for processes in (1, 2):
@@ -142,8 +173,9 @@ def timed(group: Group, made: dict[str, Way], rounds: int) -> dict[str, float]:
 
 
 def measured(group: Group, rounds: int) -> dict[str, Any]:
-    """Seconds by name, the shape, and of each step its work and, by the way it was run, its loss and the operations of each
-    process's micro-batches."""
+    """Seconds by name, the shape, and of each step its work and, by the way it was run, its loss
+    and the operations of each process's micro-batches.
+    """
     made = ways(group)
     shape = shape_of(made["one process"].objective.policy.causal)
     found: dict[str, Any] = {
@@ -155,7 +187,10 @@ def measured(group: Group, rounds: int) -> dict[str, Any]:
         for name, way in made.items():
             way.step(tokens) if group.rank < WAYS[name] else None
             costs = [speed.step(shape, work) for work in way.laid_out(tokens)]
-            found[f"{step}, {name}"] = {"loss": way.loss, "operations": gathered(group, costs)[: WAYS[name]]}
+            found[f"{step}, {name}"] = {
+                "loss": way.loss,
+                "operations": gathered(group, costs)[: WAYS[name]],
+            }
         works = made["one process"].laid_out(tokens)
         found[step] = [sum(getattr(work, each) for work in works) for each in Work.__slots__]
     return found

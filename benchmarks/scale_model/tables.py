@@ -12,15 +12,23 @@ PROCESSES = (8, 64, 512)
 LARGEST = 141
 """GB of an H200."""
 STEP = (
-    f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, {sum(cases.lengths()) / 1e6:.1f} million "
-    f"in all, a quarter of them prompts; {cases.AT_ONCE:,} run at once in a process; layers are recomputed "
-    "(`train.checkpointing: full`), products are in bfloat16, adapters have rank 16, and nothing is in the reference cache yet."
+    f"A step has {cases.ROWS:,} rows of {cases.SHORTEST} to {cases.LONGEST:,} tokens, "
+    f"{sum(cases.lengths()) / 1e6:.1f} million "
+    f"in all, a quarter of them prompts; {cases.AT_ONCE:,} run at once in a process; layers are "
+    f"recomputed "
+    "(`train.checkpointing: full`), products are in bfloat16, adapters have rank 16, and nothing "
+    "is in the reference cache yet."
 )
 
 
 def text() -> str:
     """All of them, in Markdown."""
-    return "\n\n".join([STEP, *(f"### {title}\n\n{said}\n\n{shown}" for title, said, shown in _tables())]) + "\n"
+    return (
+        "\n\n".join(
+            [STEP, *(f"### {title}\n\n{said}\n\n{shown}" for title, said, shown in _tables())]
+        )
+        + "\n"
+    )
 
 
 def _tables() -> Iterator[tuple[str, str, str]]:
@@ -37,19 +45,26 @@ def _tables() -> Iterator[tuple[str, str, str]]:
     )
     yield (
         "Throughput",
-        "Tokens per second and GPU; in brackets the seconds of a step, and the share of them that products take. Weights are "
+        "Tokens per second and GPU; in brackets the seconds of a step, and the share of them "
+        "that products take. Weights are "
         "split where `parallel.shard: auto` would on an H100.",
         _table(["model, method", *several], _throughput()),
     )
     yield (
         "Balance",
-        "Mean work of a process by what is waited for: the share of its speed that the split of a step leaves.",
+        "Mean work of a process by what is waited for: the share of its speed that the split of "
+        "a step leaves.",
         _table(["rows a step", *several], _balance()),
     )
-    yield "Constants", "None of them is measured by Valence yet.", _table(["", "value", "from"], cases.CONSTANTS)
+    yield (
+        "Constants",
+        "None of them is measured by Valence yet.",
+        _table(["", "value", "from"], cases.CONSTANTS),
+    )
     yield (
         "Beside published figures",
-        "Tokens per second and GPU of torchtitan, which trains by FSDP2 too, on Llama 3.1 8B with rows of 8,192 tokens (December "
+        "Tokens per second and GPU of torchtitan, which trains by FSDP2 too, on Llama 3.1 8B "
+        "with rows of 8,192 tokens (December "
         "2024, tables 1 and 3 of its llama3_h100_202412_torchtitan.md, not compiled).",
         _table(["", "predicted", "published", "ratio"], _published()),
     )
@@ -87,16 +102,31 @@ def _volume() -> Iterator[list[str]]:
             ("LoRA, shard full", True, partial(sharded, each=False)),
         ):
             layouts = [made(n) for n in PROCESSES]
-            found = [sum(volume(cases.job(model, "sft", layout, lora=lora), layout).values()) for layout in layouts]
-            yield [f"{model}, {name}", *(f"{size / 1e9:,.{1 if size < 1e10 else 0}f}" for size in found)]
+            found = [
+                sum(volume(cases.job(model, "sft", layout, lora=lora), layout).values())
+                for layout in layouts
+            ]
+            yield [
+                f"{model}, {name}",
+                *(f"{size / 1e9:,.{1 if size < 1e10 else 0}f}" for size in found),
+            ]
 
 
 def _throughput() -> Iterator[list[str]]:
     for model in ("8B", "70B"):
         for method, lora, tensor in (
-            ("sft", False, 1), ("dpo", False, 1), ("kto", False, 1), ("sft", True, 1), ("dpo", True, 1), ("sft", False, 8),
-        ):  # fmt: skip
-            name = f"{model}, {method}" + (", LoRA" if lora else "") + (f", tensor {tensor}" if tensor > 1 else "")
+            ("sft", False, 1),
+            ("dpo", False, 1),
+            ("kto", False, 1),
+            ("sft", True, 1),
+            ("dpo", True, 1),
+            ("sft", False, 8),
+        ):
+            name = (
+                f"{model}, {method}"
+                + (", LoRA" if lora else "")
+                + (f", tensor {tensor}" if tensor > 1 else "")
+            )
             layouts = [cases.chosen(model, method, n, lora=lora, tensor=tensor) for n in PROCESSES]
             yield [name, *(_speed(model, method, lora, layout) for layout in layouts)]
 
@@ -112,7 +142,10 @@ def _speed(model: str, method: str, lora: bool, layout: Layout) -> str:
 
 def _balance() -> Iterator[list[str]]:
     for rows in (64, 256, cases.ROWS):
-        yield [f"{rows:,}", *(f"{dealt(cases.lengths(rows), sharded(n), cases.AT_ONCE)[1]:.2f}" for n in PROCESSES)]
+        yield [
+            f"{rows:,}",
+            *(f"{dealt(cases.lengths(rows), sharded(n), cases.AT_ONCE)[1]:.2f}" for n in PROCESSES),
+        ]
 
 
 def _published() -> Iterator[list[str]]:

@@ -1,9 +1,10 @@
-"""python -m benchmarks.size [--quick]: does the cost of a pass grow with its tokens, and with nothing else?
+"""python -m benchmarks.size [--quick]: does the cost of a pass grow with its tokens, and with
+nothing else?
 
-Forward and backward of one micro-batch by the engine (bfloat16 over float32 masters, compiled layers where there is a compiler),
-on random tokens: (1) answers of 256 tokens to prompts of 256, filling 1k to 64k tokens; (2) 1 to 64 answers of 64 tokens to one
-prompt of 512.
-Exit status: 0 all figures held, 1 some fell short.
+Forward and backward of one micro-batch by the engine (bfloat16 over float32 masters, compiled
+layers where there is a compiler), on random tokens: (1) answers of 256 tokens to prompts of 256,
+filling 1k to 64k tokens; (2) 1 to 64 answers of 64 tokens to one prompt of 512. Exit status: 0 all
+figures held, 1 some fell short.
 """
 
 from __future__ import annotations
@@ -33,26 +34,37 @@ from valence.types import MicroBatch, Origin, TokenizedCompletion, TokenizedExam
 SIZES = (1024, 2048, 4096, 8192, 16384, 32768, 65536)
 ANSWERS = (1, 2, 4, 8, 16, 32, 64)
 SLOWER, LARGER, DEARER = 0.8, 1.3, 1.3
-"""Least tokens per second of the largest against those at 4k; most memory per token against that at 4k; most time per
-distinct token with many answers against that of one."""
+"""Least tokens per second of the largest against those at 4k; most memory per token against that at
+4k; most time per distinct token with many answers against that of one.
+"""
 
 
-def micro_batch(prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device) -> MicroBatch:
+def micro_batch(
+    prompt: int, answer: int, prompts: int, answers: int, draw: random.Random, device: torch.device
+) -> MicroBatch:
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, SMALL.vocabulary) for _ in range(count))
 
     units = [
         TokenizedExample(
-            id=str(i), origin=Origin("made", i + 1), kind="ranking", prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
-            answers=tuple(TokenizedCompletion(ids(answer), (True,) * answer) for _ in range(answers)),
+            id=str(i),
+            origin=Origin("made", i + 1),
+            kind="ranking",
+            prompt_ids=ids(prompt),
+            prompt_mask=(False,) * prompt,
+            answers=tuple(
+                TokenizedCompletion(ids(answer), (True,) * answer) for _ in range(answers)
+            ),
         )
         for i in range(prompts)
-    ]  # fmt: skip
+    ]
     return make_micro_batch(units, device=device)
 
 
 def measured(engine: PolicyModel, batch: MicroBatch, repeats: int) -> tuple[float, float]:
-    """Seconds (the median) and peak memory above idle (MB) of a pass, gradients of the weights left out of the memory."""
+    """Seconds (the median) and peak memory above idle (MB) of a pass, gradients of the weights left
+    out of the memory.
+    """
 
     def step() -> float:
         began = time.perf_counter()
@@ -74,20 +86,31 @@ def sizes(engine: PolicyModel, largest: int, repeats: int) -> list[tuple[int, fl
         batch = micro_batch(256, 256, tokens // 512, 1, random.Random(tokens), engine.device)
         seconds, peak = measured(engine, batch, repeats)
         found.append((tokens, tokens / seconds, peak * 1e6 / tokens))
-        print(f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}{peak * 1e3 / tokens:10.1f}", flush=True)
+        print(
+            f"{tokens:8}{seconds:9.2f}{tokens / seconds:10.0f}{peak:9.0f}"
+            f"{peak * 1e3 / tokens:10.1f}",
+            flush=True,
+        )
     return found
 
 
 def many_answers(engine: PolicyModel, most: int, repeats: int) -> list[tuple[int, float]]:
     """Answers, and seconds per distinct token."""
-    print(f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}", flush=True)
+    print(
+        f"\n{'answers':>8}{'tokens':>9}{'apart':>9}{'seconds':>9}{'tokens/s':>10}{'apart/s':>10}",
+        flush=True,
+    )
     found: list[tuple[int, float]] = []
     for answers in (count for count in ANSWERS if count <= most):
         batch = micro_batch(512, 64, 1, answers, random.Random(answers), engine.device)
         seconds, _ = measured(engine, batch, repeats)
         laid, apart = len(batch.tokens), answers * (512 + 64)
         found.append((answers, seconds / laid))
-        print(f"{answers:8}{laid:9}{apart:9}{seconds:9.3f}{laid / seconds:10.0f}{apart / seconds:10.0f}", flush=True)
+        print(
+            f"{answers:8}{laid:9}{apart:9}{seconds:9.3f}"
+            f"{laid / seconds:10.0f}{apart / seconds:10.0f}",
+            flush=True,
+        )
     return found
 
 
@@ -99,7 +122,9 @@ def main() -> int:
     disable_progress_bar()
     with TemporaryDirectory() as scratch:
         folder = save_models(SMALL, Path(scratch), lora=False).policy
-        engine = build_policy(load_model(str(folder), dtype=torch.float32).to(best_device()), dtype=torch.bfloat16)
+        engine = build_policy(
+            load_model(str(folder), dtype=torch.float32).to(best_device()), dtype=torch.bfloat16
+        )
     if not why_not(engine.device):
         compile_layers(engine)
     by_size = sizes(engine, 8192 if quick else SIZES[-1], 3)
@@ -108,9 +133,17 @@ def main() -> int:
     figures = [
         ("speed", by_size[-1][1] / rate, SLOWER, by_size[-1][1] / rate >= SLOWER),
         ("memory", by_size[-1][2] / memory, LARGER, by_size[-1][2] / memory <= LARGER),
-        ("answers", by_answers[-1][1] / by_answers[0][1], DEARER, by_answers[-1][1] / by_answers[0][1] <= DEARER),
+        (
+            "answers",
+            by_answers[-1][1] / by_answers[0][1],
+            DEARER,
+            by_answers[-1][1] / by_answers[0][1] <= DEARER,
+        ),
     ]
-    said = " ".join(f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}" for name, value, bar, held in figures)
+    said = " ".join(
+        f"{name} {value:.2f} (bar {bar:g}) {'held' if held else 'short'}"
+        for name, value, bar, held in figures
+    )
     print(f"\n{said}")
     return 0 if all(held for *_, held in figures) else 1
 

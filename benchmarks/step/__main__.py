@@ -1,4 +1,5 @@
-"""python -m benchmarks.step [--quick]: how fast, and in how much memory, is a training step beside TRL's?
+"""python -m benchmarks.step [--quick]: how fast, and in how much memory, is a training step beside
+TRL's?
 
 Exit status: 0 all figures held, 1 some fell short, 2 there is no environment with TRL.
 """
@@ -18,19 +19,35 @@ from benchmarks.step.peer import Peer
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="three cases (or those named), against TRL at its best alone")
-    parser.add_argument("--only", metavar="NAME", action="append", help=f"a case, or several: {', '.join(c.name for c in CASES)}")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="three cases (or those named), against TRL at its best alone",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="NAME",
+        action="append",
+        help=f"a case, or several: {', '.join(c.name for c in CASES)}",
+    )
     arguments = parser.parse_args()
     cases = tuple(
-        case for case in CASES if (case.name in arguments.only if arguments.only else case.quick or not arguments.quick)
+        case
+        for case in CASES
+        if (case.name in arguments.only if arguments.only else case.quick or not arguments.quick)
     )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # both sides run on the CPU; for a GPU there is ``benchmarks.device``
+    os.environ["CUDA_VISIBLE_DEVICES"] = (
+        ""  # both sides run on the CPU; for a GPU there is ``benchmarks.device``
+    )
     python = peer_python()
     if python is None:
         print(HOW_TO, file=sys.stderr)
         return 2
     with TemporaryDirectory() as scratch, Peer(python, Path(scratch) / "trl.log") as peer:
-        from benchmarks.step.compare import compare  # torch and transformers, while TRL's process imports its own
+        # torch and transformers, while TRL's process imports its own
+        from benchmarks.step.compare import (
+            compare,
+        )
 
         return compare(cases, peer, Path(scratch), quick=arguments.quick)
 

@@ -32,7 +32,9 @@ class Shape:
 
 SMALL = Shape("32k", vocabulary=32_000)
 LARGE_VOCABULARY = Shape("152k", vocabulary=151_936)
-TINY = Shape("tiny", vocabulary=512, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16)
+TINY = Shape(
+    "tiny", vocabulary=512, hidden=64, intermediate=96, layers=2, heads=4, kv_heads=2, head_dim=16
+)
 
 PROMPT, COMPLETION = Lengths(100, 500), Lengths(60, 300)
 PROMPT_400 = Lengths(400, 2000)
@@ -44,8 +46,10 @@ PROMPT_10 = Lengths(10, 20)
 class Case:
     """One kind of step: ``prompts`` prompts with ``answers`` completions each.
 
-    bar: how many times as fast as TRL at its best it should be (None: reported, not held against anything).
-    apart: compared with Valence itself when every completion brings a prompt of its own that it shares with no other.
+    bar: how many times as fast as TRL at its best it should be (None: reported, not held against
+    anything).
+    apart: compared with Valence itself when every completion brings a prompt of its own that it
+    shares with no other.
     """
 
     name: str

@@ -1,4 +1,6 @@
-"""All cases, one after the other: do both sides compute the same, how long do they take, did every figure hold?"""
+"""All cases, one after the other: do both sides compute the same, how long do they take, did every
+figure hold?
+"""
 
 from __future__ import annotations
 
@@ -32,19 +34,28 @@ def compare(cases: tuple[Case, ...], peer: Peer, scratch: Path, *, quick: bool) 
     @cache
     def models(shape: Shape, lora: bool) -> Models:
         folder = scratch / f"{shape.name} {lora}"
-        far = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}  # in float32 every part of a loss should count
+        # in float32 every part of a loss should count
+        far = {"scale": 3.0, "noise": 0.3} if shape is TINY else {}
         return save_models(shape, folder, lora=lora, **far)
 
     versions = ", ".join(f"{name} {version}" for name, version in peer.ask("versions").items())
     print(f"TRL's environment: {versions}; {THREADS} threads on both sides", flush=True)
-    far, where = exact(tuple(map(small, cases)), lambda case: models(TINY, case.lora), peer, scratch / "exact")
-    print(f"float32, small model: losses and gradient norms agree to {far:.0e} (bar {EXACT_BAR:.0e}; {where})", flush=True)
+    far, where = exact(
+        tuple(map(small, cases)), lambda case: models(TINY, case.lora), peer, scratch / "exact"
+    )
+    print(
+        f"float32, small model: losses and gradient norms agree to {far:.0e} (bar "
+        f"{EXACT_BAR:.0e}; {where})",
+        flush=True,
+    )
     if not far <= EXACT_BAR:
         print("no time is shown: the sides do not compute the same. short")
         return 1
     plan, results = QUICK if quick else FULL, list[Result]()
     for case in cases:
-        results.append(measured(case, models(case.shape, case.lora), peer, scratch / "values", plan))
+        results.append(
+            measured(case, models(case.shape, case.lora), peer, scratch / "values", plan)
+        )
         print(table(results[-1]), flush=True)
     line, held = verdict(results)
     print(f"\n{line}")

@@ -1,8 +1,10 @@
-"""The least time that a step can take on this machine: its necessary products at the rates that torch reaches for their shapes.
+"""The least time that a step can take on this machine: its necessary products at the rates that
+torch reaches for their shapes.
 
-Necessary is: each distinct prompt token and each trained token once through the layers, forward and backward; each measured token
-(KTO's mismatched completions) forward; the head at trained and measured tokens alone; attention over what each token sees.
-Nothing is counted for norms, rotations, activations, softmax, casts, or reading weights.
+Necessary is: each distinct prompt token and each trained token once through the layers, forward and
+backward; each measured token (KTO's mismatched completions) forward; the head at trained and
+measured tokens alone; attention over what each token sees. Nothing is counted for norms, rotations,
+activations, softmax, casts, or reading weights.
 """
 
 from __future__ import annotations
@@ -26,9 +28,11 @@ RANK = 16  # of an adapter
 
 @dataclass(frozen=True)
 class Work:
-    """Necessary tokens of some steps: through the layers with a gradient and without, through the head with and without (a reward
-    model has none to speak of).
-    seen: pairs of a token with one that it sees (itself included), likewise. mean: length of a sequence."""
+    """Necessary tokens of some steps: through the layers with a gradient and without, through the
+    head with and without (a reward model has none to speak of).
+    seen: pairs of a token with one that it sees (itself included), likewise. mean: length of a
+    sequence.
+    """
 
     layers: tuple[int, int]
     head: tuple[int, int]
@@ -45,11 +49,20 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
     total = 0.0
     for inputs, outputs, count in linear_layers(shape):
         forward, to_inputs, to_weights = linear_seconds(_rounded(trained), inputs, outputs)
-        backward = to_inputs + (RANK / inputs + RANK / outputs) * 3 * forward if case.lora else to_inputs + to_weights
+        backward = (
+            to_inputs + (RANK / inputs + RANK / outputs) * 3 * forward
+            if case.lora
+            else to_inputs + to_weights
+        )
         total += count * shape.layers * (trained * (forward + backward) + measured * forward)
     if work.head[0]:
-        forward, to_inputs, to_weights = linear_seconds(_rounded(work.head[0]), shape.hidden, shape.vocabulary)
-        total += work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights)) + work.head[1] * forward
+        forward, to_inputs, to_weights = linear_seconds(
+            _rounded(work.head[0]), shape.hidden, shape.vocabulary
+        )
+        total += (
+            work.head[0] * (forward + to_inputs + (0 if case.lora else to_weights))
+            + work.head[1] * forward
+        )
     scores, mixed = attention_seconds(_rounded(work.mean), shape.heads, shape.head_dim)
     # Backward: the gradient of the scores' weights, and those of queries, keys and values.
     seen, seen_only = work.seen
@@ -59,14 +72,19 @@ def floor(case: Case, units: list[TokenizedExample]) -> float:
 def work_of(case: Case, units: list[TokenizedExample]) -> Work:
     prompts = {unit.prompt_ids for unit in units}
     answers = [(len(unit.prompt_ids), len(answer.ids)) for unit in units for answer in unit.answers]
-    extra = [(len(u.prompt_ids), len(u.answers[0].ids)) for u in mismatched(units)] if case.method == "kto" else []
+    extra = (
+        [(len(u.prompt_ids), len(u.answers[0].ids)) for u in mismatched(units)]
+        if case.method == "kto"
+        else []
+    )
     trained, measured = sum(n for _, n in answers), sum(n for _, n in extra)
     seen = sum(_pairs(0, len(p)) for p in prompts) + sum(_pairs(p, n) for p, n in answers)
     return Work(
         layers=(sum(map(len, prompts)) + trained, measured),
         head=(0, 0) if case.is_reward_model else (trained, measured),
-        seen=(seen, sum(_pairs(p, n) for p, n in extra)), mean=sum(p + n for p, n in answers) // len(answers),
-    )  # fmt: skip
+        seen=(seen, sum(_pairs(p, n) for p, n in extra)),
+        mean=sum(p + n for p, n in answers) // len(answers),
+    )
 
 
 def _pairs(before: int, count: int) -> int:
@@ -85,7 +103,9 @@ def linear_layers(shape: Shape) -> list[tuple[int, int, int]]:
 
 @cache
 def linear_seconds(tokens: int, inputs: int, outputs: int) -> tuple[float, float, float]:
-    """Seconds per token, bfloat16: the product, its gradient to the inputs, and that to the weights."""
+    """Seconds per token, bfloat16: the product, its gradient to the inputs, and that to the
+    weights.
+    """
     x, w, g = _random(tokens, inputs), _random(outputs, inputs), _random(tokens, outputs)
     found = [_seconds(lambda: x @ w.t()), _seconds(lambda: g @ w), _seconds(lambda: g.t() @ x)]
     return found[0] / tokens, found[1] / tokens, found[2] / tokens
@@ -93,8 +113,14 @@ def linear_seconds(tokens: int, inputs: int, outputs: int) -> tuple[float, float
 
 @cache
 def attention_seconds(length: int, heads: int, width: int) -> tuple[float, float]:
-    """Seconds per pair of tokens, all heads, bfloat16: the product over the heads' width, and one over tokens."""
-    q, k, weights = _random(heads, length, width), _random(heads, length, width), _random(heads, length, length)
+    """Seconds per pair of tokens, all heads, bfloat16: the product over the heads' width, and one
+    over tokens.
+    """
+    q, k, weights = (
+        _random(heads, length, width),
+        _random(heads, length, width),
+        _random(heads, length, length),
+    )
     found = [_seconds(lambda: q @ k.transpose(1, 2)), _seconds(lambda: weights @ k)]
     return found[0] / length**2, found[1] / length**2
 

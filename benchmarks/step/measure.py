@@ -19,15 +19,21 @@ from benchmarks.step.stage import MAX_LENGTH, Models, draw_sets, padded_tokens
 from valence.types import TokenizedExample
 
 TOLERANCE = 2e-2
-"""Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in another precision."""
+"""Relative, of losses and gradient norms in bfloat16: several times as far as TRL is from itself in
+another precision.
+"""
 PROBES = 2  # steps by which the fastest way is found
-DEFAULTS_SETS = 1  # TRL at its defaults is timed once, on the largest set alone: a step of it takes as long as ten others
+# TRL at its defaults is timed once, on the largest set alone: a step of it takes as long as ten
+# others
+DEFAULTS_SETS = 1
 FEWEST_PROMPTS = 2  # of all sets together, so that lengths are spread at all
 
 
 class Way(NamedTuple):
-    """How TRL computes: "mixed" (float32 weights under autocast, its default), "bfloat16" (weights too) or "float32".
-    compiled: its layers are, by torch.compile."""
+    """How TRL computes: "mixed" (float32 weights under autocast, its default), "bfloat16" (weights
+    too) or "float32".
+    compiled: its layers are, by torch.compile.
+    """
 
     precision: str
     compiled: bool = False
@@ -67,7 +73,9 @@ class Theirs:
 
 @dataclass(frozen=True)
 class Floor:
-    """The least that a step can take, measured in turn with the steps: the machine's rates change with the minutes."""
+    """The least that a step can take, measured in turn with the steps: the machine's rates change
+    with the minutes.
+    """
 
     case: Case
     sets: list[list[TokenizedExample]]
@@ -78,8 +86,11 @@ class Floor:
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is measured. steps: timed ones of each side, at least. ways: those of which TRL at its best takes the fastest.
-    all_sides: TRL with compiled layers and at its defaults too, and memory, with and without activation checkpointing."""
+    """How much is measured. steps: timed ones of each side, at least. ways: those of which TRL at
+    its best takes the fastest.
+    all_sides: TRL with compiled layers and at its defaults too, and memory, with and without
+    activation checkpointing.
+    """
 
     sets: int
     steps: int
@@ -88,7 +99,11 @@ class Plan:
 
     def drawn(self, case: Case) -> list[list[TokenizedExample]]:
         """The rows of the case's steps, those that take the most memory first."""
-        return sorted(draw_sets(case, max(self.sets, FEWEST_PROMPTS // case.prompts)), key=padded_tokens, reverse=True)
+        return sorted(
+            draw_sets(case, max(self.sets, FEWEST_PROMPTS // case.prompts)),
+            key=padded_tokens,
+            reverse=True,
+        )
 
 
 # In quick runs only the precision that full ones find the faster.
@@ -111,8 +126,12 @@ class Side:
 
 @dataclass
 class Result:
-    """A case's figures. ``differ``: why no time is to be believed; empty when both sides did the same. left_out: TRL's ways
-    that round themselves away from the others, which are shown in their place; each with what it said."""
+    """A case's figures.
+
+    ``differ``: why no time is to be believed; empty when both sides did the same. left_out: TRL's
+    ways that round themselves away from the others, which are shown in their place; each with what
+    it said.
+    """
 
     case: Case
     way: Way
@@ -142,15 +161,19 @@ class Result:
 
 def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) -> Result:
     """All figures of one case."""
-    torch.compiler.reset()  # it counts the programs of all models of a process, and gives up at the eighth
+    # it counts the programs of all models of a process, and gives up at the eighth
+    torch.compiler.reset()
     sets = plan.drawn(case)
     mine = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=False)
     peer.ask("rows", sets=[mine.rows(number) for number in range(len(sets))])
     wanted = [mine.step(number) for number in range(len(sets))]  # this also compiles
     way, best, left_out = fastest(peer, case, models, plan.ways, wanted)
     sides: dict[str, Steps] = {"ours": mine, "floor": Floor(case, sets), "best": best}
-    result = Result(case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out)
-    # Bars are held against TRL without a compiler, as they were set; with one, which PyTorch's needs, it is shown beside.
+    result = Result(
+        case, way, Side("Valence"), {"best": Side(f"TRL best ({way})")}, left_out=left_out
+    )
+    # Bars are held against TRL without a compiler, as they were set; with one, which PyTorch's
+    # needs, it is shown beside.
     if plan.all_sides and shutil.which("g++"):
         compiled = way._replace(compiled=True)
         sides["compiled"] = load(peer, "compiled", case, models, compiled)
@@ -160,7 +183,9 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
         result.others["defaults"] = Side("TRL defaults")
     if case.apart:
         split = [apart(units) for units in sets]
-        sides["apart"] = alone = Ours(case, models, split, cache, dtype=torch.bfloat16, checkpointing=False)
+        sides["apart"] = alone = Ours(
+            case, models, split, cache, dtype=torch.bfloat16, checkpointing=False
+        )
         for number in range(len(sets)):
             alone.rows(number)
         result.others["apart"] = Side("Valence, nothing shared")
@@ -170,37 +195,60 @@ def measured(case: Case, models: Models, peer: Peer, cache: Path, plan: Plan) ->
     times(result, sides, plan.steps // len(sets), len(sets))
     for name, steps in sides.items() if plan.all_sides else ():
         if name not in ("floor", "defaults"):
-            (result.ours if name == "ours" else result.others[name]).peak = steps.step(0, memory=True).peak
+            (result.ours if name == "ours" else result.others[name]).peak = steps.step(
+                0, memory=True
+            ).peak
     if plan.all_sides:
         torch.compiler.reset()
         saving = Ours(case, models, sets, cache, dtype=torch.bfloat16, checkpointing=True)
         result.ours.checkpointed = warm_peak(saving)
-        saving_too = load(peer, "checkpointed", case, models, Way(way.precision), checkpointing=True)
+        saving_too = load(
+            peer, "checkpointed", case, models, Way(way.precision), checkpointing=True
+        )
         result.others["best"].checkpointed = warm_peak(saving_too)
     return result
 
 
 def load(
-    peer: Peer, name: str, case: Case, models: Models, way: Way, *, best: bool = True, checkpointing: bool = False
+    peer: Peer,
+    name: str,
+    case: Case,
+    models: Models,
+    way: Way,
+    *,
+    best: bool = True,
+    checkpointing: bool = False,
 ) -> Theirs:
     """A session of TRL in one configuration."""
     peer.ask(
-        "load", name=name, method=case.method, best=best, checkpointing=checkpointing, max_length=MAX_LENGTH, **way._asdict(),
-        policy=str(models.trained(case)), reference=str(models.reference),
+        "load",
+        name=name,
+        method=case.method,
+        best=best,
+        checkpointing=checkpointing,
+        max_length=MAX_LENGTH,
+        **way._asdict(),
+        policy=str(models.trained(case)),
+        reference=str(models.reference),
         adapter=str(models.adapter) if models.adapter else None,
-    )  # fmt: skip
+    )
     return Theirs(peer, name)
 
 
 def fastest(
     peer: Peer, case: Case, models: Models, ways: tuple[Way, ...], wanted: list[Figures]
 ) -> tuple[Way, Theirs, list[str]]:
-    """The way in which TRL at its best is the fastest here, with its session; the others are let go. A way whose rounding leads
-    it away from Valence's figures ``wanted`` of each set is left out, and named with what it says, if another does not."""
+    """The way in which TRL at its best is the fastest here, with its session; the others are let
+    go. A way whose rounding leads it away from Valence's figures ``wanted`` of each set is left
+    out, and named with what it says, if another does not.
+    """
     sessions = {way: load(peer, str(way), case, models, way) for way in ways}
     if len(ways) == 1:  # whether it agrees is asked later
         return ways[0], sessions[ways[0]], []
-    differ = {way: disagreement(wanted, [session.step(k) for k in range(len(wanted))]) for way, session in sessions.items()}
+    differ = {
+        way: disagreement(wanted, [session.step(k) for k in range(len(wanted))])
+        for way, session in sessions.items()
+    }
     good = [way for way in ways if not differ[way]] or list(ways)
     seconds = dict.fromkeys(good, float("inf"))
     for _ in range(PROBES):
@@ -210,17 +258,23 @@ def fastest(
     for way in ways:
         if way != found:
             peer.ask("drop", name=str(way))
-    return found, sessions[found], [f"TRL best ({way}), {differ[way]}" for way in ways if way not in good]
+    return (
+        found,
+        sessions[found],
+        [f"TRL best ({way}), {differ[way]}" for way in ways if way not in good],
+    )
 
 
 def disagreement(mine: list[Figures], other: list[Figures], first: int = 0) -> str:
-    """Where losses or gradient norms of two sides are further apart than rounding, on sets from ``first`` on; empty if they are
-    not."""
+    """Where losses or gradient norms of two sides are further apart than rounding, on sets from
+    ``first`` on; empty if they are not.
+    """
     return "; ".join(
         f"set {number}: {what} {getattr(one, what):.6g} and {getattr(two, what):.6g}"
-        for number, (one, two) in enumerate(zip(mine, other, strict=True), first) for what in ("loss", "grad_norm")
+        for number, (one, two) in enumerate(zip(mine, other, strict=True), first)
+        for what in ("loss", "grad_norm")
         if not relative(getattr(one, what), getattr(two, what)) <= TOLERANCE
-    )  # fmt: skip
+    )
 
 
 def relative(one: float, other: float) -> float:
@@ -228,8 +282,11 @@ def relative(one: float, other: float) -> float:
 
 
 def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> None:
-    """Notes how far losses and gradient norms are from Valence's ``wanted``, on every set. This also warms every side up.
-    TRL with compiled layers, on which no bar is set, is left out where its programs round it elsewhere than TRL without them."""
+    """Notes how far losses and gradient norms are from Valence's ``wanted``, on every set.
+
+    This also warms every side up. TRL with compiled layers, on which no bar is set, is left out
+    where its programs round it elsewhere than TRL without them.
+    """
     for number, mine in enumerate(wanted):
         for name in ("best", "compiled", "defaults"):
             if name not in sides or (name == "defaults" and number >= DEFAULTS_SETS):
@@ -242,7 +299,10 @@ def agree(result: Result, wanted: list[Figures], sides: dict[str, Steps]) -> Non
                 result.left_out.append(f"{result.others.pop(name).name}, {why}")
                 del sides[name]
                 continue
-            far = max(relative(getattr(mine, what), getattr(other, what)) for what in ("loss", "grad_norm"))
+            far = max(
+                relative(getattr(mine, what), getattr(other, what))
+                for what in ("loss", "grad_norm")
+            )
             result.agreement = max(result.agreement, far)
             if why:
                 result.differ += f"{result.others[name].name}, {why}; "
@@ -270,18 +330,26 @@ def warm_peak(steps: Steps) -> float:
     return steps.step(0, memory=True).peak
 
 
-def exact(cases: tuple[Case, ...], models_of: Callable[[Case], Models], peer: Peer, cache: Path) -> tuple[float, str]:
-    """Both sides in float32 on a small model: the largest relative difference of a loss or gradient norm, and where it was."""
+def exact(
+    cases: tuple[Case, ...], models_of: Callable[[Case], Models], peer: Peer, cache: Path
+) -> tuple[float, str]:
+    """Both sides in float32 on a small model: the largest relative difference of a loss or gradient
+    norm, and where it was.
+    """
     worst, where = 0.0, ""
     for case in cases:
         models = models_of(case)
-        mine = Ours(case, models, draw_sets(case, 2), cache, dtype=torch.float32, checkpointing=False)
+        mine = Ours(
+            case, models, draw_sets(case, 2), cache, dtype=torch.float32, checkpointing=False
+        )
         peer.ask("rows", sets=[mine.rows(number) for number in range(2)])
         for best in (True, False):
             session = load(peer, "small", case, models, Way("float32"), best=best)
             for number in range(2):
                 ours, theirs = mine.step(number), session.step(number)
-                far = max(relative(ours.loss, theirs.loss), relative(ours.grad_norm, theirs.grad_norm))
+                far = max(
+                    relative(ours.loss, theirs.loss), relative(ours.grad_norm, theirs.grad_norm)
+                )
                 if not far <= worst:
                     worst, where = far, f"{case.name}, {'best' if best else 'defaults'}"
     return worst, where

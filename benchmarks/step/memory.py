@@ -1,4 +1,7 @@
-"""The most memory that a call takes above the process as it is at rest. Both sides measure with this."""
+"""The most memory that a call takes above the process as it is at rest.
+
+Both sides measure with this.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +17,21 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Result = TypeVar("Result")
 
 
-def peak_above_idle(call: Callable[[], Result], device: torch.device = torch.device("cpu")) -> tuple[Result, float]:
-    """The call's result, and the most memory that it takes above what was in use before it (MB = 1e6 bytes): of a CUDA device
-    what is allocated there, else the resident set of the process, on Linux only."""
+def peak_above_idle(
+    call: Callable[[], Result], device: torch.device = torch.device("cpu")
+) -> tuple[Result, float]:
+    """The call's result, and the most memory that it takes above what was in use before it (MB =
+    1e6 bytes): of a CUDA device what is allocated there, else the resident set of the process, on
+    Linux only.
+    """
     gc.collect()
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         idle = torch.cuda.memory_allocated(device)
         result = call()
         return result, (torch.cuda.max_memory_allocated(device) - idle) / 1e6
-    ctypes.CDLL(None).malloc_trim(0)  # what the allocator keeps from earlier steps would hide a peak
+    # what the allocator keeps from earlier steps would hide a peak
+    ctypes.CDLL(None).malloc_trim(0)
     RESET.write_text("5")
     idle = _status("VmRSS")
     result = call()

@@ -1,5 +1,6 @@
-"""Valence's side, in this process: ``Objective.run``, the part of Valence that every training step runs. For "grpo" the answers
-come with what is known of them when they have been sampled and judged: log-probabilities and advantages.
+"""Valence's side, in this process: ``Objective.run``, the part of Valence that every training step
+runs. For "grpo" the answers come with what is known of them when they have been sampled and judged:
+log-probabilities and advantages.
 """
 
 from __future__ import annotations
@@ -28,12 +29,19 @@ from valence.types import TokenizedExample
 
 BUDGET = 4096  # tokens of a micro-batch: the default of a recipe
 SETTINGS: dict[str, dict[str, Any]] = {"kto": z0_of_trl(8)}
-WITH_REFERENCE = ("kto", "dpo", "grpo")  # for the last it is the policy that the completions came from
+# for the last it is the policy that the completions came from
+WITH_REFERENCE = (
+    "kto",
+    "dpo",
+    "grpo",
+)
 
 
 @dataclass(frozen=True)
 class Figures:
-    """One step without an update: what it gave, how long it took (s), and its peak memory above idle (MB; 0: not measured)."""
+    """One step without an update: what it gave, how long it took (s), and its peak memory above
+    idle (MB; 0: not measured).
+    """
 
     loss: float
     grad_norm: float
@@ -58,25 +66,35 @@ class Ours:
         adapter = str(models.adapter) if models.adapter else None
         attributes = ["reward"] if case.is_reward_model else None
         base = load_model(str(models.trained(case)), dtype=torch.float32, attributes=attributes)
-        self.policy = build_policy(base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off")
+        self.policy = build_policy(
+            base, dtype=dtype, adapter=adapter, checkpointing="full" if checkpointing else "off"
+        )
         if dtype == torch.bfloat16 and not why_not(self.policy.device):
             compile_layers(self.policy)
         self.reference: CachedReference | None = None
         if case.method in WITH_REFERENCE:
             other = load_model(str(models.reference), dtype=torch.float32)
             self.reference = CachedReference(
-                build_reference(self.policy, fresh_adapter=False, model=other, name="reference"), cache
+                build_reference(self.policy, fresh_adapter=False, model=other, name="reference"),
+                cache,
             )
         if case.method == "grpo":
             self.sets = [[self._judged(unit) for unit in units] for units in sets]
 
     def rows(self, number: int) -> list[dict[str, Any]]:
-        """The rows of a step as TRL's side is told of them, with the reference's values, which are in the cache from now on."""
+        """The rows of a step as TRL's side is told of them, with the reference's values, which are
+        in the cache from now on.
+        """
         units = self.sets[number]
         told: list[dict[str, Any]] = [
-            {"prompt": unit.prompt_ids, "answers": [answer.ids for answer in unit.answers], "label": unit.label,
-             "advantages": unit.scores} for unit in units
-        ]  # fmt: skip
+            {
+                "prompt": unit.prompt_ids,
+                "answers": [answer.ids for answer in unit.answers],
+                "label": unit.label,
+                "advantages": unit.scores,
+            }
+            for unit in units
+        ]
         if self.reference is not None:
             for row, unit in zip(told, units, strict=True):
                 row["old"] = self._values(unit)
@@ -90,7 +108,9 @@ class Ours:
         """As a round hands it to training. Its scores serve as advantages."""
         answers = [
             replace(answer, columns=(("old", tuple(old)), ("adv", (score,) * len(old))))
-            for answer, old, score in zip(unit.answers, self._values(unit), unit.scores, strict=True)
+            for answer, old, score in zip(
+                unit.answers, self._values(unit), unit.scores, strict=True
+            )
         ]
         return replace(unit, answers=tuple(answers))
 
@@ -112,7 +132,9 @@ class Ours:
             begin = time.perf_counter()
             method = METHODS[self.case.method]
             settings = method.resolve(SETTINGS.get(self.case.method, {}))
-            objective = Objective(method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH)
+            objective = Objective(
+                method, settings, self.policy, self.reference, Single(), BUDGET, MAX_LENGTH
+            )
             loss = objective.run(units, backward=True).loss
             return loss.item(), time.perf_counter() - begin
 
@@ -121,7 +143,9 @@ class Ours:
         missed = self.reference.misses if self.reference else 0
         (loss, seconds), peak = peak_above_idle(run) if memory else (run(), 0.0)
         if self.reference and self.reference.misses > missed:
-            raise RuntimeError(f"{self.case.name}: the step computed values of the reference, which TRL was given")
+            raise RuntimeError(
+                f"{self.case.name}: the step computed values of the reference, which TRL was given"
+            )
         grads = [p.grad for p in self.policy.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(grads).item()
         clear(self.policy.parameters())  # as the training's step does
@@ -129,14 +153,24 @@ class Ours:
 
 
 def mismatched(units: list[TokenizedExample]) -> list[TokenizedExample]:
-    """What a step of KTO measures for its reference point: behind each prompt the completion of the row before."""
+    """What a step of KTO measures for its reference point: behind each prompt the completion of the
+    row before.
+    """
     return make_kl_pairs_in_groups(units, len(units), "previous", max_length=MAX_LENGTH)
 
 
 def apart(units: list[TokenizedExample]) -> list[TokenizedExample]:
-    """Every answer behind a prompt of its own, which differs from the others in its first token: nothing can be shared."""
+    """Every answer behind a prompt of its own, which differs from the others in its first token:
+    nothing can be shared.
+    """
     return [
-        replace(unit, prompt_ids=(3 + number * len(unit.answers) + k, *unit.prompt_ids[1:]), prompt_mask=unit.prompt_mask,
-                answers=(answer,), scores=(unit.scores[k],))
-        for number, unit in enumerate(units) for k, answer in enumerate(unit.answers)
-    ]  # fmt: skip
+        replace(
+            unit,
+            prompt_ids=(3 + number * len(unit.answers) + k, *unit.prompt_ids[1:]),
+            prompt_mask=unit.prompt_mask,
+            answers=(answer,),
+            scores=(unit.scores[k],),
+        )
+        for number, unit in enumerate(units)
+        for k, answer in enumerate(unit.answers)
+    ]

@@ -21,7 +21,13 @@ class Peer:
         command = [str(python), "-m", "benchmarks.step.trl_worker"]
         with log.open("w") as errors:
             self.process = subprocess.Popen(
-                command, cwd=ROOT, env=surroundings(), text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors
+                command,
+                cwd=ROOT,
+                env=surroundings(),
+                text=True,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
             )
 
     def ask(self, do: str, **what: Any) -> dict[str, Any]:
@@ -36,7 +42,9 @@ class Peer:
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait(PATIENCE)
-            raise RuntimeError(f"TRL's side ended with status {status} at {do!r}:\n{self.log.read_text()[-4000:]}")
+            raise RuntimeError(
+                f"TRL's side ended with status {status} at {do!r}:\n{self.log.read_text()[-4000:]}"
+            )
         answer = json.loads(line)
         if "error" in answer:
             raise RuntimeError(f"TRL's side failed at {do!r}:\n{answer['error']}")
@@ -45,7 +53,12 @@ class Peer:
     def __enter__(self) -> Peer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:

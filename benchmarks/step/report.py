@@ -34,10 +34,17 @@ class Figure:
 def table(result: Result) -> str:
     """A case's figures, one line for each side; none of them when losses or gradients differ."""
     case = result.case
-    title = f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, {case.shape.name} model"
+    title = (
+        f"\n{case.name}: {case.prompts} prompts x {case.answers} completions, "
+        f"{case.shape.name} model"
+    )
     if result.differ:
         return f"{title}\n  no time is shown, the sides do not compute the same: {result.differ}"
-    lines = [f"{title}; losses and gradient norms agree to {result.agreement:.0e}", HEAD, _line(result, result.ours, None)]
+    lines = [
+        f"{title}; losses and gradient norms agree to {result.agreement:.0e}",
+        HEAD,
+        _line(result, result.ours, None),
+    ]
     lines += [_line(result, side, result.ratio(name)) for name, side in result.others.items()]
     lines += [f"  left out, rounding leads it elsewhere: {why}" for why in result.left_out]
     return "\n".join(lines)
@@ -47,7 +54,11 @@ def _line(result: Result, side: Side, ratio: Spread | None) -> str:
     step = side.per_step()
     faster = f"{ratio.median:14.2f} {_range(ratio)}" if ratio else " " * 29
     # The floor is that of all sets, which a side that ran on some of them alone has no share of.
-    share = f"{result.share(side):9.2f}" if len(side.seconds) == len(result.floor.seconds) else f"{'':9}"
+    share = (
+        f"{result.share(side):9.2f}"
+        if len(side.seconds) == len(result.floor.seconds)
+        else f"{'':9}"
+    )
     peaks = f"{_megabytes(side.peak):>9}{_megabytes(side.checkpointed):>11}"
     return f"  {side.name:30}{step.median:8.3f} {_range(step)}{faster}{share}{peaks}"
 
@@ -62,21 +73,34 @@ def _range(spread: Spread) -> str:
 
 def figures(results: list[Result]) -> list[Figure]:
     """Every figure with a bar. A case whose sides differ has a ratio of zero."""
-    found = [Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar) for r in results if r.case.bar]
+    found = [
+        Figure(r.case.name, 0.0 if r.differ else r.ratio("best").median, r.case.bar)
+        for r in results
+        if r.case.bar
+    ]
     good = [r for r in results if r.case.bar and not r.differ]
     if good:
         found.append(Figure("floor", min(r.share(r.ours) for r in good), FLOOR_BAR))
-    for name, which, bar in (("memory", "peak", MEMORY_BAR), ("recomputed", "checkpointed", CHECKPOINTED_BAR)):
+    for name, which, bar in (
+        ("memory", "peak", MEMORY_BAR),
+        ("recomputed", "checkpointed", CHECKPOINTED_BAR),
+    ):
         shares = [share for r in good if (share := r.memory(which)) is not None]
         if shares:
             found.append(Figure(name, max(shares), bar, least=False))
-    found += [Figure("sharing", r.ratio("apart").median, APART_BAR) for r in results if r.case.apart and not r.differ]
+    found += [
+        Figure("sharing", r.ratio("apart").median, APART_BAR)
+        for r in results
+        if r.case.apart and not r.differ
+    ]
     return found
 
 
 def verdict(results: list[Result]) -> tuple[str, bool]:
     """The last line, and whether everything held."""
     all_of_them = figures(results)
-    held = all(figure.held for figure in all_of_them) and not any(result.differ for result in results)
+    held = all(figure.held for figure in all_of_them) and not any(
+        result.differ for result in results
+    )
     differ = "".join(f"{result.case.name} differs " for result in results if result.differ)
     return f"{' '.join(map(str, all_of_them))} {differ}{'held' if held else 'short'}", held

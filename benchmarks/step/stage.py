@@ -15,8 +15,12 @@ from benchmarks.step.cases import Case, Lengths, Shape
 from valence.types import Kind, Origin, TokenizedCompletion, TokenizedExample
 
 KINDS: dict[str, Kind] = {
-    "kto": "judgement", "dpo": "preference", "sft": "demonstration", "bradley_terry": "preference", "grpo": "ranking"
-}  # fmt: skip
+    "kto": "judgement",
+    "dpo": "preference",
+    "sft": "demonstration",
+    "bradley_terry": "preference",
+    "grpo": "ranking",
+}
 PAD, EOS = 0, 2
 LONGEST_PROMPT, LONGEST_COMPLETION = 2048, 512
 MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
@@ -25,7 +29,9 @@ MAX_LENGTH = LONGEST_PROMPT + LONGEST_COMPLETION
 
 @dataclass(frozen=True)
 class Models:
-    """Folders of a policy, of a reference near it, of a reward model, and of an adapter for the policy if the case trains one."""
+    """Folders of a policy, of a reference near it, of a reward model, and of an adapter for the
+    policy if the case trains one.
+    """
 
     shape: Shape
     policy: Path
@@ -41,22 +47,40 @@ class Models:
 def config_of(shape: Shape) -> Qwen3Config:
     """Of a Qwen3 model of this shape, which may be a reward model with one score."""
     return Qwen3Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=shape.intermediate, head_dim=shape.head_dim,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.heads, num_key_value_heads=shape.kv_heads,
-        max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=1, eos_token_id=EOS, pad_token_id=PAD,
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.hidden,
+        intermediate_size=shape.intermediate,
+        head_dim=shape.head_dim,
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        num_key_value_heads=shape.kv_heads,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
         num_labels=1,
-    )  # fmt: skip
+    )
 
 
-def save_models(shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.05) -> Models:
-    """Random weights, rounded to bfloat16, so that every precision starts from the same. ``scale``: on all matrices; ``noise``:
-    how far the reference is from the policy, as a share of each matrix's spread. A twentieth leaves next to no token at the
-    edge of GRPO's clipping, where the rounding of bfloat16 logits would decide."""
+def save_models(
+    shape: Shape, folder: Path, *, lora: bool, scale: float = 1.0, noise: float = 0.05
+) -> Models:
+    """Random weights, rounded to bfloat16, so that every precision starts from the same.
+
+    ``scale``: on all matrices; ``noise``: how far the reference is from the policy, as a share of
+    each matrix's spread. A twentieth leaves next to no token at the edge of GRPO's clipping, where
+    the rounding of bfloat16 logits would decide.
+    """
     torch.manual_seed(0)
     config = config_of(shape)
     model = Qwen3ForCausalLM(config).bfloat16()
     matrices = [weights for weights in model.parameters() if weights.ndim > 1]
-    models = Models(shape, *(folder / name for name in ("policy", "reference", "scorer")), folder / "adapter" if lora else None)
+    models = Models(
+        shape,
+        *(folder / name for name in ("policy", "reference", "scorer")),
+        folder / "adapter" if lora else None,
+    )
     Qwen3ForSequenceClassification(config).bfloat16().save_pretrained(models.scorer)
     with torch.no_grad():
         for weights in matrices:
@@ -76,44 +100,75 @@ def _save_adapter(model: Qwen3ForCausalLM, models: Models) -> None:
     from peft import LoraConfig, get_peft_model
 
     model.name_or_path = model.config.name_or_path = str(models.policy)
-    random_both = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    random_both = LoraConfig(
+        r=16,
+        lora_alpha=32,
+        target_modules="all-linear",
+        task_type="CAUSAL_LM",
+        init_lora_weights=False,
+    )
     get_peft_model(model, random_both).save_pretrained(str(models.adapter))
 
 
 def draw_sets(case: Case, sets: int) -> list[list[TokenizedExample]]:
-    """The rows of ``sets`` steps, the same at every call. Their lengths are evenly spaced quantiles in random order: few rows
-    stand for the whole distribution."""
+    """The rows of ``sets`` steps, the same at every call.
+
+    Their lengths are evenly spaced quantiles in random order: few rows stand for the whole
+    distribution.
+    """
     draw = random.Random(case.name)
     prompts = _lengths(case.prompt, sets * case.prompts, LONGEST_PROMPT, draw)
-    answers = _lengths(case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, draw)
+    answers = _lengths(
+        case.completion, sets * case.prompts * case.answers, LONGEST_COMPLETION, draw
+    )
 
     def unit(number: int) -> TokenizedExample:
-        return _unit(case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], draw)
+        return _unit(
+            case, number, prompts.pop(), [answers.pop() for _ in range(case.answers)], draw
+        )
 
     return [[unit(step * case.prompts + i) for i in range(case.prompts)] for step in range(sets)]
 
 
 def _lengths(spread: Lengths, count: int, longest: int, draw: random.Random) -> list[int]:
-    normal = NormalDist(math.log(spread.median), math.log(spread.p95 / spread.median) / NormalDist().inv_cdf(0.95))
-    found = [min(longest, max(2, round(math.exp(normal.inv_cdf((i + 0.5) / count))))) for i in range(count)]
+    normal = NormalDist(
+        math.log(spread.median), math.log(spread.p95 / spread.median) / NormalDist().inv_cdf(0.95)
+    )
+    found = [
+        min(longest, max(2, round(math.exp(normal.inv_cdf((i + 0.5) / count)))))
+        for i in range(count)
+    ]
     draw.shuffle(found)
     return found
 
 
-def _unit(case: Case, number: int, prompt: int, answers: list[int], draw: random.Random) -> TokenizedExample:
-    """One prompt with its answers, each of which ends with EOS. A ranking's scores are its answers' advantages."""
+def _unit(
+    case: Case, number: int, prompt: int, answers: list[int], draw: random.Random
+) -> TokenizedExample:
+    """One prompt with its answers, each of which ends with EOS.
+
+    A ranking's scores are its answers' advantages.
+    """
 
     def ids(count: int) -> tuple[int, ...]:
         return tuple(draw.randrange(3, case.shape.vocabulary) for _ in range(count))
 
     return TokenizedExample(
-        id=f"{case.name} {number}", origin=Origin("made", number + 1), kind=KINDS[case.method],
-        prompt_ids=ids(prompt), prompt_mask=(False,) * prompt,
-        answers=tuple(TokenizedCompletion((*ids(length - 1), EOS), (True,) * length) for length in answers),
+        id=f"{case.name} {number}",
+        origin=Origin("made", number + 1),
+        kind=KINDS[case.method],
+        prompt_ids=ids(prompt),
+        prompt_mask=(False,) * prompt,
+        answers=tuple(
+            TokenizedCompletion((*ids(length - 1), EOS), (True,) * length) for length in answers
+        ),
         label=number % 2 == 0 if case.method == "kto" else None,
-        # All of one sign: the loss would be a small difference of large numbers, and two sides that agree would seem not to.
-        scores=tuple((1.5, 0.5)[(number + k) % 2] for k in range(len(answers))) if case.method == "grpo" else (),
-    )  # fmt: skip
+        # All of one sign: the loss would be a small difference of large numbers, and two sides that
+        # agree would seem not to.
+        scores=tuple((1.5, 0.5)[(number + k) % 2] for k in range(len(answers)))
+        if case.method == "grpo"
+        else (),
+    )
 
 
 def padded_tokens(units: list[TokenizedExample]) -> int:

@@ -1,9 +1,13 @@
-"""What is changed in TRL to make its step as fast as it can be while it stays TRL's: its trainers, losses and padded batches.
+"""What is changed in TRL to make its step as fast as it can be while it stays TRL's: its trainers,
+losses and padded batches.
 
-- The head runs at completion positions alone. TRL 1.16 does this on a GPU; elsewhere it runs it at every position.
-- The head is one product, whose logits are turned into probabilities where they lie and kept, so that the backward pass is two
+- The head runs at completion positions alone. TRL 1.16 does this on a GPU; elsewhere it runs it at
+every position.
+- The head is one product, whose logits are turned into probabilities where they lie and kept, so
+that the backward pass is two
   products. Entropy and mean logit, which TRL computes for its logs, are left out.
-- Batches padded on the right go without a mask, which causal attention does not need. Attention is then a causal kernel over
+- Batches padded on the right go without a mask, which causal attention does not need. Attention is
+then a causal kernel over
   grouped heads.
 """
 
@@ -25,7 +29,9 @@ UNWATCHED = 1024  # rows of logits that exist at once without a gradient
 @contextmanager
 def best() -> Iterator[None]:
     """TRL's head replaced inside the block."""
-    with mock.patch.multiple(utils, _use_triton=mock.Mock(return_value=True), _ChunkedLogProbFunction=KeptHead):
+    with mock.patch.multiple(
+        utils, _use_triton=mock.Mock(return_value=True), _ChunkedLogProbFunction=KeptHead
+    ):
         yield
 
 
@@ -42,27 +48,45 @@ def without_needless_mask(backbone: nn.Module) -> None:
 
 
 class KeptHead(torch.autograd.Function):
-    """log softmax(hidden W')[target]: hidden[N, h], W[V, h], target[N] -> [N]. The signature is that of TRL's function."""
+    """log softmax(hidden W')[target]: hidden[N, h], W[V, h], target[N] -> [N].
+
+    The signature is that of TRL's function.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float, _chunk: int,
-        softcap: float | None, scale: float, _outputs: tuple[str, ...],
-    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        temperature: float,
+        _chunk: int,
+        softcap: float | None,
+        scale: float,
+        _outputs: tuple[str, ...],
+    ) -> tuple[Tensor | None, ...]:
         if bias is not None or temperature != 1.0 or softcap is not None or scale != 1.0:
             raise NotImplementedError("only a plain head is served here")
         ctx.set_materialize_grads(False)
         ctx.dtypes = hidden.dtype, weight.dtype
-        dtype = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        dtype = (
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype
+        )
         hidden, weight = hidden.to(dtype), weight.to(dtype)
-        if ctx.needs_input_grad[0]:  # not under no_grad, where the weight alone says that it wants one
+        # not under no_grad, where the weight alone says that it wants one
+        if ctx.needs_input_grad[0]:
             weights, logp = hidden @ weight.t(), hidden.new_empty(len(hidden), dtype=torch.float32)
             _normalize(weights, target, logp)
             ctx.save_for_backward(hidden, weight, weights, target)
         else:
             parts = zip(hidden.split(UNWATCHED), target.split(UNWATCHED), strict=True)
-            logp = torch.cat([_normalize(rows @ weight.t(), wanted, None) for rows, wanted in parts])
-        left_out = [torch.zeros_like(logp) for _ in range(3)] + [torch.zeros_like(logp, dtype=torch.bool)]
+            logp = torch.cat(
+                [_normalize(rows @ weight.t(), wanted, None) for rows, wanted in parts]
+            )
+        left_out = [torch.zeros_like(logp) for _ in range(3)] + [
+            torch.zeros_like(logp, dtype=torch.bool)
+        ]
         ctx.mark_non_differentiable(*left_out)
         return logp, *left_out
 
@@ -73,14 +97,23 @@ class KeptHead(torch.autograd.Function):
         d_hidden, d_weight = ((weight[target] - weights @ weight) * grad).to(ctx.dtypes[0]), None
         if ctx.needs_input_grad[1]:
             scaled = hidden * grad
-            d_weight = (weights.t() @ -scaled).to(ctx.dtypes[1]).index_add_(0, target, scaled.to(ctx.dtypes[1]))
+            d_weight = (
+                (weights.t() @ -scaled)
+                .to(ctx.dtypes[1])
+                .index_add_(0, target, scaled.to(ctx.dtypes[1]))
+            )
         return d_hidden, d_weight, *[None] * 7
 
 
 def _normalize(logits: Tensor, target: Tensor, logp: Tensor | None) -> Tensor:
-    """Turns logits[N, V] into probabilities where they lie. Returns the logarithm of the targets' [N], in ``logp`` if given."""
+    """Turns logits[N, V] into probabilities where they lie.
+
+    Returns the logarithm of the targets' [N], in ``logp`` if given.
+    """
     logp = logits.new_empty(len(logits), dtype=torch.float32) if logp is None else logp
-    for rows, wanted, out in zip(logits.split(ROWS), target.split(ROWS), logp.split(ROWS), strict=True):
+    for rows, wanted, out in zip(
+        logits.split(ROWS), target.split(ROWS), logp.split(ROWS), strict=True
+    ):
         probabilities = torch.softmax(rows, -1, dtype=torch.float32)
         torch.log(probabilities.gather(1, wanted[:, None]).squeeze(1), out=out)
         rows.copy_(probabilities)

@@ -1,4 +1,5 @@
-"""TRL's side: a process in TRL's own environment that is told what to do over a pipe, one line of JSON at a time.
+"""TRL's side: a process in TRL's own environment that is told what to do over a pipe, one line of
+JSON at a time.
 
 Usage: python -m benchmarks.step.trl_worker
 
@@ -38,7 +39,8 @@ TRAINERS = {
     "bradley_terry": (trl.RewardTrainer, trl.RewardConfig),
     "grpo": (trl.GRPOTrainer, trl.GRPOConfig),
 }
-# A trainer wants a data set when it is made; the rows that are measured come later, through the trainer's own collator.
+# A trainer wants a data set when it is made; the rows that are measured come later, through the
+# trainer's own collator.
 STAND_INS = {
     "kto": {"prompt": spelled([3, 4]), "completion": spelled([5]), "label": True},
     "dpo": {"prompt": spelled([3, 4]), "chosen": spelled([5]), "rejected": spelled([6])},
@@ -59,7 +61,9 @@ class Session:
         self.batches: dict[int, dict[str, Any]] = {}
         model, arguments = self.trainer.model, self.trainer.args
         if arguments.gradient_checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments.gradient_checkpointing_kwargs)
+            model.gradient_checkpointing_enable(
+                gradient_checkpointing_kwargs=arguments.gradient_checkpointing_kwargs
+            )
         if self.best:
             inner = model.get_base_model() if hasattr(model, "get_base_model") else model
             without_needless_mask(inner.base_model)
@@ -74,11 +78,15 @@ class Session:
         """The rows as this trainer's collator makes them, padded."""
         if number not in self.batches:
             columns = COLUMNS[self.method](rows)
-            self.batches[number] = columns if self.method == "grpo" else self.trainer.data_collator(columns)
+            self.batches[number] = (
+                columns if self.method == "grpo" else self.trainer.data_collator(columns)
+            )
         return dict(self.batches[number])
 
     def step(self, number: int, rows: list[dict[str, Any]], memory: bool) -> dict[str, float]:
-        """Loss and gradient norm of one step without an update, and its time (s), or its peak memory (MB) in place of it."""
+        """Loss and gradient norm of one step without an update, and its time (s), or its peak
+        memory (MB) in place of it.
+        """
         batch = self.batch(number, rows)
 
         def run() -> tuple[float, float]:
@@ -97,7 +105,9 @@ class Session:
 
 
 def trainer_of(how: dict[str, Any], scratch: str) -> Any:
-    """TRL's trainer as it comes, or with what makes its step fast: reference values given, nothing recomputed."""
+    """TRL's trainer as it comes, or with what makes its step fast: reference values given, nothing
+    recomputed.
+    """
     method = how["method"]
     trainer, config = TRAINERS[method]
     settings: dict[str, Any] = GRPO if method == "grpo" else {"max_length": how["max_length"]}
@@ -114,14 +124,20 @@ def trainer_of(how: dict[str, Any], scratch: str) -> Any:
     policy = kind.from_pretrained(how["policy"], dtype=dtype)
     if how["adapter"]:
         widened = how["precision"] != "bfloat16"
-        policy = peft.PeftModel.from_pretrained(policy, how["adapter"], is_trainable=True, autocast_adapter_dtype=widened)
+        policy = peft.PeftModel.from_pretrained(
+            policy, how["adapter"], is_trainable=True, autocast_adapter_dtype=widened
+        )
     extra: dict[str, Any] = {"reward_funcs": lambda **_: []} if method == "grpo" else {}
     if with_reference and not how["best"]:
         extra["ref_model"] = AutoModelForCausalLM.from_pretrained(how["reference"], dtype=dtype)
     tokenizer = tokenizer_of_ids(16, EOS)
-    if method == "bradley_terry":  # a score is read before the padding, which must not look like the end of an answer
+    # a score is read before the padding, which must not look like the end of an answer
+    if method == "bradley_terry":
         tokenizer.pad_token = PAD
-    extra |= {"train_dataset": Dataset.from_list([STAND_INS[method]] * 2), "processing_class": tokenizer}
+    extra |= {
+        "train_dataset": Dataset.from_list([STAND_INS[method]] * 2),
+        "processing_class": tokenizer,
+    }
     return trainer(model=policy, args=arguments, **extra)
 
 
@@ -130,51 +146,79 @@ def kto_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     before = [rows[i - 1]["answers"][0] for i in range(len(rows))]
     return [
         {
-            "prompt_ids": row["prompt"], "completion_ids": row["answers"][0], "KL_completion_ids": other, "label": row["label"],
-            "ref_logps": row["ref"][0], "ref_KL_logps": row["mismatched_ref"],
+            "prompt_ids": row["prompt"],
+            "completion_ids": row["answers"][0],
+            "KL_completion_ids": other,
+            "label": row["label"],
+            "ref_logps": row["ref"][0],
+            "ref_KL_logps": row["mismatched_ref"],
         }
         for row, other in zip(rows, before, strict=True)
-    ]  # fmt: skip
+    ]
 
 
 def dpo_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [
         {
-            "prompt_ids": row["prompt"], "chosen_ids": row["answers"][0], "rejected_ids": row["answers"][1],
-            "ref_chosen_logps": row["ref"][0], "ref_rejected_logps": row["ref"][1],
+            "prompt_ids": row["prompt"],
+            "chosen_ids": row["answers"][0],
+            "rejected_ids": row["answers"][1],
+            "ref_chosen_logps": row["ref"][0],
+            "ref_rejected_logps": row["ref"][1],
         }
         for row in rows
-    ]  # fmt: skip
+    ]
 
 
 def sft_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     both = [(row["prompt"], row["answers"][0]) for row in rows]
-    return [{"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer} for prompt, answer in both]
+    return [
+        {"input_ids": prompt + answer, "labels": [-100] * len(prompt) + answer}
+        for prompt, answer in both
+    ]
 
 
 def reward_columns(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{f"{side}_ids": row["prompt"] + row["answers"][k] for k, side in enumerate(("chosen", "rejected"))} for row in rows]
+    return [
+        {
+            f"{side}_ids": row["prompt"] + row["answers"][k]
+            for k, side in enumerate(("chosen", "rejected"))
+        }
+        for row in rows
+    ]
 
 
 def grpo_columns(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """As TRL hands a batch of rollouts to its loss: prompts padded on the left, completions on the right."""
+    """As TRL hands a batch of rollouts to its loss: prompts padded on the left, completions on the
+    right.
+    """
     answers = [answer for row in rows for answer in row["answers"]]
     prompts = [row["prompt"] for row in rows for _ in row["answers"]]
 
     def padded(values: list[list[Any]], side: str, dtype: torch.dtype = torch.long) -> torch.Tensor:
-        return pad([torch.tensor(v, dtype=dtype) for v in values], padding_value=0, padding_side=side)
+        return pad(
+            [torch.tensor(v, dtype=dtype) for v in values], padding_value=0, padding_side=side
+        )
 
     return {
-        "prompt_ids": padded(prompts, "left"), "prompt_mask": padded([[1] * len(p) for p in prompts], "left"),
-        "completion_ids": padded(answers, "right"), "completion_mask": padded([[1] * len(a) for a in answers], "right"),
-        "old_per_token_logps": padded([old for row in rows for old in row["old"]], "right", torch.float32),
+        "prompt_ids": padded(prompts, "left"),
+        "prompt_mask": padded([[1] * len(p) for p in prompts], "left"),
+        "completion_ids": padded(answers, "right"),
+        "completion_mask": padded([[1] * len(a) for a in answers], "right"),
+        "old_per_token_logps": padded(
+            [old for row in rows for old in row["old"]], "right", torch.float32
+        ),
         "advantages": torch.tensor([advantage for row in rows for advantage in row["advantages"]]),
-    }  # fmt: skip
+    }
 
 
 COLUMNS: dict[str, Any] = {
-    "kto": kto_columns, "dpo": dpo_columns, "sft": sft_columns, "bradley_terry": reward_columns, "grpo": grpo_columns
-}  # fmt: skip
+    "kto": kto_columns,
+    "dpo": dpo_columns,
+    "sft": sft_columns,
+    "bradley_terry": reward_columns,
+    "grpo": grpo_columns,
+}
 
 
 class Worker:

@@ -1,22 +1,23 @@
-"""python -m benchmarks.truncation [--seeds N] [--rounds N] [--gae-lambda L]: PPO on a constant reward.
+"""python -m benchmarks.truncation [--seeds N] [--rounds N] [--gae-lambda L]: PPO on a constant
+reward.
 
 A constant reward holds no information: value estimates should settle at it, and the share of
-completions that are cut off at `rollout.max_new_tokens` should not move far. Two rules for the value
-after the last token of a truncated completion are compared, on a random model of 27 tokens whose
-completions are cut off about half of the time:
+completions that are cut off at `rollout.max_new_tokens` should not move far. Two rules for the
+value after the last token of a truncated completion are compared, on a random model of 27 tokens
+whose completions are cut off about half of the time:
 
 - `zero`: none. The reward is for the whole completion and is added at its last token. This is what
   Valence does.
 - `bootstrap`: the value estimate before the last token, as for an episode that goes on. The outcome
-  reward is then counted twice: the target of the value at the last token is R + V, which has no fixed
-  point.
+  reward is then counted twice: the target of the value at the last token is R + V, which has no
+  fixed point.
 
-With a lambda below 1, errors of the value estimates count most at the last token, and whitening makes
-advantages of any size out of them: the share of truncated completions then moves although there is
-nothing to learn. With the default of this benchmark, 1, they count alike at all tokens.
+With a lambda below 1, errors of the value estimates count most at the last token, and whitening
+makes advantages of any size out of them: the share of truncated completions then moves although
+there is nothing to learn. With the default of this benchmark, 1, they count alike at all tokens.
 
-Exit status: 0 if with `zero` the value estimates end within 0.5 of the reward and truncation did not
-rise by more than 0.25, 1 if not.
+Exit status: 0 if with `zero` the value estimates end within 0.5 of the reward and truncation did
+not rise by more than 0.25, 1 if not.
 """
 
 from __future__ import annotations
@@ -55,11 +56,22 @@ def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 
 @wraps(gae)
-def bootstrap(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, **settings: Any) -> Any:
-    """``gae`` with the value before the last token behind completions that have MAX_NEW_TOKENS tokens."""
+def bootstrap(
+    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, **settings: Any
+) -> Any:
+    """``gae`` with the value before the last token behind completions that have MAX_NEW_TOKENS
+    tokens.
+    """
     lengths = owner.bincount(minlength=len(reward))
     following = settings["gamma"] * value_t[lengths.cumsum(0) - 1]
-    return gae(torch.where(lengths == MAX_NEW_TOKENS, reward + following, reward), owner, old_t, ref_t, value_t, **settings)
+    return gae(
+        torch.where(lengths == MAX_NEW_TOKENS, reward + following, reward),
+        owner,
+        old_t,
+        ref_t,
+        value_t,
+        **settings,
+    )
 
 
 RULES = {"bootstrap": bootstrap, "zero": gae}
@@ -73,13 +85,25 @@ def make_model(folder: Path) -> None:
     vocabulary = {token: i for i, token in enumerate(("<pad>", "<s>", "</s>", "<unk>", *LETTERS))}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        unk_token="<unk>",
     ).save_pretrained(folder)
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
@@ -125,8 +149,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for rule, seed in product(RULES, range(given.seeds)):
             rows = run(recipe(folder, rule, seed, given.rounds, given.gae_lambda), rule)
             for i in sorted({0, *range(9, len(rows), 10), len(rows) - 1}):
-                value, truncated, length = (rows[i][name] for name in ("value/mean", "rollout/truncated", "rollout/length"))
-                line = f"{rule:<11}{seed:>5}{i + 1:>7}{value:>12.2f}{truncated:>11.2f}{length:>8.1f}"
+                value, truncated, length = (
+                    rows[i][name] for name in ("value/mean", "rollout/truncated", "rollout/length")
+                )
+                line = (
+                    f"{rule:<11}{seed:>5}{i + 1:>7}{value:>12.2f}{truncated:>11.2f}{length:>8.1f}"
+                )
                 print(line, flush=True)
             if rule == "zero":
                 rise = rows[-1]["rollout/truncated"] - rows[0]["rollout/truncated"]

@@ -1,4 +1,7 @@
-"""Links out of docs/ work on a code host by themselves. In the site what they name in the repository is a page with its text."""
+"""Links out of docs/ work on a code host by themselves.
+
+In the site what they name in the repository is a page with its text.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,13 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).parents[2]
 LINK = re.compile(r"\]\((?P<path>(?:\.\./)+[^)\s#]+)(?:#[^)\s]*)?")
-LANGUAGES = {".py": "python", ".yaml": "yaml", ".sbatch": "bash", ".md": "markdown", ".jsonl": "json"}
+LANGUAGES = {
+    ".py": "python",
+    ".yaml": "yaml",
+    ".sbatch": "bash",
+    ".md": "markdown",
+    ".jsonl": "json",
+}
 
 
 def outside(page: str, path: str) -> Path | None:
@@ -33,14 +42,19 @@ def shown(path: Path) -> str:
 def on_files(files: Any, config: Any) -> Any:
     for page in list(files.documentation_pages()):
         for link in LINK.finditer(page.content_string):
-            if (path := outside(page.src_uri, link["path"])) and name_of(path) not in files.src_uris:
+            if (path := outside(page.src_uri, link["path"])) and name_of(
+                path
+            ) not in files.src_uris:
                 files.append(File.generated(config, name_of(path), content=shown(path)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     def moved(link: re.Match[str]) -> str:
-        path, up = outside(page.file.src_uri, link["path"]), len(PurePosixPath(page.file.src_uri).parents) - 1
+        path, up = (
+            outside(page.file.src_uri, link["path"]),
+            len(PurePosixPath(page.file.src_uri).parents) - 1,
+        )
         return link[0] if path is None else f"]({'../' * up}{name_of(path)}"
 
     return LINK.sub(moved, markdown)

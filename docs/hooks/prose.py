@@ -14,4 +14,6 @@ LITERAL = re.compile(r"``?[^`]*``?|[*_<\[\]]")
 class Prose(Extension):
     def on_instance(self, *, obj: Object, **_: Any) -> None:
         if obj.docstring:
-            obj.docstring.value = LITERAL.sub(lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", obj.docstring.value)
+            obj.docstring.value = LITERAL.sub(
+                lambda m: m[0] if len(m[0]) > 1 else f"\\{m[0]}", obj.docstring.value
+            )

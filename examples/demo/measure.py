@@ -27,7 +27,9 @@ def share(labels: Sequence[bool]) -> Estimate:
 
 
 def mcnemar(before: Sequence[bool], after: Sequence[bool]) -> float:
-    """Two-sided exact p-value that before and after, paired by prompt, do equally well (McNemar's test)."""
+    """Two-sided exact p-value that before and after, paired by prompt, do equally well (McNemar's
+    test).
+    """
     better = sum(b < a for b, a in zip(before, after, strict=True))
     worse = sum(b > a for b, a in zip(before, after, strict=True))
     n = better + worse

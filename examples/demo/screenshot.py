@@ -1,4 +1,5 @@
-"""A picture of the report of a run: ``python -m examples.demo.screenshot runs/demo --out docs/images/report.png``.
+"""A picture of the report of a run: ``python -m examples.demo.screenshot runs/demo --out
+docs/images/report.png``.
 
 It needs Chromium, and playwright from the dev extra.
 """
@@ -19,11 +20,21 @@ SIZES = {"desktop": (1180, 860), "phone": (390, 844)}
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m examples.demo.screenshot", description=__doc__)
-    parser.add_argument("run", nargs="?", type=Path, default=Path("runs/demo"), help="folder of a run (default runs/demo)")
-    parser.add_argument("--out", type=Path, default=Path("docs/images/report.png"), help="a .png file")
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=Path,
+        default=Path("runs/demo"),
+        help="folder of a run (default runs/demo)",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("docs/images/report.png"), help="a .png file"
+    )
     parser.add_argument("--size", choices=SIZES, default="desktop")
     parser.add_argument("--dark", action="store_true", help="with the dark colours")
-    parser.add_argument("--whole", action="store_true", help="the whole page, not only what is seen first")
+    parser.add_argument(
+        "--whole", action="store_true", help="the whole page, not only what is seen first"
+    )
     options = parser.parse_args()
     page = options.run / "report.html"
     if not page.is_file():
@@ -35,7 +46,10 @@ def main() -> None:
     width, height = SIZES[options.size]
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        view = browser.new_page(viewport={"width": width, "height": height}, color_scheme="dark" if options.dark else "light")
+        view = browser.new_page(
+            viewport={"width": width, "height": height},
+            color_scheme="dark" if options.dark else "light",
+        )
         view.goto(page.resolve().as_uri())
         view.screenshot(path=options.out, full_page=options.whole)
         browser.close()

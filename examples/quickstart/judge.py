@@ -1,4 +1,7 @@
-"""The rule behind the thumbs of this example. A person with the question and the answer in hand can apply it by eye."""
+"""The rule behind the thumbs of this example.
+
+A person with the question and the answer in hand can apply it by eye.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,8 @@ STOP_WORDS = frozenset(LITTLE_WORDS.split())
 def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
     """Thumbs up (True) or down for an answer to someone who asked for a short one, and the reason.
 
-    finished: the model ended the answer by itself. The rule looks at form and relevance; it does not check facts.
+    finished: the model ended the answer by itself. The rule looks at form and relevance; it does
+    not check facts.
     """
     words = re.findall(r"[a-z0-9'\u2019]+", answer.lower())
     asked, said = content_words(question), content_words(answer)
@@ -38,6 +42,8 @@ def judge(question: str, answer: str, finished: bool) -> tuple[bool, str]:
 
 
 def content_words(text: str) -> set[str]:
-    """The words that carry the meaning, cut to five letters so that "bake" and "baked", "star" and "stars" agree."""
+    """The words that carry the meaning, cut to five letters so that "bake" and "baked", "star" and
+    "stars" agree.
+    """
     words = re.findall(r"[a-z0-9]+", text.lower())
     return {word.removesuffix("s")[:5] for word in words if word not in STOP_WORDS}

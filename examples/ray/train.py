@@ -1,7 +1,9 @@
-"""Trains a recipe on a Ray cluster: `python train.py RECIPE WORKERS [KEY=VALUE]...`, with `pip install "ray[train]"`.
+"""Trains a recipe on a Ray cluster: `python train.py RECIPE WORKERS [KEY=VALUE]...`, with `pip
+install "ray[train]"`.
 
-Ray places the workers, a GPU each, and starts all of them again when one fails; the run then goes on where it was saved last. The
-recipe, and the run.dir that it names, lie on a disk that all hosts see.
+Ray places the workers, a GPU each, and starts all of them again when one fails; the run then goes
+on where it was saved last. The recipe, and the run.dir that it names, lie on a disk that all hosts
+see.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from ray.train.torch import TorchConfig, TorchTrainer
 
 
 class Place(Backend):
-    """Tells all workers where rank 0 will listen. Ray's own backend would start a group of processes, which Valence does."""
+    """Tells all workers where rank 0 will listen.
+
+    Ray's own backend would start a group of processes, which Valence does.
+    """
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
         address, port = worker_group.execute_single(0, free_port)

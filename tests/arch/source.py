@@ -13,7 +13,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 
 
 def name_of(path: Path) -> str:
-    """The module of a file: ``valence/data/load.py`` is valence.data.load, ``valence/data/__init__.py`` is valence.data."""
+    """The module of a file: ``valence/data/load.py`` is valence.data.load,
+    ``valence/data/__init__.py`` is valence.data.
+    """
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
@@ -28,7 +30,9 @@ def tree(path: Path) -> ast.Module:
 
 
 def imports(path: Path, *, top: bool = False) -> Iterator[tuple[int, str]]:
-    """Line and full name of everything a file imports; ``top``: only what runs when the module is imported."""
+    """Line and full name of everything a file imports; ``top``: only what runs when the module is
+    imported.
+    """
     for node in _at_import(tree(path)) if top else ast.walk(tree(path)):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
@@ -38,11 +42,17 @@ def imports(path: Path, *, top: bool = False) -> Iterator[tuple[int, str]]:
 
 
 def _at_import(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run when the module is imported: not the bodies of functions, nor what only type checkers read."""
+    """The nodes that run when the module is imported: not the bodies of functions, nor what only
+    type checkers read.
+    """
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
-        if isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING":
+        if (
+            isinstance(child, ast.If)
+            and isinstance(child.test, ast.Name)
+            and child.test.id == "TYPE_CHECKING"
+        ):
             continue
         yield child
         yield from _at_import(child)

@@ -1,4 +1,4 @@
-"""Sizes, and what no file may hold."""
+"""What no file of the package may hold."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ import pytest
 
 from tests.arch.source import FILES, ROOT, shown, tree
 
-LINES_OF_A_FILE = 800
-LINES_OF_A_FUNCTION = 120
 TAKES_ANYTHING = {
     "valence/reports/sinks.py": 1,
     "valence/checkpoint/keeper.py": 1,
@@ -23,31 +21,20 @@ TAKES_ANYTHING = {
 """Files with a handler of every error, each of which says why."""
 
 
-def test_files_and_functions_are_short() -> None:
-    lines = {shown(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    functions = {
-        f"{shown(path)}:{node.lineno} {node.name}": (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in FILES
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert len(functions) > len(lines) > 100
-    too_long = {where: size for where, size in lines.items() if size > LINES_OF_A_FILE}
-    too_long |= {where: size for where, size in functions.items() if size > LINES_OF_A_FUNCTION}
-    assert too_long == {}
-
-
 def test_no_handler_takes_every_error() -> None:
     handlers = {
         shown(path): [
             f"{shown(path)}:{node.lineno}"
             for node in ast.walk(tree(path))
-            if isinstance(node, ast.ExceptHandler) and (node.type is None or "Exception" in _names(node.type))
+            if isinstance(node, ast.ExceptHandler)
+            and (node.type is None or "Exception" in _names(node.type))
         ]
         for path in FILES
     }
     assert TAKES_ANYTHING.keys() <= handlers.keys()
-    wrong = {file: lines for file, lines in handlers.items() if len(lines) != TAKES_ANYTHING.get(file, 0)}
+    wrong = {
+        file: lines for file, lines in handlers.items() if len(lines) != TAKES_ANYTHING.get(file, 0)
+    }
     assert wrong == {}
 
 
@@ -61,7 +48,11 @@ def test_every_module_says_what_it_is() -> None:
 
 def _tracked() -> list[Path]:
     listed = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=False
+        ["git", "ls-files", "-co", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if listed.returncode:
         pytest.skip("not a git checkout")
@@ -76,13 +67,18 @@ UNFINISHED = re.compile(r"\b(?:TO" + r"DO|FIX" + r"ME|XX" + r"X)\b")
 def test_files_speak_of_no_machine_and_are_finished() -> None:
     found: list[str] = []
     for path in _tracked():
-        if path == Path(__file__) or path.name == "LICENSE" or path.suffix == ".jinja":  # texts of others
+        # texts of others
+        if path == Path(__file__) or path.name == "LICENSE" or path.suffix == ".jinja":
             continue
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError:
             continue  # not a text
-        found += [f"{shown(path)}:{n}: {line.strip()[:80]}" for n, line in enumerate(lines, 1) if _forbidden(line)]
+        found += [
+            f"{shown(path)}:{n}: {line.strip()[:80]}"
+            for n, line in enumerate(lines, 1)
+            if _forbidden(line)
+        ]
     assert found == []
 
 

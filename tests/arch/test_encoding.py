@@ -15,7 +15,11 @@ NOT_TEXT = ("os.open", "webbrowser.open", "tarfile.open", "zipfile.open")
 def unnamed(module: ast.Module) -> Iterator[int]:
     """Lines that open a file, or read a program's output, as text in the encoding of the locale."""
     for node in ast.walk(module):
-        if isinstance(node, ast.Call) and _is_text(node) and not any(k.arg in ("encoding", None) for k in node.keywords):
+        if (
+            isinstance(node, ast.Call)
+            and _is_text(node)
+            and not any(k.arg in ("encoding", None) for k in node.keywords)
+        ):
             yield node.lineno
 
 
@@ -31,7 +35,9 @@ def _is_text(call: ast.Call) -> bool:
         return False
     position = MODE_AT["Path.open" if last == "open" and name not in ("open", "io.open") else last]
     default = "w+b" if last.endswith("TemporaryFile") else "r"
-    mode = keywords.get("mode", call.args[position] if len(call.args) > position else ast.Constant(default))
+    mode = keywords.get(
+        "mode", call.args[position] if len(call.args) > position else ast.Constant(default)
+    )
     return isinstance(_constant(mode), str) and "b" not in str(_constant(mode))
 
 

@@ -58,9 +58,25 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
 """Part of the package -> the parts it may import, besides itself and ``errors``."""
 
 HEAVY = (
-    "plotly", "peft", "datasets", "gguf", "accelerate", "wandb", "vllm", "tensorboard", "pyarrow", "trackio", "mlflow",
-    "bitsandbytes", "math_verify", "jsonschema", "vaderSentiment", "fastapi", "starlette", "uvicorn",
-)  # fmt: skip
+    "plotly",
+    "peft",
+    "datasets",
+    "gguf",
+    "accelerate",
+    "wandb",
+    "vllm",
+    "tensorboard",
+    "pyarrow",
+    "trackio",
+    "mlflow",
+    "bitsandbytes",
+    "math_verify",
+    "jsonschema",
+    "vaderSentiment",
+    "fastapi",
+    "starlette",
+    "uvicorn",
+)
 COME_WITH = {
     "pydantic_core": "pydantic",
     "jinja2": "torch",
@@ -91,7 +107,9 @@ def test_imports_go_down_only() -> None:
     wrong: list[str] = []
     for path in FILES:
         part = part_of(path)
-        allowed = [f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))]
+        allowed = [
+            f"valence.{name}" for name in (*MAY_IMPORT[part], "errors", *([part] if part else []))
+        ]
         allowed += ["valence.__version__"]
         wrong += [
             f"{shown(path)}:{line}: {name}"
@@ -125,9 +143,16 @@ def test_libraries_that_only_some_runs_need_are_imported_where_used() -> None:
 
 def test_what_is_imported_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [*project["dependencies"], *(each for extra in project["optional-dependencies"].values() for each in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(each for extra in project["optional-dependencies"].values() for each in extra),
+    ]
     declared = {re.split(r"[\[<>=]", each)[0].replace("-", "_") for each in wanted} | {"ruamel"}
-    used = {name.split(".")[0] for path in FILES for _, name in imports(path)} - sys.stdlib_module_names - {"valence"}
+    used = (
+        {name.split(".")[0] for path in FILES for _, name in imports(path)}
+        - sys.stdlib_module_names
+        - {"valence"}
+    )
     assert used - declared == {*COME_WITH, *ELSEWHERE}
     assert set(COME_WITH.values()) <= declared
 
@@ -135,8 +160,15 @@ def test_what_is_imported_is_declared() -> None:
 def test_the_oldest_versions_that_are_tried_are_those_that_are_allowed() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = ("gguf", "eightbit", "serve")
-    allowed = [*project["dependencies"], *(each for extra in extras for each in project["optional-dependencies"][extra])]
-    tried = dict(line.split("==") for line in (ROOT / "constraints-oldest.txt").read_text().splitlines() if "==" in line)
+    allowed = [
+        *project["dependencies"],
+        *(each for extra in extras for each in project["optional-dependencies"][extra]),
+    ]
+    tried = dict(
+        line.split("==")
+        for line in (ROOT / "constraints-oldest.txt").read_text().splitlines()
+        if "==" in line
+    )
     for name, version in (each.split(">=") for each in allowed):
         if name != "typing-extensions":  # of which others need a newer one
             assert f"{tried[name]}.".startswith(f"{version}."), name
@@ -151,19 +183,29 @@ def test_only_dist_speaks_to_other_processes() -> None:
         if is_in(name, "torch.distributed")
     ]
     # A server that is sent weights is no process of the run.
-    assert [place for place in users if not place.startswith("valence/rollouts/vllm_plugin.py:")] == []
+    assert [
+        place for place in users if not place.startswith("valence/rollouts/vllm_plugin.py:")
+    ] == []
 
 
 STATEMENTS = (
     "import valence",
     "import valence.config.load",
     "import valence.losses; [loss.settings for loss in valence.losses.LOSSES.values()]",
-    "from valence.training.methods import METHODS, ONLINE; [m.settings for m in (*METHODS.values(), *ONLINE.values())]",
+    "from valence.training.methods import METHODS, ONLINE; [m.settings for m in "
+    "(*METHODS.values(), *ONLINE.values())]",
     "import valence.types, valence.errors",
 )
 """What needs no tensors."""
 HELP = ("--help", "train --help")
-STARTING = ("train recipe.yaml", "resume .", "evaluate .", "score recipe.yaml", "sample . --prompt so", "export . model")
+STARTING = (
+    "train recipe.yaml",
+    "resume .",
+    "evaluate .",
+    "score recipe.yaml",
+    "sample . --prompt so",
+    "export . model",
+)
 """Commands that with --nproc only start processes."""
 READING = ("check recipe.yaml", "train recipe.yaml", "train recipe.yaml --json", "resume .")
 """Commands that a mistake in the recipe ends."""
@@ -173,7 +215,11 @@ MISTAKES: dict[str, dict[str, Any]] = {
     "a wrong method": {"method": "kot"},
     "an unknown setting of the loss": {"loss": {"betta": 0.1}},
     "a wrong value of the loss": {"loss": {"beta": -1}},
-    "an unknown setting of an online method": {"method": "grpo", "reward": "exact_match", "loss": {"epsilon": 0.1}},
+    "an unknown setting of an online method": {
+        "method": "grpo",
+        "reward": "exact_match",
+        "loss": {"epsilon": 0.1},
+    },
     "a wrong combination": {"method": "dpo", "data": {"train": "rows.jsonl", "stratify": True}},
     "a missing file": {"data": {"train": "row.jsonl"}},
 }
@@ -204,8 +250,10 @@ for case in cases:
 with open(f"{folder}/found.json", "w") as file:
     json.dump(found, file)
 """
-"""Runs statements and commands in one process, one after the other, and writes to a file how each ended (its exit status, and
-whether it would have started processes) and which forbidden modules are loaded by then."""
+"""Runs statements and commands in one process, one after the other, and writes to a file how each
+ended (its exit status, and whether it would have started processes) and which forbidden modules are
+loaded by then.
+"""
 
 
 def write_recipe(folder: Path, **changes: Any) -> None:
@@ -218,7 +266,9 @@ def write_recipe(folder: Path, **changes: Any) -> None:
 
 
 def test_what_needs_no_tensors_loads_no_torch(tmp_path: Path) -> None:
-    """A mistake in a recipe is reported, and processes are started, without waiting for libraries to load."""
+    """A mistake in a recipe is reported, and processes are started, without waiting for libraries
+    to load.
+    """
     write_recipe(tmp_path / "right")
     for name, changes in MISTAKES.items():
         write_recipe(tmp_path / name, **changes)
@@ -226,15 +276,22 @@ def test_what_needs_no_tensors_loads_no_torch(tmp_path: Path) -> None:
     strict = [*torch_free, "numpy"]
     here = str(tmp_path / "right")
     cases: list[dict[str, Any]] = [
-        {"statement": code, "folder": here, "ends": [None, False], "forbidden": torch_free} for code in STATEMENTS
+        {"statement": code, "folder": here, "ends": [None, False], "forbidden": torch_free}
+        for code in STATEMENTS
     ]
-    cases += [{"words": words, "folder": here, "ends": [0, False], "forbidden": torch_free} for words in HELP]
+    cases += [
+        {"words": words, "folder": here, "ends": [0, False], "forbidden": torch_free}
+        for words in HELP
+    ]
     cases += [
         {"words": words, "folder": str(tmp_path / name), "ends": [2, False], "forbidden": strict}
         for name in MISTAKES
         for words in READING
     ]
-    cases += [{"words": f"{words} --nproc 2", "folder": here, "ends": [0, True], "forbidden": torch_free} for words in STARTING]
+    cases += [
+        {"words": f"{words} --nproc 2", "folder": here, "ends": [0, True], "forbidden": torch_free}
+        for words in STARTING
+    ]
     (tmp_path / "cases.json").write_text(json.dumps(cases))
     run_python(RUN_IN_TURN, str(tmp_path))
     found = json.loads((tmp_path / "found.json").read_text())
@@ -250,7 +307,9 @@ def run_python(code: str, *arguments: str) -> str:
     """What this code prints in a process of its own."""
     command = [sys.executable, "-c", code, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, cwd=ROOT, env=environment
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -259,7 +318,8 @@ def run_python(code: str, *arguments: str) -> str:
 def test_a_run_without_adapter_or_report_loads_no_library_for_them() -> None:
     loaded = set(run_python("import sys, valence.api; print(*sys.modules)").split())
     assert "torch" in loaded
-    assert not loaded & set(HEAVY) - {"accelerate"}  # which transformers loads where it is installed
+    # which transformers loads where it is installed
+    assert not loaded & set(HEAVY) - {"accelerate"}
 
 
 def test_the_package_is_where_the_tests_look() -> None:

@@ -27,7 +27,9 @@ def direct_output(module: ast.Module, file: str) -> Iterator[str]:
                 yield f"{place}: {ast.unparse(owner)}.{called.attr}(...)"
         if isinstance(called, ast.Attribute) and called.attr in ("echo", "secho", "from_markup"):
             yield f"{place}: {ast.unparse(called)}(...)"
-        if any(word.arg in ("markup", "emoji") and not _is_false(word.value) for word in node.keywords):
+        if any(
+            word.arg in ("markup", "emoji") and not _is_false(word.value) for word in node.keywords
+        ):
             yield f"{place}: markup"
 
 

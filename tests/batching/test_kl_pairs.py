@@ -31,7 +31,9 @@ def put(found: list[TokenizedExample]) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("count", [2, 3, 4, 5, 7])
 def test_the_partner_is_the_next_one_cyclically(count: int) -> None:
-    """Also for odd counts, where pairing two by two or by reversal would leave a row with itself."""
+    """Also for odd counts, where pairing two by two or by reversal would leave a row with
+    itself.
+    """
     step = [row(i, 50 + i) for i in range(count)]
     found = make_kl_pairs(step, max_length=LONG)
     assert put(found) == [(50 + (i + 1) % count,) for i in range(count)]
@@ -100,8 +102,12 @@ def test_the_short_tail_of_an_epoch_finds_partners() -> None:
     sampler = Sampler(units, 4)
     ours, following = sampler.step(1)
     assert len(ours) == 1
-    (found,) = make_kl_pairs([units[i] for i in ours], (units[i] for i in following), max_length=LONG)
-    assert found.answers[0].ids == units[following[0]].answers[0].ids != units[ours[0]].answers[0].ids
+    (found,) = make_kl_pairs(
+        [units[i] for i in ours], (units[i] for i in following), max_length=LONG
+    )
+    assert (
+        found.answers[0].ids == units[following[0]].answers[0].ids != units[ours[0]].answers[0].ids
+    )
 
 
 def test_partners_change_from_epoch_to_epoch() -> None:
@@ -132,8 +138,14 @@ def test_turns_trained_on_inside_a_prompt_are_not_measured() -> None:
 ids = st.lists(st.integers(3, 6), min_size=1, max_size=5).map(tuple)
 
 
-@given(st.lists(st.tuples(ids, ids), min_size=1, max_size=8), st.lists(st.tuples(ids, ids), max_size=4), st.integers(5, 12))
-def test_every_prompt_gets_a_completion_of_another_prompt(step: list, following: list, room: int) -> None:
+@given(
+    st.lists(st.tuples(ids, ids), min_size=1, max_size=8),
+    st.lists(st.tuples(ids, ids), max_size=4),
+    st.integers(5, 12),
+)
+def test_every_prompt_gets_a_completion_of_another_prompt(
+    step: list, following: list, room: int
+) -> None:
     assume(all(len(p) + len(c) <= room for p, c in [*step, *following]))
     made, later = [row(*pair) for pair in step], [row(*pair) for pair in following]
     try:
@@ -152,11 +164,18 @@ def test_every_prompt_gets_a_completion_of_another_prompt(step: list, following:
         assert answer.ids in [c[:space] for c in whole_or_cut]
 
 
-@pytest.mark.parametrize(("pairing", "expected"), [
-    ("next", [1, 2, 0, 4, 5, 3, 6]), ("previous", [2, 0, 1, 5, 3, 4, 6]), ("reversed", [2, 1, 0, 5, 4, 3, 6]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("pairing", "expected"),
+    [
+        ("next", [1, 2, 0, 4, 5, 3, 6]),
+        ("previous", [2, 0, 1, 5, 3, 4, 6]),
+        ("reversed", [2, 1, 0, 5, 4, 3, 6]),
+    ],
+)
 def test_groups_pair_as_published_systems_do(pairing: str, expected: list[int]) -> None:
-    """Odd runs paired by reversal, and a run of one, leave a row with itself: that is what is reproduced."""
+    """Odd runs paired by reversal, and a run of one, leave a row with itself: that is what is
+    reproduced.
+    """
     step = [row(i, 50 + i) for i in range(7)]
     found = make_kl_pairs_in_groups(step, 3, pairing, max_length=LONG)  # type: ignore[arg-type]
     assert put(found) == [(50 + i,) for i in expected]

@@ -29,9 +29,16 @@ def test_everything_is_dealt_once_and_within_the_budget(sizes: list[int], budget
         assert len(rows) == 1 or sum(sizes[i] for i in rows) <= budget
 
 
-def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_trains_on_them() -> None:
-    """Two conversations that begin alike: one trains on the earlier answer (token 6), the other does not."""
-    first, second = unit("a", "demonstration", (5, 6, 7), (8, 9)), unit("b", "demonstration", (5, 6, 7), (8, 10))
+def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_trains_on_them() -> (
+    None
+):
+    """Two conversations that begin alike: one trains on the earlier answer (token 6), the other
+    does not.
+    """
+    first, second = (
+        unit("a", "demonstration", (5, 6, 7), (8, 9)),
+        unit("b", "demonstration", (5, 6, 7), (8, 10)),
+    )
     batch = make_micro_batch([replace(first, prompt_mask=(False, True, False)), second])
     read = sorted((s, int(batch.tokens[row])) for row, s in batch.read.T.tolist())
     assert read == [(0, 6), (0, 8), (0, 9), (1, 8), (1, 10)]
@@ -55,7 +62,9 @@ def test_there_are_few_bins(sizes: list[int], budget: int) -> None:
     ([9, 8, 1, 2], 10, [[0, 2], [1, 3]]),
     ([6, 6, 6, 1, 1], 10, [[0, 3], [1, 4], [2]]),
 ])  # fmt: skip
-def test_what_is_over_the_budget_is_alone_and_the_others_are_dealt_evenly(sizes: list, budget: int, expected: list) -> None:
+def test_what_is_over_the_budget_is_alone_and_the_others_are_dealt_evenly(
+    sizes: list, budget: int, expected: list
+) -> None:
     assert fill_bins(sizes, budget) == expected
 
 
@@ -66,7 +75,9 @@ def test_a_budget_of_one_puts_each_alone(sizes: list[int]) -> None:
 
 @st.composite
 def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
-    """Units of few prompts, some of which go on where others end, with one to three answers that no other unit has."""
+    """Units of few prompts, some of which go on where others end, with one to three answers that no
+    other unit has.
+    """
     letters = st.lists(st.integers(0, 1), min_size=1, max_size=8)
     prompts = [tuple(draw(letters))]
     for _ in range(draw(st.integers(0, 3))):
@@ -74,7 +85,14 @@ def unit_sets(draw: st.DrawFn) -> list[TokenizedExample]:
     made: list[TokenizedExample] = []
     for i in range(draw(st.integers(1, 9))):
         answers = draw(st.lists(letters, min_size=1, max_size=3))
-        made.append(unit(f"unit{i}", "ranking", draw(st.sampled_from(prompts)), *((i + 2, *a) for a in answers)))
+        made.append(
+            unit(
+                f"unit{i}",
+                "ranking",
+                draw(st.sampled_from(prompts)),
+                *((i + 2, *a) for a in answers),
+            )
+        )
     return made
 
 
@@ -87,7 +105,9 @@ def pack(examples: Sequence[TokenizedExample], max_tokens: int) -> list[list[int
 
 
 @given(unit_sets(), st.integers(0, 20))
-def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: list[TokenizedExample], less: int) -> None:
+def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(
+    made: list[TokenizedExample], less: int
+) -> None:
     """Also when the budget is just too small for all of them at once."""
     with sharing(1):
         budget = max(1, num_tokens(made) - less)
@@ -100,14 +120,20 @@ def test_every_unit_runs_once_and_the_tokens_laid_are_within_the_budget(made: li
 
 
 @given(unit_sets(), st.integers(1, 4), st.randoms(use_true_random=False))
-def test_the_order_of_the_units_changes_no_micro_batch_count(made: list[TokenizedExample], least: int, draw: Random) -> None:
+def test_the_order_of_the_units_changes_no_micro_batch_count(
+    made: list[TokenizedExample], least: int, draw: Random
+) -> None:
     with sharing(least):
         assert len(pack(made, 40)) == len(pack(draw.sample(made, len(made)), 40))
 
 
 def test_short_questions_behind_one_system_prompt_are_within_the_budget() -> None:
     system = (1,) * 100
-    made = [unit(f"{q}{i}", "judgement", system + (q,) * 10, (20 + q, i, 5)) for q in range(3, 7) for i in range(2)]
+    made = [
+        unit(f"{q}{i}", "judgement", system + (q,) * 10, (20 + q, i, 5))
+        for q in range(3, 7)
+        for i in range(2)
+    ]
     for budget in range(120, num_tokens(made) + 1):
         assert all(num_tokens([made[i] for i in rows]) <= budget for rows in pack(made, budget))
 
@@ -126,7 +152,10 @@ def test_turns_of_one_conversation_run_together() -> None:
     made: list[TokenizedExample] = []
     for talk in range(3):
         first, second = (talk,) * 20, (talk,) * 20 + (7,) * 5 + (8,) * 20
-        made += [unit(f"second{talk}", "judgement", second, (9, 9)), unit(f"first{talk}", "judgement", first, (7,) * 5)]
+        made += [
+            unit(f"second{talk}", "judgement", second, (9, 9)),
+            unit(f"first{talk}", "judgement", first, (7,) * 5),
+        ]
     assert pack(made, 50) == [[0, 1], [2, 3], [4, 5]]
     assert all(len(make_micro_batch([made[i], made[i + 1]]).tokens) == 47 for i in (0, 2, 4))
 
@@ -199,10 +228,18 @@ def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
 
 
 def joint() -> tuple[MicroBatch, list[TokenizedExample], list[TokenizedExample]]:
-    """Two units that train and two that are measured behind the same prompts, in groups of their own."""
+    """Two units that train and two that are measured behind the same prompts, in groups of their
+    own.
+    """
     prompts = [(p,) * 20 for p in (3, 4)]
-    trains = [unit(f"own{p}", "judgement", prompts[p], (5 + p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
-    measured = [unit(f"other{p}", "judgement", prompts[p], (6 - p,) * 3, label=p == 0, weight=1.0 + p) for p in (0, 1)]
+    trains = [
+        unit(f"own{p}", "judgement", prompts[p], (5 + p,) * 3, label=p == 0, weight=1.0 + p)
+        for p in (0, 1)
+    ]
+    measured = [
+        unit(f"other{p}", "judgement", prompts[p], (6 - p,) * 3, label=p == 0, weight=1.0 + p)
+        for p in (0, 1)
+    ]
     return make_micro_batch(trains, kl_pairs=measured, groups=[0, 1]), trains, measured
 
 

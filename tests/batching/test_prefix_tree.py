@@ -1,4 +1,6 @@
-"""The prefix tree of sequences: properties that hold for all of them, and which tokens are shared."""
+"""The prefix tree of sequences: properties that hold for all of them, and which tokens are
+shared.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,12 @@ from hypothesis import strategies as st
 
 from tests.prefix_trees import sharing, strand_sets
 from valence.batching import prefix_tree
-from valence.batching.prefix_tree import PrefixTree, TokenSequence, build_prefix_tree, num_unique_tokens
+from valence.batching.prefix_tree import (
+    PrefixTree,
+    TokenSequence,
+    build_prefix_tree,
+    num_unique_tokens,
+)
 
 
 def strand(ids: list[int] | str, mask: str = "") -> TokenSequence:
@@ -49,20 +56,31 @@ def test_every_path_spells_its_sequence(strands: list[TokenSequence], least: int
 
 
 @given(strand_sets(), shares)
-def test_segments_come_parents_first_and_tile_the_rows(strands: list[TokenSequence], least: int) -> None:
+def test_segments_come_parents_first_and_tile_the_rows(
+    strands: list[TokenSequence], least: int
+) -> None:
     with sharing(least):
         found = build_prefix_tree(strands)
         assert num_unique_tokens(strands) == len(found.tokens)
-    assert [start for start, _, _ in found.segments] == [0, *(end for _, end, _ in found.segments[:-1])]
+    assert [start for start, _, _ in found.segments] == [
+        0,
+        *(end for _, end, _ in found.segments[:-1]),
+    ]
     assert found.segments[-1][1] == len(found.tokens)
-    assert all(start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(found.segments))
-    assert {k for s in range(len(strands)) for k in path(found, s)} == set(range(len(found.segments)))
+    assert all(
+        start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(found.segments)
+    )
+    assert {k for s in range(len(strands)) for k in path(found, s)} == set(
+        range(len(found.segments))
+    )
     for name in ("tokens", "position_ids", "previous", "sequence_ids", "loss_mask"):
         assert getattr(found, name).shape == found.tokens.shape
 
 
 @given(strand_sets(), shares)
-def test_a_measured_token_has_one_row_and_one_reader(strands: list[TokenSequence], least: int) -> None:
+def test_a_measured_token_has_one_row_and_one_reader(
+    strands: list[TokenSequence], least: int
+) -> None:
     with sharing(least):
         found = build_prefix_tree(strands)
     readers = Counter[int]()
@@ -71,14 +89,18 @@ def test_a_measured_token_has_one_row_and_one_reader(strands: list[TokenSequence
         read = own[np.array(one.loss_mask)]
         assert found.loss_mask[read].all()
         assert (found.sequence_ids[read] == s).all()
-        assert not ((found.sequence_ids[own] == s) & found.loss_mask[own] & ~np.array(one.loss_mask)).any()
+        assert not (
+            (found.sequence_ids[own] == s) & found.loss_mask[own] & ~np.array(one.loss_mask)
+        ).any()
         readers.update(read.tolist())
     assert set(readers) == set(np.flatnonzero(found.loss_mask).tolist())
     assert set(readers.values()) <= {1}
 
 
 @given(strand_sets(), shares)
-def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(strands: list[TokenSequence], least: int) -> None:
+def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(
+    strands: list[TokenSequence], least: int
+) -> None:
     with sharing(least):
         found = build_prefix_tree(strands)
     inside = [set(rows(found, s)) for s in range(len(strands))]
@@ -86,10 +108,16 @@ def test_a_token_that_none_measures_belongs_to_a_sequence_that_has_it(strands: l
 
 
 @given(strand_sets(), shares, st.randoms(use_true_random=False))
-def test_the_order_of_the_sequences_costs_no_row(strands: list[TokenSequence], least: int, draw: Random) -> None:
+def test_the_order_of_the_sequences_costs_no_row(
+    strands: list[TokenSequence], least: int, draw: Random
+) -> None:
     with sharing(least):
         found = num_unique_tokens(strands)
-        assert num_unique_tokens(strands[::-1]) == num_unique_tokens(draw.sample(strands, len(strands))) == found
+        assert (
+            num_unique_tokens(strands[::-1])
+            == num_unique_tokens(draw.sample(strands, len(strands)))
+            == found
+        )
     assert found <= sum(len(one.token_ids) for one in strands)
 
 
@@ -97,11 +125,15 @@ def test_the_order_of_the_sequences_costs_no_row(strands: list[TokenSequence], l
 def test_with_nothing_measured_every_beginning_is_laid_once(strands: list[TokenSequence]) -> None:
     with sharing(1):
         found = num_unique_tokens(strands)
-    assert found == len({one.token_ids[:n] for one in strands for n in range(1, len(one.token_ids) + 1)})
+    assert found == len(
+        {one.token_ids[:n] for one in strands for n in range(1, len(one.token_ids) + 1)}
+    )
 
 
 @given(strand_sets(), shares)
-def test_a_beginning_is_shared_only_if_it_is_long_enough(strands: list[TokenSequence], least: int) -> None:
+def test_a_beginning_is_shared_only_if_it_is_long_enough(
+    strands: list[TokenSequence], least: int
+) -> None:
     with sharing(least):
         found = build_prefix_tree(strands)
     users = Counter(k for s in range(len(strands)) for k in path(found, s))
@@ -112,7 +144,9 @@ def test_a_beginning_is_shared_only_if_it_is_long_enough(strands: list[TokenSequ
 
 def test_a_prompt_is_laid_once_for_all_its_answers() -> None:
     prompt = "12345678901234567890"
-    found = build_prefix_tree([strand(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")])
+    found = build_prefix_tree(
+        [strand(prompt + answer, " " * 20 + "xxx") for answer in ("111", "222", "133")]
+    )
     assert found.segments == ((0, 20, -1), (20, 23, 0), (23, 26, 0), (26, 29, 0))
     assert found.leaves == (1, 3, 2)
     assert found.position_ids.tolist() == [*range(20), *[20, 21, 22] * 3]
@@ -125,13 +159,18 @@ def test_a_short_prompt_is_laid_for_each() -> None:
     assert prefix_tree.MIN_SHARED_TOKENS == 16
     for length, laid in ((15, 2 * 15 + 2), (16, 16 + 2)):
         prompt = "0" * length
-        assert num_unique_tokens([strand(prompt + answer, " " * length + "x") for answer in "12"]) == laid
+        assert (
+            num_unique_tokens([strand(prompt + answer, " " * length + "x") for answer in "12"])
+            == laid
+        )
 
 
 def test_a_turn_is_measured_by_one_and_context_of_another() -> None:
     """Two turns of one conversation judged separately: everything is there once."""
     first, second = "0" * 20, "0" * 20 + "1" * 20 + "2" * 20
-    found = build_prefix_tree([strand(second + "3", " " * 60 + "x"), strand(first + "1" * 20, " " * 20 + "x" * 20)])
+    found = build_prefix_tree(
+        [strand(second + "3", " " * 60 + "x"), strand(first + "1" * 20, " " * 20 + "x" * 20)]
+    )
     assert len(found.tokens) == 61
     assert found.sequence_ids[20:40].tolist() == [1] * 20
     assert found.sequence_ids[60] == 0
@@ -158,13 +197,20 @@ def rows_of_path(tree: PrefixTree, sequence: int) -> list[int]:
 
 
 @given(strand_sets(), shares, st.data())
-def test_a_selection_is_a_tree_of_its_sequences(strands: list[TokenSequence], least: int, data: st.DataObject) -> None:
+def test_a_selection_is_a_tree_of_its_sequences(
+    strands: list[TokenSequence], least: int, data: st.DataObject
+) -> None:
     chosen = data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
     with sharing(least):
         tree = build_prefix_tree(strands).select(chosen)
-    assert [start for start, _, _ in tree.segments] == [0, *(end for _, end, _ in tree.segments[:-1])]
+    assert [start for start, _, _ in tree.segments] == [
+        0,
+        *(end for _, end, _ in tree.segments[:-1]),
+    ]
     assert tree.segments[-1].end == len(tree.tokens)
-    assert all(start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(tree.segments))
+    assert all(
+        start < end and -1 <= parent < k for k, (start, end, parent) in enumerate(tree.segments)
+    )
     num_readers = Counter[int]()
     for number, sequence in enumerate(chosen):
         rows = rows_of_path(tree, number)
@@ -180,9 +226,13 @@ def test_a_selection_is_a_tree_of_its_sequences(strands: list[TokenSequence], le
 
 
 @given(strand_sets(measured=False), shares, st.data())
-def test_a_selection_is_the_tree_that_would_be_built(strands: list[TokenSequence], least: int, data: st.DataObject) -> None:
+def test_a_selection_is_the_tree_that_would_be_built(
+    strands: list[TokenSequence], least: int, data: st.DataObject
+) -> None:
     """Segments too: one that has lost its siblings is no longer apart from its parent."""
-    chosen = sorted(data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True)))
+    chosen = sorted(
+        data.draw(st.lists(st.sampled_from(range(len(strands))), min_size=1, unique=True))
+    )
     with sharing(least):
         selected = build_prefix_tree(strands).select(chosen)
         built = build_prefix_tree([strands[s] for s in chosen])

@@ -36,11 +36,17 @@ sys.stdin.readline()
 
 
 class Process:
-    """A process that takes the lock of a folder when told to, and ends, releasing it, when told to or killed."""
+    """A process that takes the lock of a folder when told to, and ends, releasing it, when told to
+    or killed.
+    """
 
     def __init__(self, folder: Path, code: str = TAKE) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
+            [sys.executable, "-c", code, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
         )
         self.pid = self.process.pid
         assert self.line() == "ready"
@@ -90,8 +96,13 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def refused_by(printed: str, pid: int) -> bool:
-    """Whether a process could not take the lock because a process of this host, with this id, holds it."""
-    return printed.startswith("refused: run-locked: ") and f"pid {pid} on {socket.gethostname()}" in printed
+    """Whether a process could not take the lock because a process of this host, with this id, holds
+    it.
+    """
+    return (
+        printed.startswith("refused: run-locked: ")
+        and f"pid {pid} on {socket.gethostname()}" in printed
+    )
 
 
 def wait_until(reached: Callable[[], bool], seconds: float = 30.0) -> None:
@@ -103,6 +114,11 @@ def wait_until(reached: Callable[[], bool], seconds: float = 30.0) -> None:
 
 def named(folder: Path, **other: Any) -> None:
     """A lock file as a process that was started a while ago has left it."""
-    content = {"host": socket.gethostname(), "pid": 2**22 + 1, "pid_started": 1, "started": "2025-01-01T00:00:00+00:00"}
+    content = {
+        "host": socket.gethostname(),
+        "pid": 2**22 + 1,
+        "pid_started": 1,
+        "started": "2025-01-01T00:00:00+00:00",
+    }
     (folder / NAME).write_text(json.dumps({**content, **other}) + "\n")
     os.utime(folder / NAME, (0, 0))

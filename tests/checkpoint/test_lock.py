@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.holders import QUICK, TAKE, named, nothing_is_left, refused_by, started, wait_until
+from tests.checkpoint.holders import (
+    QUICK,
+    TAKE,
+    named,
+    nothing_is_left,
+    refused_by,
+    started,
+    wait_until,
+)
 from tests.errors import raises_error
 from valence.checkpoint.lock import NAME, Lock, holder
 from valence.errors import UserError
@@ -34,7 +42,9 @@ def test_a_folder_in_use_is_refused_with_the_name_of_its_holder(
     assert refused_by(started(tmp_path).take(), first.pid)
 
 
-def test_a_lock_that_was_released_or_whose_process_ended_is_free_without_a_word(tmp_path: Path, started: Any) -> None:
+def test_a_lock_that_was_released_or_whose_process_ended_is_free_without_a_word(
+    tmp_path: Path, started: Any
+) -> None:
     first = started(tmp_path)
     first.take()
     first.end()
@@ -172,7 +182,9 @@ FORKS = TAKE.replace("sys.stdin.readline()\ntry", "import os, signal\ntry").repl
     "__import__('subprocess').Popen(['sleep', '30'], close_fds=False).pid",
     "__import__('subprocess').Popen(['sleep', '30']).pid",
 ])  # fmt: skip
-def test_children_that_outlive_their_parent_do_not_keep_the_lock(tmp_path: Path, started: Any, child: str) -> None:
+def test_children_that_outlive_their_parent_do_not_keep_the_lock(
+    tmp_path: Path, started: Any, child: str
+) -> None:
     first = started(tmp_path, FORKS.replace("CHILD", child))
     assert first.line() == "taken: None"
     pid = int(first.line())
@@ -203,7 +215,9 @@ def test_a_forked_child_neither_has_the_lock_nor_releases_it(tmp_path: Path, sta
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
-def test_a_folder_that_is_read_only_is_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_folder_that_is_read_only_is_said_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuses(*_: Any) -> int:
         raise OSError(number, os.strerror(number))
 
@@ -213,7 +227,9 @@ def test_a_folder_that_is_read_only_is_said_to_be(tmp_path: Path, monkeypatch: p
     assert os.strerror(number) in refused.error.what
 
 
-def test_no_room_and_no_folder_are_no_lock(tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_room_and_no_folder_are_no_lock(
+    tmp_path: Path, started: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(*_: Any) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

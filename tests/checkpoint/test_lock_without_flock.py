@@ -57,7 +57,9 @@ def test_a_holder_on_another_host_that_touches_its_file_is_refused(tmp_path: Pat
     assert json.loads((tmp_path / NAME).read_text())["pid"] == 7
 
 
-def test_a_holder_on_another_host_that_is_silent_is_dead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_holder_on_another_host_that_is_silent_is_dead(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(tmp_path, host="elsewhere", pid=os.getpid())
     os.utime(tmp_path / NAME, (time.time() + 86400,) * 2)  # its clock was a day ahead
     slept: list[float] = []
@@ -72,7 +74,13 @@ def test_a_holder_on_another_host_that_is_silent_is_dead(tmp_path: Path, monkeyp
 
 def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
     here = socket.gethostname().encode()
-    for content in (b"\0" * 100, b'{"host": "a"', b"[]", b'{"host": "%s", "pid": "x"}' % here, b"\xff\n"):
+    for content in (
+        b"\0" * 100,
+        b'{"host": "a"',
+        b"[]",
+        b'{"host": "%s", "pid": "x"}' % here,
+        b"\xff\n",
+    ):
         (tmp_path / NAME).write_bytes(content)
         found = holder(tmp_path)
         assert found is not None
@@ -81,7 +89,9 @@ def test_a_damaged_file_is_taken_after_it_was_watched(tmp_path: Path) -> None:
             assert ours.path.read_bytes().startswith(b'{"host"')
 
 
-def test_the_one_who_wrote_last_has_it_where_no_flock_decides(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_one_who_wrote_last_has_it_where_no_flock_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     named(tmp_path, host="elsewhere")
     fsync = os.fsync
 
@@ -131,12 +141,15 @@ def test_without_flock_a_living_process_is_refused(
     assert found is not None
     assert found.alive
     os.kill(other.pid, signal.SIGKILL)
-    wait_until(lambda: not getattr(holder(tmp_path), "alive", True))  # its parent has not asked how it ended
+    # its parent has not asked how it ended
+    wait_until(lambda: not getattr(holder(tmp_path), "alive", True))
     assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
 
 
 def test_without_flock_two_of_the_same_moment_are_told_apart(tmp_path: Path, started: Any) -> None:
-    refusing = 'import errno, fcntl\ndef no(*_): raise OSError(errno.ENOLCK, "")\nfcntl.flock = no\n'
+    refusing = (
+        'import errno, fcntl\ndef no(*_): raise OSError(errno.ENOLCK, "")\nfcntl.flock = no\n'
+    )
     code = refusing + TAKE
     several = [started(tmp_path, code.replace("patience=0.2", "patience=1")) for _ in range(3)]
     for one in several:
@@ -148,7 +161,9 @@ def test_without_flock_two_of_the_same_moment_are_told_apart(tmp_path: Path, sta
     assert (tmp_path / NAME).read_bytes() == b""
 
 
-def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path, started: Any, monkeypatch: Any) -> None:
+def test_a_process_number_that_was_given_again_is_not_the_holder(
+    tmp_path: Path, started: Any, monkeypatch: Any
+) -> None:
     without_flock(monkeypatch)
     other = started(tmp_path)
     birth = lock.start_ticks(other.pid)
@@ -161,7 +176,9 @@ def test_a_process_number_that_was_given_again_is_not_the_holder(tmp_path: Path,
     assert f"(pid {other.pid} on" in (Lock(tmp_path, **QUICK).take() or "")
 
 
-def test_without_flock_the_own_number_is_one_given_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flock_the_own_number_is_one_given_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In a container every run may be process 1."""
     without_flock(monkeypatch)
     monkeypatch.setattr(lock, "start_ticks", lambda pid: 0)

@@ -1,4 +1,6 @@
-"""Checkpoints and models of weights that are sharded over processes: saved together or not at all, loaded by any number."""
+"""Checkpoints and models of weights that are sharded over processes: saved together or not at all,
+loaded by any number.
+"""
 
 from __future__ import annotations
 
@@ -31,21 +33,31 @@ HEAVY = ("weights", "reference", "optimizer")
 
 
 class Model:
-    """A model with an optimizer and a reference that follows, sharded over the processes or not. Vectors are never sharded."""
+    """A model with an optimizer and a reference that follows, sharded over the processes or not.
+
+    Vectors are never sharded.
+    """
 
     def __init__(self, *, sharded: bool) -> None:
         torch.manual_seed(0)
-        self.net, self.reference = (nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+        self.net, self.reference = (
+            nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2)
+        )
         if sharded:
             for net in (self.net, self.reference):
                 fully_shard(net, ignored_params={p for p in net.parameters() if p.ndim < 2})
         trained = list(self.net.parameters())
-        groups = [{"params": [p for p in trained if p.ndim > 1]}, {"params": [p for p in trained if p.ndim < 2]}]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1]},
+            {"params": [p for p in trained if p.ndim < 2]},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
 
     def step(self) -> None:
         torch.manual_seed(1)
-        self.net(torch.randn(8, 6)).square().sum().backward()  # the same in all processes: gradients are averaged
+        self.net(
+            torch.randn(8, 6)
+        ).square().sum().backward()  # the same in all processes: gradients are averaged
         self.optimizer.step()
         self.optimizer.zero_grad()
 
@@ -65,10 +77,17 @@ class Model:
 
     def numbers(self) -> dict[str, Tensor]:
         """All tensors, whole."""
-        found = {f"{kind} {name}": value for kind in HEAVY[:2] for name, value in _first(self.state()[kind]).items()}
+        found = {
+            f"{kind} {name}": value
+            for kind in HEAVY[:2]
+            for name, value in _first(self.state()[kind]).items()
+        }
         for i, of in self.optimizer.state_dict()["state"].items():
             found |= {f"{i} {name}": value for name, value in of.items()}
-        return {name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach() for name, t in found.items()}
+        return {
+            name: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach()
+            for name, t in found.items()
+        }
 
 
 def _first(values: dict[str, Any]) -> dict[str, Any]:
@@ -95,14 +114,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 # Saving and loading
 
 
-def saves(group: Group, folder: str, other: str, numbers: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """A checkpoint of processes together, then saves in which one process fails in one way or another. And what is wrong after
-    loading another checkpoint."""
+def saves(
+    group: Group, folder: str, other: str, numbers: list[dict[str, Tensor]]
+) -> dict[str, Any]:
+    """A checkpoint of processes together, then saves in which one process fails in one way or
+    another. And what is wrong after loading another checkpoint.
+    """
     model = Model(sharded=True)
     model.step()
     kept = Checkpoints(Path(folder), 2, group, shards.write)
     kept.save(2, model.state(), {"rank": group.rank})
-    found: dict[str, Any] = {"numbers": model.numbers(), "saved": (kept.failed, kept.told(), kept.steps())}
+    found: dict[str, Any] = {
+        "numbers": model.numbers(),
+        "saved": (kept.failed, kept.told(), kept.steps()),
+    }
     for rank, place, name in FAULTS:
         as_it_is = getattr(place, name)
         if group.rank == rank:
@@ -110,7 +135,11 @@ def saves(group: Group, folder: str, other: str, numbers: list[dict[str, Tensor]
         kept.save(3, model.state(), {})
         setattr(place, name, as_it_is)
         group.barrier("failed")
-        found[name] = (kept.failed, kept.told(), sorted(path.name for path in Path(folder).iterdir()))
+        found[name] = (
+            kept.failed,
+            kept.told(),
+            sorted(path.name for path in Path(folder).iterdir()),
+        )
         group.barrier("seen")
     for step in (4, 5):
         kept.save(step, model.state(), {}, beside=_beside if step == 5 else None)
@@ -131,14 +160,20 @@ def _beside(folder: Path) -> None:
 
 
 FAULTS: list[tuple[int, Any, str]] = [
-    (0, store.Snapshot, "write"), (0, Path, "mkdir"), (2, Path, "is_dir"), (3, HuggingFaceStorageWriter, "write_data"),
-    (1, hashlib, "file_digest"), (0, store, "synced"),
-]  # fmt: skip
+    (0, store.Snapshot, "write"),
+    (0, Path, "mkdir"),
+    (2, Path, "is_dir"),
+    (3, HuggingFaceStorageWriter, "write_data"),
+    (1, hashlib, "file_digest"),
+    (0, store, "synced"),
+]
 """Which process cannot do what."""
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> tuple[Path, list[dict[str, Any]]]:
+def saved(
+    tmp_path_factory: pytest.TempPathFactory, alone: Any
+) -> tuple[Path, list[dict[str, Any]]]:
     """What four processes have saved together, and what each of them found."""
     folder = tmp_path_factory.mktemp("saved") / "checkpoints"
     ended = run(saves, 4, str(folder), str(alone[0]), alone[1])
@@ -147,16 +182,27 @@ def saved(tmp_path_factory: pytest.TempPathFactory, alone: Any) -> tuple[Path, l
 
 
 def loads(group: Group, folder: str, numbers: list[dict[str, Tensor]]) -> list[list[str]]:
-    """What of a checkpoint is other than it should be in sharded processes: as it is loaded, and after one more step."""
+    """What of a checkpoint is other than it should be in sharded processes: as it is loaded, and
+    after one more step.
+    """
     model = Model(sharded=True)
     model.take(store.load(Path(folder), shards.read, HEAVY))
     wrong = [differing(model.numbers(), numbers[0])]
     model.step()
     found = model.numbers()
-    return [*wrong, [name for name, value in numbers[1].items() if not torch.allclose(found[name], value, atol=1e-6)]]
+    return [
+        *wrong,
+        [
+            name
+            for name, value in numbers[1].items()
+            if not torch.allclose(found[name], value, atol=1e-6)
+        ],
+    ]
 
 
-def test_a_checkpoint_of_four_is_loaded_by_one(saved: tuple[Path, list[dict[str, Any]]], alone: Any) -> None:
+def test_a_checkpoint_of_four_is_loaded_by_one(
+    saved: tuple[Path, list[dict[str, Any]]], alone: Any
+) -> None:
     model = Model(sharded=False)
     state = store.load(check(saved[0] / "step-5").path, shards.read)
     assert state["counters"] == {"step": 2}
@@ -168,17 +214,23 @@ def test_a_checkpoint_of_four_is_loaded_by_one(saved: tuple[Path, list[dict[str,
     model.take(state)
     assert differing(model.numbers(), saved[1][0]["numbers"]) == []
     assert {
-        name: torch.allclose(model.numbers()[name], value, atol=1e-6) for name, value in alone[1][0].items() if value.ndim > 1
+        name: torch.allclose(model.numbers()[name], value, atol=1e-6)
+        for name, value in alone[1][0].items()
+        if value.ndim > 1
     }
     assert store.whole(weights)["0.weight"].equal(weights["0.weight"].whole())
     with raises_error("checkpoint-damaged"):
         weights["0.weight"].into(torch.zeros(7, 5))
     with pytest.raises(TypeError, match=f"{saved[0] / 'step-5'} .*0.weight"):
-        store.put(store.load(saved[0] / "step-5")["weights"]["values"], dict(model.net.named_parameters()))
+        store.put(
+            store.load(saved[0] / "step-5")["weights"]["values"], dict(model.net.named_parameters())
+        )
 
 
 def after(saved: tuple[Path, list[dict[str, Any]]]) -> tuple[str, list[dict[str, Tensor]]]:
-    """The checkpoint of four processes, its numbers, and those of one process after one more step."""
+    """The checkpoint of four processes, its numbers, and those of one process after one more
+    step.
+    """
     folder, ranks = saved
     model = Model(sharded=False)
     model.take(store.load(folder / "step-5", shards.read))
@@ -206,14 +258,26 @@ def test_four_save_together_what_is_whole(saved: tuple[Path, list[dict[str, Any]
     assert [each["after"] for each in ranks] == [(0, [], [4, 5])] * 4
     for step in (4, 5):
         there = check(folder / f"step-{step}")
-        files = {path.relative_to(there.path).as_posix() for path in there.path.rglob("*") if path.is_file()}
+        files = {
+            path.relative_to(there.path).as_posix()
+            for path in there.path.rglob("*")
+            if path.is_file()
+        }
         manifest = json.loads((there.path / "manifest.json").read_text())
         assert files == {*manifest["files"], "manifest.json"}
         parts = {f"shard-{rank:05d}-model-00001-of-00001.safetensors" for rank in range(1, 5)}
-        assert files == {"manifest.json", "state.json", "tensors.safetensors", *parts, *(["model/card"] if step == 5 else [])}
+        assert files == {
+            "manifest.json",
+            "state.json",
+            "tensors.safetensors",
+            *parts,
+            *(["model/card"] if step == 5 else []),
+        }
 
 
-@pytest.mark.parametrize("name", ["shard-00003-model-00001-of-00001.safetensors", "tensors.safetensors", "model/card"])
+@pytest.mark.parametrize(
+    "name", ["shard-00003-model-00001-of-00001.safetensors", "tensors.safetensors", "model/card"]
+)
 def test_every_file_is_checked(saved: tuple[Path, list[dict[str, Any]]], name: str) -> None:
     file = saved[0] / "step-5" / name
     before = file.read_bytes()
@@ -241,7 +305,9 @@ def test_a_save_that_fails_in_one_process_fails_in_all_and_leaves_the_earlier_on
     assert there == ["step-2"]
 
 
-def test_sharded_tensors_are_not_saved_without_what_writes_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sharded_tensors_are_not_saved_without_what_writes_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(store, "is_sharded", lambda tensor: True)
     with pytest.raises(TypeError, match=f"{tmp_path}.*weight"):
         Checkpoints(tmp_path, None).save(1, {"weight": torch.ones(3)}, {}, wait=True)
@@ -251,10 +317,19 @@ def test_sharded_tensors_are_not_saved_without_what_writes_them(tmp_path: Path, 
 
 
 class Case:
-    """A model with two axes or more of its weights sharded: what it is made of, and how it is exported."""
+    """A model with two axes or more of its weights sharded: what it is made of, and how it is
+    exported.
+    """
 
-    def __init__(self, kind: str, *, lora: dict[str, Any] | None = None, narrow: bool = False, **how: Any) -> None:
-        self.kind, self.lora, self.narrow, self.how = kind, lora, narrow, {"what": "auto", "card": "A card.", **how}
+    def __init__(
+        self, kind: str, *, lora: dict[str, Any] | None = None, narrow: bool = False, **how: Any
+    ) -> None:
+        self.kind, self.lora, self.narrow, self.how = (
+            kind,
+            lora,
+            narrow,
+            {"what": "auto", "card": "A card.", **how},
+        )
 
     def model(self) -> Any:
         from peft import LoraConfig, get_peft_model
@@ -270,7 +345,9 @@ class Case:
             made = scorer
         torch.manual_seed(3)
         if self.lora is not None:
-            made = get_peft_model(made, LoraConfig(**{"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM", **self.lora}))
+            made = get_peft_model(
+                made, LoraConfig(**{"r": 2, "lora_alpha": 3, "task_type": "CAUSAL_LM", **self.lora})
+            )
             for name, p in made.named_parameters():
                 if "lora_B" in name or (scores and "score" in name):
                     nn.init.normal_(p)
@@ -292,14 +369,21 @@ CASES = {
     "other names": Case("gpt_neox", largest=20_000),
     "other pieces": Case("qwen3_moe", largest=20_000),
     "merged": Case("llama", lora={}, largest=20_000),
-    "merged, narrow": Case("llama-tied", lora={"use_dora": True, "target_modules": "all-linear"}, narrow=True),
+    "merged, narrow": Case(
+        "llama-tied", lora={"use_dora": True, "target_modules": "all-linear"}, narrow=True
+    ),
     "reward model": Case("llama", lora={"task_type": "SEQ_CLS"}),
     "adapter": Case("llama", lora={"modules_to_save": ["lm_head"]}, what="adapter"),
 }
 
 
-def exports(group: Group, folder: str, saved: str, numbers: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """Every case, and one of them on a disk that is full. And what is wrong after loading a checkpoint."""
+def exports(
+    group: Group, folder: str, saved: str, numbers: list[dict[str, Tensor]]
+) -> dict[str, Any]:
+    """Every case, and one of them on a disk that is full.
+
+    And what is wrong after loading a checkpoint.
+    """
     from tests.tiny import tiny_tokenizer
     from valence.checkpoint import export as exporting
 
@@ -312,7 +396,13 @@ def exports(group: Group, folder: str, saved: str, numbers: list[dict[str, Tenso
         if group.rank == 0:
             setattr(where, place, _full)
         try:
-            exporting.export(CASES["tied"].sharded(), tokenizer, Path(folder, "full"), group=group, **CASES["tied"].how)
+            exporting.export(
+                CASES["tied"].sharded(),
+                tokenizer,
+                Path(folder, "full"),
+                group=group,
+                **CASES["tied"].how,
+            )
         except UserError as error:
             said.append(error.what)
         setattr(where, place, as_it_is)
@@ -340,8 +430,12 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     from tests.tiny_models import tiny
 
     if name == "adapter":
-        return PeftModel.from_pretrained(tiny(CASES[name].kind, dtype=torch.float32), str(folder)).state_dict()  # type: ignore[arg-type]
-    auto: Any = AutoModelForSequenceClassification if name == "reward model" else AutoModelForCausalLM
+        return PeftModel.from_pretrained(
+            tiny(CASES[name].kind, dtype=torch.float32), str(folder)
+        ).state_dict()  # type: ignore[arg-type]
+    auto: Any = (
+        AutoModelForSequenceClassification if name == "reward model" else AutoModelForCausalLM
+    )
     model, found = auto.from_pretrained(folder, dtype="auto", output_loading_info=True)
     assert not any(found[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     return model.state_dict()
@@ -349,13 +443,25 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
 
 @slow
 @pytest.mark.parametrize("name", CASES)
-def test_two_processes_export_what_one_does(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
+def test_two_processes_export_what_one_does(
+    name: str, exported: tuple[Path, Path, list[Any]]
+) -> None:
     ours, theirs = (folder / name for folder in exported[:2])
     found, wanted = loaded(name, ours), loaded(name, theirs)
-    assert {key: value.dtype for key, value in found.items()} == {key: value.dtype for key, value in wanted.items()}
+    assert {key: value.dtype for key, value in found.items()} == {
+        key: value.dtype for key, value in wanted.items()
+    }
     assert differing(found, wanted) == []
-    texts = {path.name for path in theirs.iterdir() if path.suffix != ".safetensors" and "index" not in path.name}
-    assert {path.name for path in ours.iterdir() if path.suffix != ".safetensors" and "index" not in path.name} == texts
+    texts = {
+        path.name
+        for path in theirs.iterdir()
+        if path.suffix != ".safetensors" and "index" not in path.name
+    }
+    assert {
+        path.name
+        for path in ours.iterdir()
+        if path.suffix != ".safetensors" and "index" not in path.name
+    } == texts
     for text in texts:
         assert said(ours / text) == said(theirs / text), text
 
@@ -371,7 +477,9 @@ def said(file: Path) -> Any:
 
 @slow
 @pytest.mark.parametrize("name", [name for name, case in CASES.items() if "largest" in case.how])
-def test_files_are_no_larger_than_asked_for(name: str, exported: tuple[Path, Path, list[Any]]) -> None:
+def test_files_are_no_larger_than_asked_for(
+    name: str, exported: tuple[Path, Path, list[Any]]
+) -> None:
     folder = exported[0] / name
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {path.name: path.stat().st_size for path in folder.glob("*.safetensors")}
@@ -381,7 +489,9 @@ def test_files_are_no_larger_than_asked_for(name: str, exported: tuple[Path, Pat
 
 
 @slow
-def test_an_export_that_fails_in_one_process_fails_in_all(exported: tuple[Path, Path, list[Any]]) -> None:
+def test_an_export_that_fails_in_one_process_fails_in_all(
+    exported: tuple[Path, Path, list[Any]],
+) -> None:
     first, other = exported[2]
     assert first == other
     assert len(first["said"]) == 2
@@ -390,7 +500,9 @@ def test_an_export_that_fails_in_one_process_fails_in_all(exported: tuple[Path, 
 
 
 @pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`")
-def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from tests.tiny import tiny_tokenizer
     from valence.checkpoint.export import export
 

@@ -20,12 +20,17 @@ from tests.tiny_models import tiny
 from tests.training.test_run import recipe
 
 OWN_PIPE = ("valence/rewards/pool.py", "valence/rewards/worker_process.py")
-"""A server sends calls to its own worker through a pipe that nobody else writes to. Replies are JSON."""
+"""A server sends calls to its own worker through a pipe that nobody else writes to.
+
+Replies are JSON.
+"""
 PICKLERS = ("pickle", "cPickle", "dill", "cloudpickle", "joblib", "shelve", "marshal")
 
 
 def calls(module: ast.Module) -> Iterator[str]:
-    """``name.attribute`` of what is called by such a name, and ``argument=`` of keyword arguments."""
+    """``name.attribute`` of what is called by such a name, and ``argument=`` of keyword
+    arguments.
+    """
     for node in ast.walk(module):
         if isinstance(node, ast.Call):
             yield from (f"{keyword.arg}=" for keyword in node.keywords)
@@ -66,14 +71,21 @@ def test_weights_that_are_a_pickle_with_code_are_not_run(name: str, tmp_path: Pa
         where = model
     else:
         valence.train(
-            recipe(model, tmp_path, model={"lora": {"rank": 2}}, run={"dir": str(tmp_path / "r"), "export": "adapter"}),
+            recipe(
+                model,
+                tmp_path,
+                model={"lora": {"rank": 2}},
+                run={"dir": str(tmp_path / "r"), "export": "adapter"},
+            ),
             quiet=True,
         )
         where = tmp_path / "r/model"
         (where / "adapter_model.safetensors").unlink()
         settings["model"]["adapter"] = str(where)
     with (where / name).open("wb") as file:
-        torch.save({"weight": Bomb(mark)}, file) if name == "adapter_model.bin" else pickle.dump({"weight": Bomb(mark)}, file)
+        torch.save({"weight": Bomb(mark)}, file) if name == "adapter_model.bin" else pickle.dump(
+            {"weight": Bomb(mark)}, file
+        )
     with pytest.raises(Exception):  # noqa: B017 - of the library that reads it, whichever that is
         valence.train(settings, quiet=True)
     assert not mark.exists()
@@ -85,7 +97,10 @@ def test_code_that_comes_with_a_model_is_not_run_unless_asked(tmp_path: Path) ->
     tiny(vocab_size=len(tokenizer), dtype=torch.float32).save_pretrained(model)
     tokenizer.save_pretrained(model)
     config = json.loads((model / "config.json").read_text())
-    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    config |= {
+        "model_type": "strange",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
     (model / "config.json").write_text(json.dumps(config))
     (model / "code.py").write_text(f"import os\nos.mkdir({str(mark)!r})\n")
     with pytest.raises(Exception):  # noqa: B017
@@ -101,7 +116,14 @@ def test_names_in_the_data_are_no_paths(tmp_path: Path) -> None:
     settings = recipe(model, tmp_path, run={"dir": str(tmp_path / "out/run")})
     evil = "../../../evil"
     rows = [
-        {"id": evil, "source": evil, "prompt": f"{evil} {i}", "completion": evil + str(i), "label": bool(i % 2), evil: evil}
+        {
+            "id": evil,
+            "source": evil,
+            "prompt": f"{evil} {i}",
+            "completion": evil + str(i),
+            "label": bool(i % 2),
+            evil: evil,
+        }
         for i in range(8)
     ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -109,4 +131,6 @@ def test_names_in_the_data_are_no_paths(tmp_path: Path) -> None:
     valence.train(settings, quiet=True)
     made = set(tmp_path.rglob("*")) - before
     assert made
-    assert [path for path in made if "evil" in path.name or not path.is_relative_to(tmp_path / "out")] == []
+    assert [
+        path for path in made if "evil" in path.name or not path.is_relative_to(tmp_path / "out")
+    ] == []

@@ -60,7 +60,9 @@ METHODS = {
     "grpo": Facts("grpo", "ranking", True, NoSettings),
 }
 ONLINE = {
-    "grpo": Facts("grpo", "prompt", True, NoSettings, online=True, is_on_policy=True, least_rollouts=2),
+    "grpo": Facts(
+        "grpo", "prompt", True, NoSettings, online=True, is_on_policy=True, least_rollouts=2
+    ),
     "rejection": Facts("rejection", "prompt", True, NoSettings, online=True),
 }
 
@@ -69,7 +71,12 @@ def method_of(name: str, online: bool = False) -> Facts:
     if online and name in ONLINE:
         return ONLINE[name]
     if name not in METHODS:
-        raise UserError(f"there is no method {name!r}", code="method-unknown", where="elsewhere", fix="methods: kto, dpo, sft")
+        raise UserError(
+            f"there is no method {name!r}",
+            code="method-unknown",
+            where="elsewhere",
+            fix="methods: kto, dpo, sft",
+        )
     return METHODS[name]
 
 

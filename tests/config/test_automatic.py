@@ -22,14 +22,28 @@ def loaded(method: str = "kto", online: bool = False, **sections: Any) -> Loaded
     return load_recipe(recipe, method_of=method_of, training=False)
 
 
-@pytest.mark.parametrize(("method", "online", "full", "adapter"), [
-    ("sft", False, 1e-5, 2e-4), ("dft", False, 1e-5, 2e-4), ("rejection", True, 1e-5, 2e-4),
-    ("kto", False, 1e-6, 1e-4), ("dpo", False, 1e-6, 1e-4), ("simpo", False, 1e-6, 1e-4), ("online_kto", True, 1e-6, 1e-4),
-    ("orpo", False, 8e-6, 1e-4), ("online_orpo", True, 8e-6, 1e-4),
-    ("grpo", False, 1e-6, 1e-5), ("grpo", True, 1e-6, 1e-5), ("ppo", True, 1e-6, 1e-5),
-    ("bradley_terry", False, 1e-5, 1e-4), ("pointwise", False, 1e-5, 1e-4),
-])  # fmt: skip
-def test_the_learning_rate_follows_from_method_and_weights(method: str, online: bool, full: float, adapter: float) -> None:
+@pytest.mark.parametrize(
+    ("method", "online", "full", "adapter"),
+    [
+        ("sft", False, 1e-5, 2e-4),
+        ("dft", False, 1e-5, 2e-4),
+        ("rejection", True, 1e-5, 2e-4),
+        ("kto", False, 1e-6, 1e-4),
+        ("dpo", False, 1e-6, 1e-4),
+        ("simpo", False, 1e-6, 1e-4),
+        ("online_kto", True, 1e-6, 1e-4),
+        ("orpo", False, 8e-6, 1e-4),
+        ("online_orpo", True, 8e-6, 1e-4),
+        ("grpo", False, 1e-6, 1e-5),
+        ("grpo", True, 1e-6, 1e-5),
+        ("ppo", True, 1e-6, 1e-5),
+        ("bradley_terry", False, 1e-5, 1e-4),
+        ("pointwise", False, 1e-5, 1e-4),
+    ],
+)
+def test_the_learning_rate_follows_from_method_and_weights(
+    method: str, online: bool, full: float, adapter: float
+) -> None:
     for model, rate, weights in (
         ({}, full, "all weights"),
         ({"lora": {}}, adapter, "adapter"),
@@ -63,9 +77,15 @@ def test_a_learning_rate_of_the_recipe_stays(tmp_path: Path) -> None:
     assert again.recipe.train.learning_rate == 1e-6  # of a run, whatever the table says by now
 
 
-@pytest.mark.parametrize(("cuda", "narrow", "chosen"), [
-    (True, True, "bfloat16"), (True, False, "float32"), (False, True, "bfloat16"), (False, False, "float32"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cuda", "narrow", "chosen"),
+    [
+        (True, True, "bfloat16"),
+        (True, False, "float32"),
+        (False, True, "bfloat16"),
+        (False, False, "float32"),
+    ],
+)
 def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
     cuda: bool, narrow: bool, chosen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +97,9 @@ def test_auto_is_bfloat16_where_the_hardware_multiplies_it(
     found = with_dtype(loaded())
     assert found.recipe.model.dtype == found.settings["model.dtype"].value == chosen
     assert found.settings["model.dtype"].is_automatic
-    assert with_dtype(loaded(model={"name": "m", "dtype": "float64"})).recipe.model.dtype == "float64"
+    assert (
+        with_dtype(loaded(model={"name": "m", "dtype": "float64"})).recipe.model.dtype == "float64"
+    )
 
 
 def test_the_environment_may_choose_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +113,12 @@ def test_the_environment_may_choose_the_type(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_a_run_recorded_replaces_automatic_settings_only() -> None:
     recorded = {"model.dtype": "bfloat16", "train.learning_rate": 1e-5, "train.seed": 3}
     again = with_recorded(with_dtype(loaded()), recorded)
-    assert (again.recipe.model.dtype, again.recipe.train.learning_rate, again.recipe.train.seed) == ("bfloat16", 1e-5, 0)
-    named = with_recorded(loaded(model={"name": "m", "dtype": "float32"}, train={"learning_rate": 1e-3}), recorded)
+    assert (
+        again.recipe.model.dtype,
+        again.recipe.train.learning_rate,
+        again.recipe.train.seed,
+    ) == ("bfloat16", 1e-5, 0)
+    named = with_recorded(
+        loaded(model={"name": "m", "dtype": "float32"}, train={"learning_rate": 1e-3}), recorded
+    )
     assert (named.recipe.model.dtype, named.recipe.train.learning_rate) == ("float32", 1e-3)

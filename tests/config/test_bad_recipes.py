@@ -74,7 +74,10 @@ FILES: dict[str, tuple[bytes, str, str, str]] = {
     "a list as a name": (b"[a, b]: 1\n", ":1", "setting-name-invalid", ""),
     "itself": (b"model: &m\n  name: *m\n", ":1", "recipe-too-deep", ""),
     "aliases": (
-        b"".join(b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9) if n else b"x") for n in range(12)),
+        b"".join(
+            b"a%d: &a%d [%s]\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9) if n else b"x")
+            for n in range(12)
+        ),
         ":6",
         "recipe-too-large",
         "100,000",

@@ -20,7 +20,11 @@ ROWS = {row.name: row for row in settings_table()}
         ("model.lora.dropout", "a number of at least 0 and below 1", "0.0"),
         ("model.lora.targets", 'a list (each text) or "all-linear"', '"all-linear"'),
         ("data.train.N.keys", "names with a value each", "{}"),
-        ("data.eval", "a list (each a section (path, split, subset, format, keys, weight, limit))", "[]"),
+        (
+            "data.eval",
+            "a list (each a section (path, split, subset, format, keys, weight, limit))",
+            "[]",
+        ),
         ("train.learning_rate", 'a number above 0 or "auto"', '"auto"'),
         ("train.schedule", "one of linear, cosine, constant", '"linear"'),
         ("train.betas", "a list of 2 (each a number of at least 0 and below 1)", "[0.9, 0.999]"),
@@ -41,4 +45,6 @@ def test_every_section_is_there():
 
 
 def test_the_settings_of_a_loss():
-    assert settings_table(KtoLoss, "loss.")[0] == SettingRow("loss.beta", "a number above 0", "0.1", "Sharpness.")
+    assert settings_table(KtoLoss, "loss.")[0] == SettingRow(
+        "loss.beta", "a number above 0", "0.1", "Sharpness."
+    )

@@ -1,4 +1,6 @@
-"""Recipes that are right: values, origins, overrides, short forms, paths, and the resolved recipe."""
+"""Recipes that are right: values, origins, overrides, short forms, paths, and the resolved
+recipe.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ def load(*overrides: str, source: object = "recipe.yaml", training: bool = True)
 
 
 def minimal(**sections: object) -> dict[str, object]:
-    return {"method": "kto", "model": {"name": "m"}, "data": {"train": "feedback.jsonl"}, **sections}
+    return {
+        "method": "kto",
+        "model": {"name": "m"},
+        "data": {"train": "feedback.jsonl"},
+        **sections,
+    }
 
 
 def test_values():
@@ -136,21 +143,33 @@ def test_an_override_leaves_the_origins_of_its_neighbours():
 
 @pytest.mark.parametrize(
     "train",
-    ["feedback.jsonl", ["feedback.jsonl"], {"path": "feedback.jsonl"}, [{"path": "feedback.jsonl"}]],
+    [
+        "feedback.jsonl",
+        ["feedback.jsonl"],
+        {"path": "feedback.jsonl"},
+        [{"path": "feedback.jsonl"}],
+    ],
 )
 def test_short_forms_of_data(train: object):
-    assert [s.path for s in load(source=minimal(data={"train": train})).recipe.data.train] == ["feedback.jsonl"]
+    assert [s.path for s in load(source=minimal(data={"train": train})).recipe.data.train] == [
+        "feedback.jsonl"
+    ]
 
 
 def test_a_mistake_in_a_file_without_a_list_has_its_line(folder: Path):
-    (folder / "recipe.yaml").write_text("method: kto\nmodel: m\ndata:\n  train:\n    path: feedback.jsonl\n    kys: {}\n")
-    with raises_error("setting-unknown", where="recipe.yaml:6 (data.train.0.kys)", fix="data.train.0.keys"):
+    (folder / "recipe.yaml").write_text(
+        "method: kto\nmodel: m\ndata:\n  train:\n    path: feedback.jsonl\n    kys: {}\n"
+    )
+    with raises_error(
+        "setting-unknown", where="recipe.yaml:6 (data.train.0.kys)", fix="data.train.0.keys"
+    ):
         load()
 
 
 def test_empty_sections_and_lists_are_as_good_as_none(folder: Path):
     (folder / "recipe.yaml").write_text(
-        "method: kto\nmodel: {name: m}\ndata:\n  train: feedback.jsonl\n  eval:\nloss:\ntrain:\n  # seed: 1\n"
+        "method: kto\nmodel: {name: m}\ndata:\n  train: feedback.jsonl\n  eval:\nloss:\ntrain:\n "
+        " # seed: 1\n"
     )
     assert load().recipe == load(source=minimal()).recipe
 
@@ -165,7 +184,9 @@ def test_a_mapping_may_hold_what_python_has(folder: Path):
 
 
 def test_anchors():
-    text = GOOD.replace("eval: [{path: held_out.jsonl}]", "eval: &rows [held_out.jsonl]\n  test: *rows")
+    text = GOOD.replace(
+        "eval: [{path: held_out.jsonl}]", "eval: &rows [held_out.jsonl]\n  test: *rows"
+    )
     Path("recipe.yaml").write_text(text)
     assert load().recipe.data.test == load().recipe.data.eval
 
@@ -191,7 +212,9 @@ def test_a_recipe_in_another_folder_brings_its_data(folder: Path):
 
 @pytest.mark.parametrize("path", ["owner/data", "owner/data-v1.5", "Owner_1/x.y"])
 def test_hub_ids_stay(path: str):
-    source = load("data.train=[]", f"data.train.0.path={path}", "data.train.0.split=train").recipe.data.train[0]
+    source = load(
+        "data.train=[]", f"data.train.0.path={path}", "data.train.0.split=train"
+    ).recipe.data.train[0]
     assert (source.path, source.split) == (path, "train")
 
 
@@ -206,7 +229,8 @@ def test_without_training_settings_may_have_no_effect_but_not_contradict():
     with raises_error("settings-invalid") as raised:
         load(*words)
     assert {(problem.code, problem.where) for problem in raised.error.problems} == {
-        ("setting-no-effect", f"command line ({name})") for name in ("eval.every", "eval.max_examples", "run.samples.prompts")
+        ("setting-no-effect", f"command line ({name})")
+        for name in ("eval.every", "eval.max_examples", "run.samples.prompts")
     }
     assert load(*words, training=False).recipe.eval.every == 3
     with raises_error("setting-conflict", where="(data.convert)"):
@@ -215,7 +239,12 @@ def test_without_training_settings_may_have_no_effect_but_not_contradict():
 
 @pytest.mark.parametrize(
     "word",
-    ["train.epochs=1e308", "model.lora.rank=1000000000", "run.samples.max_new_tokens=99999999999", f"data.limit={10**30}"],
+    [
+        "train.epochs=1e308",
+        "model.lora.rank=1000000000",
+        "run.samples.max_new_tokens=99999999999",
+        f"data.limit={10**30}",
+    ],
 )
 def test_numbers_beyond_all_use_are_refused(word: str):
     with raises_error("setting-type", where=f"({word.partition('=')[0]})", fix="of at most"):
@@ -226,11 +255,15 @@ def test_rows_in_memory_take_the_place_of_files():
     source: dict[str, object] = {"method": "kto", "model": {"name": "m"}, "eval": {"every": 3}}
     given = load_recipe(source, method_of=method_of, in_memory=("train", "eval"))
     assert given.recipe.eval.every == 3
-    load_recipe({**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train", "eval"))
+    load_recipe(
+        {**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train", "eval")
+    )
     with raises_error("setting-no-effect", where="(eval.every)", fix="data.eval"):
         load_recipe(source, method_of=method_of, in_memory=("train",))
     with raises_error("file-not-found", where="(data.eval.0.path)"):
-        load_recipe({**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train",))
+        load_recipe(
+            {**source, "data": {"eval": "gone.jsonl"}}, method_of=method_of, in_memory=("train",)
+        )
 
 
 # The resolved recipe
@@ -256,7 +289,9 @@ def test_the_resolved_recipe_loads_as_the_same(words: list[str]):
     loaded = load(*words)
     again = resolved_again(loaded)
     assert again.recipe == loaded.recipe
-    assert {n: s.value for n, s in again.settings.items()} == {n: s.value for n, s in loaded.settings.items()}
+    assert {n: s.value for n, s in again.settings.items()} == {
+        n: s.value for n, s in loaded.settings.items()
+    }
     assert all(s.origin.startswith("config.yaml:") for s in again.settings.values())
 
 
@@ -296,7 +331,9 @@ NASTY = [
 
 @pytest.mark.parametrize("text", NASTY)
 def test_any_text_survives(text: str):
-    loaded = load(source=minimal(run={"dir": text}, model={"name": "m", "lora": {"targets": [text]}}))
+    loaded = load(
+        source=minimal(run={"dir": text}, model={"name": "m", "lora": {"targets": [text]}})
+    )
     assert resolved_again(loaded).recipe == loaded.recipe
 
 
@@ -304,7 +341,9 @@ def test_any_text_survives(text: str):
 @given(st.text(min_size=1), st.floats(min_value=1e-300, max_value=1e300))
 def test_any_text_and_number_survive(text: str, number: float):
     try:
-        source = minimal(model={"name": "m", "lora": {"targets": [text]}}, train={"learning_rate": number})
+        source = minimal(
+            model={"name": "m", "lora": {"targets": [text]}}, train={"learning_rate": number}
+        )
         loaded = load(source=source, training=False)
     except UserError as error:
         assert error.code == "text-encoding"  # noqa: PT017
@@ -313,23 +352,45 @@ def test_any_text_and_number_survive(text: str, number: float):
 
 
 def test_loading_imports_no_torch():
-    code = "import sys, valence.config.load as l; print('torch' in sys.modules, 'transformers' in sys.modules)"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    code = (
+        "import sys, valence.config.load as l; print('torch' in sys.modules, 'transformers' "
+        "in sys.modules)"
+    )
+    out = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
     assert out.stdout.split() == ["False", "False"]
 
 
-@pytest.mark.parametrize("data", ["feedback.jsonl", ["feedback.jsonl"], {"train": ["feedback.jsonl"]}], ids=str)
+@pytest.mark.parametrize(
+    "data", ["feedback.jsonl", ["feedback.jsonl"], {"train": ["feedback.jsonl"]}], ids=str
+)
 def test_a_model_and_data_may_be_given_by_their_names_alone(data: object):
     whole = load(source=minimal())
     assert load(source={"method": "kto", "model": "m", "data": data}).recipe == whole.recipe
-    changed = load("model.lora={rank: 4}", source={"method": "kto", "model": "m", "data": data}).recipe
+    changed = load(
+        "model.lora={rank: 4}", source={"method": "kto", "model": "m", "data": data}
+    ).recipe
     assert (changed.model.name, changed.model.lora.rank if changed.model.lora else None) == ("m", 4)
     assert load("model=other", source=minimal()).recipe.model.name == "other"
 
 
-@pytest.mark.parametrize(("written", "dtype"), [
-    ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32"), ("float", "float32"),
-    ("double", "float64"), ("float32", "float32"), ("auto", "auto"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("written", "dtype"),
+    [
+        ("bf16", "bfloat16"),
+        ("BF16", "bfloat16"),
+        ("torch.bfloat16", "bfloat16"),
+        ("fp32", "float32"),
+        ("float", "float32"),
+        ("double", "float64"),
+        ("float32", "float32"),
+        ("auto", "auto"),
+    ],
+)
 def test_types_have_short_names(written: str, dtype: str):
     assert load(f"model.dtype={written}", source=minimal()).settings["model.dtype"].value == dtype

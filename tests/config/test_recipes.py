@@ -1,5 +1,6 @@
-"""The recipes that the repository ships: each loads, with the real table of methods and with the data beside it. Those for large
-models fit the GPUs that they name."""
+"""The recipes that the repository ships: each loads, with the real table of methods and with the
+data beside it. Those for large models fit the GPUs that they name.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
-def test_a_shipped_recipe_loads_anywhere(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_shipped_recipe_loads_anywhere(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.chdir(tmp_path)
     loaded = load_recipe(path, method_of=method_of)
     assert loaded.recipe.run.dir == f"runs/{path.stem}"
@@ -36,14 +39,23 @@ def test_a_shipped_recipe_loads_anywhere(path: Path, tmp_path: Path, monkeypatch
 
 
 def test_every_kind_of_rows_has_a_recipe():
-    used = [method_in(load_recipe(path, method_of=method_of, training=False).recipe) for path in RECIPES]
-    assert {method.kind for method in used} == {method.kind for method in (*METHODS.values(), *ONLINE.values())}
+    used = [
+        method_in(load_recipe(path, method_of=method_of, training=False).recipe) for path in RECIPES
+    ]
+    assert {method.kind for method in used} == {
+        method.kind for method in (*METHODS.values(), *ONLINE.values())
+    }
 
 
 @pytest.mark.parametrize("name", ONLINE)
 def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "prompts.jsonl")
-    given = {"method": name, "model": {"name": "some/model"}, "data": {"train": rows}, "reward": "vader"}
+    given = {
+        "method": name,
+        "model": {"name": "some/model"},
+        "data": {"train": rows},
+        "reward": "vader",
+    }
     loaded = load_recipe(given, method_of=method_of)
     assert loaded.recipe.loss.keys() >= ONLINE[name].loss.settings.keys()
 
@@ -51,27 +63,49 @@ def test_a_method_loads_with_nothing_but_a_model_prompts_and_a_reward(name: str)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_method_loads_with_nothing_but_a_model_and_rows(name: str):
     rows = str(Path(__file__).parents[2] / "examples" / "quickstart" / "feedback.jsonl")
-    loaded = load_recipe({"method": name, "model": {"name": "some/model"}, "data": {"train": rows}}, method_of=method_of)
+    loaded = load_recipe(
+        {"method": name, "model": {"name": "some/model"}, "data": {"train": rows}},
+        method_of=method_of,
+    )
     assert loaded.recipe.loss.keys() == METHODS[name].loss.settings.keys()
 
 
 def test_the_guide_tells_of_every_recipe_and_of_no_other():
     page = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    told = {line.removeprefix("### ").strip() for line in page.splitlines() if line.startswith("### ")}
+    told = {
+        line.removeprefix("### ").strip() for line in page.splitlines() if line.startswith("### ")
+    }
     assert told == {path.name for path in RECIPES}
 
 
-# Recipes for large models: planned for 80 GB, with the shape of the model and rows of the shape of the hub's, and no weights.
+# Recipes for large models: planned for 80 GB, with the shape of the model and rows of the shape of
+# the hub's, and no weights.
 
 HBM = 80e9
 SHAPES: dict[str, tuple[type[PreTrainedConfig], tuple[int, ...], int]] = {
-    "meta-llama/Llama-3.1-8B-Instruct": (LlamaConfig, (4096, 14336, 32, 32, 8, 128256), 8_030_261_248),
-    "meta-llama/Llama-3.3-70B-Instruct": (LlamaConfig, (8192, 28672, 80, 64, 8, 128256), 70_553_706_496),
+    "meta-llama/Llama-3.1-8B-Instruct": (
+        LlamaConfig,
+        (4096, 14336, 32, 32, 8, 128256),
+        8_030_261_248,
+    ),
+    "meta-llama/Llama-3.3-70B-Instruct": (
+        LlamaConfig,
+        (8192, 28672, 80, 64, 8, 128256),
+        70_553_706_496,
+    ),
     "Qwen/Qwen2.5-7B-Instruct": (Qwen2Config, (3584, 18944, 28, 28, 4, 152064), 7_615_616_512),
 }
-"""Of models of the hub: the architecture; hidden and inner size, layers, heads, key and value heads, vocabulary; and the number
-of weights that is published."""
-NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "vocab_size")
+"""Of models of the hub: the architecture; hidden and inner size, layers, heads, key and value
+heads, vocabulary; and the number of weights that is published.
+"""
+NAMES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+)
 LONG = "the sun is a star, and the moon goes round the earth. " * 60
 
 
@@ -83,12 +117,21 @@ def _turns(said: str, answer: str | None = None) -> list[dict[str, str]]:
 def _row(path: str, i: int) -> dict[str, Any]:
     """A row with the columns of a data set of the hub."""
     question, good, bad = f"Question {i}?", f"{LONG}{i}", f"{LONG}not {i}"
-    both = {"chosen": _turns(question, good), "rejected": _turns(question, bad), "score_chosen": 8.0, "score_rejected": 4.0}
+    both = {
+        "chosen": _turns(question, good),
+        "rejected": _turns(question, bad),
+        "score_chosen": 8.0,
+        "score_rejected": 4.0,
+    }
     return {
         "trl-lib/ultrafeedback_binarized": both,
         "HuggingFaceH4/ultrafeedback_binarized": both
         | {"prompt": question, "prompt_id": f"{i:064x}", "messages": _turns(question, good)},
-        "trl-lib/kto-mix-14k": {"prompt": _turns(question), "completion": _turns(question, good)[1:], "label": i % 2 == 0},
+        "trl-lib/kto-mix-14k": {
+            "prompt": _turns(question),
+            "completion": _turns(question, good)[1:],
+            "label": i % 2 == 0,
+        },
         "trl-lib/DeepMath-103K": {"prompt": _turns(question), "solution": f"${i}$"},
     }[path]
 
@@ -101,7 +144,9 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
     """Plans of a recipe on so many GPUs of 80 GB."""
     monkeypatch.setattr(plan, "best_device", lambda: torch.device("cuda"))
     monkeypatch.setattr(plan, "free_memory", lambda _: int(0.97 * HBM))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=HBM))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=HBM)
+    )
 
     def make(name: str, gpus: int, *overrides: str) -> Plan:
         path = ROOT / "recipes" / f"{name}.yaml"
@@ -112,10 +157,18 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Plans:
         tiny_tokenizer().save_pretrained(tmp_path / "model")
         [source], rows = recipe.data.train, tmp_path / "rows.jsonl"
         rows.write_text("".join(json.dumps(_row(source.path, i)) + "\n" for i in range(40)))
-        here = [f"model.name={tmp_path / 'model'}", f"data.train.0.path={rows}", "data.train.0.split=null"]
+        here = [
+            f"model.name={tmp_path / 'model'}",
+            f"data.train.0.path={rows}",
+            "data.train.0.split=null",
+        ]
         for held_out in recipe.data.eval:
             assert held_out.path == source.path
-        loaded = load_recipe(path, [*here, f"data.eval.0.path={rows}", "data.eval.0.split=null", *overrides], method_of=method_of)
+        loaded = load_recipe(
+            path,
+            [*here, f"data.eval.0.path={rows}", "data.eval.0.split=null", *overrides],
+            method_of=method_of,
+        )
         return make_plan(prepare(loaded), group=Planned(gpus))
 
     return make
@@ -149,11 +202,15 @@ def test_a_recipe_for_a_large_model_fits_the_gpus_that_it_names(
 @pytest.mark.slow
 def test_what_the_recipes_say_of_other_machines(planned: Plans):
     assert gigabytes(planned("llama_8b_lora", 1), 4096) == pytest.approx(22.7, abs=0.1)
-    assert gigabytes(planned("llama_8b_lora", 1, "train.checkpointing=off"), 4096) == pytest.approx(50.8, abs=0.1)
+    assert gigabytes(planned("llama_8b_lora", 1, "train.checkpointing=off"), 4096) == pytest.approx(
+        50.8, abs=0.1
+    )
     assert gigabytes(planned("llama_8b_full", 4), 8192) == pytest.approx(66.5, abs=0.1)
     assert gigabytes(planned("llama_8b_full", 1), 8192) > HBM / 1e9  # nothing to split over
     without_tensor = planned("llama_70b", 64, "parallel.tensor=1")
     assert gigabytes(without_tensor, 8192) > HBM / 1e9
     assert gigabytes(planned("llama_70b", 32), 8192) > 0.97 * HBM / 1e9
-    adapter = planned("llama_70b", 8, "model.lora={rank: 16}", "parallel.tensor=1", "train.learning_rate=1.0e-5")
+    adapter = planned(
+        "llama_70b", 8, "model.lora={rank: 16}", "parallel.tensor=1", "train.learning_rate=1.0e-5"
+    )
     assert gigabytes(adapter, 8192) == pytest.approx(45.0, abs=0.1)

@@ -148,7 +148,13 @@ def test_senseless_settings(name: str, folder: Path):
 
 
 EFFECTIVE: dict[str, list[str]] = {
-    "defaults are harmless": ["data.eval=[]", "eval.every=50", "run.export=auto", "data.threshold=null", "data.stratify=false"],
+    "defaults are harmless": [
+        "data.eval=[]",
+        "eval.every=50",
+        "run.export=auto",
+        "data.threshold=null",
+        "data.stratify=false",
+    ],
     "reference defaults": ["method=sft", "reference.cache=auto", "reference.model=null"],
     "evaluation": ["eval.every=7", "eval.at_start=false"],
     "a reference": ["reference.model=m", "reference.cache=folder"],
@@ -160,10 +166,18 @@ EFFECTIVE: dict[str, list[str]] = {
     "samples of the test": ["data.eval=[]", "data.test=held_out.jsonl", "run.samples.prompts=3"],
     "threshold": ["data.convert=scores_to_judgements", "data.threshold=3"],
     "the best ones": ["method=sft", "data.convert=best_to_demonstrations", "data.top_n=3"],
-    "truncated ones": ["method=sft", "data.convert=best_to_demonstrations", "data.mask_truncated=false"],
+    "truncated ones": [
+        "method=sft",
+        "data.convert=best_to_demonstrations",
+        "data.mask_truncated=false",
+    ],
     "difference": ["method=dpo", "data.convert=scores_to_pairs", "data.threshold=0.5"],
     "any difference": ["method=dpo", "data.convert=scores_to_pairs"],
-    "difference of all pairs": ["method=dpo", "data.convert=scores_to_all_pairs", "data.threshold=0.5"],
+    "difference of all pairs": [
+        "method=dpo",
+        "data.convert=scores_to_all_pairs",
+        "data.threshold=0.5",
+    ],
     "rankings": ["method=grpo", "data.convert=scores_to_rankings"],
     "judgements as verdicts": ["method=pointwise", "data.convert=pairs_to_judgements"],
     "scores as verdicts": ["method=pointwise", "data.convert=rankings_to_scored"],
@@ -194,7 +208,9 @@ def load_top_p(method: str, *overrides: str) -> float:
 
 @pytest.mark.parametrize("method", CREDITS)
 @pytest.mark.parametrize("correction", ["2.0", "null"])
-def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(method: str, correction: str):
+def test_methods_with_a_ratio_of_probabilities_sample_from_the_whole_vocabulary(
+    method: str, correction: str
+):
     """With or without the correction: no weight brings back tokens that are never drawn."""
     overrides = ("rollout.top_p=0.9", f"loss.correction={correction}")
     with raises_error("setting-conflict", where="rollout.top_p", fix="online_dpo") as raised:

@@ -12,7 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.units import models_for, objective, policy_and_reference, policy_with_values, sampled, units, units_for
+from tests.units import (
+    models_for,
+    objective,
+    policy_and_reference,
+    policy_with_values,
+    sampled,
+    units,
+    units_for,
+)
 from valence.batching.micro_batches import make_micro_batch
 from valence.data.sampler import canonical_order
 from valence.losses import LOSSES
@@ -33,15 +41,25 @@ NEVER_ALONE = 10_000
 ONE_EACH, SEVERAL = 1, 60
 """Tokens of a micro-batch: each row of data has one of its own, or several share one."""
 ON: dict[str, dict[str, Any]] = {
-    "humanline": {"humanline": (-0.05, 0.1)}, "ld_alpha": {"ld_alpha": 0.3}, "smoothing": {"label_smoothing": 0.2},
-    "f_divergence": {"f_divergence": "js"}, "wpo": {"wpo": True}, "nll": {"nll_weight": 0.7},
+    "humanline": {"humanline": (-0.05, 0.1)},
+    "ld_alpha": {"ld_alpha": 0.3},
+    "smoothing": {"label_smoothing": 0.2},
+    "f_divergence": {"f_divergence": "js"},
+    "wpo": {"wpo": True},
+    "nll": {"nll_weight": 0.7},
     "kl_penalty": {"kl_weight": 0.5},
-}  # fmt: skip
+}
 """Settings that turn each modifier on, of those that act on rows as they are stored."""
-OF_SAMPLED: dict[str, dict[str, Any]] = {"correction": {"correction": 1.1}, "value": {"value": True}}
+OF_SAMPLED: dict[str, dict[str, Any]] = {
+    "correction": {"correction": 1.1},
+    "value": {"value": True},
+}
 """Of those that act on answers with what was known of them when they were sampled."""
 CASES = [(name, {}) for name in ROWS] + [
-    (name, SUMMED.get(name, {}) | ON[modifier]) for name in ROWS for modifier in LOSSES[name].modifiers if modifier in ON
+    (name, SUMMED.get(name, {}) | ON[modifier])
+    for name in ROWS
+    for modifier in LOSSES[name].modifiers
+    if modifier in ON
 ]
 CASES += [
     ("dpo", {"nll_weight": 1.0, "nll_average": "sequence"}),
@@ -51,7 +69,9 @@ NAMES = [" ".join([name, *settings]) for name, settings in CASES]
 
 
 POLICIES = [name for name in ROWS if LOSSES[name].credit]
-GIVEN = [(name, (ON | OF_SAMPLED)[modifier]) for name in POLICIES for modifier in LOSSES[name].modifiers]
+GIVEN = [
+    (name, (ON | OF_SAMPLED)[modifier]) for name in POLICIES for modifier in LOSSES[name].modifiers
+]
 EVERY = {"correction": 1.1, "kl_weight": 0.5}
 GIVEN_NAMES = [" ".join([name, *settings]) for name, settings in GIVEN]
 models_of = cache(models_for)
@@ -63,8 +83,12 @@ def in_order(rows: list[TokenizedExample]) -> list[TokenizedExample]:
     return [rows[i] for i in canonical_order(rows, 0, 0)]
 
 
-def gradient(objective: Objective, rows: list[TokenizedExample]) -> tuple[StepResult, dict[str, float], Tensor]:
-    """The outcome of a step's rows, its pooled numbers, and the gradient of all weights as one vector."""
+def gradient(
+    objective: Objective, rows: list[TokenizedExample]
+) -> tuple[StepResult, dict[str, float], Tensor]:
+    """The outcome of a step's rows, its pooled numbers, and the gradient of all weights as one
+    vector.
+    """
     objective.policy.zero_grad()
     outcome = objective.run(in_order(rows), backward=True)
     meter = Meter()
@@ -77,14 +101,18 @@ def gradient(objective: Objective, rows: list[TokenizedExample]) -> tuple[StepRe
 
 def slopes(policy: PolicyModel) -> Tensor:
     """The gradients of all weights as one vector, with 0 where nothing reads a weight."""
-    return torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()])
+    return torch.cat(
+        [(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in policy.parameters()]
+    )
 
 
 SPLITS = [(ONE_EACH, SEVERAL), pytest.param((24, 33, NEVER_ALONE), marks=pytest.mark.slow)]
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
-def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name: str, settings: dict[str, Any]) -> None:
+def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
+    name: str, settings: dict[str, Any]
+) -> None:
     budgets = (SEVERAL,) if settings else (ONE_EACH, SEVERAL)
     whole = same_however_cut(name, settings, models_of(name), units_for(name), budgets)
     assert whole.class_sums is None or LOSSES[name].shifts
@@ -93,12 +121,16 @@ def test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name:
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=NAMES)
 def test_more_ways_to_cut_a_step(name: str, settings: dict[str, Any]) -> None:
-    same_however_cut(name, settings, models_of(name), units_for(name), (ONE_EACH, 24, 33, SEVERAL, NEVER_ALONE))
+    same_however_cut(
+        name, settings, models_of(name), units_for(name), (ONE_EACH, 24, 33, SEVERAL, NEVER_ALONE)
+    )
 
 
 @pytest.mark.parametrize("budgets", SPLITS, ids=["few", "more"])
 @pytest.mark.parametrize("name", POLICIES)
-def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_order(name: str, budgets: Sequence[int]) -> None:
+def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_order(
+    name: str, budgets: Sequence[int]
+) -> None:
     """With no reference, where none is read; and with every term."""
     if name == "ppo":
         same_however_cut(name, {**EVERY, "value": True}, valued(), sampled(), budgets)
@@ -110,8 +142,10 @@ def test_answers_with_what_was_known_of_them_do_not_depend_on_micro_batches_or_o
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_masked_answers_do_not_depend_on_micro_batches_or_order(name: str) -> None:
-    """Also in micro-batches that have nothing else. They have no gradient, and count in averages over
-    answers but not in those over tokens."""
+    """Also in micro-batches that have nothing else.
+
+    They have no gradient, and count in averages over answers but not in those over tokens.
+    """
     settings = {**EVERY, "value": True} if name == "ppo" else EVERY
     models = valued() if name == "ppo" else models_of(name)
     rows = [masked(row) if i % 3 == 1 else row for i, row in enumerate(sampled())]
@@ -135,10 +169,15 @@ def masked(row: TokenizedExample) -> TokenizedExample:
 
 
 def same_however_cut(
-    name: str, settings: dict[str, Any], models: tuple[PolicyModel, Reference | None], rows: list[TokenizedExample],
+    name: str,
+    settings: dict[str, Any],
+    models: tuple[PolicyModel, Reference | None],
+    rows: list[TokenizedExample],
     budgets: Sequence[int],
-) -> StepResult:  # fmt: skip
-    """Loss, gradient and numbers of a step in one micro-batch and in many, in any order. budgets: tokens of a micro-batch."""
+) -> StepResult:
+    """Loss, gradient and numbers of a step in one micro-batch and in many, in any order. budgets:
+    tokens of a micro-batch.
+    """
 
     def made(budget: int) -> Objective:
         found = objective(name, *models, budget=budget, **settings)
@@ -179,7 +218,9 @@ def plain_gradient(name: str) -> Tensor:
 
 
 @pytest.mark.parametrize(("name", "settings"), GIVEN, ids=GIVEN_NAMES)
-def test_a_modifier_of_sampled_answers_changes_the_gradient(name: str, settings: dict[str, Any]) -> None:
+def test_a_modifier_of_sampled_answers_changes_the_gradient(
+    name: str, settings: dict[str, Any]
+) -> None:
     """Also beside answers of which nothing is known that it reads, where it has no effect."""
     policy, reference = valued() if settings.get("value") else models_of(name)
     off: dict[str, Any] = {"correction": None}
@@ -211,7 +252,9 @@ def test_finite_and_exact_when_policy_equals_reference(name: str) -> None:
     assert numbers.get("rewards/accuracies", 0.5) == 0.5
 
 
-def of_the_step(made: Objective, batch: MicroBatch) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
+def of_the_step(
+    made: Objective, batch: MicroBatch
+) -> tuple[dict[Average, Tensor], dict[str, Tensor]]:
     """What averages divide by, and what losses share, in a step of this micro-batch alone."""
     loss, shared = made.method.loss, dict[str, Tensor]()
     names = loss.averages(made.settings)
@@ -225,11 +268,15 @@ def of_the_step(made: Objective, batch: MicroBatch) -> tuple[dict[Average, Tenso
 
 @pytest.mark.parametrize("name", [name for name in ROWS if not LOSSES[name].is_reward_model])
 def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -> None:
-    """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's log-probability."""
+    """At r = 0 (and equal likelihoods), by the gradient of the loss with respect to every token's
+    log-probability.
+    """
     policy, reference = models_of(name)
     made = objective(name, policy, reference)
     loss = made.method.loss
-    rows = [replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0]
+    rows = [
+        replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0
+    ]
     (batch,) = made.divide(rows).local
     n = torch.bincount(batch.read[1])[batch.seq].double()
     logp = (-batch.mask.double() / n).requires_grad_()
@@ -258,7 +305,9 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_given_advantage_has_its_direction(name: str) -> None:
-    """Where the policy that answers is the one that trains: of every token, or of all of an answer that is judged as a whole."""
+    """Where the policy that answers is the one that trains: of every token, or of all of an answer
+    that is judged as a whole.
+    """
     made = objective(name, models_of(name)[0], None)
     loss = made.method.loss
     (batch,) = made.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
@@ -278,7 +327,10 @@ def test_scores_move_in_the_declared_direction(name: str) -> None:
     policy, _ = models_of(name)
     assert isinstance(policy, Scorer)
     made = objective(name, policy, None)
-    loss, rows = made.method.loss, [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0]
+    loss, rows = (
+        made.method.loss,
+        [replace(row, margin=0.0) for row in units_for(name) if row.weight > 0],
+    )
     (batch,) = made.divide(rows).local
     count, shared = of_the_step(made, batch)
     if policy.thresholds is not None:
@@ -305,7 +357,9 @@ def test_a_weight_multiplies_and_never_divides(name: str) -> None:
     policy, reference = models_of(name)
     rows = units_for(name)
     once, _, grad = gradient(objective(name, policy, reference), rows)
-    twice, _, doubled = gradient(objective(name, policy, reference), [replace(r, weight=2 * r.weight) for r in rows])
+    twice, _, doubled = gradient(
+        objective(name, policy, reference), [replace(r, weight=2 * r.weight) for r in rows]
+    )
     assert float(twice.loss) == pytest.approx(2 * float(once.loss), rel=1e-12)
     torch.testing.assert_close(doubled, 2 * grad, rtol=1e-10, atol=1e-12)
 
@@ -324,15 +378,21 @@ def test_measuring_sequences_get_no_gradient(name: str, budget: int) -> None:
     pairs, _ = made.make_kl_pairs(rows, ())
     with torch.no_grad():
         batch = make_micro_batch(pairs)
-        _, sums = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, view="seq")
+        _, sums = made.method.loss.read(
+            batch, policy(batch), reference(batch), made.settings, view="seq"
+        )
     z0, raw = reference_point(made.method.loss.statistic(sums["logp"], sums["ref"], batch.group, 1))
     assert raw.abs().max() > 1e-3  # else this would hold by accident
     assert numbers["kl/raw"] == pytest.approx(float(raw), rel=1e-10)
     policy.zero_grad()
     for batch in made.divide(rows).local:
         shared = {"z0": torch.full((batch.sequences,), float(z0), dtype=torch.float64)}
-        plain, view = made.method.loss.read(batch, policy(batch), reference(batch), made.settings, shared)
-        made.method.loss.total(plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}).backward()
+        plain, view = made.method.loss.read(
+            batch, policy(batch), reference(batch), made.settings, shared
+        )
+        made.method.loss.total(
+            plain, view, made.settings, {"seq_mean": torch.tensor(len(rows))}
+        ).backward()
     torch.testing.assert_close(grad, slopes(policy), rtol=1e-10, atol=1e-12)
 
 
@@ -341,16 +401,23 @@ def test_an_absent_class_is_left_out_and_never_zero() -> None:
     rows = [replace(row, label=True) for row in units("judgement")]
     _, numbers, grad = gradient(objective("kto", policy, reference), rows)
     assert "rewards/chosen" in numbers
-    assert not {"rewards/rejected", "rewards/margins", "rewards/auc", "logps/rejected"} & numbers.keys()
+    assert (
+        not {"rewards/rejected", "rewards/margins", "rewards/auc", "logps/rejected"}
+        & numbers.keys()
+    )
     assert torch.isfinite(grad).all()
 
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_token_of_the_prompt_is_context_only(name: str) -> None:
-    """Summed log-probabilities are over completions: a longer prompt leaves the counts as they are."""
+    """Summed log-probabilities are over completions: a longer prompt leaves the counts as they
+    are.
+    """
     policy, reference = models_of(name)
     made = objective(name, policy, reference)
     rows = in_order(units_for(name))
     outcome = made.run(rows, backward=False, rows=True)
     measured = {(r.unit, r.side): r.tokens for r in outcome.rows}
-    assert measured == {(i, side): len(a.ids) for i, row in enumerate(rows) for side, a in enumerate(row.answers)}
+    assert measured == {
+        (i, side): len(a.ids) for i, row in enumerate(rows) for side, a in enumerate(row.answers)
+    }

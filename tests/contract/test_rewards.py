@@ -1,10 +1,10 @@
 """The implicit reward that a row reports is the one that its loss optimizes.
 
 For every row that reads pairs, with each modifier: a loss depends on a completion only through its
-reward, so that the gradients of both with respect to what is measured of that completion (log-probability,
-reference, length, or each token) are parallel; and the loss prefers a pair to the same pair turned round
-exactly where the chosen side has the larger reward. A new row is tested without being named here, unless
-it belongs in ``SEPARATE`` or ``NOT_COMPARABLE_REVERSED``.
+reward, so that the gradients of both with respect to what is measured of that completion
+(log-probability, reference, length, or each token) are parallel; and the loss prefers a pair to the
+same pair turned round exactly where the chosen side has the larger reward. A new row is tested
+without being named here, unless it belongs in ``SEPARATE`` or ``NOT_COMPARABLE_REVERSED``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from valence.types import PolicyOutput
 PAIRED = [name for name, loss in LOSSES.items() if loss.view == "pair"]
 OTHERS: dict[str, list[dict[str, Any]]] = {
     "ipo": [{"normalize": False}, {"f_divergence": "alpha"}],
-    "dpo": [{"f_divergence": name} for name in ("forward_kl", "js", "alpha")] + [{"ld_alpha": 0.0, "humanline": (-0.5, 0.2)}],
+    "dpo": [{"f_divergence": name} for name in ("forward_kl", "js", "alpha")]
+    + [{"ld_alpha": 0.0, "humanline": (-0.5, 0.2)}],
     "dpop": [{"penalty": 0.0}, {"penalty": 3.0}],
     "slic": [{"nll_weight": 0.0, "margin": 0.2}],
 }
@@ -42,10 +43,16 @@ CASES += [
     if modifier in ("humanline", "ld_alpha", "f_divergence", "smoothing", "wpo")
 ]
 CASES += [(name, settings) for name, several in OTHERS.items() for settings in several]
-IDS = [" ".join([name, *(f"{key}={value}" for key, value in settings.items())]) for name, settings in CASES]
+IDS = [
+    " ".join([name, *(f"{key}={value}" for key, value in settings.items())])
+    for name, settings in CASES
+]
 
 SEPARATE = {"slic", "orpo", "apo_zero", "apo_down", "nca", "bco_pair", "sppo"}
-"""Rows that also look at each side by itself. All others are functions of the difference of both rewards."""
+"""Rows that also look at each side by itself.
+
+All others are functions of the difference of both rewards.
+"""
 NOT_COMPARABLE_REVERSED = {
     "dpop": "its penalty is on the chosen side alone",
     "discopop": "it is not monotone: a small lead costs more than a small deficit",
@@ -66,10 +73,18 @@ def measured(loss: Loss, seed: int, *, margin: float = 0.0) -> dict[str, Tensor]
         mean = -2 + torch.randn(PAIRS, generator=draw, dtype=torch.float64)
         view |= {f"n_{side}": n, f"logp_{side}": n * mean.clamp(max=-0.01)}
         if loss.needs_reference:
-            view[f"ref_{side}"] = view[f"logp_{side}"] + 3 * torch.randn(PAIRS, generator=draw, dtype=torch.float64)
+            view[f"ref_{side}"] = view[f"logp_{side}"] + 3 * torch.randn(
+                PAIRS, generator=draw, dtype=torch.float64
+            )
     for values in view.values():
         values.requires_grad_()
-    rest = {"margin": margin, "soft": math.nan, "weight": 1.0, "confidence_w": -0.3, "confidence_l": -0.2}
+    rest = {
+        "margin": margin,
+        "soft": math.nan,
+        "weight": 1.0,
+        "confidence_w": -0.3,
+        "confidence_l": -0.2,
+    }
     view |= {name: torch.full((PAIRS,), value, dtype=torch.float64) for name, value in rest.items()}
     return view | {"delta": torch.tensor(0.2 if loss.shifts else 0.0, dtype=torch.float64)}
 
@@ -82,17 +97,31 @@ def read(loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]) -> dict[
 
 def losses_of(loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]) -> Tensor:
     """The loss of each pair as the only one of its step [P]."""
-    one_by_one = [{k: v[i : i + 1] if v.ndim else v for k, v in view.items()} for i in range(len(view["n_w"]))]
-    return torch.cat([loss(each, settings) for each in one_by_one]) if loss.couples else loss(view, settings)
+    one_by_one = [
+        {k: v[i : i + 1] if v.ndim else v for k, v in view.items()} for i in range(len(view["n_w"]))
+    ]
+    return (
+        torch.cat([loss(each, settings) for each in one_by_one])
+        if loss.couples
+        else loss(view, settings)
+    )
 
 
-def rewards_of(loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def rewards_of(
+    loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]
+) -> tuple[Tensor, Tensor]:
     """As ``Loss.rewards``, with gradient."""
     assert loss.reward is not None
     found: list[Tensor] = []
     for side in "wl":
-        sums = {name: view[f"{name}_{side}"] for name in ("logp", "ref", "n") if f"{name}_{side}" in view}
-        found.append(loss.reward(sums | {"chosen": torch.full((len(sums["n"]),), side == "w")}, settings))
+        sums = {
+            name: view[f"{name}_{side}"]
+            for name in ("logp", "ref", "n")
+            if f"{name}_{side}" in view
+        }
+        found.append(
+            loss.reward(sums | {"chosen": torch.full((len(sums["n"]),), side == "w")}, settings)
+        )
     reported = loss.rewards(view, settings)
     assert reported is not None
     assert all(torch.equal(a.detach(), b) for a, b in zip(found, reported, strict=True))
@@ -102,17 +131,27 @@ def rewards_of(loss: Loss, view: dict[str, Tensor], settings: dict[str, Any]) ->
 def slopes(values: Tensor, leaves: list[Tensor]) -> Tensor:
     """[P, leaves]: gradient of each value with respect to its own pair's leaves."""
     found = torch.autograd.grad(values.sum(), leaves, retain_graph=True, allow_unused=True)
-    return torch.stack([torch.zeros_like(leaf) if each is None else each for each, leaf in zip(found, leaves, strict=True)], -1)
+    return torch.stack(
+        [
+            torch.zeros_like(leaf) if each is None else each
+            for each, leaf in zip(found, leaves, strict=True)
+        ],
+        -1,
+    )
 
 
 @pytest.mark.parametrize(("name", "settings"), CASES, ids=IDS)
-def test_a_loss_depends_on_a_completion_only_through_its_reward(name: str, settings: dict[str, Any]) -> None:
+def test_a_loss_depends_on_a_completion_only_through_its_reward(
+    name: str, settings: dict[str, Any]
+) -> None:
     loss, given = LOSSES[name], resolve(name, settings)
     plain = measured(loss, 0, margin=0.25)
     view = read(loss, plain, given)
     values, by_side = losses_of(loss, view, given), []
     for side, reward in zip("wl", rewards_of(loss, view, given), strict=True):
-        leaves = [plain[f"{each}_{side}"] for each in ("logp", "ref", "n") if f"{each}_{side}" in plain]
+        leaves = [
+            plain[f"{each}_{side}"] for each in ("logp", "ref", "n") if f"{each}_{side}" in plain
+        ]
         of_loss, of_reward = slopes(values, leaves), slopes(reward, leaves)
         share = (of_loss * of_reward).sum(-1) / of_reward.square().sum(-1)
         torch.testing.assert_close(of_loss, share[:, None] * of_reward, rtol=1e-9, atol=1e-12)
@@ -125,12 +164,19 @@ def test_a_loss_depends_on_a_completion_only_through_its_reward(name: str, setti
 REVERSIBLE = [(name, settings) for name, settings in CASES if name not in NOT_COMPARABLE_REVERSED]
 
 
-@pytest.mark.parametrize(("name", "settings"), REVERSIBLE, ids=[IDS[CASES.index(case)] for case in REVERSIBLE])
-def test_a_loss_prefers_the_order_in_which_the_chosen_side_has_the_larger_reward(name: str, settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"), REVERSIBLE, ids=[IDS[CASES.index(case)] for case in REVERSIBLE]
+)
+def test_a_loss_prefers_the_order_in_which_the_chosen_side_has_the_larger_reward(
+    name: str, settings: dict[str, Any]
+) -> None:
     loss, given = LOSSES[name], resolve(name, settings)
     plain = measured(loss, 1)
     swap = str.maketrans("wl", "lw")
-    turned = {key[:-1] + key[-1].translate(swap) if key[-2:] in ("_w", "_l") else key: v for key, v in plain.items()}
+    turned = {
+        key[:-1] + key[-1].translate(swap) if key[-2:] in ("_w", "_l") else key: v
+        for key, v in plain.items()
+    }
     views = [read(loss, each, given) for each in (plain, turned)]
     here, there = (losses_of(loss, view, given).detach() for view in views)
     chosen, rejected = (each.detach() for each in rewards_of(loss, views[0], given))
@@ -141,26 +187,43 @@ def test_a_loss_prefers_the_order_in_which_the_chosen_side_has_the_larger_reward
 
 
 def test_the_penalty_of_dpop_is_in_its_reward() -> None:
-    """A pair in which both completions become rarer, the rejected one more: d > 0, and the loss is above log 2."""
+    """A pair in which both completions become rarer, the rejected one more: d > 0, and the loss is
+    above log 2.
+    """
     loss, given = LOSSES["dpop"], resolve("dpop", {"beta": 0.5, "penalty": 50.0})
-    view = {name: torch.tensor([value], dtype=torch.float64) for name, value in
-            {"logp_w": -10.1, "ref_w": -10.0, "n_w": 3.0, "logp_l": -11.0, "ref_l": -10.0, "n_l": 3.0}.items()}  # fmt: skip
+    view = {
+        name: torch.tensor([value], dtype=torch.float64)
+        for name, value in {
+            "logp_w": -10.1,
+            "ref_w": -10.0,
+            "n_w": 3.0,
+            "logp_l": -11.0,
+            "ref_l": -10.0,
+            "n_l": 3.0,
+        }.items()
+    }
     (chosen,), (rejected,) = loss.rewards(view, given)  # type: ignore[misc]
     assert float(chosen) == pytest.approx(0.5 * (-0.1 - 50 * 0.1))
     assert float(rejected) == pytest.approx(-0.5)
     assert float(loss(view, given)) > math.log(2)
 
 
-TOKENS = [(name, settings) for name, settings in CASES if settings.keys() & {"humanline", "ld_alpha"}]
+TOKENS = [
+    (name, settings) for name, settings in CASES if settings.keys() & {"humanline", "ld_alpha"}
+]
 
 
-@pytest.mark.parametrize(("name", "settings"), TOKENS, ids=[IDS[CASES.index(case)] for case in TOKENS])
+@pytest.mark.parametrize(
+    ("name", "settings"), TOKENS, ids=[IDS[CASES.index(case)] for case in TOKENS]
+)
 def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) -> None:
     """Tokens that count less for the loss, or have no gradient, count as little for the reward."""
     loss, given = LOSSES[name], resolve(name, settings)
     batch = make_micro_batch(units("preference"))
     draw = torch.Generator().manual_seed(2)
-    logp, ref = (-2 + torch.randn(len(batch.tokens), generator=draw, dtype=torch.float64) for _ in range(2))
+    logp, ref = (
+        -2 + torch.randn(len(batch.tokens), generator=draw, dtype=torch.float64) for _ in range(2)
+    )
     logp = logp.requires_grad_()
     reference = ref if loss.needs_reference else None
     shared = {"delta": torch.tensor(0.2, dtype=torch.float64)} if loss.shifts else {}
@@ -175,7 +238,10 @@ def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) 
     chosen_only = torch.autograd.grad(rewards[0].sum(), logp, retain_graph=True)[0]
     values = losses_of(loss, view, given)
     owner = batch.seq
-    of_loss, of_reward = (torch.autograd.grad(v.sum(), logp, retain_graph=True)[0] for v in (values, rewards[0] + rewards[1]))
+    of_loss, of_reward = (
+        torch.autograd.grad(v.sum(), logp, retain_graph=True)[0]
+        for v in (values, rewards[0] + rewards[1])
+    )
     assert (chosen_only != 0).any()
     for sequence in range(batch.sequences):
         rows = batch.scored[owner[batch.scored] == sequence]
@@ -198,10 +264,18 @@ def test_rows_have_the_rewards_of_the_metrics(name: str, settings: dict[str, Any
     outcome = objective(name, *models(), budget=40, **settings).run(rows, backward=False, rows=True)
     assert outcome.micro_batches > 1
     labels = {i: row.label for i, row in enumerate(rows)}
-    is_chosen = [side.side == 0 if labels[side.unit] is None else labels[side.unit] for side in outcome.rows]
+    is_chosen = [
+        side.side == 0 if labels[side.unit] is None else labels[side.unit] for side in outcome.rows
+    ]
     for metric, wanted in (("rewards/chosen", True), ("rewards/rejected", False)):
         parts = outcome.metrics[metric]
-        total, count = (sum(float(getattr(part, field)) for part in parts) for field in ("total", "count"))
-        own = [side.reward for side, chosen in zip(outcome.rows, is_chosen, strict=True) if chosen == wanted]
+        total, count = (
+            sum(float(getattr(part, field)) for part in parts) for field in ("total", "count")
+        )
+        own = [
+            side.reward
+            for side, chosen in zip(outcome.rows, is_chosen, strict=True)
+            if chosen == wanted
+        ]
         assert count == len(own)
         assert total / count == pytest.approx(fmean(own), rel=1e-9)  # type: ignore[arg-type]

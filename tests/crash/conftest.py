@@ -15,7 +15,8 @@ from tests.crash.rig import Disk, Place
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 
-collect_ignore_glob = [] if Path("/proc/self/fd").is_dir() else ["test_*.py"]  # which says what file an operation is on
+# which says what file an operation is on
+collect_ignore_glob = [] if Path("/proc/self/fd").is_dir() else ["test_*.py"]
 
 
 @pytest.fixture(scope="session")
@@ -38,7 +39,9 @@ def disk() -> Iterator[Disk]:
 
 @pytest.fixture(autouse=True)
 def no_callbacks() -> Iterator[None]:
-    """What a signal's handler raises is lost in a function that is called when objects are collected. Hypothesis has one."""
+    """What a signal's handler raises is lost in a function that is called when objects are
+    collected. Hypothesis has one.
+    """
     kept = gc.callbacks.copy()
     gc.callbacks.clear()
     yield

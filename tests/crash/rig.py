@@ -1,4 +1,6 @@
-"""Runs inside the test's own process: what a kill would leave of them, and disks, clocks and signals that do their worst."""
+"""Runs inside the test's own process: what a kill would leave of them, and disks, clocks and
+signals that do their worst.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from valence.models.policy_model import PolicyModel
 
 CASE = {case.name: case for case in CASES}
 STEPS = 13
-"""Of a run, unless a test says otherwise: an epoch has 5, and none of it ends with a save, an evaluation or the log's window."""
+"""Of a run, unless a test says otherwise: an epoch has 5, and none of it ends with a save, an
+evaluation or the log's window.
+"""
 WITHOUT_EFFECT = ("save_every", "keep_best", "max_failed_saves", "max_time")
 """Settings of ``run`` that change none of a run's numbers."""
 Act = Callable[[str, str], None]
@@ -32,7 +36,9 @@ class Halt(BaseException):
 
 
 class Disk:
-    """Every operation that changes files, before it happens: ``fault`` gets its name and path, and may raise OSError."""
+    """Every operation that changes files, before it happens: ``fault`` gets its name and path, and
+    may raise OSError.
+    """
 
     fault: Act | None = None
     _watched = False
@@ -63,7 +69,9 @@ class Disk:
 
 
 class Place:
-    """A folder with a model and rows, and the runs of recipes on them that nothing has disturbed."""
+    """A folder with a model and rows, and the runs of recipes on them that nothing has
+    disturbed.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -91,7 +99,9 @@ class Place:
         """The run without any disturbance, which runs share that differ in WITHOUT_EFFECT."""
         settings = sections.get("run", {})
         kept = {name: value for name, value in settings.items() if name not in WITHOUT_EFFECT}
-        sections = {name: section for name, section in (sections | {"run": kept}).items() if section}
+        sections = {
+            name: section for name, section in (sections | {"run": kept}).items() if section
+        }
         key = json.dumps([case.name, sections])
         if key not in self._alone:
             run = self.folder / f"alone {len(self._alone)}"
@@ -101,7 +111,9 @@ class Place:
 
 
 def frozen(run: Path, to: Path) -> Path:
-    """A run's folder as a kill would leave it now, but that its lock names nobody: whom it would name lives on."""
+    """A run's folder as a kill would leave it now, but that its lock names nobody: whom it would
+    name lives on.
+    """
     if run.is_dir():
         shutil.copytree(run, to)
         if (to / "run.lock").exists():
@@ -127,7 +139,9 @@ def count_steps() -> Iterator[list[int]]:
 
 
 def in_step(monkeypatch: Any, step: int, act: Callable[[], None], *, batch: int = 0) -> None:
-    """Calls ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number ``batch`` (from 0)."""
+    """Calls ``act`` once, in optimizer step number ``step`` (from 1), before its micro-batch number
+    ``batch`` (from 0).
+    """
     at = {"step": 0, "batch": 0, "done": 0}
     number, forward = Sampler.step, PolicyModel.forward
 

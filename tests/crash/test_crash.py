@@ -1,4 +1,6 @@
-"""Killed at any moment and started again, a run ends with the weights, the log and the evaluations it would have had."""
+"""Killed at any moment and started again, a run ends with the weights, the log and the evaluations
+it would have had.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,16 @@ def test_processes_killed_at_random_end_as_if_nothing_had_been(laboratory: Labor
     def killed(name: str) -> list[Trial]:
         draw, trials = random.Random(name), list[Trial]()
         while sum(trial.kills for trial in trials) < 3:
-            trials.append(laboratory.until_done(CASE[name], laboratory.folder / f"{name} {len(trials)}", draw))
+            trials.append(
+                laboratory.until_done(CASE[name], laboratory.folder / f"{name} {len(trials)}", draw)
+            )
         return trials
 
     with ThreadPoolExecutor(len(KILLED)) as workers:
         found = dict(zip(KILLED, workers.map(killed, KILLED), strict=True))
-    assert [(name, trial.wrong) for name, trials in found.items() for trial in trials if trial.wrong] == []
+    assert [
+        (name, trial.wrong) for name, trials in found.items() for trial in trials if trial.wrong
+    ] == []
 
 
 @pytest.mark.dist
@@ -74,7 +80,9 @@ def test_a_process_that_is_killed_in_a_save_leaves_its_lock_and_is_resumed(
     assert differences(run, place.alone(CASE["kto, lora"])) == []
 
 
-def killed_in_save(case: str, place: Place, disk: Disk, folder: Path, only: str | None = None) -> list[tuple[str, Path]]:
+def killed_in_save(
+    case: str, place: Place, disk: Disk, folder: Path, only: str | None = None
+) -> list[tuple[str, Path]]:
     """The file operations of a save, or those of one name, with the run as it was before each."""
     run = folder / "run"
     left: list[tuple[str, Path]] = []
@@ -96,7 +104,9 @@ def resumes(case: str, place: Place, run: Path, about: object) -> None:
     assert differences(run, place.alone(CASE[case], **SHORT)) == [], about
 
 
-def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+def test_some_operations_of_a_save_may_be_the_last(
+    place: Place, disk: Disk, tmp_path: Path
+) -> None:
     """The renames: of the new checkpoint, and of the old one that is removed.
 
     The slow test has all operations.
@@ -109,7 +119,9 @@ def test_some_operations_of_a_save_may_be_the_last(place: Place, disk: Disk, tmp
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "stride"), [("kto, lora", 1), ("sft, whole models", 4)])
-def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place: Place, disk: Disk, tmp_path: Path) -> None:
+def test_every_operation_of_a_save_may_be_the_last(
+    name: str, stride: int, place: Place, disk: Disk, tmp_path: Path
+) -> None:
     """What is there before each of its operations is resumed."""
     left = killed_in_save(name, place, disk, tmp_path)
     assert {"os.mkdir", "os.fsync", "os.rename", "open"} <= {operation for operation, _ in left}
@@ -118,11 +130,14 @@ def test_every_operation_of_a_save_may_be_the_last(name: str, stride: int, place
         resumes(name, place, run, (run.name, operation))
 
 
-def killed_elsewhere(case: str, place: Place, disk: Disk, folder: Path) -> dict[tuple[str, str], Path]:
-    """The run as it was before the second file operation of each kind on each kind of file, or the only one.
+def killed_elsewhere(
+    case: str, place: Place, disk: Disk, folder: Path
+) -> dict[tuple[str, str], Path]:
+    """The run as it was before the second file operation of each kind on each kind of file, or the
+    only one.
 
-    These are files of the start, the log, evaluations, the model and the page. Before a file is flushed the folder
-    looks as it does before what comes next.
+    These are files of the start, the log, evaluations, the model and the page. Before a file is
+    flushed the folder looks as it does before what comes next.
     """
     run = folder / "run"
     seen = Counter[tuple[str, str]]()
@@ -144,7 +159,9 @@ def killed_elsewhere(case: str, place: Place, disk: Disk, folder: Path) -> dict[
     return left
 
 
-def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+def test_some_other_file_operations_may_be_the_last(
+    place: Place, disk: Disk, tmp_path: Path
+) -> None:
     """Renames of the run's state, before its first checkpoint, and of the model.
 
     The slow test has all operations.
@@ -155,7 +172,9 @@ def test_some_other_file_operations_may_be_the_last(place: Place, disk: Disk, tm
 
 
 @pytest.mark.slow
-def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tmp_path: Path) -> None:
+def test_every_other_file_operation_may_be_the_last(
+    place: Place, disk: Disk, tmp_path: Path
+) -> None:
     for kind, run in killed_elsewhere("dpo", place, disk, tmp_path).items():
         resumes("dpo", place, run, kind)
 
@@ -168,7 +187,12 @@ def test_every_other_file_operation_may_be_the_last(place: Place, disk: Disk, tm
     (1, 5, 1),  # amid those of an epoch's last step, which is short
 ])  # fmt: skip
 def test_two_resumes_in_a_row(
-    save_every: int, step: int, batch: int, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    save_every: int,
+    step: int,
+    batch: int,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed at the same place of one epoch and of the next."""
     case, cut = CASE["kto, lora"], {"train": {"micro_batch_tokens": 40, "max_steps": 17}}
@@ -191,7 +215,9 @@ def test_two_resumes_in_a_row(
     assert min(r["micro_batches"] for r in logged(run) if "loss" in r) > batch
 
 
-def test_a_run_is_resumed_from_its_folder_alone(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_resumed_from_its_folder_alone(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case, run, left = CASE["kto, lora"], tmp_path / "run", tmp_path / "left"
 
     def halt() -> None:

@@ -1,4 +1,6 @@
-"""What a loss of power can do to a run's folder: the newest checkpoint is not what was written, the log goes on behind it."""
+"""What a loss of power can do to a run's folder: the newest checkpoint is not what was written, the
+log goes on behind it.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,11 @@ def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_
 ) -> None:
     last = f"checkpoints/step-{newest(stopped(name))}"
     assert len(steps(stopped(name))) >= 2
-    files = [p.relative_to(stopped(name) / last) for p in (stopped(name) / last).rglob("*") if p.is_file()]
+    files = [
+        p.relative_to(stopped(name) / last)
+        for p in (stopped(name) / last).rglob("*")
+        if p.is_file()
+    ]
     assert len(files) >= 3
     for i, file in enumerate(files):
         run = frozen(stopped(name), tmp_path / f"run {i}")
@@ -105,8 +111,12 @@ def test_a_damaged_file_of_the_newest_checkpoint_is_named_and_the_one_before_is_
 
 
 @pytest.mark.parametrize("stride", [17, pytest.param(1, marks=slow)])
-def test_no_bit_of_a_manifest_may_change(stride: int, stopped: Callable[[str], Path], tmp_path: Path) -> None:
-    """It says what the run was: a wrong word would have a resumed run refused, or go on as another one."""
+def test_no_bit_of_a_manifest_may_change(
+    stride: int, stopped: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """It says what the run was: a wrong word would have a resumed run refused, or go on as another
+    one.
+    """
     run = frozen(stopped(KTO_LORA), tmp_path / "run")
     path = run / "checkpoints" / f"step-{newest(run)}"
     whole = (path / "manifest.json").read_bytes()
@@ -128,7 +138,9 @@ def test_no_bit_of_a_manifest_may_change(stride: int, stopped: Callable[[str], P
 def test_a_checkpoint_that_was_being_renamed(
     name: str, ending: str, used: bool, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
-    """One that was not finished, one that was being removed, and one that another of the same step was to replace."""
+    """One that was not finished, one that was being removed, and one that another of the same step
+    was to replace.
+    """
     run = frozen(stopped(name), tmp_path / "run")
     *_, before, last = steps(run)
     (run / f"checkpoints/step-{last}").rename(run / f"checkpoints/.step-{last}.{ending}")
@@ -156,10 +168,16 @@ def test_all_checkpoints_damaged_is_an_error_and_nothing_is_done(
 LATER = b'{"step": 12, "loss": 0.5, "seconds": 1.0}\n'
 
 
-@pytest.mark.parametrize("tail", [
-    LATER + LATER[:-1],
-    *(pytest.param(tail, marks=slow) for tail in (LATER, LATER * 3, LATER[:17], b"\0" * 64, b"\xff\xfe\n")),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "tail",
+    [
+        LATER + LATER[:-1],
+        *(
+            pytest.param(tail, marks=slow)
+            for tail in (LATER, LATER * 3, LATER[:17], b"\0" * 64, b"\xff\xfe\n")
+        ),
+    ],
+)
 def test_what_the_log_says_after_the_checkpoint_is_cut_off(
     tail: bytes, stopped: Callable[[str], Path], place: Place, tmp_path: Path
 ) -> None:
@@ -177,7 +195,11 @@ OTHER_FILES = ("run.json", "config.yaml", "audit.json", "rows.safetensors")
 @pytest.mark.parametrize("name", OTHER_FILES)
 @pytest.mark.parametrize("damage", [cut, flip, zero, Path.unlink], ids=lambda f: f.__name__)
 def test_other_files_of_the_run_are_not_what_it_goes_on_from(
-    name: str, damage: Callable[[Path], None], stopped: Callable[[str], Path], place: Place, tmp_path: Path
+    name: str,
+    damage: Callable[[Path], None],
+    stopped: Callable[[str], Path],
+    place: Place,
+    tmp_path: Path,
 ) -> None:
     run = frozen(stopped(KTO_LORA), tmp_path / "run")
     damage(run / name)
@@ -185,7 +207,9 @@ def test_other_files_of_the_run_are_not_what_it_goes_on_from(
     assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
-def test_without_its_other_files_a_run_goes_on_all_the_same(stopped: Callable[[str], Path], place: Place, tmp_path: Path) -> None:
+def test_without_its_other_files_a_run_goes_on_all_the_same(
+    stopped: Callable[[str], Path], place: Place, tmp_path: Path
+) -> None:
     """Some cut, the others gone, at once. One at a time they are in the slow test."""
     run = frozen(stopped(KTO_LORA), tmp_path / "run")
     for damage, name in zip((cut, Path.unlink, cut, Path.unlink), OTHER_FILES, strict=True):
@@ -194,16 +218,26 @@ def test_without_its_other_files_a_run_goes_on_all_the_same(stopped: Callable[[s
     assert differences(run, place.alone(CASE[KTO_LORA])) == []
 
 
-@pytest.mark.parametrize("damage", [cut, pytest.param(empty, marks=slow), pytest.param(zero, marks=slow)])
+@pytest.mark.parametrize(
+    "damage", [cut, pytest.param(empty, marks=slow), pytest.param(zero, marks=slow)]
+)
 def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
     damage: Callable[[Path], None], place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What it held when the checkpoint was written is on the disk; what came later is computed again, to the same bits."""
+    """What it held when the checkpoint was written is on the disk; what came later is computed
+    again, to the same bits.
+    """
     case, run, left = CASE[KTO_LORA], tmp_path / "run", tmp_path / "left"
     sizes, no_best = dict[str, int](), {"run": {"keep_best": None}}
 
     def note() -> None:
-        sizes.update({path.name: path.stat().st_size for path in (run / "reference").rglob("*") if path.is_file()})
+        sizes.update(
+            {
+                path.name: path.stat().st_size
+                for path in (run / "reference").rglob("*")
+                if path.is_file()
+            }
+        )
 
     def halt() -> None:
         frozen(run, left)
@@ -230,7 +264,9 @@ def test_what_the_reference_cache_got_after_the_checkpoint_may_be_lost(
 
 
 def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path, error: OSError) -> None:
-    """A file or folder that is there and cannot be read, as after a fault of the disk or with mode 000."""
+    """A file or folder that is there and cannot be read, as after a fault of the disk or with mode
+    000.
+    """
     opened, listed, scanned = Path.open, os.listdir, os.scandir
 
     def refuse(name: object) -> None:
@@ -255,14 +291,27 @@ def unreadable(monkeypatch: pytest.MonkeyPatch, path: Path, error: OSError) -> N
     monkeypatch.setattr(os, "scandir", scan_folder)
 
 
-FAULTS = [OSError(errno.EIO, "Input/output error"), PermissionError(errno.EACCES, "Permission denied")]
+FAULTS = [
+    OSError(errno.EIO, "Input/output error"),
+    PermissionError(errno.EACCES, "Permission denied"),
+]
 
 
-@pytest.mark.parametrize(("file", "fault"), [
-    ("state.json", FAULTS[0]),
-    *(pytest.param(file, FAULTS[0], marks=slow) for file in ("manifest.json", "tensors.safetensors", "")),
-    *(pytest.param(file, FAULTS[1], marks=slow) for file in ("manifest.json", "state.json", "tensors.safetensors", "")),
-], ids=lambda value: value if isinstance(value, str) else errno.errorcode[value.errno])  # fmt: skip
+@pytest.mark.parametrize(
+    ("file", "fault"),
+    [
+        ("state.json", FAULTS[0]),
+        *(
+            pytest.param(file, FAULTS[0], marks=slow)
+            for file in ("manifest.json", "tensors.safetensors", "")
+        ),
+        *(
+            pytest.param(file, FAULTS[1], marks=slow)
+            for file in ("manifest.json", "state.json", "tensors.safetensors", "")
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else errno.errorcode[value.errno],
+)
 def test_a_checkpoint_that_cannot_be_read_is_named_and_the_one_before_is_used(
     file: str,
     fault: OSError,
@@ -298,7 +347,9 @@ def test_a_folder_in_place_of_a_file_of_the_newest_checkpoint(
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: errno.errorcode[fault.errno])
-@pytest.mark.parametrize(("name", "code"), [("checkpoints", "file-not-readable"), ("", "folder-not-readable")])
+@pytest.mark.parametrize(
+    ("name", "code"), [("checkpoints", "file-not-readable"), ("", "folder-not-readable")]
+)
 def test_a_folder_that_cannot_be_read_is_no_fresh_start(
     name: str,
     code: str,
@@ -329,7 +380,8 @@ def test_a_run_is_read_from_the_checkpoint_before_a_damaged_one(
     *_, before, last = steps(run)
     flip(run / f"checkpoints/step-{last}/tensors.safetensors")
     first, second = (
-        [{"RUN": str(run), "OUT": str(tmp_path / out)}.get(word, word) for word in words] for out in ("first", "second")
+        [{"RUN": str(run), "OUT": str(tmp_path / out)}.get(word, word) for word in words]
+        for out in ("first", "second")
     )
     with pytest.warns(UserWarning, match=f"step-{last}.*step-{before}"):
         assert command(*first) == 0
@@ -338,7 +390,9 @@ def test_a_run_is_read_from_the_checkpoint_before_a_damaged_one(
     check_error(error, "checkpoint-damaged", where=f"step-{last}")
 
 
-@pytest.mark.parametrize("moment", ["before it is checked", "before it is loaded", "before its weights are read"])
+@pytest.mark.parametrize(
+    "moment", ["before it is checked", "before it is loaded", "before its weights are read"]
+)
 def test_a_checkpoint_that_the_run_removes_while_it_is_read(
     moment: str, stopped: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,6 @@
-"""Full, read-only and vanished disks, and a clock that jumps: the run says so, goes on where it can, and loses nothing."""
+"""Full, read-only and vanished disks, and a clock that jumps: the run says so, goes on where it
+can, and loses nothing.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ from valence.training import folder as folders
 
 KTO = CASE["kto, lora"]
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}
-NO_ROOM, READ_ONLY = OSError(errno.ENOSPC, "No space left on device"), OSError(errno.EROFS, "Read-only file system")
+NO_ROOM, READ_ONLY = (
+    OSError(errno.ENOSPC, "No space left on device"),
+    OSError(errno.EROFS, "Read-only file system"),
+)
 slow = pytest.mark.slow
 BACKGROUND = pytest.mark.parametrize("background", [
     pytest.param(False, id="at once"), pytest.param(True, id="in the background", marks=slow)
@@ -37,11 +42,15 @@ def saved_in_background(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def fails(disk: Disk, folder: Path, part: str, which: int) -> list[str]:
-    """Lets one operation fail, counted (from 0) among those whose path has this part. Returns all of those, as it goes on."""
+    """Lets one operation fail, counted (from 0) among those whose path has this part.
+
+    Returns all of those, as it goes on.
+    """
     seen = list[str]()
 
     def fail(name: str, path: str) -> None:
-        if part in path and name != "shutil.rmtree":  # which comes before what it removes, of which there is nothing
+        # which comes before what it removes, of which there is nothing
+        if part in path and name != "shutil.rmtree":
             seen.append(name)
             if len(seen) == which + 1:
                 raise NO_ROOM
@@ -56,7 +65,9 @@ def whole(run: Path) -> list[int]:
     return [check(run / f"checkpoints/step-{step}").step for step in found]
 
 
-def fail_in_save(which: int, case: str, place: Place, disk: Disk, folder: Path) -> tuple[list[str], bool]:
+def fail_in_save(
+    which: int, case: str, place: Place, disk: Disk, folder: Path
+) -> tuple[list[str], bool]:
     """A run in which one operation of the save of step 6 fails, if it has so many.
 
     The run warns of it and goes on, and later saves succeed. Returns the operations of that save,
@@ -76,7 +87,9 @@ def fail_in_save(which: int, case: str, place: Place, disk: Disk, folder: Path) 
 
 
 @pytest.mark.parametrize("which", [pytest.param(0, marks=slow), 5])
-def test_some_operation_of_a_save_may_fail_once(which: int, place: Place, disk: Disk, tmp_path: Path) -> None:
+def test_some_operation_of_a_save_may_fail_once(
+    which: int, place: Place, disk: Disk, tmp_path: Path
+) -> None:
     """The first, and one amid it. All are in the slow test."""
     assert fail_in_save(which, "kto, lora", place, disk, tmp_path)[1]
 
@@ -135,11 +148,15 @@ def test_an_old_checkpoint_that_cannot_be_removed_is_no_failed_save(
     disk.each(busy, run / "checkpoints")
     assert place.train(KTO, run, **SHORT) == 0
     assert {9, 10} <= set(whole(run))
-    assert [warning for warning in warnings_of(run) if "step-9" in warning or "step-6" in warning] == []
+    assert [
+        warning for warning in warnings_of(run) if "step-9" in warning or "step-6" in warning
+    ] == []
     assert differences(run, place.alone(KTO, **SHORT)) == []
 
 
-def test_weights_that_cannot_be_written_are_warned_of(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_cannot_be_written_are_warned_of(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The library for tensors has its own errors."""
     run, write, calls = tmp_path / "run", store.save_file, itertools.count()
 
@@ -205,7 +222,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     mounted = tmp_path / "disk"
     mounted.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(mounted)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if made.returncode:
         pytest.skip(f"no file system can be mounted here: {made.stderr.strip()}")
@@ -231,7 +251,10 @@ def test_a_disk_that_is_full_for_a_while(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """From step 2 or 8 to step 11. The first epoch, in which the reference is asked, has five steps."""
+    """From step 2 or 8 to step 11.
+
+    The first epoch, in which the reference is asked, has five steps.
+    """
     run = small_disk / "run"
     in_step(monkeypatch, from_step, lambda: fill(small_disk, left))
     in_step(monkeypatch, 11, (small_disk / "filler").unlink)
@@ -243,7 +266,9 @@ def test_a_disk_that_is_full_for_a_while(
 
 @slow
 @pytest.mark.parametrize("left", [0, 16 * 1024], ids=["nothing", "room for the log"])
-def test_a_disk_that_stays_full(left: int, place: Place, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_stays_full(
+    left: int, place: Place, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run ends, is started in vain, and goes on once there is room."""
     run = small_disk / "run"
     more = {"run": {"max_failed_saves": 2, "keep_best": None}}
@@ -260,7 +285,9 @@ def test_a_disk_that_stays_full(left: int, place: Place, small_disk: Path, monke
 
 
 @slow
-def test_checkpoints_that_vanish_are_written_anew(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_that_vanish_are_written_anew(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     in_step(monkeypatch, 8, lambda: shutil.rmtree(run / "checkpoints"))
     assert place.train(KTO, run) == 0
@@ -269,7 +296,9 @@ def test_checkpoints_that_vanish_are_written_anew(place: Place, tmp_path: Path, 
 
 
 @slow
-def test_a_run_without_its_checkpoints_begins_at_the_start(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_without_its_checkpoints_begins_at_the_start(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     with monkeypatch.context() as patch:
         in_step(patch, 8, _halt)
@@ -293,7 +322,11 @@ def vanish(folder: Path) -> None:
 @slow
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
 def test_a_run_whose_folder_vanishes_is_an_error(
-    background: bool, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    background: bool,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if background:
         saved_in_background(monkeypatch)
@@ -307,7 +340,9 @@ def test_a_run_whose_folder_vanishes_is_an_error(
 
 
 @slow
-def test_a_clock_that_jumps_by_years_changes_nothing(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clock_that_jumps_by_years_changes_nothing(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     jumps = itertools.cycle((0, 5, -9, 30, -30, 2))
     real = time.time
 

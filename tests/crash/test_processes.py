@@ -1,4 +1,6 @@
-"""A run of several processes of which any is killed, or the one that started them, ends like one that was left alone."""
+"""A run of several processes of which any is killed, or the one that started them, ends like one
+that was left alone.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,13 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Laboratory:
         return Laboratory(tmp_path_factory.mktemp("laboratory"))
 
 
-def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(laboratory: Laboratory) -> None:
-    """The launcher, rank 1 amid a step, and rank 0 amid a save. At once with whole copies, and with weights that are split."""
+def test_whoever_is_killed_the_same_command_ends_the_run_as_if_nothing_had_been(
+    laboratory: Laboratory,
+) -> None:
+    """The launcher, rank 1 amid a step, and rank 0 amid a save.
+
+    At once with whole copies, and with weights that are split.
+    """
 
     def killed(name: str) -> Trial:
         draw = random.Random(name)
@@ -65,7 +72,9 @@ def processes(run: Path) -> dict[int, str]:
         except OSError:  # it has just ended, or is another user's
             continue
         if f"{MARK}={run}".encode() in lines:
-            ranks = [line.removeprefix(b"RANK=").decode() for line in lines if line.startswith(b"RANK=")]
+            ranks = [
+                line.removeprefix(b"RANK=").decode() for line in lines if line.startswith(b"RANK=")
+            ]
             found[int(path.parent.name)] = "".join(ranks)
     return found
 
@@ -78,16 +87,26 @@ def run(tmp_path: Path) -> Iterator[Path]:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(laboratory: Laboratory, run: Path) -> None:
+def test_a_program_that_is_killed_in_a_save_leaves_nobody_and_no_lock(
+    laboratory: Laboratory, run: Path
+) -> None:
     """As it is started by hand, and not from what was loaded before."""
     case = CASE[WHOLE]
     written = run.parent / "recipe.yaml"
     written.write_text(json.dumps(recipe(case, laboratory.folder)), encoding="utf-8")
-    environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "OMP_NUM_THREADS")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("WORLD_SIZE", "OMP_NUM_THREADS")
+    }
     started = subprocess.Popen(
         [sys.executable, "-m", "valence", "train", str(written), f"run.dir={run}", "--nproc", "2"],
-        cwd=ROOT, env=environment | {MARK: str(run)}, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        cwd=ROOT,
+        env=environment | {MARK: str(run)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
     ends = time.monotonic() + 120
     while newest(run) < 3:
         assert started.poll() is None

@@ -1,4 +1,6 @@
-"""A signal in any phase ends the program with the documented status, and the same command then ends the run as it would have."""
+"""A signal in any phase ends the program with the documented status, and the same command then ends
+the run as it would have.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,15 @@ slow = pytest.mark.slow
 KTO = CASE["kto, lora"]
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 NO_BEST = {"run": {"keep_best": None}}
-SAMPLED = {"train": {"micro_batch_tokens": 40}, "run": {"samples": {"prompts": 2, "max_new_tokens": 4}}}
+SAMPLED = {
+    "train": {"micro_batch_tokens": 40},
+    "run": {"samples": {"prompts": 2, "max_new_tokens": 4}},
+}
 
 
-def before(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], call: int = 1) -> None:
+def before(
+    monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, act: Callable[[], None], call: int = 1
+) -> None:
     """Calls ``act`` before a call of a function, the first by default."""
     original, calls = getattr(owner, name), list[int]()
 
@@ -78,7 +85,11 @@ def status_of(run: Path) -> str | None:
     *(pytest.param(phase, marks=slow) for phase in PHASES if phase != "training, amid a step"),
 ])  # fmt: skip
 def test_sigterm_in_each_phase(
-    phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    phase: str,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     stopped(phase, signal.SIGTERM, place, tmp_path, monkeypatch)
     assert "Traceback" not in capfd.readouterr().err
@@ -87,11 +98,23 @@ def test_sigterm_in_each_phase(
 @slow
 @pytest.mark.parametrize("phase", ["audit", "training, amid a step", "export"])
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_other_signals(number: signal.Signals, phase: str, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_signals(
+    number: signal.Signals,
+    phase: str,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     stopped(phase, number, place, tmp_path, monkeypatch)
 
 
-def stopped(phase: str, number: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def stopped(
+    phase: str,
+    number: signal.Signals,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     run, (how, step) = tmp_path / "run", PHASES[phase]
     raised: list[int] = []
 
@@ -109,13 +132,21 @@ def stopped(phase: str, number: signal.Signals, place: Place, tmp_path: Path, mo
     assert handlers == [signal.SIG_DFL, signal.SIG_DFL, signal.default_int_handler]
     assert place.train(KTO, run, **SAMPLED) == 0
     assert differences(run, place.alone(KTO, **SAMPLED)) == []
-    first, whole = (json.loads((each / "samples.json").read_text()) for each in (run, place.alone(KTO, **SAMPLED)))
+    first, whole = (
+        json.loads((each / "samples.json").read_text())
+        for each in (run, place.alone(KTO, **SAMPLED))
+    )
     assert first == whole
 
 
-@pytest.mark.parametrize("number", [
-    pytest.param(signal.SIGTERM, marks=slow), pytest.param(signal.SIGUSR1, marks=slow), signal.SIGINT
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGTERM, marks=slow),
+        pytest.param(signal.SIGUSR1, marks=slow),
+        signal.SIGINT,
+    ],
+)
 def test_a_signal_in_the_reference_pass(
     number: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,7 +166,11 @@ def test_a_signal_in_the_reference_pass(
     pytest.param(signal.SIGINT, signal.SIGINT, marks=slow),
 ])  # fmt: skip
 def test_a_second_signal_ends_at_once(
-    first: signal.Signals, second: signal.Signals, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: signal.Signals,
+    second: signal.Signals,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It ends amid the step, and nothing more is saved."""
     run, ended = tmp_path / "run", list[int]()
@@ -146,7 +181,8 @@ def test_a_second_signal_ends_at_once(
         ended.append(1)
 
     with monkeypatch.context() as patch:
-        patch.setattr("valence.training.signals.ECHO_OF_A_KEY", 0.0)  # no key is pressed twice so fast
+        # no key is pressed twice so fast
+        patch.setattr("valence.training.signals.ECHO_OF_A_KEY", 0.0)
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended
@@ -156,7 +192,9 @@ def test_a_second_signal_ends_at_once(
 
 
 @slow
-def test_a_signal_in_every_step(place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signal_in_every_step(
+    place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run, more = tmp_path / "run", {"run": {"save_every": 1000, "keep_best": None}}
     for step in range(1, STEPS):
         with monkeypatch.context() as patch:

@@ -1,4 +1,6 @@
-"""What the tests of encoding share: rows of chat and text, an encoder, and what it makes of them."""
+"""What the tests of encoding share: rows of chat and text, an encoder, and what it makes of
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,18 @@ def turn(role: str, content: str | None = None, **more: Any) -> dict[str, Any]:
 def chat(*contents: str, first: str = "user") -> Chat:
     """Turns that alternate between user and assistant."""
     other = {"user": "assistant", "assistant": "user"}
-    return Chat(tuple(turn(first if i % 2 == 0 else other[first], c) for i, c in enumerate(contents)))
+    return Chat(
+        tuple(turn(first if i % 2 == 0 else other[first], c) for i, c in enumerate(contents))
+    )
 
 
 def answered(prompt: Content, completion: Content) -> Judgement:
     return Judgement(prompt=prompt, completion=completion, label=True, origin=HERE)
 
 
-def encoder(template: str | None = CHATML, *, max_length: int = 1000, tokenizer: Any = None, **options: Any) -> Encoder:
+def encoder(
+    template: str | None = CHATML, *, max_length: int = 1000, tokenizer: Any = None, **options: Any
+) -> Encoder:
     return Encoder(tokenizer or tiny_tokenizer(template), max_length=max_length, **options)
 
 

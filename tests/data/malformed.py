@@ -53,11 +53,15 @@ def works(name: str, file: str, content: bytes | str, examples: int = 1, **more:
     return Case(name, file, content, works=examples, **more)
 
 
-def bad_row(name: str, row: dict | str, error: Expected, kind: str = "judgement", good: dict | None = None) -> Case:
+def bad_row(
+    name: str, row: dict | str, error: Expected, kind: str = "judgement", good: dict | None = None
+) -> Case:
     """The third line of a jsonl file, between good ones."""
     fine = json.dumps(good or JUDGED)
     text = row if isinstance(row, str) else json.dumps(row)
-    return Case(name, "rows.jsonl", f"{fine}\n{fine}\n{text}\n{fine}\n", error, line=3, row=True, kind=kind)
+    return Case(
+        name, "rows.jsonl", f"{fine}\n{fine}\n{text}\n{fine}\n", error, line=3, row=True, kind=kind
+    )
 
 
 def bad_file(
@@ -108,7 +112,9 @@ CASES = [
     works("tabs in a csv file", "a.csv", CSV.replace(",", "\t")),
     works("commas in a tsv file", "a.tsv", CSV),
     works("semicolons in the texts of a table", "a.csv", CSV + "a;b;c,d;e;f,1\n", 2),
-    works("one column of texts with semicolons", "a.csv", "prompt\na;b\nc;d;e\n\n\n", 2, kind="prompt"),
+    works(
+        "one column of texts with semicolons", "a.csv", "prompt\na;b\nc;d;e\n\n\n", 2, kind="prompt"
+    ),
     works("a chat that is a single object", "a.jsonl", json.dumps(judged(prompt=USER))),
     works(
         "turns of ShareGPT in a prompt",
@@ -187,8 +193,12 @@ CASES = [
         error("json-syntax", "column 1"),
         2,
     ),
-    bad_file("an array without commas", "a.json", f"[{GOOD}\n{GOOD}]", error("json-syntax", "','"), 2),
-    bad_file("text after the array", "a.json", f"[{GOOD}]\n{GOOD}", error("json-syntax", "column 1"), 2),
+    bad_file(
+        "an array without commas", "a.json", f"[{GOOD}\n{GOOD}]", error("json-syntax", "','"), 2
+    ),
+    bad_file(
+        "text after the array", "a.json", f"[{GOOD}]\n{GOOD}", error("json-syntax", "column 1"), 2
+    ),
     bad_file(
         "objects over several lines, one after the other",
         "a.json",
@@ -247,7 +257,9 @@ CASES = [
         error("file-damaged", "gzip"),
     ),
     bad_file("parquet in name only", "a.parquet", GOOD, error("file-damaged", "parquet")),
-    bad_file("parquet cut short", "a.parquet", b"PAR1" + b"x" * 40, error("file-damaged", "parquet")),
+    bad_file(
+        "parquet cut short", "a.parquet", b"PAR1" + b"x" * 40, error("file-damaged", "parquet")
+    ),
     # No rows
     bad_file("an empty file", "a.jsonl", b"", error("file-empty")),
     bad_file("only blank lines", "a.jsonl", "\n  \n\r\n", error("file-empty")),
@@ -412,7 +424,9 @@ CASES = [
         error("row-number-invalid", "score", "'nan'"),
     ),
     # Text and chat
-    bad_row("an empty completion", judged(completion=""), error("row-completion-empty", "completion")),
+    bad_row(
+        "an empty completion", judged(completion=""), error("row-completion-empty", "completion")
+    ),
     bad_row(
         "a blank completion",
         judged(completion=" \n\t"),

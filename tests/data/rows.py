@@ -1,4 +1,6 @@
-"""What the tests of reading data share: a source as a recipe would give it, and files to point it at."""
+"""What the tests of reading data share: a source as a recipe would give it, and files to point it
+at.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,11 @@ class Source:
 
 
 def shown_findings(result: Audit) -> set[str]:
-    """The names of the findings that the screen of an audit lists, each with its count and its advice."""
-    text = re.sub(r"\n {4,}", " ", audit_text.render(result))  # the advice stands on a line of its own
+    """The names of the findings that the screen of an audit lists, each with its count and its
+    advice.
+    """
+    # the advice stands on a line of its own
+    text = re.sub(r"\n {4,}", " ", audit_text.render(result))
     sentences = audit_text.audited(result)["said"]
     names: set[str] = set()
     for name, finding in result.findings.items():
@@ -57,7 +62,9 @@ def load_rows(
 ) -> Loaded:
     """What these rows, in one jsonl file, are loaded as."""
     path = write(folder / "rows.jsonl", *rows)
-    return load([Source(path, **source)], kind, convert=convert, threshold=threshold, on_bad_row=on_bad_row)
+    return load(
+        [Source(path, **source)], kind, convert=convert, threshold=threshold, on_bad_row=on_bad_row
+    )
 
 
 JUDGED = {"prompt": "Say hi.", "completion": "Hi!", "label": True}

@@ -1,4 +1,6 @@
-"""The audit: counts that can be checked by hand on small data, and a screen that says only what was found."""
+"""The audit: counts that can be checked by hand on small data, and a screen that says only what was
+found.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +23,32 @@ from valence.data.encode import Encoder
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
 from valence.data.values import NUMBER
-from valence.types import Chat, Content, Demonstration, Example, Ids, Judgement, Origin, Preference, Prompt
+from valence.types import (
+    Chat,
+    Content,
+    Demonstration,
+    Example,
+    Ids,
+    Judgement,
+    Origin,
+    Preference,
+    Prompt,
+)
 
 
-def judged(prompt: Content, completion: Content, label: bool | None, line: int, path: str = "a.jsonl") -> Judgement:
+def judged(
+    prompt: Content, completion: Content, label: bool | None, line: int, path: str = "a.jsonl"
+) -> Judgement:
     score = 0.5 if label is None else None
-    return Judgement(prompt=prompt, completion=completion, label=label, score=score, origin=Origin(path, line))
+    return Judgement(
+        prompt=prompt, completion=completion, label=label, score=score, origin=Origin(path, line)
+    )
 
 
 def pair(chosen: str, rejected: str, line: int, prompt: str = "why") -> Preference:
-    return Preference(prompt=prompt, chosen=chosen, rejected=rejected, origin=Origin("a.jsonl", line))
+    return Preference(
+        prompt=prompt, chosen=chosen, rejected=rejected, origin=Origin("a.jsonl", line)
+    )
 
 
 def loaded(examples: Sequence[Example], bad: Sequence[BadRow] = (), **more: Any) -> Loaded:
@@ -41,7 +59,11 @@ def loaded(examples: Sequence[Example], bad: Sequence[BadRow] = (), **more: Any)
 
 
 def audited(
-    examples: Sequence[Example], bad: Sequence[BadRow] = (), template: str | None = None, max_length: int = 500, **how: Any
+    examples: Sequence[Example],
+    bad: Sequence[BadRow] = (),
+    template: str | None = None,
+    max_length: int = 500,
+    **how: Any,
 ) -> Audit:
     encoder = Encoder(tiny_tokenizer(template), max_length=max_length, **how)
     data = loaded(examples, bad)
@@ -70,11 +92,18 @@ def test_rows_by_class_and_file() -> None:
 
 
 def test_rows_not_used_with_reason_and_place() -> None:
-    bad = [BadRow(Origin("a.jsonl", n), "label is 'maybe'", "write true or false", "row-label-invalid") for n in range(10, 17)]
+    bad = [
+        BadRow(Origin("a.jsonl", n), "label is 'maybe'", "write true or false", "row-label-invalid")
+        for n in range(10, 17)
+    ]
     long = [judged("sun", "star " * 60, True, 20), judged("sun", "moon " * 60, False, 21)]
     empty = judged("sun", " ", True, 22)
     result = audited([*THUMBS, *long, empty], bad, max_length=40)
-    assert [(u.kind, u.count) for u in result.unused] == [("bad_row", 7), ("too_long", 2), ("empty_answer", 1)]
+    assert [(u.kind, u.count) for u in result.unused] == [
+        ("bad_row", 7),
+        ("too_long", 2),
+        ("empty_answer", 1),
+    ]
     assert result.unused[0].rows == tuple(f"a.jsonl:{n}" for n in range(10, 15))
     assert (result.files[0].rows, result.files[0].bad, result.files[0].too_long) == (13, 8, 2)
     assert (result.files[1].bad, result.files[1].too_long) == (0, 0)
@@ -82,18 +111,30 @@ def test_rows_not_used_with_reason_and_place() -> None:
 
 
 def test_lengths_are_those_before_any_cut() -> None:
-    rows = [judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]]
+    rows = [
+        judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]
+    ]
     result = audited(rows, max_length=20)
     assert result.prompt_length == Spread(1, 2.5, 10, 10)
     assert result.answer_length == Spread(2, 3.0, 90, 90)
 
 
-@pytest.mark.parametrize(("how", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)])
+@pytest.mark.parametrize(
+    ("how", "lost"), [("drop", 100), ("cut_completion", 80), ("cut_prompt", 100)]
+)
 def test_what_truncation_costs(how: str, lost: int) -> None:
-    rows = [judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]]
+    rows = [
+        judged(Ids((5,) * n), Ids((6,) * m), True, n) for n, m in [(1, 2), (2, 2), (3, 4), (10, 90)]
+    ]
     cut = audited(rows, max_length=20, long_rows=how).truncation
     assert cut is not None
-    assert (cut.rows, cut.too_long, cut.tokens, cut.tokens_lost, cut.keeps_99) == (4, 1, 114, lost, 100)
+    assert (cut.rows, cut.too_long, cut.tokens, cut.tokens_lost, cut.keeps_99) == (
+        4,
+        1,
+        114,
+        lost,
+        100,
+    )
 
 
 def test_max_length_that_keeps_99_percent() -> None:
@@ -110,10 +151,19 @@ def test_duplicates_and_contradictions_name_both_rows() -> None:
     assert found["duplicates"] == Finding(1, ("a.jsonl:7 = a.jsonl:1",))
     assert found["contradictions"] == Finding(1, ("b.jsonl:8 against a.jsonl:1",))
     assert not {"duplicates", "contradictions"} & set(audited(THUMBS).findings)
-    pairs = [pair("yes", "no", 1), pair("yes", "perhaps", 2), pair("no", "yes", 3), pair("yes", "no", 4), pair("x", "x", 5)]
+    pairs = [
+        pair("yes", "no", 1),
+        pair("yes", "perhaps", 2),
+        pair("no", "yes", 3),
+        pair("yes", "no", 4),
+        pair("x", "x", 5),
+    ]
     found = audited(pairs).findings
     assert found["duplicates"].rows == ("a.jsonl:4 = a.jsonl:1",)
-    assert found["contradictions"].rows == ("a.jsonl:3 against a.jsonl:1", "a.jsonl:4 against a.jsonl:3")
+    assert found["contradictions"].rows == (
+        "a.jsonl:3 against a.jsonl:1",
+        "a.jsonl:4 against a.jsonl:3",
+    )
     assert found["equal_sides"].rows == ("a.jsonl:5",)
 
 
@@ -123,14 +173,20 @@ def test_same_text_judged_under_two_prompts_is_no_contradiction() -> None:
 
 
 def test_length_difference_between_the_classes() -> None:
-    rows = [judged(Ids((5, n)), Ids((6, 7) * (4 if n % 2 else 2)), bool(n % 2), n) for n in range(1, 9)]
+    rows = [
+        judged(Ids((5, n)), Ids((6, 7) * (4 if n % 2 else 2)), bool(n % 2), n) for n in range(1, 9)
+    ]
     result = audited(rows)
     assert result.mean_answer == {"up": 8.0, "down": 4.0}
     assert "length_bias" in result.findings
     assert "2.00" in render(result)
     level = [judged(Ids((5, n)), Ids((6, 7) * 2), bool(n % 2), n) for n in range(1, 9)]
     assert "length_bias" not in audited(level).findings
-    sides = [Preference(prompt=Ids((5,)), chosen=Ids((6,) * 3), rejected=Ids((7,) * 9), origin=Origin("a", 1))]
+    sides = [
+        Preference(
+            prompt=Ids((5,)), chosen=Ids((6,) * 3), rejected=Ids((7,) * 9), origin=Origin("a", 1)
+        )
+    ]
     assert audited(sides).mean_answer == {"chosen": 3.0, "rejected": 9.0}
 
 
@@ -156,9 +212,18 @@ def test_data_that_kto_cannot_learn_from() -> None:
 def test_ends_of_turns() -> None:
     ids = [judged(Ids((5,)), Ids((6, 7)), True, 1), judged(Ids((6,)), Ids((6, 4)), False, 2)]
     assert audited(ids).findings["end_of_turn_missing"].rows == ("a.jsonl:1",)
-    chats = [judged(Chat(({"role": "user", "content": "sun"},)), Chat(({"role": "assistant", "content": "star"},)), True, 1)]
+    chats = [
+        judged(
+            Chat(({"role": "user", "content": "sun"},)),
+            Chat(({"role": "assistant", "content": "star"},)),
+            True,
+            1,
+        )
+    ]
     assert audited(chats, template=NO_END).findings["end_of_turn_added"].count == 1
-    cut = audited([judged("sun", "star " * 30, True, 1)], max_length=20, long_rows="cut_completion").findings
+    cut = audited(
+        [judged("sun", "star " * 30, True, 1)], max_length=20, long_rows="cut_completion"
+    ).findings
     assert set(cut) == {"cut_completion", "one_class", "no_mismatch"}
 
 
@@ -169,20 +234,36 @@ def test_text_rows_on_a_chat_model() -> None:
 
 
 def test_template_that_prints_the_date_is_remarked() -> None:
-    chats = [judged(Chat(({"role": "user", "content": "sun"},)), Chat(({"role": "assistant", "content": "star"},)), True, 1)]
+    chats = [
+        judged(
+            Chat(({"role": "user", "content": "sun"},)),
+            Chat(({"role": "assistant", "content": "star"},)),
+            True,
+            1,
+        )
+    ]
     assert "dated_template" in audited(chats, template=CHATML + "{# strftime_now('%Y') #}").findings
     assert "dated_template" not in audited(chats, template=CHATML).findings
 
 
 def test_other_kinds_and_no_rows_at_all() -> None:
     origin = Origin("a.jsonl", 1)
-    for rows in ([Prompt(prompt="sun", origin=origin)], [Demonstration(prompt="sun", completion="star", origin=origin)], []):
+    for rows in (
+        [Prompt(prompt="sun", origin=origin)],
+        [Demonstration(prompt="sun", completion="star", origin=origin)],
+        [],
+    ):
         result = audited(rows)
         assert result.weights is None
         json.dumps(result.to_dict(), allow_nan=False)
         assert render(result) or not rows
     nothing = audited([judged("sun", "", True, 1)])
-    assert (nothing.units, nothing.prompt_length, nothing.truncation, nothing.weights) == (0, None, None, None)
+    assert (nothing.units, nothing.prompt_length, nothing.truncation, nothing.weights) == (
+        0,
+        None,
+        None,
+        None,
+    )
     assert [(unused.kind, unused.count) for unused in nothing.unused] == [("empty_answer", 1)]
     assert nothing.unused[0].rows[0] in render(nothing)
 
@@ -207,7 +288,9 @@ def test_advice_names_the_smaller_classs_weight() -> None:
 
 
 @given(st.integers(1, 10**6), st.integers(1, 10**6), st.floats(0.01, 100), st.floats(0.01, 100))
-def test_advised_weights_bring_the_ratio_into_the_range(n_up: int, n_down: int, up: float, down: float) -> None:
+def test_advised_weights_bring_the_ratio_into_the_range(
+    n_up: int, n_down: int, up: float, down: float
+) -> None:
     advice = advised_weights(n_up, n_down, up, down)
     if advice.change is None:
         assert advice.ratio is not None
@@ -238,7 +321,10 @@ def test_an_empty_class_is_said_and_never_a_crash(counts: tuple[int, int]) -> No
 
 def test_screen_of_sound_data_has_no_findings() -> None:
     lengths = [(2, 5, True, "a.jsonl"), (4, 7, False, "a.jsonl"), (3, 6, True, "b.jsonl")]
-    rows = [judged(Ids((5,) * n), Ids((6,) * (m - 1) + (4,)), up, i, path) for i, (n, m, up, path) in enumerate(lengths)]
+    rows = [
+        judged(Ids((5,) * n), Ids((6,) * (m - 1) + (4,)), up, i, path)
+        for i, (n, m, up, path) in enumerate(lengths)
+    ]
     result = audited(rows)
     lines = render(result).splitlines()
     assert [line.split() for line in lines[:4]] == [
@@ -247,7 +333,10 @@ def test_screen_of_sound_data_has_no_findings() -> None:
         ["b.jsonl", "judged", "1", "1", "0"],
         ["all", "3", "2", "1"],
     ]
-    assert [line.split()[-4:] for line in lines[6:8]] == [["2", "3", "4", "4"], ["5", "6", "7", "7"]]
+    assert [line.split()[-4:] for line in lines[6:8]] == [
+        ["2", "3", "4", "4"],
+        ["5", "6", "7", "7"],
+    ]
     assert len({len(line) for line in lines[:4]}) == 1  # columns of numbers end at the same place
     assert re.search(r"max_length\D+500\b", lines[8])
     lengths, weights = lines[10:12]
@@ -273,7 +362,10 @@ def test_screen_names_what_was_found_and_where() -> None:
 
 
 def test_screen_keeps_many_reasons_short() -> None:
-    bad = [BadRow(Origin("a.jsonl", n), f"label is {n}", "write true or false", "row-label-invalid") for n in range(30)]
+    bad = [
+        BadRow(Origin("a.jsonl", n), f"label is {n}", "write true or false", "row-label-invalid")
+        for n in range(30)
+    ]
     result = audited(THUMBS, bad)
     assert len(result.unused) == 30
     assert re.search(r"^ +22  .*\b22\b", render(result), re.MULTILINE)

@@ -21,7 +21,11 @@ def test_drop_leaves_long_rows_out_and_says_so() -> None:
     encoded(encoder(max_length=longest), row)
     enc = encoder(max_length=longest - 1)
     result = enc.encode_all([row])
-    assert (result.units, result.unusable[0].dropped, result.unusable[0].kind) == ((), True, "too_long")
+    assert (result.units, result.unusable[0].dropped, result.unusable[0].kind) == (
+        (),
+        True,
+        "too_long",
+    )
     assert str(longest) in result.unusable[0].reason
     assert result.lengths[0].longest == longest  # known for dropped rows too
 
@@ -44,7 +48,10 @@ def test_cut_completion_takes_the_end_and_adds_no_end_of_turn() -> None:
 def test_cut_completion_never_leaves_an_empty_answer() -> None:
     row = answered("sun " * 20, "moon")
     room = len(encoder().encode_prompt(row.prompt))
-    assert len(encoded(encoder(max_length=room + 1, long_rows="cut_completion"), row).answers[0].ids) == 1
+    assert (
+        len(encoded(encoder(max_length=room + 1, long_rows="cut_completion"), row).answers[0].ids)
+        == 1
+    )
     result = encoder(max_length=room, long_rows="cut_completion").encode(row)
     assert isinstance(result, Unusable)
     assert result.dropped
@@ -60,11 +67,14 @@ def test_cut_prompt_takes_oldest_turns_and_keeps_system_and_last_user_turn() -> 
     assert "first" not in once
     assert "answer one" not in once  # an answer goes with its question
     assert "second" in once
-    shortest = encoder().encode_all([answered(Chat((turn("system", "be kind"), turn("user", "last"))), row.completion)])
+    shortest = encoder().encode_all(
+        [answered(Chat((turn("system", "be kind"), turn("user", "last"))), row.completion)]
+    )
     enc = encoder(max_length=shortest.lengths[0].longest, long_rows="cut_prompt")
     twice = encoded(enc, row)
     assert text(enc, twice.prompt_ids) == (
-        "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nlast<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nbe "
+        "kind<|im_end|>\n<|im_start|>user\nlast<|im_end|>\n<|im_start|>assistant\n"
     )
     assert text(enc, twice.answers[0].ids) == "yes<|im_end|>"
     assert twice.answers[0].complete
@@ -90,12 +100,17 @@ def test_cut_prompt_takes_the_left_of_text_and_keeps_bos(adds_bos: bool) -> None
     row = answered("one two three four five", " six")
     whole = encoded(encoder(tokenizer=tokenizer, as_chat=False), row)
     size = len(whole.prompt_ids) + len(whole.answers[0].ids)
-    cut = encoded(encoder(tokenizer=tokenizer, max_length=size - 3, long_rows="cut_prompt", as_chat=False), row)
+    cut = encoded(
+        encoder(tokenizer=tokenizer, max_length=size - 3, long_rows="cut_prompt", as_chat=False),
+        row,
+    )
     head = int(adds_bos)
     assert cut.prompt_ids == whole.prompt_ids[:head] + whole.prompt_ids[head + 3 :]
     assert cut.answers == whole.answers
     room = len(whole.answers[0].ids) + head
-    assert isinstance(encoder(tokenizer=tokenizer, max_length=room, long_rows="cut_prompt").encode(row), Unusable)
+    assert isinstance(
+        encoder(tokenizer=tokenizer, max_length=room, long_rows="cut_prompt").encode(row), Unusable
+    )
 
 
 def test_cut_prompt_treats_wrapped_text_as_a_chat() -> None:

@@ -8,11 +8,32 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.data.encoding import HERE, answered, bad, chat, encoded, encoder, notes, text, trained, turn
+from tests.data.encoding import (
+    HERE,
+    answered,
+    bad,
+    chat,
+    encoded,
+    encoder,
+    notes,
+    text,
+    trained,
+    turn,
+)
 from tests.errors import raises_error
 from tests.tiny import BOS, CHATML, CHATML_TOOLS, INST, LAST_UNSTRIPPED, NO_END, tiny_tokenizer
 from valence.data.encode import Unusable
-from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Preference, Prompt, Ranking, TokenizedCompletion
+from valence.types import (
+    Chat,
+    Demonstration,
+    Ids,
+    Judgement,
+    Origin,
+    Preference,
+    Prompt,
+    Ranking,
+    TokenizedCompletion,
+)
 
 # --- chat rows
 
@@ -20,8 +41,11 @@ from valence.types import Chat, Demonstration, Ids, Judgement, Origin, Preferenc
 def test_chat_row_is_prompt_with_header_then_answer_up_to_its_end_of_turn() -> None:
     enc = encoder()
     unit = encoded(enc, answered(chat("hello"), chat("the sun", first="assistant")))
-    assert text(enc, unit.prompt_ids) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
-    assert text(enc, unit.answers[0].ids) == "the sun<|im_end|>"  # and not the newline that ChatML prints behind it
+    assert (
+        text(enc, unit.prompt_ids) == "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # and not the newline that ChatML prints behind it
+    assert text(enc, unit.answers[0].ids) == "the sun<|im_end|>"
     assert unit.answers[0].mask == (True,) * len(unit.answers[0].ids)
     assert unit.answers[0].complete
     assert not any(unit.prompt_mask)
@@ -38,7 +62,9 @@ def test_chat_row_is_prompt_with_header_then_answer_up_to_its_end_of_turn() -> N
         (CHATML.replace("<|im_end|>' + '\n'", "</s>' + '\n<|im_end|>'"), True, "the sun</s>"),
     ],
 )
-def test_answers_end_where_the_template_ends_a_turn(template: str | None, chatml: bool, answer: str) -> None:
+def test_answers_end_where_the_template_ends_a_turn(
+    template: str | None, chatml: bool, answer: str
+) -> None:
     enc = encoder(tokenizer=tiny_tokenizer(template, chatml_tokens=chatml))
     unit = encoded(enc, answered(chat("hello"), chat("the sun", first="assistant")))
     assert text(enc, unit.answers[0].ids) == answer
@@ -57,13 +83,23 @@ def test_template_without_end_of_turn_gets_eos_and_a_note() -> None:
 def test_both_sides_of_a_pair_share_the_prompt_and_keep_their_order() -> None:
     enc = encoder()
     pair = Preference(
-        prompt=chat("hello"), chosen=chat("good", first="assistant"), rejected=chat("bad", first="assistant"),
-        margin=0.5, weight=2.0, origin=HERE,
-    )  # fmt: skip
+        prompt=chat("hello"),
+        chosen=chat("good", first="assistant"),
+        rejected=chat("bad", first="assistant"),
+        margin=0.5,
+        weight=2.0,
+        origin=HERE,
+    )
     unit = encoded(enc, pair)
     assert [text(enc, a.ids) for a in unit.answers] == ["good<|im_end|>", "bad<|im_end|>"]
     assert unit.prompt_ids == enc.encode_prompt(pair.prompt)
-    assert (unit.kind, unit.margin, unit.weight, unit.id, unit.origin) == ("preference", 0.5, 2.0, pair.id, HERE)
+    assert (unit.kind, unit.margin, unit.weight, unit.id, unit.origin) == (
+        "preference",
+        0.5,
+        2.0,
+        pair.id,
+        HERE,
+    )
 
 
 def test_pair_with_one_unusable_side_is_unusable() -> None:
@@ -77,11 +113,22 @@ def test_pair_with_one_unusable_side_is_unusable() -> None:
 
 def test_every_kind_keeps_its_columns() -> None:
     enc = encoder()
-    judged = encoded(enc, Judgement(prompt="a", completion="b", label=False, score=0.25, weight=3.0, origin=HERE))
-    assert (judged.kind, judged.label, judged.scores, judged.weight) == ("judgement", False, (0.25,), 3.0)
-    ranked = encoded(enc, Ranking(prompt="a", completions=("b", "c", "d"), scores=(1.0, 0.0, 2.0), origin=HERE))
+    judged = encoded(
+        enc, Judgement(prompt="a", completion="b", label=False, score=0.25, weight=3.0, origin=HERE)
+    )
+    assert (judged.kind, judged.label, judged.scores, judged.weight) == (
+        "judgement",
+        False,
+        (0.25,),
+        3.0,
+    )
+    ranked = encoded(
+        enc, Ranking(prompt="a", completions=("b", "c", "d"), scores=(1.0, 0.0, 2.0), origin=HERE)
+    )
     assert (ranked.kind, len(ranked.answers), ranked.scores) == ("ranking", 3, (1.0, 0.0, 2.0))
-    assert encoded(enc, Demonstration(prompt="a", completion="b", origin=HERE)).kind == "demonstration"
+    assert (
+        encoded(enc, Demonstration(prompt="a", completion="b", origin=HERE)).kind == "demonstration"
+    )
     asked = encoded(enc, Prompt(prompt=chat("a"), origin=HERE))
     assert (asked.kind, asked.answers) == ("prompt", ())
     assert asked.prompt_ids == enc.encode_prompt(chat("a"))
@@ -97,7 +144,9 @@ odd_turns = st.lists(words, min_size=1, max_size=5).map(lambda c: c[: len(c) - 1
 @settings(max_examples=60, deadline=None)
 @given(odd_turns, odd_turns)
 @pytest.mark.parametrize("template", [CHATML, INST, BOS, NO_END])
-def test_training_sees_what_sampling_sees(template: str, before: list[str], after: list[str]) -> None:
+def test_training_sees_what_sampling_sees(
+    template: str, before: list[str], after: list[str]
+) -> None:
     enc = encoder(template)
     prompt, completion = chat(*before), chat(*after, first="assistant")
     unit = encoded(enc, answered(prompt, completion))
@@ -105,7 +154,10 @@ def test_training_sees_what_sampling_sees(template: str, before: list[str], afte
     assert unit.prompt_ids == enc.encode_prompt(prompt)
     whole = enc.template.render((*prompt.messages, *completion.messages), ask=False)
     appended = str(enc.tokenizer.eos_token) if template == NO_END else ""
-    assert text(enc, unit.prompt_ids + answer.ids) == whole.removesuffix(enc.template.turn_end.after) + appended
+    assert (
+        text(enc, unit.prompt_ids + answer.ids)
+        == whole.removesuffix(enc.template.turn_end.after) + appended
+    )
     assert len(answer.ids) == len(answer.mask)
     assert answer.mask[0]
     assert answer.mask[-1]
@@ -118,15 +170,23 @@ def test_prompt_that_renders_differently_once_answered_is_trained_on_as_it_is_sa
     row = answered(chat("hello "), chat("sun", first="assistant"))
     unit = encoded(enc, row)
     assert unit.prompt_ids == enc.encode_prompt(chat("hello "))
-    assert text(enc, unit.prompt_ids) == "<|im_start|>user\nhello <|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        text(enc, unit.prompt_ids) == "<|im_start|>user\nhello <|im_end|>\n<|im_start|>assistant\n"
+    )
     assert trained(enc, unit.answers[0]) == text(enc, unit.answers[0].ids) == "sun<|im_end|>"
     assert notes(enc, row) == {"rewritten_prompt": 1}
     assert notes(enc, answered(chat("hello"), chat("sun", first="assistant"))) == {}
 
 
-def test_several_turns_behind_a_prompt_that_renders_differently_are_a_bad_row_that_says_how() -> None:
+def test_several_turns_behind_a_prompt_that_renders_differently_are_a_bad_row_that_says_how() -> (
+    None
+):
     enc = encoder(LAST_UNSTRIPPED)
-    result = bad(enc, answered(chat("hello "), chat("sun", "and?", "moon", first="assistant")), "not_a_prefix")
+    result = bad(
+        enc,
+        answered(chat("hello "), chat("sun", "and?", "moon", first="assistant")),
+        "not_a_prefix",
+    )
     assert "' <|im_end|>" in result.reason
     assert "'<|im_end|>" in result.reason
 
@@ -137,7 +197,9 @@ def test_several_turns_as_completion_train_on_the_assistant_only() -> None:
     completion = Chat((call, turn("tool", "42"), turn("assistant", "it is 42")))
     unit = encoded(enc, answered(chat("what?"), completion))
     said = trained(enc, unit.answers[0])
-    assert said == '[{"function": {"name": "f", "arguments": {"x": 1}}}]<|im_end|>it is 42<|im_end|>'
+    assert (
+        said == '[{"function": {"name": "f", "arguments": {"x": 1}}}]<|im_end|>it is 42<|im_end|>'
+    )
     assert "<|im_start|>tool\n42<|im_end|>" in text(enc, unit.answers[0].ids)
 
 
@@ -168,14 +230,20 @@ def test_demonstrations_can_train_on_every_assistant_turn() -> None:
 
 def test_turns_that_render_differently_later_are_trained_on_one_by_one() -> None:
     enc = encoder(LAST_UNSTRIPPED, train_on="assistant")
-    row = Demonstration(prompt=chat("a", "b ", "c"), completion=chat("d", first="assistant"), origin=HERE)
+    row = Demonstration(
+        prompt=chat("a", "b ", "c"), completion=chat("d", first="assistant"), origin=HERE
+    )
     assert "turn 2" in bad(enc, row, "not_a_prefix").reason  # as one example
     found = enc.encode_all([row])
-    assert [trained(enc, unit.answers[0]) for unit in found.units] == ["b <|im_end|>", "d<|im_end|>"]
+    assert [trained(enc, unit.answers[0]) for unit in found.units] == [
+        "b <|im_end|>",
+        "d<|im_end|>",
+    ]
     assert found.notes == {"split_turns": (HERE,)}
     assert [part.id for part in found.parts] == [unit.id for unit in found.units]
     greeting = Chat((turn("assistant", "welcome"), turn("user", "a")))
-    unit = encoded(enc, replace(row, prompt=greeting))  # a greeting answers nothing, and is not trained on
+    # a greeting answers nothing, and is not trained on
+    unit = encoded(enc, replace(row, prompt=greeting))
     assert not any(unit.prompt_mask)
 
 
@@ -207,7 +275,9 @@ def test_text_that_has_bos_or_eos_already_gets_no_second() -> None:
 def test_empty_text_prompt_becomes_bos_else_eos_else_a_bad_row() -> None:
     row = answered("", "world")
     tokenizer = tiny_tokenizer(adds_bos=True)
-    assert encoded(encoder(tokenizer=tokenizer, as_chat=False), row).prompt_ids == (tokenizer.bos_token_id,)
+    assert encoded(encoder(tokenizer=tokenizer, as_chat=False), row).prompt_ids == (
+        tokenizer.bos_token_id,
+    )
     for bos in (True, False):
         tokenizer = tiny_tokenizer(bos=bos)
         enc = encoder(tokenizer=tokenizer, as_chat=False)
@@ -244,7 +314,9 @@ def test_ids_are_taken_as_they_are() -> None:
 
 def test_training_on_every_turn_of_text_is_noted() -> None:
     text_row = Demonstration(prompt="sun?", completion="a star", origin=HERE)
-    chat_row = Demonstration(prompt=chat("sun?"), completion=chat("a star", first="assistant"), origin=HERE)
+    chat_row = Demonstration(
+        prompt=chat("sun?"), completion=chat("a star", first="assistant"), origin=HERE
+    )
     enc = encoder(train_on="assistant", as_chat=False)
     assert notes(enc, text_row, chat_row) == {"text_has_no_turns": 1}
     assert notes(enc, answered("sun?", "a star")) == {}

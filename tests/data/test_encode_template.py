@@ -1,4 +1,6 @@
-"""The chat template and the tokenizer's own tokens: what stands in, what is noted, and rows that cannot be used."""
+"""The chat template and the tokenizer's own tokens: what stands in, what is noted, and rows that
+cannot be used.
+"""
 
 from __future__ import annotations
 
@@ -23,9 +25,9 @@ def test_chatml_by_name_ends_a_turn_with_one_token() -> None:
     assert named.encode_prompt(prompt) == encoder(CHATML).encode_prompt(prompt)
     assert bare.chat_template is None  # the tokenizer that was given is not changed
     other = with_template(tiny_tokenizer(None, chatml_tokens=False), "chatml")
-    assert text(encoder(tokenizer=other), encoder(tokenizer=other).encode_prompt(chat("hello"))) == (
-        "<|im_start|>user\nhello</s>\n<|im_start|>assistant\n"
-    )
+    assert text(
+        encoder(tokenizer=other), encoder(tokenizer=other).encode_prompt(chat("hello"))
+    ) == ("<|im_start|>user\nhello</s>\n<|im_start|>assistant\n")
     with raises_error("end-token-missing", fix="model.tokenizer"):
         chatml_template(tiny_tokenizer(None, chatml_tokens=False, eos=False))
 
@@ -40,7 +42,9 @@ def test_chats_without_a_template_are_bad_rows_that_name_the_setting() -> None:
 
 @pytest.mark.parametrize("template", [BOS, None])
 def test_one_bos_when_both_template_and_tokenizer_have_it(template: str | None) -> None:
-    tokenizer = with_template(tiny_tokenizer(template, adds_bos=True), None if template else "chatml")
+    tokenizer = with_template(
+        tiny_tokenizer(template, adds_bos=True), None if template else "chatml"
+    )
     enc = encoder(tokenizer=tokenizer)
     ids = enc.encode_prompt(chat("hello"))
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -83,7 +87,9 @@ def test_a_bos_that_only_starts_the_text_may_be_written_in_a_prompt() -> None:
 def test_text_merging_over_the_boundary_is_noted_and_kept_apart() -> None:
     enc = encoder(as_chat=False)
     row = answered("capi", "tal of")
-    assert len(enc.vocab.ids("capital of")) < len(enc.vocab.ids("capi")) + len(enc.vocab.ids("tal of"))
+    assert len(enc.vocab.ids("capital of")) < len(enc.vocab.ids("capi")) + len(
+        enc.vocab.ids("tal of")
+    )
     assert notes(enc, row) == {"boundary_merges": 1}
     unit = encoded(enc, row)
     assert unit.prompt_ids == enc.encode_prompt("capi")
@@ -105,7 +111,10 @@ def test_tokenizers_that_mark_the_start_of_a_text_do_not_mark_the_start_of_an_an
 
 def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
     row = answered(chat("hello"), chat("sun", first="assistant"))
-    silent = "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% endfor %}"
+    silent = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}{% "
+        "endfor %}"
+    )
     with raises_error("chat-template-no-answer", fix="model.tokenizer"):
         ChatTemplate(tiny_tokenizer(silent)).turn_end  # noqa: B018
     bad(encoder(silent), row, "not_printed")
@@ -120,7 +129,12 @@ def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
     ("template", "prompt", "completion", "kind"),
     [
         (CHATML, Chat((turn("alien", "hello"),)), chat("sun", first="assistant"), "unknown_role"),
-        (INST, Chat((turn("system", "be kind"),)), chat("sun", first="assistant"), "template_refuses"),
+        (
+            INST,
+            Chat((turn("system", "be kind"),)),
+            chat("sun", first="assistant"),
+            "template_refuses",
+        ),
         (CHATML, Chat((turn("user"),)), chat("sun", first="assistant"), "template_refuses"),
         (CHATML, Chat(()), chat("sun", first="assistant"), "template_refuses"),
         (CHATML, chat("hello"), chat("", first="assistant"), "empty_answer"),
@@ -128,7 +142,12 @@ def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
         (CHATML, chat("hello"), "", "empty_answer"),
         (CHATML, chat("hello"), chat("sun", "and?", first="assistant"), "not_an_answer"),
         (CHATML, chat("hello"), chat("sun"), "not_an_answer"),
-        (CHATML, chat("hello"), Chat((turn("assistant", tool_calls=[{"name": "f"}]),)), "not_printed"),
+        (
+            CHATML,
+            chat("hello"),
+            Chat((turn("assistant", tool_calls=[{"name": "f"}]),)),
+            "not_printed",
+        ),
         (CHATML, chat("hello"), Ids((5, 6)), "mixed_content"),
         (CHATML, Ids((5, 6)), "sun", "mixed_content"),
         (CHATML, "hello", Ids((5, 6)), "mixed_content"),
@@ -141,7 +160,7 @@ def test_broken_templates_are_the_users_mistake_not_the_rows() -> None:
         (CHATML, Ids(()), Ids((5,)), "empty_prompt"),
         (CHATML, Ids((5,)), Ids(()), "empty_answer"),
     ],
-)  # fmt: skip
+)
 def test_bad_rows(template: str, prompt: Content, completion: Content, kind: str) -> None:
     bad(encoder(template), answered(prompt, completion), kind)
 
@@ -154,11 +173,15 @@ def test_role_that_the_template_names_is_known() -> None:
 
 
 def test_turns_that_the_template_leaves_out_are_a_bad_row() -> None:
-    only_two = CHATML.replace("{{ '<|im_start|>'", "{% if m['role'] in ['user', 'assistant'] %}{{ '<|im_start|>'", 1)
+    only_two = CHATML.replace(
+        "{{ '<|im_start|>'", "{% if m['role'] in ['user', 'assistant'] %}{{ '<|im_start|>'", 1
+    )
     only_two = only_two.replace("{% endfor %}", "{% endif %}{% endfor %}")
     prompt = Chat((turn("system", "be kind"), turn("user", "hello")))
     row = answered(prompt, chat("sun", first="assistant"))
     reason = bad(encoder(only_two), row, "not_printed").reason
     assert "turn 1 (system)" in reason
-    upper = CHATML.replace("m['content']", "(m['content'] | upper if m['role'] == 'system' else m['content'])")
+    upper = CHATML.replace(
+        "m['content']", "(m['content'] | upper if m['role'] == 'system' else m['content'])"
+    )
     encoded(encoder(upper), row)  # rewritten, and so read

@@ -14,7 +14,17 @@ from valence.data import values
 from valence.data.detect import detect
 from valence.data.formats import FORMATS, read_example
 from valence.errors import UserError
-from valence.types import Chat, Demonstration, Example, Ids, Judgement, Origin, Preference, Prompt, Ranking
+from valence.types import (
+    Chat,
+    Demonstration,
+    Example,
+    Ids,
+    Judgement,
+    Origin,
+    Preference,
+    Prompt,
+    Ranking,
+)
 
 HERE = Origin("rows.jsonl", 1)
 
@@ -34,7 +44,11 @@ def chat(*turns: dict[str, Any], tools: tuple[dict, ...] = ()) -> Chat:
 ASK, HI, BYE = turn("user", "Say hi."), turn("assistant", "Hi!"), turn("assistant", "Bye!")
 SYSTEM = turn("system", "Be brief.")
 TOOL = {"type": "function", "function": {"name": "clock"}}
-CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "clock", "arguments": {}}}]}
+CALL = {
+    "role": "assistant",
+    "content": None,
+    "tool_calls": [{"function": {"name": "clock", "arguments": {}}}],
+}
 
 
 def judged(prompt: Any, completion: Any, label: bool | None = True, **more: Any) -> Judgement:
@@ -58,35 +72,92 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
         {"prompt": "1+1=", "completion": "3", "label": 0, "weight": 0.5, "score": -1},
         judged("1+1=", "3", False, weight=0.5, score=-1.0),
     ),
-    ("judgement", {"prompt": [SYSTEM, ASK], "completion": [HI], "label": "good"}, judged(chat(SYSTEM, ASK), chat(HI))),
-    ("judgement", {"prompt": [ASK], "completion": HI, "label": True}, judged(chat(ASK), chat(HI))),
-    ("judgement", {"prompt": [ASK], "completion": "Hi!", "label": True}, judged(chat(ASK), chat(HI))),
-    ("judgement", {"prompt": "Say hi.", "completion": [HI], "label": True}, judged(chat(ASK), chat(HI))),
-    ("judgement", {"prompt": [ASK], "completion": [ASK, HI], "label": True}, judged(chat(ASK), chat(HI))),
     (
         "judgement",
-        {"prompt": [ASK], "completion": [CALL, turn("tool", "12:00"), HI], "label": True, "tools": [TOOL]},
+        {"prompt": [SYSTEM, ASK], "completion": [HI], "label": "good"},
+        judged(chat(SYSTEM, ASK), chat(HI)),
+    ),
+    ("judgement", {"prompt": [ASK], "completion": HI, "label": True}, judged(chat(ASK), chat(HI))),
+    (
+        "judgement",
+        {"prompt": [ASK], "completion": "Hi!", "label": True},
+        judged(chat(ASK), chat(HI)),
+    ),
+    (
+        "judgement",
+        {"prompt": "Say hi.", "completion": [HI], "label": True},
+        judged(chat(ASK), chat(HI)),
+    ),
+    (
+        "judgement",
+        {"prompt": [ASK], "completion": [ASK, HI], "label": True},
+        judged(chat(ASK), chat(HI)),
+    ),
+    (
+        "judgement",
+        {
+            "prompt": [ASK],
+            "completion": [CALL, turn("tool", "12:00"), HI],
+            "label": True,
+            "tools": [TOOL],
+        },
         judged(chat(ASK, tools=(TOOL,)), chat(CALL, turn("tool", "12:00"), HI)),
     ),
     (
         "judgement",
-        {"prompt": [ASK, CALL, turn("tool", "12:00", name=None)], "completion": [HI], "label": True},
+        {
+            "prompt": [ASK, CALL, turn("tool", "12:00", name=None)],
+            "completion": [HI],
+            "label": True,
+        },
         judged(chat(ASK, CALL, turn("tool", "12:00")), chat(HI)),
     ),
-    ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7}, judged("1+1=", "2", None, score=0.7)),
-    ("scored", {"prompt": "1+1=", "completion": "2", "score": 0.7, "label": None}, judged("1+1=", "2", None, score=0.7)),
+    (
+        "scored",
+        {"prompt": "1+1=", "completion": "2", "score": 0.7},
+        judged("1+1=", "2", None, score=0.7),
+    ),
+    (
+        "scored",
+        {"prompt": "1+1=", "completion": "2", "score": 0.7, "label": None},
+        judged("1+1=", "2", None, score=0.7),
+    ),
     (
         "attributes",
         {"prompt": "1+1=", "completion": "2", "scores": {"help": 3, "truth": 4.5}},
         judged("1+1=", "2", None, attributes={"help": 3.0, "truth": 4.5}),
     ),
-    ("scored_messages", {"messages": [ASK, HI], "score": 3}, judged(chat(ASK), chat(HI), None, score=3.0)),
-    ("judged_messages", {"messages": [SYSTEM, ASK, HI], "label": False, "id": 7}, judged(chat(SYSTEM, ASK), chat(HI), False)),
+    (
+        "scored_messages",
+        {"messages": [ASK, HI], "score": 3},
+        judged(chat(ASK), chat(HI), None, score=3.0),
+    ),
+    (
+        "judged_messages",
+        {"messages": [SYSTEM, ASK, HI], "label": False, "id": 7},
+        judged(chat(SYSTEM, ASK), chat(HI), False),
+    ),
     # pairs
-    ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5}, pair("1+1=", "2", "3", margin=0.5)),
-    ("preference", {"prompt": "1+1=", "chosen": "2", "rejected": "3", "soft": 0.8}, pair("1+1=", "2", "3", soft=0.8)),
-    ("preference", {"prompt": [ASK], "chosen": [HI], "rejected": [BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
-    ("preference", {"prompt": "Say hi.", "chosen": [ASK, HI], "rejected": [ASK, BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
+    (
+        "preference",
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "margin": 0.5},
+        pair("1+1=", "2", "3", margin=0.5),
+    ),
+    (
+        "preference",
+        {"prompt": "1+1=", "chosen": "2", "rejected": "3", "soft": 0.8},
+        pair("1+1=", "2", "3", soft=0.8),
+    ),
+    (
+        "preference",
+        {"prompt": [ASK], "chosen": [HI], "rejected": [BYE]},
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
+    (
+        "preference",
+        {"prompt": "Say hi.", "chosen": [ASK, HI], "rejected": [ASK, BYE]},
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
     (
         "preference",
         {"chosen": [SYSTEM, ASK, HI, ASK, HI], "rejected": [SYSTEM, ASK, HI, ASK, BYE]},
@@ -94,20 +165,46 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "preference",
-        {"chosen": [ASK, CALL, turn("tool", "1"), HI], "rejected": [ASK, CALL, turn("tool", "1"), BYE]},
+        {
+            "chosen": [ASK, CALL, turn("tool", "1"), HI],
+            "rejected": [ASK, CALL, turn("tool", "1"), BYE],
+        },
         pair(chat(ASK, CALL, turn("tool", "1")), chat(HI), chat(BYE)),
     ),
     (
         "preference",
-        {"chosen": "\n\nHuman: Say hi.\n\nAssistant: Hi!", "rejected": "\n\nHuman: Say hi.\n\nAssistant: Bye!"},
+        {
+            "chosen": "\n\nHuman: Say hi.\n\nAssistant: Hi!",
+            "rejected": "\n\nHuman: Say hi.\n\nAssistant: Bye!",
+        },
         pair("\n\nHuman: Say hi.\n\nAssistant:", " Hi!", " Bye!"),
     ),
     # imitation, prompts, rankings
-    ("demonstration", {"prompt": "1+1=", "completion": "2", "weight": "3"}, demo("1+1=", "2", weight=3.0)),
-    ("messages", {"messages": [ASK, HI, ASK, BYE], "tools": [TOOL]}, demo(chat(ASK, HI, ASK, tools=(TOOL,)), chat(BYE))),
-    ("text_prompt", {"text": "1+1=", "answer": 2}, Prompt(prompt="1+1=", info={"answer": 2}, origin=HERE)),
-    ("prompt", {"prompt": [ASK], "text": "x"}, Prompt(prompt=chat(ASK), info={"text": "x"}, origin=HERE)),
-    ("prompt", {"prompt": [ASK], "answer": 2}, Prompt(prompt=chat(ASK), info={"answer": 2}, origin=HERE)),
+    (
+        "demonstration",
+        {"prompt": "1+1=", "completion": "2", "weight": "3"},
+        demo("1+1=", "2", weight=3.0),
+    ),
+    (
+        "messages",
+        {"messages": [ASK, HI, ASK, BYE], "tools": [TOOL]},
+        demo(chat(ASK, HI, ASK, tools=(TOOL,)), chat(BYE)),
+    ),
+    (
+        "text_prompt",
+        {"text": "1+1=", "answer": 2},
+        Prompt(prompt="1+1=", info={"answer": 2}, origin=HERE),
+    ),
+    (
+        "prompt",
+        {"prompt": [ASK], "text": "x"},
+        Prompt(prompt=chat(ASK), info={"text": "x"}, origin=HERE),
+    ),
+    (
+        "prompt",
+        {"prompt": [ASK], "answer": 2},
+        Prompt(prompt=chat(ASK), info={"answer": 2}, origin=HERE),
+    ),
     (
         "ranking",
         {"prompt": "1+1=", "completions": ["2", "3", "4"], "scores": [1, 0.5, 0]},
@@ -116,17 +213,42 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     (
         "ranking",
         {"prompt": [ASK], "completions": [[HI], BYE], "ranks": [2, 1]},
-        Ranking(prompt=chat(ASK), completions=(chat(HI), chat(BYE)), scores=(-2.0, -1.0), origin=HERE),
+        Ranking(
+            prompt=chat(ASK), completions=(chat(HI), chat(BYE)), scores=(-2.0, -1.0), origin=HERE
+        ),
     ),
     # token ids
-    ("judgement_ids", {"prompt_ids": [1, 2], "completion_ids": [3], "label": True}, judged(Ids((1, 2)), Ids((3,)))),
-    ("scored_ids", {"prompt_ids": [1, 2], "completion_ids": [3], "score": 0.5}, judged(Ids((1, 2)), Ids((3,)), None, score=0.5)),
-    ("demonstration_ids", {"prompt_ids": [1, 2], "completion_ids": [3]}, demo(Ids((1, 2)), Ids((3,)))),
-    ("preference_ids", {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]}, pair(Ids((1,)), Ids((2,)), Ids((3,)))),
+    (
+        "judgement_ids",
+        {"prompt_ids": [1, 2], "completion_ids": [3], "label": True},
+        judged(Ids((1, 2)), Ids((3,))),
+    ),
+    (
+        "scored_ids",
+        {"prompt_ids": [1, 2], "completion_ids": [3], "score": 0.5},
+        judged(Ids((1, 2)), Ids((3,)), None, score=0.5),
+    ),
+    (
+        "demonstration_ids",
+        {"prompt_ids": [1, 2], "completion_ids": [3]},
+        demo(Ids((1, 2)), Ids((3,))),
+    ),
+    (
+        "preference_ids",
+        {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3]},
+        pair(Ids((1,)), Ids((2,)), Ids((3,))),
+    ),
     # HALOs
     (
         "binary_feedback",
-        {"prompt_id": 0, "prompt": [ASK], "output": [HI], "label": 1, "reward": 2.5, "type": "binary_feedback"},
+        {
+            "prompt_id": 0,
+            "prompt": [ASK],
+            "output": [HI],
+            "label": 1,
+            "reward": 2.5,
+            "type": "binary_feedback",
+        },
         judged(chat(ASK), chat(HI), score=2.5),
     ),
     (
@@ -164,15 +286,33 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     # others
     (
         "helpsteer",
-        {"prompt": "1+1=", "response": "2", "helpfulness": 4, "correctness": 3, "coherence": 2, "complexity": 1, "verbosity": 0},
+        {
+            "prompt": "1+1=",
+            "response": "2",
+            "helpfulness": 4,
+            "correctness": 3,
+            "coherence": 2,
+            "complexity": 1,
+            "verbosity": 0,
+        },
         judged(
             "1+1=",
             "2",
             None,
-            attributes={"helpfulness": 4.0, "correctness": 3.0, "coherence": 2.0, "complexity": 1.0, "verbosity": 0.0},
+            attributes={
+                "helpfulness": 4.0,
+                "correctness": 3.0,
+                "coherence": 2.0,
+                "complexity": 1.0,
+                "verbosity": 0.0,
+            },
         ),
     ),
-    ("nemo_aligner", {"prompt": "1+1=", "response": "3", "preference": "rejected"}, judged("1+1=", "3", False)),
+    (
+        "nemo_aligner",
+        {"prompt": "1+1=", "response": "3", "preference": "rejected"},
+        judged("1+1=", "3", False),
+    ),
     (
         "colossalchat",
         {
@@ -192,15 +332,31 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
         judged(chat(ASK), chat(HI), False),
     ),
     ("openrlhf", {"input": "1+1=", "output": "2", "label": 1}, judged("1+1=", "2")),
-    ("openrlhf_preference", {"input": [ASK], "chosen": [HI], "rejected": [BYE]}, pair(chat(ASK), chat(HI), chat(BYE))),
+    (
+        "openrlhf_preference",
+        {"input": [ASK], "chosen": [HI], "rejected": [BYE]},
+        pair(chat(ASK), chat(HI), chat(BYE)),
+    ),
     (
         "sharegpt",
-        {"conversations": [said("human", "Say hi."), said("gpt", "Hi!")], "system": "Be brief.", "tools": '[{"name": "clock"}]'},
+        {
+            "conversations": [said("human", "Say hi."), said("gpt", "Hi!")],
+            "system": "Be brief.",
+            "tools": '[{"name": "clock"}]',
+        },
         demo(chat(SYSTEM, ASK, tools=({"name": "clock"},)), chat(HI)),
     ),
     (
         "sharegpt",
-        {"conversations": [said("system", "Be brief."), said("human", "Say hi."), said("gpt", "Hi!")], "system": "", "tools": ""},
+        {
+            "conversations": [
+                said("system", "Be brief."),
+                said("human", "Say hi."),
+                said("gpt", "Hi!"),
+            ],
+            "system": "",
+            "tools": "",
+        },
         demo(chat(SYSTEM, ASK), chat(HI)),
     ),
     (
@@ -210,7 +366,11 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "sharegpt_preference",
-        {"conversations": [said("human", "Say hi.")], "chosen": said("gpt", "Hi!"), "rejected": said("gpt", "Bye!")},
+        {
+            "conversations": [said("human", "Say hi.")],
+            "chosen": said("gpt", "Hi!"),
+            "rejected": said("gpt", "Bye!"),
+        },
         pair(chat(ASK), chat(HI), chat(BYE)),
     ),
     (
@@ -235,29 +395,54 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     # Chat turns as tools write them
     ("judgement", {"prompt": ASK, "completion": "Hi!", "label": True}, judged(chat(ASK), chat(HI))),
     ("prompt", {"prompt": ASK}, Prompt(prompt=chat(ASK), origin=HERE)),
-    ("judgement", {"prompt": [said("human", "Say hi.")], "completion": "Hi!", "label": 1}, judged(chat(ASK), chat(HI))),
+    (
+        "judgement",
+        {"prompt": [said("human", "Say hi.")], "completion": "Hi!", "label": 1},
+        judged(chat(ASK), chat(HI)),
+    ),
     (
         "preference",
-        {"prompt": [said("system", "Be brief."), said("human", "Say hi.")], "chosen": [said("gpt", "Hi!")], "rejected": [BYE]},
+        {
+            "prompt": [said("system", "Be brief."), said("human", "Say hi.")],
+            "chosen": [said("gpt", "Hi!")],
+            "rejected": [BYE],
+        },
         pair(chat(SYSTEM, ASK), chat(HI), chat(BYE)),
     ),
-    ("messages", {"messages": [said("human", "Say hi."), said("gpt", "Hi!")]}, demo(chat(ASK), chat(HI))),
+    (
+        "messages",
+        {"messages": [said("human", "Say hi."), said("gpt", "Hi!")]},
+        demo(chat(ASK), chat(HI)),
+    ),
     ("sharegpt", {"conversations": [ASK, HI]}, demo(chat(ASK), chat(HI))),
     (
         "messages",
-        {"messages": [turn("developer", "Be brief."), turn("human", "Say hi."), turn("model", "Hi!")]},
+        {
+            "messages": [
+                turn("developer", "Be brief."),
+                turn("human", "Say hi."),
+                turn("model", "Hi!"),
+            ]
+        },
         demo(chat(SYSTEM, ASK), chat(HI)),
     ),
     (
         "judgement",
-        {"prompt": [ASK, CALL, turn("function", "12:00", name="clock")], "completion": [turn("gpt", "Hi!")], "label": True},
+        {
+            "prompt": [ASK, CALL, turn("function", "12:00", name="clock")],
+            "completion": [turn("gpt", "Hi!")],
+            "label": True,
+        },
         judged(chat(ASK, CALL, turn("tool", "12:00", name="clock")), chat(HI)),
     ),
     (
         "messages",
         {
             "messages": [
-                {"role": "user", "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi."}]},
+                {
+                    "role": "user",
+                    "content": [{"type": "text", "text": "Say"}, {"type": "text", "text": "hi."}],
+                },
                 {"role": "assistant", "content": [{"text": "Hi!"}]},
             ]
         },
@@ -265,23 +450,48 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
     ),
     (
         "demonstration",
-        {"prompt": [{"type": "input_text", "text": "1+1="}], "completion": [{"type": "output_text", "text": "2"}]},
+        {
+            "prompt": [{"type": "input_text", "text": "1+1="}],
+            "completion": [{"type": "output_text", "text": "2"}],
+        },
         demo("1+1=", "2"),
     ),
-    ("messages", {"messages": [ASK, turn("assistant", "Hi!", weight=1)]}, demo(chat(ASK), chat(HI))),
+    (
+        "messages",
+        {"messages": [ASK, turn("assistant", "Hi!", weight=1)]},
+        demo(chat(ASK), chat(HI)),
+    ),
     (
         "messages",
         {"messages": [ASK, turn("assistant", "Hi!", weight=0), ASK, BYE]},
         demo(chat(ASK, turn("assistant", "Hi!", weight=0), ASK), chat(BYE)),
     ),
-    ("messages", {"messages": [ASK, HI, ASK, turn("assistant", "Bye!", weight=0)]}, demo(chat(ASK), chat(HI))),
-    ("alpaca", {"instruction": "Add.", "input": "1 + 1", "output": "2"}, demo(ALPACA, chat(turn("assistant", "2")))),
+    (
+        "messages",
+        {"messages": [ASK, HI, ASK, turn("assistant", "Bye!", weight=0)]},
+        demo(chat(ASK), chat(HI)),
+    ),
     (
         "alpaca",
-        {"instruction": "Say hi.", "input": "", "output": "Hi!", "system": "Be brief.", "history": [["Say hi.", "Bye!"]]},
+        {"instruction": "Add.", "input": "1 + 1", "output": "2"},
+        demo(ALPACA, chat(turn("assistant", "2"))),
+    ),
+    (
+        "alpaca",
+        {
+            "instruction": "Say hi.",
+            "input": "",
+            "output": "Hi!",
+            "system": "Be brief.",
+            "history": [["Say hi.", "Bye!"]],
+        },
         demo(chat(SYSTEM, ASK, BYE, ASK), chat(HI)),
     ),
-    ("alpaca_kto", {"instruction": "Say hi.", "output": "Hi!", "kto_tag": "true"}, judged(chat(ASK), chat(HI))),
+    (
+        "alpaca_kto",
+        {"instruction": "Say hi.", "output": "Hi!", "kto_tag": "true"},
+        judged(chat(ASK), chat(HI)),
+    ),
     (
         "alpaca_preference",
         {"instruction": "Say hi.", "input": None, "chosen": "Hi!", "rejected": "Bye!"},
@@ -290,7 +500,9 @@ CASES: list[tuple[str, dict[str, Any], Example]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "row", "example"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)])
+@pytest.mark.parametrize(
+    ("name", "row", "example"), CASES, ids=[f"{i}-{c[0]}" for i, c in enumerate(CASES)]
+)
 def test_a_row_is_recognised_and_read(name: str, row: dict, example: Example):
     assert detect([row]) == name
     assert read_example(name, row, HERE) == example
@@ -376,20 +588,37 @@ def test_a_conversation_of_which_no_turn_is_to_be_learnt_is_refused():
 
 
 def test_most_of_the_first_rows_decide():
-    rows = [{"prompt": "a", "completion": "b"}, *[{"prompt": "a", "completion": "b", "label": True}] * 2, {"x": 1}]
+    rows = [
+        {"prompt": "a", "completion": "b"},
+        *[{"prompt": "a", "completion": "b", "label": True}] * 2,
+        {"x": 1},
+    ]
     assert detect(rows) == "judgement"
 
 
 def test_rows_that_fit_several_formats_are_not_guessed():
     with raises_error("format-ambiguous", fix="format: preference or messages"):
-        detect([{"prompt": "a", "chosen": [ASK, HI], "rejected": [ASK, BYE], "messages": [ASK, HI]}])
+        detect(
+            [{"prompt": "a", "chosen": [ASK, HI], "rejected": [ASK, BYE], "messages": [ASK, HI]}]
+        )
     with raises_error("format-ambiguous", fix="format: openrlhf or alpaca"):
         detect([{"instruction": "a", "input": "b", "output": "c", "label": True}])
 
 
 def test_unknown_columns_are_listed_with_the_nearest_formats():
     with raises_error("format-unknown-columns", fix="{path: FILE, keys:") as raised:
-        detect([{"prompt": "a", "answer": "b", "verdict": True, "completion": None, "label": None, "score": 1}])
+        detect(
+            [
+                {
+                    "prompt": "a",
+                    "answer": "b",
+                    "verdict": True,
+                    "completion": None,
+                    "label": None,
+                    "score": 1,
+                }
+            ]
+        )
     assert "'answer', 'prompt', 'score', 'verdict'" in raised.error.what
     nearest = str(raised.error.fix).partition("keys:")[2]
     assert "scored" in nearest
@@ -397,7 +626,12 @@ def test_unknown_columns_are_listed_with_the_nearest_formats():
 
 
 @pytest.mark.parametrize(
-    "row", [{"prompt": "a", "response": "b"}, {"prompt": "a", "output": "b"}, {"prompt": "a", "label": True}]
+    "row",
+    [
+        {"prompt": "a", "response": "b"},
+        {"prompt": "a", "output": "b"},
+        {"prompt": "a", "label": True},
+    ],
 )
 def test_an_answer_beside_a_prompt_is_never_taken_for_a_prompt_alone(row: dict):
     with raises_error("format-unknown-columns"):
@@ -423,13 +657,31 @@ def test_a_named_column_goes_before_one_of_the_usual_name():
 
 
 def test_keys_name_places_inside_columns():
-    row = {"input": {"messages": [ASK], "tools": [TOOL]}, "choices": [{"text": "Hi!"}], "data": {"ok": 1}, "note": "x"}
-    keys = {"prompt": "input.messages", "tools": "input.tools", "completion": "choices.0.text", "label": "data.ok"}
+    row = {
+        "input": {"messages": [ASK], "tools": [TOOL]},
+        "choices": [{"text": "Hi!"}],
+        "data": {"ok": 1},
+        "note": "x",
+    }
+    keys = {
+        "prompt": "input.messages",
+        "tools": "input.tools",
+        "completion": "choices.0.text",
+        "label": "data.ok",
+    }
     assert detect([row], keys) == "judgement"
     assert read_example("judgement", row, HERE, keys) == judged(chat(ASK, tools=(TOOL,)), chat(HI))
     dotted = {"input.messages": "1+1=", "completion": "2", "label": True}
-    assert read_example("judgement", dotted, HERE, {"prompt": "input.messages"}) == judged("1+1=", "2")
-    for path in ("input.nothing", "input.messages.9", "note.text", "input.messages.x", "nothing.at.all"):
+    assert read_example("judgement", dotted, HERE, {"prompt": "input.messages"}) == judged(
+        "1+1=", "2"
+    )
+    for path in (
+        "input.nothing",
+        "input.messages.9",
+        "note.text",
+        "input.messages.x",
+        "nothing.at.all",
+    ):
         with raises_error("row-column-missing") as raised:
             read_example("judgement", row, HERE, {**keys, "prompt": path})
         assert path in raised.error.what
@@ -437,7 +689,9 @@ def test_keys_name_places_inside_columns():
 
 def test_turns_inside_an_object_are_answered_with_the_place_to_name():
     with raises_error("row-nested-messages", fix="keys: {prompt: prompt.messages}"):
-        read_example("judgement", {"prompt": {"messages": [ASK]}, "completion": "a", "label": True}, HERE)
+        read_example(
+            "judgement", {"prompt": {"messages": [ASK]}, "completion": "a", "label": True}, HERE
+        )
 
 
 def test_messages_of_a_fault_use_the_names_of_the_file():
@@ -459,15 +713,64 @@ def test_keys_of_columns_that_the_format_does_not_have_are_errors():
 
 
 UP = [
-    True, 1, 1.0, "1", "1.0", "true", "TRUE", " True ", "chosen", "good", "Desirable", "👍", "thumbs_up", "thumbs-up",
-    "Thumbs Up", "thumbsUp", "THUMBSUP", "up", "+1", "yes", "Yes", "Like", "positive", "Positive", "upvote", "UPVOTE",
-    "up_vote", "thumb_up",
-]  # fmt: skip
+    True,
+    1,
+    1.0,
+    "1",
+    "1.0",
+    "true",
+    "TRUE",
+    " True ",
+    "chosen",
+    "good",
+    "Desirable",
+    "👍",
+    "thumbs_up",
+    "thumbs-up",
+    "Thumbs Up",
+    "thumbsUp",
+    "THUMBSUP",
+    "up",
+    "+1",
+    "yes",
+    "Yes",
+    "Like",
+    "positive",
+    "Positive",
+    "upvote",
+    "UPVOTE",
+    "up_vote",
+    "thumb_up",
+]
 DOWN = [
-    False, 0, -1, 0.0, -1.0, "0", "-1", "0.0", "-1.0", "false", "False", "rejected", "bad", "undesirable", "👎",
-    "thumbs_down", "thumbs-down", "thumbs down", "thumbsDown", "DOWN", "no", "NO", "Dislike", "negative", "downvote",
-    "Down-Vote", "thumbdown",
-]  # fmt: skip
+    False,
+    0,
+    -1,
+    0.0,
+    -1.0,
+    "0",
+    "-1",
+    "0.0",
+    "-1.0",
+    "false",
+    "False",
+    "rejected",
+    "bad",
+    "undesirable",
+    "👎",
+    "thumbs_down",
+    "thumbs-down",
+    "thumbs down",
+    "thumbsDown",
+    "DOWN",
+    "no",
+    "NO",
+    "Dislike",
+    "negative",
+    "downvote",
+    "Down-Vote",
+    "thumbdown",
+]
 
 
 @pytest.mark.parametrize("up", UP)
@@ -480,10 +783,30 @@ def test_labels_that_mean_down(down: object):
     assert values.label(down, "label") is False
 
 
-@pytest.mark.parametrize("wrong", [
-    "maybe", "", "neutral", "tie", 2, -2, 0.7, -0.5, float("nan"), None, [], {}, [True], "0.7", "none", "yes!", "un like",
-    "٣", "1_0",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "maybe",
+        "",
+        "neutral",
+        "tie",
+        2,
+        -2,
+        0.7,
+        -0.5,
+        float("nan"),
+        None,
+        [],
+        {},
+        [True],
+        "0.7",
+        "none",
+        "yes!",
+        "un like",
+        "٣",
+        "1_0",
+    ],
+)
 def test_everything_else_is_no_label(wrong: object):
     with raises_error("row-label-invalid", fix="thumbs_up") as raised:
         values.label(wrong, "thumbs")
@@ -517,7 +840,9 @@ def test_numbers_are_written_in_ascii_digits_without_separators(wrong: str):
         read_example("judgement", row, HERE)
 
 
-@pytest.mark.parametrize(("text", "value"), [("1", 1.0), (" +2.5 ", 2.5), (".5", 0.5), ("-1e-3", -0.001), ("3.", 3.0)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("1", 1.0), (" +2.5 ", 2.5), (".5", 0.5), ("-1e-3", -0.001), ("3.", 3.0)]
+)
 def test_numbers_that_a_table_holds_as_text(text: str, value: float):
     assert values.number(text, "score") == value
 
@@ -528,7 +853,9 @@ def test_a_decimal_comma_is_named():
     assert "'0,5'" in raised.error.what
 
 
-@pytest.mark.parametrize("wrong", [True, None, "", "high", "nan", "inf", float("nan"), float("-inf"), [1], 10**400])
+@pytest.mark.parametrize(
+    "wrong", [True, None, "", "high", "nan", "inf", float("nan"), float("-inf"), [1], 10**400]
+)
 def test_what_is_not_a_finite_number_is_an_error(wrong: object):
     with raises_error("row-number-invalid") as raised:
         values.number(wrong, "score")

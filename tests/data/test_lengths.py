@@ -9,16 +9,25 @@ from valence.data.lengths import BINS, distributions
 from valence.types import Origin, TokenizedCompletion, TokenizedExample
 
 
-def unit(prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None) -> TokenizedExample:
+def unit(
+    prompt: int, *answers: int, kind: str = "judgement", label: bool | None = None
+) -> TokenizedExample:
     made = tuple(TokenizedCompletion(ids=tuple(range(n)), mask=(True,) * n) for n in answers)
     return TokenizedExample(
-        id="x", origin=Origin("rows.jsonl", 1), kind=kind, label=label, answers=made,  # type: ignore[arg-type]
-        prompt_ids=tuple(range(prompt)), prompt_mask=(False,) * prompt,
-    )  # fmt: skip
+        id="x",
+        origin=Origin("rows.jsonl", 1),
+        kind=kind,
+        label=label,
+        answers=made,  # type: ignore[arg-type]
+        prompt_ids=tuple(range(prompt)),
+        prompt_mask=(False,) * prompt,
+    )
 
 
 def test_classes_are_told_apart() -> None:
-    found = distributions([unit(3, 5, label=True), unit(4, 7, label=False), unit(4, 7, label=False)])
+    found = distributions(
+        [unit(3, 5, label=True), unit(4, 7, label=False), unit(4, 7, label=False)]
+    )
     assert found["answer tokens"]["counts"].keys() == {"up", "down"}
     assert sum(found["answer tokens"]["counts"]["down"]) == 2
     pair = distributions([unit(2, 3, 9, kind="preference")])["answer tokens"]["counts"]

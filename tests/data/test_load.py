@@ -33,7 +33,11 @@ def scored(completion: str, score: float, prompt: str = "p", **more) -> dict:
 
 
 def ranked(*scores: float, prompt: str = "p") -> dict:
-    return {"prompt": prompt, "completions": [f"answer {n}" for n in range(len(scores))], "scores": list(scores)}
+    return {
+        "prompt": prompt,
+        "completions": [f"answer {n}" for n in range(len(scores))],
+        "scores": list(scores),
+    }
 
 
 def judgements(loaded: Loaded) -> list[tuple]:
@@ -48,15 +52,25 @@ def pairs(loaded: Loaded) -> list[tuple]:
 
 
 def test_two_files_that_share_a_prompt_are_both_kept(tmp_path: Path):
-    paths = [write(tmp_path / name, up(f"from {name}"), {**down("again"), "prompt_id": 1}) for name in ("a.jsonl", "b.jsonl")]
+    paths = [
+        write(tmp_path / name, up(f"from {name}"), {**down("again"), "prompt_id": 1})
+        for name in ("a.jsonl", "b.jsonl")
+    ]
     loaded = load([Source(path) for path in paths], "judgement")
-    assert judgements(loaded) == [("from a.jsonl", True), ("again", False), ("from b.jsonl", True), ("again", False)]
+    assert judgements(loaded) == [
+        ("from a.jsonl", True),
+        ("again", False),
+        ("from b.jsonl", True),
+        ("again", False),
+    ]
     assert loaded.sources == (paths[0], paths[0], paths[1], paths[1])
     assert loaded.formats == dict.fromkeys(paths, "judgement")
 
 
 def test_the_weight_of_a_file_multiplies_the_weights_of_its_rows(tmp_path: Path):
-    loaded = load_rows(tmp_path, "judgement", up("a"), up("b", weight=0.5), up("c", weight=0), weight=3.0)
+    loaded = load_rows(
+        tmp_path, "judgement", up("a"), up("b", weight=0.5), up("c", weight=0), weight=3.0
+    )
     assert [e.weight for e in loaded.examples] == [3.0, 1.5, 0.0]
 
 
@@ -76,7 +90,9 @@ def test_a_file_listed_twice_is_refused(tmp_path: Path):
 
 
 def test_columns_that_are_not_read_are_counted(tmp_path: Path):
-    loaded = load_rows(tmp_path, "judgement", up("a", id=1, note=None), up("b", id=2, note="x", prompt_id=3))
+    loaded = load_rows(
+        tmp_path, "judgement", up("a", id=1, note=None), up("b", id=2, note="x", prompt_id=3)
+    )
     assert loaded.ignored_columns == {"id": 2, "note": 1, "prompt_id": 1}
     assert loaded.files[0].ignored_columns == loaded.ignored_columns
 
@@ -90,7 +106,9 @@ def test_a_usual_column_that_another_one_stands_in_for_is_counted_as_ignored(tmp
 def test_the_columns_beside_a_prompt_travel_with_it_and_are_not_ignored(tmp_path: Path):
     loaded = load_rows(tmp_path, "prompt", {"prompt": "1+1=", "answer": 2})
     assert loaded.ignored_columns == {}
-    assert loaded.examples == (Prompt(prompt="1+1=", info={"answer": 2}, origin=loaded.examples[0].origin),)
+    assert loaded.examples == (
+        Prompt(prompt="1+1=", info={"answer": 2}, origin=loaded.examples[0].origin),
+    )
 
 
 def test_a_named_format_reads_what_it_needs_of_another(tmp_path: Path):
@@ -112,11 +130,25 @@ def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
 
 def test_bad_rows_stop_the_reading_at_the_first(tmp_path: Path):
     with raises_error("row-label-invalid", where="rows.jsonl:2", fix="on_bad_row: skip"):
-        load_rows(tmp_path, "judgement", up("a"), {**up("b"), "label": "maybe"}, {**up("c"), "label": None})
+        load_rows(
+            tmp_path,
+            "judgement",
+            up("a"),
+            {**up("b"), "label": "maybe"},
+            {**up("c"), "label": None},
+        )
 
 
 def test_skipped_bad_rows_are_counted_and_listed(tmp_path: Path):
-    loaded = load_rows(tmp_path, "judgement", {}, {**up("a"), "label": "maybe"}, up("b"), up(" "), on_bad_row="skip")
+    loaded = load_rows(
+        tmp_path,
+        "judgement",
+        {},
+        {**up("a"), "label": "maybe"},
+        up("b"),
+        up(" "),
+        on_bad_row="skip",
+    )
     assert [(bad.origin.line, bad.code) for bad in loaded.bad] == [
         (1, "row-column-missing"),
         (2, "row-label-invalid"),
@@ -175,7 +207,11 @@ def test_a_conversion_must_make_what_the_method_needs(tmp_path: Path):
 def test_a_threshold_is_given_exactly_where_it_is_read(tmp_path: Path):
     with raises_error("threshold-missing", where="data.threshold"):
         load_rows(tmp_path, "judgement", scored("a", 1), convert="scores_to_judgements")
-    for convert, threshold in ((None, 1.0), ("pairs_to_judgements", 1.0), ("scores_to_judgements", float("nan"))):
+    for convert, threshold in (
+        (None, 1.0),
+        ("pairs_to_judgements", 1.0),
+        ("scores_to_judgements", float("nan")),
+    ):
         with raises_error("threshold-no-effect", where="data.threshold"):
             load_rows(tmp_path, "judgement", JUDGED, convert=convert, threshold=threshold)
 
@@ -184,9 +220,17 @@ def test_a_threshold_is_given_exactly_where_it_is_read(tmp_path: Path):
 
 
 def test_pairs_to_judgements_keeps_both_sides_next_to_each_other(tmp_path: Path):
-    rows = [{"prompt": "p", "chosen": f"good {n}", "rejected": f"bad {n}", "weight": n} for n in range(1, 3)]
+    rows = [
+        {"prompt": "p", "chosen": f"good {n}", "rejected": f"bad {n}", "weight": n}
+        for n in range(1, 3)
+    ]
     loaded = load_rows(tmp_path, "judgement", *rows, convert="pairs_to_judgements")
-    assert judgements(loaded) == [("good 1", True), ("bad 1", False), ("good 2", True), ("bad 2", False)]
+    assert judgements(loaded) == [
+        ("good 1", True),
+        ("bad 1", False),
+        ("good 2", True),
+        ("bad 2", False),
+    ]
     assert [e.weight for e in loaded.examples] == [1, 1, 2, 2]
     assert [e.origin.line for e in loaded.examples] == [1, 1, 2, 2]
     assert (loaded.files[0].rows, loaded.files[0].used, loaded.files[0].examples) == (2, 2, 4)
@@ -202,7 +246,14 @@ def test_rows_that_need_no_conversion_stay_as_they_are(tmp_path: Path):
 
 
 def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_path: Path):
-    rows = [up("u1"), up("u2", weight=0.5), down("d1", weight=0.75), up("u3"), up("lonely", "q"), down("sad", "r")]
+    rows = [
+        up("u1"),
+        up("u2", weight=0.5),
+        down("d1", weight=0.75),
+        up("u3"),
+        up("lonely", "q"),
+        down("sad", "r"),
+    ]
     loaded = load_rows(tmp_path, "preference", *rows, convert="judgements_to_pairs")
     assert pairs(loaded) == [("p", "u1", "d1"), ("p", "u2", "d1"), ("p", "u3", "d1")]
     assert [e.weight for e in loaded.examples] == [0.75, 0.5, 0.75]
@@ -214,19 +265,39 @@ def test_judgements_to_pairs_uses_every_answer_of_a_prompt_that_has_both(tmp_pat
 
 
 def test_judgements_to_pairs_never_pairs_an_answer_with_itself(tmp_path: Path):
-    loaded = load_rows(tmp_path, "preference", up("same"), down("same"), up("a"), down("b"), convert="judgements_to_pairs")
+    loaded = load_rows(
+        tmp_path,
+        "preference",
+        up("same"),
+        down("same"),
+        up("a"),
+        down("b"),
+        convert="judgements_to_pairs",
+    )
     assert pairs(loaded) == [("p", "a", "b")]
     assert loaded.files[0].unused == {Unused.JUDGED_BOTH_WAYS: 2}
 
 
 def test_judgements_to_pairs_joins_the_files_of_a_prompt(tmp_path: Path):
     files = [write(tmp_path / "up.jsonl", up("u")), write(tmp_path / "down.jsonl", down("d"))]
-    assert pairs(load([Source(f) for f in files], "preference", convert="judgements_to_pairs")) == [("p", "u", "d")]
+    assert pairs(load([Source(f) for f in files], "preference", convert="judgements_to_pairs")) == [
+        ("p", "u", "d")
+    ]
 
 
 def test_scores_to_judgements_takes_the_threshold_as_up(tmp_path: Path):
-    loaded = load_rows(tmp_path, "judgement", scored("a", 0.4), scored("b", 0.5), convert="scores_to_judgements", threshold=0.5)
-    assert [(e.label, e.score) for e in loaded.examples if isinstance(e, Judgement)] == [(False, 0.4), (True, 0.5)]
+    loaded = load_rows(
+        tmp_path,
+        "judgement",
+        scored("a", 0.4),
+        scored("b", 0.5),
+        convert="scores_to_judgements",
+        threshold=0.5,
+    )
+    assert [(e.label, e.score) for e in loaded.examples if isinstance(e, Judgement)] == [
+        (False, 0.4),
+        (True, 0.5),
+    ]
     loaded = load_rows(
         tmp_path,
         "judgement",
@@ -239,8 +310,17 @@ def test_scores_to_judgements_takes_the_threshold_as_up(tmp_path: Path):
 
 def test_scores_never_replace_labels_that_are_there(tmp_path: Path):
     with raises_error("row-label-and-score", where="rows.jsonl:1", fix="format: scored"):
-        load_rows(tmp_path, "judgement", up("a", score=0.1), convert="scores_to_judgements", threshold=0.5)
-    loaded = load_rows(tmp_path, "judgement", up("a", score=0.1), format="scored", convert="scores_to_judgements", threshold=0.5)
+        load_rows(
+            tmp_path, "judgement", up("a", score=0.1), convert="scores_to_judgements", threshold=0.5
+        )
+    loaded = load_rows(
+        tmp_path,
+        "judgement",
+        up("a", score=0.1),
+        format="scored",
+        convert="scores_to_judgements",
+        threshold=0.5,
+    )
     assert judgements(loaded) == [("a", False)]
     assert loaded.ignored_columns == {"label": 1}
 
@@ -285,7 +365,11 @@ def test_chosen_to_demonstrations(tmp_path: Path):
         write(tmp_path / "ranked.jsonl", ranked(1, 2)),
     ]
     loaded = load([Source(f) for f in files], "demonstration", convert="chosen_to_demonstrations")
-    assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == ["a", "c", "answer 1"]
+    assert [e.completion for e in loaded.examples if isinstance(e, Demonstration)] == [
+        "a",
+        "c",
+        "answer 1",
+    ]
     assert loaded.files[1].unused == {Unused.JUDGED_DOWN: 1}
 
 
@@ -297,13 +381,24 @@ def test_a_conversion_that_leaves_nothing_says_why(tmp_path: Path):
 
 
 texts = st.sampled_from(["a", "b", "c", "d"])
-some_judgements = st.lists(st.builds(Judgement, prompt=texts, completion=texts, label=st.booleans(), origin=st.just(HERE)))
+some_judgements = st.lists(
+    st.builds(Judgement, prompt=texts, completion=texts, label=st.booleans(), origin=st.just(HERE))
+)
 some_scored = st.lists(
     st.one_of(
-        st.builds(Judgement, prompt=texts, completion=texts, score=st.integers(0, 3).map(float), origin=st.just(HERE)),
+        st.builds(
+            Judgement,
+            prompt=texts,
+            completion=texts,
+            score=st.integers(0, 3).map(float),
+            origin=st.just(HERE),
+        ),
         st.builds(
             lambda prompt, scores: Ranking(
-                prompt=prompt, completions=tuple("abcd"[: len(scores)]), scores=tuple(scores), origin=HERE
+                prompt=prompt,
+                completions=tuple("abcd"[: len(scores)]),
+                scores=tuple(scores),
+                origin=HERE,
             ),
             texts,
             st.lists(st.integers(0, 3).map(float), min_size=2, max_size=4),
@@ -332,10 +427,14 @@ def test_judgements_to_pairs_accounts_for_every_row(examples: list[Judgement]):
 
 
 @given(some_scored, st.none() | st.floats(0, 3))
-def test_scores_to_pairs_accounts_for_every_row(examples: list[Judgement | Ranking], threshold: float | None):
+def test_scores_to_pairs_accounts_for_every_row(
+    examples: list[Judgement | Ranking], threshold: float | None
+):
     made, unused = CONVERSIONS["scores_to_pairs"].run(examples, threshold)
     assert all(isinstance(e, Preference) and e.chosen != e.rejected for e in made)
-    in_pairs = sum(2 for e in made) - sum(isinstance(e, Ranking) for e in examples if all(e is not u for u, _ in unused))
+    in_pairs = sum(2 for e in made) - sum(
+        isinstance(e, Ranking) for e in examples if all(e is not u for u, _ in unused)
+    )
     assert len(examples) == len(unused) + in_pairs
 
 
@@ -343,19 +442,31 @@ def test_scores_to_pairs_accounts_for_every_row(examples: list[Judgement | Ranki
 
 
 def test_examples_in_memory_keep_their_origin_and_mix_with_rows():
-    mine = Judgement(prompt="p", completion="mine", label=True, weight=0.5, origin=Origin("mine.jsonl", 7))
-    loaded = load([InMemory([mine, *([down("row")] * 30), replace(mine, completion="last")])], "judgement", on_bad_row="skip")
+    mine = Judgement(
+        prompt="p", completion="mine", label=True, weight=0.5, origin=Origin("mine.jsonl", 7)
+    )
+    loaded = load(
+        [InMemory([mine, *([down("row")] * 30), replace(mine, completion="last")])],
+        "judgement",
+        on_bad_row="skip",
+    )
     assert loaded.examples[0] == mine
     assert len(loaded.examples) == 32
     assert loaded.examples[1].origin == Origin("rows in memory", 2)
-    assert {f.path: (f.rows, f.examples, f.bad) for f in loaded.files} == {"mine.jsonl": (2, 2, 0), "rows in memory": (30, 30, 0)}
+    assert {f.path: (f.rows, f.examples, f.bad) for f in loaded.files} == {
+        "mine.jsonl": (2, 2, 0),
+        "rows in memory": (30, 30, 0),
+    }
 
 
 def test_examples_in_memory_are_checked_and_converted_like_rows():
     pair = Preference(prompt="p", chosen="a", rejected="b", origin=HERE)
     with raises_error("kind-mismatch", fix="data.convert: pairs_to_judgements"):
         load([InMemory([pair])], "judgement")
-    assert judgements(load([InMemory([pair])], "judgement", convert="pairs_to_judgements")) == [("a", True), ("b", False)]
+    assert judgements(load([InMemory([pair])], "judgement", convert="pairs_to_judgements")) == [
+        ("a", True),
+        ("b", False),
+    ]
     with raises_error("row-number-range"):
         load([InMemory([replace(pair, weight=-1.0)])], "preference")
     with raises_error("row-not-an-object", fix="Examples"):
@@ -363,5 +474,7 @@ def test_examples_in_memory_are_checked_and_converted_like_rows():
 
 
 def test_rows_that_a_conversion_leaves_are_named_with_the_reason(tmp_path: Path):
-    loaded = load_rows(tmp_path, "preference", up("a"), down("b"), up("c", "lonely"), convert="judgements_to_pairs")
+    loaded = load_rows(
+        tmp_path, "preference", up("a"), down("b"), up("c", "lonely"), convert="judgements_to_pairs"
+    )
     assert loaded.unused == ((Origin(loaded.files[0].path, 3), Unused.NO_OTHER_DOWN),)

@@ -1,4 +1,6 @@
-"""What people really have in their files. Each either works, or ends in one UserError with the place and the remedy.
+"""What people really have in their files.
+
+Each either works, or ends in one UserError with the place and the remedy.
 
 None ends in another exception, and none leaves out a row without saying so.
 """
@@ -166,7 +168,10 @@ SEEDS = {
 
 
 @settings(max_examples=200, deadline=None)
-@given(st.sampled_from(sorted(SEEDS)), st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=4))
+@given(
+    st.sampled_from(sorted(SEEDS)),
+    st.lists(st.tuples(st.integers(0, 10**6), st.binary(max_size=3)), max_size=4),
+)
 def test_any_damage_ends_in_rows_or_in_one_message(
     tmp_path_factory: pytest.TempPathFactory, file: str, damage: list[tuple[int, bytes]]
 ):
@@ -188,7 +193,10 @@ def test_any_damage_ends_in_rows_or_in_one_message(
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3),
     lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["role", "content", "from", "value", "tool_calls"]), inner)
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.sampled_from(["role", "content", "from", "value", "tool_calls"]), inner
+        )
     ),
     max_leaves=6,
 )
@@ -197,9 +205,13 @@ columns = st.sampled_from(sorted({column for f in FORMATS.values() for column in
 
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(sorted(FORMATS)), st.dictionaries(columns, values, max_size=6))
-def test_any_values_in_any_columns_end_in_an_example_or_in_one_message(name: str, row: dict[str, Any]):
+def test_any_values_in_any_columns_end_in_an_example_or_in_one_message(
+    name: str, row: dict[str, Any]
+):
     for chosen in (name, None):
-        example, error = outcome(lambda: read_example(chosen or detect([row]), row, Origin("rows.jsonl", 1)))  # noqa: B023
+        example, error = outcome(
+            lambda: read_example(chosen or detect([row]), row, Origin("rows.jsonl", 1))  # noqa: B023
+        )
         assert example is not None or (error is not None and error.fix)
 
 

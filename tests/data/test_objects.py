@@ -17,9 +17,17 @@ from valence.data.load import InMemory, load, sources_from
 from valence.data.objects import as_overrides, rows_from
 from valence.types import Judgement, Origin
 
-ROWS = [{"prompt": "p", "completion": "a", "label": True}, {"prompt": "q", "completion": "b", "label": False}]
+ROWS = [
+    {"prompt": "p", "completion": "a", "label": True},
+    {"prompt": "q", "completion": "b", "label": False},
+]
 EXAMPLES = [
-    Judgement(prompt=str(row["prompt"]), completion=str(row["completion"]), label=bool(row["label"]), origin=Origin("x", n))
+    Judgement(
+        prompt=str(row["prompt"]),
+        completion=str(row["completion"]),
+        label=bool(row["label"]),
+        origin=Origin("x", n),
+    )
     for n, row in enumerate(ROWS)
 ]
 
@@ -40,12 +48,18 @@ def test_what_rows_may_be(make: Any) -> None:
 
 
 def test_a_frame_of_numpy_values(tmp_path: Path) -> None:
-    turns = np.array([{"role": "user", "content": "q"}], dtype=object)  # as a parquet file is read into a frame
-    frame = pd.DataFrame({
-        "prompt": [turns, turns, turns], "completion": ["a", "b", "c"], "label": [1.0, 0.0, np.nan],
-        "score": np.array([0.5, np.nan, 1], dtype=np.float32), "weight": pd.array([1, None, 2], dtype="Int64"),
-        "at": pd.to_datetime(["2026-01-01", None, None]),
-    })  # fmt: skip
+    # as a parquet file is read into a frame
+    turns = np.array([{"role": "user", "content": "q"}], dtype=object)
+    frame = pd.DataFrame(
+        {
+            "prompt": [turns, turns, turns],
+            "completion": ["a", "b", "c"],
+            "label": [1.0, 0.0, np.nan],
+            "score": np.array([0.5, np.nan, 1], dtype=np.float32),
+            "weight": pd.array([1, None, 2], dtype="Int64"),
+            "at": pd.to_datetime(["2026-01-01", None, None]),
+        }
+    )
     loaded = load([InMemory(frame)], "judgement", on_bad_row="skip")
     assert [(e.label, e.score, e.weight) for e in loaded.examples if isinstance(e, Judgement)] == [
         (True, 0.5, 1.0),
@@ -77,7 +91,12 @@ def test_two_columns_of_one_name_are_refused() -> None:
 
 def test_paths_are_read_as_files(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, JUDGED) for name in ("a.jsonl", "b.jsonl")]
-    for given, count in ((paths[0], 1), (Path(paths[0]), 1), (paths, 2), (tuple(map(Path, paths)), 2)):
+    for given, count in (
+        (paths[0], 1),
+        (Path(paths[0]), 1),
+        (paths, 2),
+        (tuple(map(Path, paths)), 2),
+    ):
         loaded = load(sources_from(given), "judgement")
         assert [str(e.origin) for e in loaded.examples] == [f"{path}:1" for path in paths[:count]]
     with raises_error("file-not-found", where="nothing.jsonl"):
@@ -85,7 +104,9 @@ def test_paths_are_read_as_files(tmp_path: Path) -> None:
 
 
 def test_paths_become_settings_and_rows_stay_rows() -> None:
-    rows, words = as_overrides({"train": Path("a b.jsonl"), "eval": ROWS, "test": None}, ["train.seed=1"])
+    rows, words = as_overrides(
+        {"train": Path("a b.jsonl"), "eval": ROWS, "test": None}, ["train.seed=1"]
+    )
     assert rows == {"eval": ROWS, "test": None}
     assert words[0] == "train.seed=1"
     [(name, value)] = [word.split("=", 1) for word in words[1:]]

@@ -1,4 +1,6 @@
-"""Several scored answers to a prompt: as rankings, as tokens, and what conversions make of them and into them."""
+"""Several scored answers to a prompt: as rankings, as tokens, and what conversions make of them and
+into them.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,12 @@ def scored(completion: str, score: float | None = None, prompt: str = "p", **mor
 
 
 def ranked(*scores: float | str | None, prompt: str = "p", **more) -> dict:
-    return {"prompt": prompt, "completions": [f"answer {n}" for n in range(len(scores))], "scores": list(scores), **more}
+    return {
+        "prompt": prompt,
+        "completions": [f"answer {n}" for n in range(len(scores))],
+        "scores": list(scores),
+        **more,
+    }
 
 
 def pairs(loaded: Loaded) -> list[tuple]:
@@ -46,7 +53,9 @@ def rankings(loaded: Loaded) -> list[tuple]:
 
 
 def test_the_recipe_offers_every_conversion():
-    [words] = [get_args(a) for a in get_args(Data.model_fields["convert"].annotation) if get_args(a)]
+    [words] = [
+        get_args(a) for a in get_args(Data.model_fields["convert"].annotation) if get_args(a)
+    ]
     assert set(words) == set(CONVERSIONS)
     assert {name: c.gives for name, c in CONVERSIONS.items()} == MAKES
     assert [*THRESHOLD] == sorted(name for name, c in CONVERSIONS.items() if c.threshold != "none")
@@ -72,7 +81,9 @@ def test_rankings_are_read_encoded_audited_and_ordered(tmp_path: Path):
     assert "tied_scores" in shown_findings(result)
     shuffled = list(found.units)
     Random(1).shuffle(shuffled)
-    orders = ([units[i].id for i in canonical_order(units, 3, 0)] for units in (found.units, shuffled))
+    orders = (
+        [units[i].id for i in canonical_order(units, 3, 0)] for units in (found.units, shuffled)
+    )
     assert next(orders) == next(orders)
 
 
@@ -98,9 +109,12 @@ def test_a_ranking_is_dropped_whole_when_one_answer_is_too_long(tmp_path: Path):
 def test_all_pairs_over_a_difference(tmp_path: Path):
     loaded = load_rows(tmp_path, "preference", ranked(1, 3, 2, 3), convert="scores_to_all_pairs")
     assert sorted((c, r) for _, c, r in pairs(loaded)) == [
-        (f"answer {better}", f"answer {worse}") for better, worse in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))
+        (f"answer {better}", f"answer {worse}")
+        for better, worse in ((1, 0), (1, 2), (2, 0), (3, 0), (3, 2))
     ]
-    loaded = load_rows(tmp_path, "preference", ranked(1, 3, 2, 3), convert="scores_to_all_pairs", threshold=2)
+    loaded = load_rows(
+        tmp_path, "preference", ranked(1, 3, 2, 3), convert="scores_to_all_pairs", threshold=2
+    )
     assert sorted(pairs(loaded)) == [("p", "answer 1", "answer 0"), ("p", "answer 3", "answer 0")]
     assert [e.margin for e in loaded.examples if isinstance(e, Preference)] == [0.0, 0.0]
 
@@ -120,17 +134,25 @@ def test_all_pairs_of_scored_answers_count_what_is_left(tmp_path: Path):
     }
 
 
-scores_of_one_prompt = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 3).map(float)), min_size=1, max_size=6)
+scores_of_one_prompt = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 3).map(float)), min_size=1, max_size=6
+)
 
 
 @given(scores_of_one_prompt, st.none() | st.floats(0, 3))
-def test_all_pairs_are_those_that_differ_enough(answers: list[tuple[str, float]], threshold: float | None):
-    examples = [Judgement(prompt="p", completion=text, score=score, origin=HERE) for text, score in answers]
+def test_all_pairs_are_those_that_differ_enough(
+    answers: list[tuple[str, float]], threshold: float | None
+):
+    examples = [
+        Judgement(prompt="p", completion=text, score=score, origin=HERE) for text, score in answers
+    ]
     made, unused = CONVERSIONS["scores_to_all_pairs"].run(examples, threshold)
     expected = sorted(
         (max(two, key=lambda a: a[1])[0], min(two, key=lambda a: a[1])[0])
         for two in combinations(answers, 2)
-        if two[0][0] != two[1][0] and abs(two[0][1] - two[1][1]) >= (threshold or 0) and two[0][1] != two[1][1]
+        if two[0][0] != two[1][0]
+        and abs(two[0][1] - two[1][1]) >= (threshold or 0)
+        and two[0][1] != two[1][1]
     )
     assert sorted((e.chosen, e.rejected) for e in made if isinstance(e, Preference)) == expected
     left = {id(e) for e, _ in unused}
@@ -145,28 +167,50 @@ def test_all_pairs_are_those_that_differ_enough(answers: list[tuple[str, float]]
 
 def test_scores_to_rankings_groups_by_prompt(tmp_path: Path):
     files = [
-        write(tmp_path / "a.jsonl", scored("x", 0.5), scored("alone", 1, "q"), scored("y", 2, weight=0.5)),
+        write(
+            tmp_path / "a.jsonl",
+            scored("x", 0.5),
+            scored("alone", 1, "q"),
+            scored("y", 2, weight=0.5),
+        ),
         write(tmp_path / "b.jsonl", scored("x", 1)),
         write(tmp_path / "c.jsonl", ranked(1, 2, prompt="r")),
     ]
     loaded = load([Source(path) for path in files], "ranking", convert="scores_to_rankings")
-    assert rankings(loaded) == [("r", ("answer 0", "answer 1"), (1.0, 2.0)), ("p", ("x", "y", "x"), (0.5, 2.0, 1.0))]
+    assert rankings(loaded) == [
+        ("r", ("answer 0", "answer 1"), (1.0, 2.0)),
+        ("p", ("x", "y", "x"), (0.5, 2.0, 1.0)),
+    ]
     assert [e.weight for e in loaded.examples] == [1.0, 0.5]
     assert loaded.files[0].unused == {Unused.NO_OTHER_JUDGED: 1}
 
 
 def test_labels_become_one_and_minus_one(tmp_path: Path):
-    rows = [{"prompt": "p", "completion": text, "label": text != "down"} for text in ("up", "down", "up too")]
+    rows = [
+        {"prompt": "p", "completion": text, "label": text != "down"}
+        for text in ("up", "down", "up too")
+    ]
     loaded = load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings")
     assert rankings(loaded) == [("p", ("up", "down", "up too"), (1.0, -1.0, 1.0))]
     rows = [{**row, "score": n} for n, row in enumerate(rows)]
-    assert rankings(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"))[0][2] == (0.0, 1.0, 2.0)
+    assert rankings(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"))[0][2] == (
+        0.0,
+        1.0,
+        2.0,
+    )
     del rows[1]["score"]
-    assert rankings(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"))[0][2] == (1.0, -1.0, 1.0)
+    assert rankings(load_rows(tmp_path, "ranking", *rows, convert="scores_to_rankings"))[0][2] == (
+        1.0,
+        -1.0,
+        1.0,
+    )
 
 
 def test_labels_and_scores_are_not_ranked_together(tmp_path: Path):
-    files = [write(tmp_path / "a.jsonl", scored("x", 0.5)), write(tmp_path / "b.jsonl", {**scored("y"), "label": True})]
+    files = [
+        write(tmp_path / "a.jsonl", scored("x", 0.5)),
+        write(tmp_path / "b.jsonl", {**scored("y"), "label": True}),
+    ]
     with raises_error("rows-rated-differently", where="b.jsonl:1") as raised:
         load([Source(path) for path in files], "ranking", convert="scores_to_rankings")
     assert re.search(r"\blabel\b.*\bscore\b", raised.error.what)
@@ -179,9 +223,13 @@ def test_pairs_to_rankings(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("row", "convert"), [(PAIR, "pairs_to_rankings"), (scored("a", 1), "scores_to_rankings")], ids=["pairs", "scores"]
+    ("row", "convert"),
+    [(PAIR, "pairs_to_rankings"), (scored("a", 1), "scores_to_rankings")],
+    ids=["pairs", "scores"],
 )
-def test_rows_that_could_be_ranked_are_refused_with_the_conversion(tmp_path: Path, row: dict, convert: str):
+def test_rows_that_could_be_ranked_are_refused_with_the_conversion(
+    tmp_path: Path, row: dict, convert: str
+):
     with raises_error("kind-mismatch", fix=f"data.convert: {convert}"):
         load_rows(tmp_path, "ranking", row)
 
@@ -191,7 +239,11 @@ def test_rows_that_could_be_ranked_are_refused_with_the_conversion(tmp_path: Pat
 
 def test_rankings_to_scored_gives_every_answer_its_score(tmp_path: Path):
     loaded = load_rows(tmp_path, "scored", ranked(1, 2.5, weight=3), convert="rankings_to_scored")
-    assert [(e.completion, e.label, e.score, e.weight) for e in loaded.examples if isinstance(e, Judgement)] == [
+    assert [
+        (e.completion, e.label, e.score, e.weight)
+        for e in loaded.examples
+        if isinstance(e, Judgement)
+    ] == [
         ("answer 0", None, 1.0, 3.0),
         ("answer 1", None, 2.5, 3.0),
     ]

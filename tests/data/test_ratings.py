@@ -1,4 +1,6 @@
-"""A column called rating holds thumbs or scores, which the whole column decides, and the audit tells."""
+"""A column called rating holds thumbs or scores, which the whole column decides, and the audit
+tells.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_thumbs(ratings: list[Any], expected: list[bool], tmp_path: Path) -> Non
     assert re.fullmatch(rf"rating .*\bthumbs\b\D*{up} up\D*{len(expected) - up} down", note)
 
 
-@pytest.mark.parametrize("ratings", [[1, 5, 3], [1, 2], [0, 1, -1], [0.5, 1], ["1", "4"], [1, 1, -2], [10, 100]])
+@pytest.mark.parametrize(
+    "ratings", [[1, 5, 3], [1, 2], [0, 1, -1], [0.5, 1], ["1", "4"], [1, 1, -2], [10, 100]]
+)
 def test_scores(ratings: list[Any], tmp_path: Path) -> None:
     loaded = load_rows(tmp_path, "scored", *rated(*ratings))
     assert scores(loaded) == [float(rating) for rating in ratings]
@@ -71,11 +75,17 @@ def test_a_1_of_a_scale_is_no_thumb_however_late_the_scale_shows(tmp_path: Path)
     rows = rated(*[1, 0] * 500, 4)
     assert set(scores(load_rows(tmp_path, "scored", *rows))) == {0.0, 1.0, 4.0}
     path = write(tmp_path / "rows.jsonl", *rows)
-    for limited in (load([Source(path, limit=3)], "scored"), load([Source(path)], "scored", limit=3)):
+    for limited in (
+        load([Source(path, limit=3)], "scored"),
+        load([Source(path)], "scored", limit=3),
+    ):
         assert scores(limited) == [1.0, 0.0, 1.0]
     assert scores(load([InMemory(rows)], "scored", limit=2)) == [1.0, 0.0]
     assert scores(load([InMemory(iter(rows))], "scored"))[-1] == 4.0
-    assert [e.score for _, e in stream(Source(path, limit=2)) if isinstance(e, Judgement)] == [1.0, 0.0]
+    assert [e.score for _, e in stream(Source(path, limit=2)) if isinstance(e, Judgement)] == [
+        1.0,
+        0.0,
+    ]
 
 
 @pytest.mark.parametrize("rating", [0, 1, "1", 1.0])
@@ -84,8 +94,12 @@ def test_one_rating_alone_is_not_guessed(rating: Any, tmp_path: Path) -> None:
         load_rows(tmp_path, "judgement", *rated(rating, rating))
     assert f"{float(rating):g}" in raised.error.what
     assert "score: rating" in str(raised.error.fix)
-    assert labels(load_rows(tmp_path, "judgement", *rated(rating), keys={"label": "rating"})) == [bool(int(rating))]
-    assert scores(load_rows(tmp_path, "scored", *rated(rating), keys={"score": "rating"})) == [float(rating)]
+    assert labels(load_rows(tmp_path, "judgement", *rated(rating), keys={"label": "rating"})) == [
+        bool(int(rating))
+    ]
+    assert scores(load_rows(tmp_path, "scored", *rated(rating), keys={"score": "rating"})) == [
+        float(rating)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +125,9 @@ def test_a_rating_beside_a_label_a_score_or_a_pair_is_not_read(tmp_path: Path) -
     assert labels(loaded) == [False, False]
     assert (loaded.ignored_columns, loaded.files[0].notes) == ({"rating": 2}, ())
     assert scores(load_rows(tmp_path, "scored", *rated(1, -1, score=3))) == [3.0, 3.0]
-    loaded = load_rows(tmp_path, "preference", {"prompt": "p", "chosen": "a", "rejected": "b", "rating": 1})
+    loaded = load_rows(
+        tmp_path, "preference", {"prompt": "p", "chosen": "a", "rejected": "b", "rating": 1}
+    )
     assert isinstance(loaded.examples[0], Preference)
 
 

@@ -1,4 +1,6 @@
-"""Chat templates of published models: what is trained on is what the model generates, and nothing that a template inserts."""
+"""Chat templates of published models: what is trained on is what the model generates, and nothing
+that a template inserts.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,10 @@ GLM_STOPS = ("<|endoftext|>", "<|user|>", "<|observation|>")
 
 @dataclass(frozen=True)
 class Model:
-    """What a model's files say. ``end``: the token that ends a turn; ``stops``: its generation config's."""
+    """What a model's files say.
+
+    ``end``: the token that ends a turn; ``stops``: its generation config's.
+    """
 
     end: str
     eos: str
@@ -49,13 +54,25 @@ MODELS = {
     "smollm3": Model("<|im_end|>", "<|im_end|>", ("<|im_end|>",)),
 }
 
-SWITCHES = {"deepseek-v3.1": "thinking", "gpt-oss": None, "qwen2.5": None, "granite-3.3": "thinking"} | dict.fromkeys(
-    ("mistral-nemo", "phi-3.5", "seed-oss")
-)
-"""The variable that turns reasoning on and off, where it is not ``enable_thinking``; None: there is none."""
+SWITCHES = {
+    "deepseek-v3.1": "thinking",
+    "gpt-oss": None,
+    "qwen2.5": None,
+    "granite-3.3": "thinking",
+} | dict.fromkeys(("mistral-nemo", "phi-3.5", "seed-oss"))
+"""The variable that turns reasoning on and off, where it is not ``enable_thinking``; None: there is
+none.
+"""
 
-OTHER_HEADER = {("deepseek-r1-distill-qwen", True), ("glm-4.7-flash", None), ("glm-4.7-flash", True), ("qwq", True)}
-"""Templates whose generation prompt opens a block of reasoning that an answer without reasoning does not have."""
+OTHER_HEADER = {
+    ("deepseek-r1-distill-qwen", True),
+    ("glm-4.7-flash", None),
+    ("glm-4.7-flash", True),
+    ("qwq", True),
+}
+"""Templates whose generation prompt opens a block of reasoning that an answer without reasoning
+does not have.
+"""
 
 
 def kwargs_of(name: str, switch: bool | None) -> dict[str, Any]:
@@ -72,7 +89,9 @@ def cases() -> Iterator[tuple[str, bool | None]]:
 @cache
 def model_encoder(name: str, switch: bool | None, train_on: str = "completion") -> Encoder:
     model = MODELS[name]
-    tokenizer = tokenizer_of((FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), eos=model.eos, stops=model.stops)
+    tokenizer = tokenizer_of(
+        (FOLDER / f"{name}.jinja").read_text(encoding="utf-8"), eos=model.eos, stops=model.stops
+    )
     stops = [int(tokenizer.convert_tokens_to_ids(stop)) for stop in model.stops]  # type: ignore[arg-type]
     return Encoder(
         tokenizer,
@@ -103,14 +122,19 @@ def test_every_template_file_is_tested_and_has_its_licence_named() -> None:
 @pytest.mark.parametrize(("name", "switch"), cases())
 def test_the_mask_is_the_completion_and_the_end_of_the_turn(name: str, switch: bool | None) -> None:
     enc, end = model_encoder(name, switch), MODELS[name].end
-    for prompt in (chat("hello"), chat("hello", "good day", "moon?"), Chat((turn("system", "be kind"), turn("user", "hello")))):
+    for prompt in (
+        chat("hello"),
+        chat("hello", "good day", "moon?"),
+        Chat((turn("system", "be kind"), turn("user", "hello"))),
+    ):
         unit = encoded(enc, answered(prompt, chat("the sun", first="assistant")))
         [answer] = unit.answers
         said = trained(enc, answer)
         assert said.lstrip() == f"the sun{end}"
         assert answer.ids[-1] == enc.tokenizer.convert_tokens_to_ids(end)
         assert answer.mask[answer.mask.index(True) :] == (True,) * sum(answer.mask)
-        if said != said.lstrip():  # white space right behind the generation prompt, which the model has to generate
+        # white space right behind the generation prompt, which the model has to generate
+        if said != said.lstrip():
             assert context(unit, answer) == enc.encode_prompt(prompt)
 
 
@@ -127,26 +151,39 @@ def test_training_continues_the_prompt_that_is_sampled_from(name: str, switch: b
 
 
 @pytest.mark.parametrize(("name", "switch"), cases())
-def test_reasoning_in_a_completion_is_trained_on_as_it_is_generated(name: str, switch: bool | None) -> None:
-    """Also where the template drops it from a conversation, and without an opening tag that the generation prompt has."""
+def test_reasoning_in_a_completion_is_trained_on_as_it_is_generated(
+    name: str, switch: bool | None
+) -> None:
+    """Also where the template drops it from a conversation, and without an opening tag that the
+    generation prompt has.
+    """
     enc, end = model_encoder(name, switch), MODELS[name].end
     asked = text(enc, enc.encode_prompt(chat("hello")))
-    unit = encoded(enc, answered(chat("hello"), chat("<think>\nwhy\n</think>\n\nthe sun", first="assistant")))
+    unit = encoded(
+        enc, answered(chat("hello"), chat("<think>\nwhy\n</think>\n\nthe sun", first="assistant"))
+    )
     whole = text(enc, unit.prompt_ids + unit.answers[0].ids)
     said = squeezed(trained(enc, unit.answers[0]))
     opened = squeezed(asked).endswith("<think>")
     assert said == squeezed(f"{'' if opened else '<think>'}why</think>the sun{end}")
-    if not squeezed(asked).endswith("</think>"):  # else the prompt rules reasoning out, and this completion has some
+    # else the prompt rules reasoning out, and this completion has some
+    if not squeezed(asked).endswith("</think>"):
         assert whole.startswith(asked)
-    generated = chat("why</think>the sun" if opened else "<think>why</think>the sun", first="assistant")
-    assert squeezed(trained(enc, encoded(enc, answered(chat("hello"), generated)).answers[0])) == said
+    generated = chat(
+        "why</think>the sun" if opened else "<think>why</think>the sun", first="assistant"
+    )
+    assert (
+        squeezed(trained(enc, encoded(enc, answered(chat("hello"), generated)).answers[0])) == said
+    )
 
 
 @pytest.mark.parametrize(("name", "switch"), cases())
 def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) -> None:
     enc, end = model_encoder(name, switch, "assistant"), MODELS[name].end
     prompt = chat("hello", "good day", "moon?", "no", "sun?")
-    row = Demonstration(prompt=prompt, completion=chat("a star", first="assistant"), weight=2.0, origin=HERE)
+    row = Demonstration(
+        prompt=prompt, completion=chat("a star", first="assistant"), weight=2.0, origin=HERE
+    )
     found: EncodedSet = enc.encode_all([row], ["f"])
     assert not found.unusable
     said = [turn for unit in found.units for turn in _turns(enc, unit, end)]
@@ -161,7 +198,9 @@ def test_every_assistant_turn_can_be_trained_on(name: str, switch: bool | None) 
     assert found.notes["split_turns"] == (HERE,)
     for i, unit in zip((1, 3, 5), found.units, strict=True):
         asked = enc.encode_prompt(Chat((*prompt.messages[:i],)))
-        assert context(unit, unit.answers[0])[: len(asked)] == asked or (name, switch) in OTHER_HEADER
+        assert (
+            context(unit, unit.answers[0])[: len(asked)] == asked or (name, switch) in OTHER_HEADER
+        )
 
 
 def _turns(enc: Encoder, unit: TokenizedExample, end: str) -> list[str]:
@@ -204,13 +243,22 @@ def test_reasoning_fields_and_tool_calls_are_trained_on_with_their_markup() -> N
     unit = encoded(enc, answered(chat("hello"), Chat((turn("assistant", "", tool_calls=[call]),))))
     said = trained(enc, unit.answers[0])
     assert said == '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>'
-    several = Chat((turn("assistant", "", tool_calls=[call]), turn("tool", "42"), turn("assistant", "it is 42")))
+    several = Chat(
+        (
+            turn("assistant", "", tool_calls=[call]),
+            turn("tool", "42"),
+            turn("assistant", "it is 42"),
+        )
+    )
     unit = encoded(enc, answered(chat("hello"), several))
     assert trained(enc, unit.answers[0]) == said + "it is 42<|im_end|>"
     harmony = model_encoder("gpt-oss", None)
-    unit = encoded(harmony, answered(chat("hello"), Chat((turn("assistant", "the sun", thinking="why"),))))
+    unit = encoded(
+        harmony, answered(chat("hello"), Chat((turn("assistant", "the sun", thinking="why"),)))
+    )
     assert trained(harmony, unit.answers[0]) == (
-        "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>the sun<|return|>"
+        "<|channel|>analysis<|message|>why<|end|>"
+        "<|start|>assistant<|channel|>final<|message|>the sun<|return|>"
     )
 
 
@@ -223,7 +271,13 @@ def test_ignored_reasoning_is_noted() -> None:
 def test_turns_without_weight_are_context_only() -> None:
     for name in ("qwen2.5", "qwen3"):
         enc = model_encoder(name, None, "assistant")
-        prompt = Chat((turn("user", "hello"), turn("assistant", "good day", weight=0), turn("user", "moon?")))
+        prompt = Chat(
+            (turn("user", "hello"), turn("assistant", "good day", weight=0), turn("user", "moon?"))
+        )
         row = Demonstration(prompt=prompt, completion=chat("no", first="assistant"), origin=HERE)
-        said = [words for unit in enc.encode_all([row]).units for words in _turns(enc, unit, "<|im_end|>")]
+        said = [
+            words
+            for unit in enc.encode_all([row]).units
+            for words in _turns(enc, unit, "<|im_end|>")
+        ]
         assert said == ["no"]

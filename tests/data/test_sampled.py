@@ -1,4 +1,6 @@
-"""Answers that a model gave, with their tokens: read as they are, judged or not, and what conversions make of them."""
+"""Answers that a model gave, with their tokens: read as they are, judged or not, and what
+conversions make of them.
+"""
 
 from __future__ import annotations
 
@@ -26,20 +28,41 @@ TOKENIZER = tiny_tokenizer()
 DIGEST = Encoder(TOKENIZER, max_length=99).vocab.digest
 
 
-def answer(prompt: int, *ids: int, score: float | None = None, error: str | None = None, **more: Any) -> dict[str, Any]:
+def answer(
+    prompt: int, *ids: int, score: float | None = None, error: str | None = None, **more: Any
+) -> dict[str, Any]:
     """A row as `valence sample` and `valence score` write it."""
-    sampled = {"by": "x", "position": 0, "seed": 0, "temperature": 1.0, "top_p": 1.0, "vocabulary": DIGEST}
+    sampled = {
+        "by": "x",
+        "position": 0,
+        "seed": 0,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "vocabulary": DIGEST,
+    }
     row: dict[str, Any] = {
-        "prompt": [{"role": "user", "content": "q"}], "prompt_ids": [9, prompt], "rendered": "q", "completion": "text",
-        "completion_ids": list(ids), "logps": [-n / 8 for n in range(len(ids))], "stop": "eos", "version": 0, "index": 0,
-        "info": {"label": True, "answer": 3}, "sampled": sampled,
-    }  # fmt: skip
-    judged = {"score": score, "parts": {"a": 1.0}} if error is None else {"score": None, "error": error}
+        "prompt": [{"role": "user", "content": "q"}],
+        "prompt_ids": [9, prompt],
+        "rendered": "q",
+        "completion": "text",
+        "completion_ids": list(ids),
+        "logps": [-n / 8 for n in range(len(ids))],
+        "stop": "eos",
+        "version": 0,
+        "index": 0,
+        "info": {"label": True, "answer": 3},
+        "sampled": sampled,
+    }
+    judged = (
+        {"score": score, "parts": {"a": 1.0}} if error is None else {"score": None, "error": error}
+    )
     return row | ({} if score is None and error is None else judged) | more
 
 
 def encoded(loaded: Loaded, **how: Any) -> EncodedSet:
-    return Encoder(TOKENIZER, **{"max_length": 99, **how}).encode_all(loaded.examples, loaded.sources)
+    return Encoder(TOKENIZER, **{"max_length": 99, **how}).encode_all(
+        loaded.examples, loaded.sources
+    )
 
 
 # Formats
@@ -57,11 +80,18 @@ def test_rows_with_text_and_tokens_are_read_by_their_tokens(tmp_path: Path) -> N
     assert (example.prompt, example.completion) == (Ids((9, 1)), Ids((5, 6)))
     assert example.id == Demonstration(prompt=Ids((9, 1)), completion=Ids((5, 6)), origin=HERE).id
     [unit] = encoded(loaded).units
-    assert (unit.prompt_ids, unit.answers[0].ids, unit.answers[0].mask) == ((9, 1), (5, 6), (True, True))
+    assert (unit.prompt_ids, unit.answers[0].ids, unit.answers[0].mask) == (
+        (9, 1),
+        (5, 6),
+        (True, True),
+    )
 
 
 def test_a_text_is_a_prompt_with_all_its_other_columns(tmp_path: Path) -> None:
-    rows = [{"text": "1 + 1 = ", "answer": 2, "weight": 0.5, "more": {"a": [1]}}, {"text": "2 + 2 = "}]
+    rows = [
+        {"text": "1 + 1 = ", "answer": 2, "weight": 0.5, "more": {"a": [1]}},
+        {"text": "2 + 2 = "},
+    ]
     loaded = load_rows(tmp_path, "prompt", *rows)
     assert [(e.prompt, e.info, e.weight) for e in loaded.examples if isinstance(e, Prompt)] == [
         ("1 + 1 = ", {"answer": 2, "more": {"a": [1]}}, 0.5),
@@ -79,17 +109,26 @@ def test_a_text_is_a_prompt_with_all_its_other_columns(tmp_path: Path) -> None:
     assert chat.prompt == Chat(tuple(turns))
 
 
-@pytest.mark.parametrize(("change", "code", "names"), [
-    ({"logps": [-0.5]}, "row-length-mismatch", ["logps", "1", "2"]),
-    ({"logps": [-0.5, "x"]}, "row-number-invalid", ["number 2 of logps", "'x'"]),
-    ({"logps": [-0.5, 0.5]}, "row-logps-invalid", ["logps", "0.5"]),
-    ({"logps": "many"}, "row-logps-invalid", ["logps", "'many'"]),
-    ({"sampled": 3}, "row-value-type", ["sampled", "3"]),
-    ({"sampled": {"temperature": "hot"}}, "row-number-invalid", ["temperature", "sampled", "'hot'"]),
-    ({"completion_ids": []}, "row-tokens-invalid", ["completion_ids", "[]"]),
-    ({"score": None, "error": None}, "row-column-missing", ["score"]),
-])  # fmt: skip
-def test_what_is_no_record_of_sampling_is_a_bad_row(change: dict[str, Any], code: str, names: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "code", "names"),
+    [
+        ({"logps": [-0.5]}, "row-length-mismatch", ["logps", "1", "2"]),
+        ({"logps": [-0.5, "x"]}, "row-number-invalid", ["number 2 of logps", "'x'"]),
+        ({"logps": [-0.5, 0.5]}, "row-logps-invalid", ["logps", "0.5"]),
+        ({"logps": "many"}, "row-logps-invalid", ["logps", "'many'"]),
+        ({"sampled": 3}, "row-value-type", ["sampled", "3"]),
+        (
+            {"sampled": {"temperature": "hot"}},
+            "row-number-invalid",
+            ["temperature", "sampled", "'hot'"],
+        ),
+        ({"completion_ids": []}, "row-tokens-invalid", ["completion_ids", "[]"]),
+        ({"score": None, "error": None}, "row-column-missing", ["score"]),
+    ],
+)
+def test_what_is_no_record_of_sampling_is_a_bad_row(
+    change: dict[str, Any], code: str, names: list[str], tmp_path: Path
+) -> None:
     with raises_error(code, where="rows.jsonl:2") as raised:
         load_rows(tmp_path, "scored", answer(1, 5, score=1), answer(1, 5, 6, score=1) | change)
     assert all(name in raised.error.what for name in names), raised.error
@@ -112,38 +151,66 @@ def ranked(tmp_path: Path, *rows: dict[str, Any], **how: Any) -> EncodedSet:
 
 
 def test_stored_log_probabilities_reach_the_micro_batch_token_by_token(tmp_path: Path) -> None:
-    found = ranked(tmp_path, answer(1, 5, 6, 7, score=1), answer(2, 5, score=0), answer(1, 5, 8, score=0), answer(2, 6, score=1))
+    found = ranked(
+        tmp_path,
+        answer(1, 5, 6, 7, score=1),
+        answer(2, 5, score=0),
+        answer(1, 5, 8, score=0),
+        answer(2, 6, score=1),
+    )
     assert [unit.scores for unit in found.units] == [(1.0, 0.0), (0.0, 1.0)]
     assert found.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
     assert found.notes == {}
     batch = make_micro_batch(found.units)
     ids, owner = batch.tokens[batch.scored].tolist(), batch.seq[batch.scored].tolist()
     told = sorted(zip(owner, ids, batch.given["old"].tolist(), strict=True))
-    assert told == [(0, 5, 0.0), (0, 6, -0.125), (0, 7, -0.25), (1, 5, 0.0), (1, 8, -0.125), (2, 5, 0.0), (3, 6, 0.0)]
+    assert told == [
+        (0, 5, 0.0),
+        (0, 6, -0.125),
+        (0, 7, -0.25),
+        (1, 5, 0.0),
+        (1, 8, -0.125),
+        (2, 5, 0.0),
+        (3, 6, 0.0),
+    ]
 
 
 @pytest.mark.parametrize("drawn", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.9}])
-def test_log_probabilities_of_another_distribution_are_not_read(drawn: dict[str, float], tmp_path: Path) -> None:
+def test_log_probabilities_of_another_distribution_are_not_read(
+    drawn: dict[str, float], tmp_path: Path
+) -> None:
     first = answer(1, 5, 6, score=1)
     first["sampled"] = first["sampled"] | drawn
-    loaded = load_rows(tmp_path, "ranking", first, answer(1, 7, score=0), convert="scores_to_rankings")
+    loaded = load_rows(
+        tmp_path, "ranking", first, answer(1, 7, score=0), convert="scores_to_rankings"
+    )
     found = encoded(loaded)
     assert [each.columns for each in found.units[0].answers] == [(), ()]
     assert set(found.notes) == {"logps_of_others", "logps_missing"}
-    assert "logps_of_others" in shown_findings(audit(loaded, found, Encoder(TOKENIZER, max_length=99)))
+    assert "logps_of_others" in shown_findings(
+        audit(loaded, found, Encoder(TOKENIZER, max_length=99))
+    )
 
 
 def test_log_probabilities_of_some_answers_are_not_read(tmp_path: Path) -> None:
     bare = {name: each for name, each in answer(2, 5, score=1).items() if name != "logps"}
-    found = ranked(tmp_path, answer(1, 5, score=1), answer(1, 6, score=0), bare, answer(2, 6, score=0))
+    found = ranked(
+        tmp_path, answer(1, 5, score=1), answer(1, 6, score=0), bare, answer(2, 6, score=0)
+    )
     assert [each.columns for unit in found.units for each in unit.answers] == [()] * 4
-    assert {name: [origin.line for origin in rows] for name, rows in found.notes.items()} == {"logps_missing": [3]}
+    assert {name: [origin.line for origin in rows] for name, rows in found.notes.items()} == {
+        "logps_missing": [3]
+    }
 
 
 def test_an_answer_that_is_cut_keeps_the_log_probabilities_of_what_is_left(tmp_path: Path) -> None:
     found = ranked(
-        tmp_path, answer(1, 5, 6, 7, 8, score=1), answer(1, 6, score=0), max_length=4, long_rows="cut_completion"
-    )  # fmt: skip
+        tmp_path,
+        answer(1, 5, 6, 7, 8, score=1),
+        answer(1, 6, score=0),
+        max_length=4,
+        long_rows="cut_completion",
+    )
     long, short = found.units[0].answers
     assert (long.ids, long.columns, long.complete) == ((5, 6), (("old", (0.0, -0.125)),), False)
     assert short.columns == (("old", (0.0,)),)
@@ -151,7 +218,11 @@ def test_an_answer_that_is_cut_keeps_the_log_probabilities_of_what_is_left(tmp_p
 
 def test_only_rankings_ask_how_likely_answers_were(tmp_path: Path) -> None:
     rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
-    for kind, convert in (("preference", "scores_to_pairs"), ("demonstration", "best_to_demonstrations"), ("scored", None)):
+    for kind, convert in (
+        ("preference", "scores_to_pairs"),
+        ("demonstration", "best_to_demonstrations"),
+        ("scored", None),
+    ):
         units = encoded(load_rows(tmp_path, kind, *rows, convert=convert)).units
         assert units
         assert not any(each.columns for unit in units for each in unit.answers)
@@ -160,16 +231,24 @@ def test_only_rankings_ask_how_likely_answers_were(tmp_path: Path) -> None:
 # Answers whose reward failed
 
 
-@pytest.mark.parametrize(("kind", "convert", "threshold", "made"), [
-    ("ranking", "scores_to_rankings", None, 1), ("preference", "scores_to_pairs", None, 1), ("scored", None, None, 3),
-    ("judgement", "scores_to_judgements", 0.5, 3), ("demonstration", "best_to_demonstrations", None, 1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "convert", "threshold", "made"),
+    [
+        ("ranking", "scores_to_rankings", None, 1),
+        ("preference", "scores_to_pairs", None, 1),
+        ("scored", None, None, 3),
+        ("judgement", "scores_to_judgements", 0.5, 3),
+        ("demonstration", "best_to_demonstrations", None, 1),
+    ],
+)
 def test_failures_are_counted_and_never_read_as_scores(
     kind: Any, convert: str | None, threshold: float | None, made: int, tmp_path: Path
 ) -> None:
     rows = [answer(1, n, score=score) for n, score in ((5, 1.0), (6, -1.0), (7, 0.25))]
     rows += [answer(1, 8, error="the server is down"), *[answer(2, n, error="nan") for n in (5, 6)]]
-    loaded = load_rows(tmp_path, kind, rows[3], *rows[:3], *rows[4:], convert=convert, threshold=threshold)
+    loaded = load_rows(
+        tmp_path, kind, rows[3], *rows[:3], *rows[4:], convert=convert, threshold=threshold
+    )
     assert len(loaded.examples) == made
     unused = loaded.files[0].unused
     assert unused[Unused.REWARD_FAILED] == 1
@@ -188,7 +267,9 @@ def test_when_every_reward_failed_nothing_is_trained_on(tmp_path: Path) -> None:
 
 def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:
     row = {"prompt": "p", "completion": "c"}
-    loaded = load_rows(tmp_path, "scored", {**row, "score": None, "error": "late"}, {**row, "score": 2})
+    loaded = load_rows(
+        tmp_path, "scored", {**row, "score": None, "error": "late"}, {**row, "score": 2}
+    )
     assert [e.score for e in loaded.examples if isinstance(e, Judgement)] == [2.0]
     assert loaded.files[0].unused == {Unused.REWARD_FAILED: 1}
 
@@ -196,16 +277,27 @@ def test_text_rows_may_have_failed_too(tmp_path: Path) -> None:
 # The best of each prompt
 
 
-def chosen(tmp_path: Path, top_n: int, *rows: dict[str, Any], **how: Any) -> tuple[list[tuple[int, ...]], dict[str, int]]:
+def chosen(
+    tmp_path: Path, top_n: int, *rows: dict[str, Any], **how: Any
+) -> tuple[list[tuple[int, ...]], dict[str, int]]:
     source = Source(write(tmp_path / "rows.jsonl", *rows))
     loaded = load([source], "demonstration", convert="best_to_demonstrations", top_n=top_n, **how)
-    made = [e.completion.ids for e in loaded.examples if isinstance(e, Demonstration) and isinstance(e.completion, Ids)]
+    made = [
+        e.completion.ids
+        for e in loaded.examples
+        if isinstance(e, Demonstration) and isinstance(e.completion, Ids)
+    ]
     return made, dict(loaded.files[0].unused)
 
 
-def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(tmp_path: Path) -> None:
+def test_the_best_answers_of_each_prompt_are_taken_by_score_and_then_by_place(
+    tmp_path: Path,
+) -> None:
     rows = [answer(1, n, score=score) for n, score in ((5, 0.5), (6, 2.0), (7, 0.5), (8, 0.1))]
-    below, tied = "other answers to its prompt have larger scores", "an answer to its prompt with the same score comes before it"
+    below, tied = (
+        "other answers to its prompt have larger scores",
+        "an answer to its prompt with the same score comes before it",
+    )
     assert chosen(tmp_path, 1, *rows) == ([(6,)], {below: 2, WORST: 1})
     assert chosen(tmp_path, 2, *rows) == ([(6,), (5,)], {tied: 1, WORST: 1})
     assert chosen(tmp_path, 9, *rows) == ([(6,), (5,), (7,)], {WORST: 1})
@@ -240,7 +332,11 @@ def test_a_threshold_is_the_smallest_score_that_is_imitated(tmp_path: Path) -> N
 
 
 def test_truncated_completions_are_imitated_only_when_asked_for(tmp_path: Path) -> None:
-    rows = [answer(1, 5, score=2) | {"stop": "length"}, answer(1, 6, score=1) | {"stop": "eos"}, answer(1, 7, score=0)]
+    rows = [
+        answer(1, 5, score=2) | {"stop": "length"},
+        answer(1, 6, score=1) | {"stop": "eos"},
+        answer(1, 7, score=0),
+    ]
     assert chosen(tmp_path, 3, *rows) == ([(6,)], {"it was truncated": 1, WORST: 1})
     assert chosen(tmp_path, 3, *rows, mask_truncated=False) == ([(5,), (6,)], {WORST: 1})
 
@@ -248,15 +344,26 @@ def test_truncated_completions_are_imitated_only_when_asked_for(tmp_path: Path) 
 def test_rankings_give_their_best_too(tmp_path: Path) -> None:
     row = {"prompt": "p", "completions": ["a", "b", "c"], "scores": [1, 3, 3], "weight": 2}
     loaded = load_rows(tmp_path, "demonstration", row, convert="best_to_demonstrations")
-    assert [(e.completion, e.weight) for e in loaded.examples if isinstance(e, Demonstration)] == [("b", 2.0)]
+    assert [(e.completion, e.weight) for e in loaded.examples if isinstance(e, Demonstration)] == [
+        ("b", 2.0)
+    ]
     assert loaded.files[0].unused == {}
 
 
 @given(st.lists(st.integers(0, 3).map(float), min_size=1, max_size=8), st.integers(1, 9))
-def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(scores: list[float], top_n: int) -> None:
-    examples = [Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE) for n, score in enumerate(scores)]
+def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(
+    scores: list[float], top_n: int
+) -> None:
+    examples = [
+        Judgement(prompt="p", completion=f"{n}", score=score, origin=HERE)
+        for n, score in enumerate(scores)
+    ]
     made, unused = best_to_demonstrations(examples, None, top_n)
-    taken = [int(e.completion) for e in made if isinstance(e, Demonstration) and isinstance(e.completion, str)]
+    taken = [
+        int(e.completion)
+        for e in made
+        if isinstance(e, Demonstration) and isinstance(e.completion, str)
+    ]
     assert len(taken) == min(top_n, sum(score > min(scores) for score in scores))
     left = [n for n in range(len(scores)) if n not in taken]
     assert len(unused) == len(left)
@@ -264,7 +371,12 @@ def test_no_answer_that_is_left_out_is_better_than_one_that_is_taken(scores: lis
 
 
 def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path) -> None:
-    rows = [answer(1, 5, score=1), answer(1, 6, score=1), answer(2, 5, score=0), answer(2, 6, score=1)]
+    rows = [
+        answer(1, 5, score=1),
+        answer(1, 6, score=1),
+        answer(2, 5, score=0),
+        answer(2, 6, score=1),
+    ]
     loaded = load_rows(tmp_path, "preference", *rows, convert="scores_to_pairs")
     assert len(loaded.examples) == 1
     assert loaded.files[0].unused == {"all answers of its prompt have the same score": 2}
@@ -272,8 +384,14 @@ def test_groups_without_a_difference_make_no_pair_and_are_counted(tmp_path: Path
 
 def test_a_ranking_of_tokens_is_the_same_whatever_was_known_of_its_sampling(tmp_path: Path) -> None:
     rows = [answer(1, 5, score=1), answer(1, 6, score=0)]
-    bare = [{name: each for name, each in row.items() if name not in ("logps", "sampled")} for row in rows]
-    [first], [second] = (load_rows(tmp_path, "ranking", *each, convert="scores_to_rankings").examples for each in (rows, bare))
+    bare = [
+        {name: each for name, each in row.items() if name not in ("logps", "sampled")}
+        for row in rows
+    ]
+    [first], [second] = (
+        load_rows(tmp_path, "ranking", *each, convert="scores_to_rankings").examples
+        for each in (rows, bare)
+    )
     assert isinstance(first, Ranking)
     assert first == second
     assert first.id == second.id

@@ -17,7 +17,9 @@ from valence.types import TokenizedExample
 def judged(count: int, ups: int | None = None) -> tuple[TokenizedExample, ...]:
     """So many judgements, the first ``ups`` of them thumbs up (default: every second one)."""
     labels = [i % 2 == 0 if ups is None else i < ups for i in range(count)]
-    return tuple(unit(f"row{i}", "judgement", (5, i), (7, i), label=label) for i, label in enumerate(labels))
+    return tuple(
+        unit(f"row{i}", "judgement", (5, i), (7, i), label=label) for i, label in enumerate(labels)
+    )
 
 
 def names(units: tuple[TokenizedExample, ...], rows: list[int]) -> list[str]:
@@ -31,7 +33,9 @@ def steps(sampler: Sampler, epoch: int = 0) -> list[list[str]]:
 
 
 @given(st.permutations(range(12)), st.integers(0, 5), st.integers(0, 3))
-def test_the_order_does_not_know_how_units_arrived(arrival: list[int], seed: int, epoch: int) -> None:
+def test_the_order_does_not_know_how_units_arrived(
+    arrival: list[int], seed: int, epoch: int
+) -> None:
     units = judged(12)
     shuffled = tuple(units[i] for i in arrival)
     ours, theirs = canonical_order(units, seed, epoch), canonical_order(shuffled, seed, epoch)
@@ -40,7 +44,9 @@ def test_the_order_does_not_know_how_units_arrived(arrival: list[int], seed: int
 
 
 @given(st.permutations(range(11)), st.booleans())
-def test_steps_and_what_follows_them_do_not_know_how_units_arrived(arrival: list[int], stratify: bool) -> None:
+def test_steps_and_what_follows_them_do_not_know_how_units_arrived(
+    arrival: list[int], stratify: bool
+) -> None:
     units = judged(11)
     shuffled = tuple(units[i] for i in arrival)
     ours, theirs = (Sampler(u, 4, seed=3, stratify=stratify) for u in (units, shuffled))
@@ -56,11 +62,21 @@ def test_seed_and_epoch_each_change_the_order() -> None:
     assert canonical_order(units, 0, 1) == list(orders[1])
 
 
-@pytest.mark.parametrize(("count", "size", "drop_last", "expected"), [
-    (10, 4, False, [4, 4, 2]), (10, 4, True, [4, 4]), (8, 4, False, [4, 4]), (3, 4, False, [3]), (3, 4, True, []),
-    (1, 1, False, [1]), (5, 1, True, [1, 1, 1, 1, 1]),
-])  # fmt: skip
-def test_a_last_smaller_step_is_kept_unless_dropped(count: int, size: int, drop_last: bool, expected: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("count", "size", "drop_last", "expected"),
+    [
+        (10, 4, False, [4, 4, 2]),
+        (10, 4, True, [4, 4]),
+        (8, 4, False, [4, 4]),
+        (3, 4, False, [3]),
+        (3, 4, True, []),
+        (1, 1, False, [1]),
+        (5, 1, True, [1, 1, 1, 1, 1]),
+    ],
+)
+def test_a_last_smaller_step_is_kept_unless_dropped(
+    count: int, size: int, drop_last: bool, expected: list[int]
+) -> None:
     sampler = Sampler(judged(count), size, drop_last=drop_last)
     assert sampler.steps_per_epoch == len(expected)
     assert [len(step) for step in steps(sampler)] == expected
@@ -75,15 +91,21 @@ def test_every_unit_comes_once_an_epoch(count: int, size: int, epoch: int, strat
 
 
 def test_a_step_depends_on_its_number_alone() -> None:
-    """Any step can be asked for, in any order: a resumed run needs no more than where it stopped."""
+    """Any step can be asked for, in any order: a resumed run needs no more than where it
+    stopped.
+    """
     sampler = Sampler(judged(10), 3, seed=1)
     forward = [sampler.step(k) for k in range(12)]
     numbers = random.Random(0).sample(range(12), 12)
-    assert [Sampler(judged(10), 3, seed=1).step(k) for k in numbers] == [forward[k] for k in numbers]
+    assert [Sampler(judged(10), 3, seed=1).step(k) for k in numbers] == [
+        forward[k] for k in numbers
+    ]
 
 
 @pytest.mark.parametrize("stratify", [False, True])
-def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoch(stratify: bool) -> None:
+def test_a_step_is_given_in_canonical_order_and_followed_by_the_rest_of_its_epoch(
+    stratify: bool,
+) -> None:
     sampler = Sampler(judged(10), 4, seed=2, stratify=stratify)
     order = sampler.epoch(0)
     for k in range(3):
@@ -102,7 +124,9 @@ def test_a_block_of_each_class_is_mixed() -> None:
     assert set(mixed) == {2}
 
 
-@pytest.mark.parametrize(("count", "ups", "size"), [(40, 10, 8), (37, 12, 5), (64, 3, 16), (20, 20, 4)])
+@pytest.mark.parametrize(
+    ("count", "ups", "size"), [(40, 10, 8), (37, 12, 5), (64, 3, 16), (20, 20, 4)]
+)
 def test_stratified_steps_have_the_share_of_the_whole(count: int, ups: int, size: int) -> None:
     sampler = Sampler(judged(count, ups=ups), size, stratify=True)
     by_id = {u.id: u.label for u in sampler.units}
@@ -120,4 +144,6 @@ def test_stratified_epochs_differ() -> None:
 def test_units_of_the_same_content_all_come() -> None:
     twice = (*judged(3), *judged(3))
     assert sorted(canonical_order(twice, 0, 0)) == list(range(6))
-    assert [twice[i].id for i in canonical_order(twice, 0, 0)][::2] == [twice[i].id for i in canonical_order(twice, 0, 0)][1::2]
+    assert [twice[i].id for i in canonical_order(twice, 0, 0)][::2] == [
+        twice[i].id for i in canonical_order(twice, 0, 0)
+    ][1::2]

@@ -1,4 +1,6 @@
-"""Verdicts beyond thumbs: scores, attributes and soft labels, and the kind of rows that takes any of them."""
+"""Verdicts beyond thumbs: scores, attributes and soft labels, and the kind of rows that takes any
+of them.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def encoded(loaded: Loaded) -> list[TokenizedExample]:
 @pytest.mark.parametrize("soft", [0, 0.25, 0.5, 1, "0.75"])
 def test_a_soft_label_reaches_the_tokens(tmp_path: Path, soft: Any):
     loaded = load_rows(tmp_path, "preference", {**PAIR, "soft": soft, "margin": 0.5}, PAIR)
-    assert [(e.soft, e.margin) for e in loaded.examples if isinstance(e, Preference)] == [(float(soft), 0.5), (None, 0.0)]
+    assert [(e.soft, e.margin) for e in loaded.examples if isinstance(e, Preference)] == [
+        (float(soft), 0.5),
+        (None, 0.0),
+    ]
     assert [(u.soft, u.margin) for u in encoded(loaded)] == [(float(soft), 0.5), (None, 0.0)]
     assert loaded.ignored_columns == {}
 
@@ -64,21 +69,33 @@ def test_a_soft_label_is_a_finite_number(tmp_path: Path, soft: Any):
 def test_the_soft_label_of_token_ids_and_of_another_name(tmp_path: Path):
     row = {"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [3], "soft": 0.9}
     named = {**row, "p": 0.9, "soft": 0.1}
-    [ours], [theirs] = (load_rows(tmp_path, "preference", r, keys=k).examples for r, k in ((row, {}), (named, {"soft": "p"})))
+    [ours], [theirs] = (
+        load_rows(tmp_path, "preference", r, keys=k).examples
+        for r, k in ((row, {}), (named, {"soft": "p"}))
+    )
     assert isinstance(ours, Preference)
     assert ours.soft == 0.9
     assert ours == theirs
 
 
-@pytest.mark.parametrize(("convert", "kind"), [("pairs_to_judgements", "judgement"), ("pairs_to_rankings", "ranking")])
-def test_pairs_whose_soft_label_decides_nothing_are_not_turned_into_verdicts(tmp_path: Path, convert: str, kind: str):
+@pytest.mark.parametrize(
+    ("convert", "kind"), [("pairs_to_judgements", "judgement"), ("pairs_to_rankings", "ranking")]
+)
+def test_pairs_whose_soft_label_decides_nothing_are_not_turned_into_verdicts(
+    tmp_path: Path, convert: str, kind: str
+):
     rows = [{**PAIR, "soft": soft} for soft in (0.2, 0.5, 0.51)]
     loaded = load_rows(tmp_path, kind, *rows, convert=convert)
     assert {e.origin.line for e in loaded.examples} == {3}
-    assert loaded.files[0].unused == {"its soft label does not say that the chosen answer is the better one": 2}
-    assert [e.origin.line for e in load_rows(tmp_path, "demonstration", *rows, convert="chosen_to_demonstrations").examples] == [
-        3
-    ]
+    assert loaded.files[0].unused == {
+        "its soft label does not say that the chosen answer is the better one": 2
+    }
+    assert [
+        e.origin.line
+        for e in load_rows(
+            tmp_path, "demonstration", *rows, convert="chosen_to_demonstrations"
+        ).examples
+    ] == [3]
 
 
 def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
@@ -88,7 +105,10 @@ def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
     assert (judgement.id, pair.id) == ("c7bb24aa6c39938a", "5a87de0053349ddf")
     others = {
         *(replace(pair, soft=soft).id for soft in (0.0, 0.5, 1.0)),
-        *(replace(judgement, attributes=given).id for given in ({"a": 1.0}, {"a": 2.0}, {"b": 1.0})),
+        *(
+            replace(judgement, attributes=given).id
+            for given in ({"a": 1.0}, {"a": 2.0}, {"b": 1.0})
+        ),
     }
     assert len(others | {judgement.id, pair.id}) == 8
     there, back = ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0})
@@ -97,10 +117,15 @@ def test_identities_of_rows_without_the_new_parts_are_those_they_always_were():
 
 def test_a_pair_is_contradicted_by_the_side_that_its_soft_label_takes():
     def contradictions(*pairs: tuple[str, str, float | None]) -> int:
-        examples = [Preference(prompt="p", chosen=a, rejected=b, soft=soft, origin=HERE) for a, b, soft in pairs]
+        examples = [
+            Preference(prompt="p", chosen=a, rejected=b, soft=soft, origin=HERE)
+            for a, b, soft in pairs
+        ]
         encoder = Encoder(tiny_tokenizer(), max_length=100, as_chat=False)
         loaded = load([InMemory(examples)], "preference")
-        found = audit(loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder).findings.get("contradictions")
+        found = audit(
+            loaded, encoder.encode_all(loaded.examples, loaded.sources), encoder
+        ).findings.get("contradictions")
         return found.count if found else 0
 
     assert contradictions(("a", "b", None), ("b", "a", 0.3)) == 0
@@ -130,13 +155,26 @@ def test_rows_with_attributes_are_told_by_their_columns(name: str, row: dict):
 
 def test_attributes_reach_the_tokens_sorted_by_name(tmp_path: Path):
     loaded = load_rows(tmp_path, "scored", RATED, {**RATED, "scores": {"help": 2, "truth": None}})
-    assert [e.attributes for e in loaded.examples if isinstance(e, Judgement)] == [{"truth": 3.0, "help": 1.5}, {"help": 2.0}]
-    assert [u.attributes for u in encoded(loaded)] == [(("help", 1.5), ("truth", 3.0)), (("help", 2.0),)]
+    assert [e.attributes for e in loaded.examples if isinstance(e, Judgement)] == [
+        {"truth": 3.0, "help": 1.5},
+        {"help": 2.0},
+    ]
+    assert [u.attributes for u in encoded(loaded)] == [
+        (("help", 1.5), ("truth", 3.0)),
+        (("help", 2.0),),
+    ]
     assert [(u.kind, u.label, u.scores) for u in encoded(loaded)] == [("judgement", None, ())] * 2
 
 
 def test_helpsteer_has_a_column_for_each_attribute(tmp_path: Path):
-    row = {"prompt": "p", "response": "a", "helpfulness": 3, "correctness": "4", "coherence": None, "verbosity": 0}
+    row = {
+        "prompt": "p",
+        "response": "a",
+        "helpfulness": 3,
+        "correctness": "4",
+        "coherence": None,
+        "verbosity": 0,
+    }
     [example] = load_rows(tmp_path, "scored", row).examples
     assert isinstance(example, Judgement)
     assert example.attributes == {"helpfulness": 3.0, "correctness": 4.0, "verbosity": 0.0}
@@ -175,7 +213,9 @@ def test_rows_that_lack_an_attribute_of_others_are_remarked_on(tmp_path: Path):
 # The kind ``scored``
 
 
-@pytest.mark.parametrize("row", [STARS, RATED, {**ANSWER, "label": True}, {"messages": [USER, ASSISTANT], "score": 2}])
+@pytest.mark.parametrize(
+    "row", [STARS, RATED, {**ANSWER, "label": True}, {"messages": [USER, ASSISTANT], "score": 2}]
+)
 def test_any_verdict_is_enough_for_scored(tmp_path: Path, row: dict):
     [unit] = encoded(load_rows(tmp_path, "scored", row))
     assert (unit.kind, unit.scores) == ("judgement", (row["score"],) if "score" in row else ())
@@ -202,7 +242,9 @@ def test_labels_and_scores_are_not_mixed(tmp_path: Path):
         (ANSWER, "(sft)"),
     ],
 )
-def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(tmp_path: Path, row: dict, fix: str):
+def test_rows_without_a_verdict_of_their_own_are_refused_with_the_remedy(
+    tmp_path: Path, row: dict, fix: str
+):
     with raises_error("kind-mismatch", where="rows.jsonl:1", fix=fix):
         load_rows(tmp_path, "scored", row)
 
@@ -221,7 +263,9 @@ def test_rows_without_a_label_are_refused_where_one_is_needed(tmp_path: Path):
 def test_conversions_that_make_verdicts_serve_scored_too(tmp_path: Path):
     made = load_rows(tmp_path, "scored", PAIR, convert="pairs_to_judgements").examples
     assert [e.label for e in made if isinstance(e, Judgement)] == [True, False]
-    made = load_rows(tmp_path, "scored", STARS, convert="scores_to_judgements", threshold=4).examples
+    made = load_rows(
+        tmp_path, "scored", STARS, convert="scores_to_judgements", threshold=4
+    ).examples
     assert [(e.label, e.score) for e in made if isinstance(e, Judgement)] == [(True, 4.0)]
     with raises_error("conversion-mismatch", where="data.convert"):
         load_rows(tmp_path, "judgement", {**ANSWER, "label": True}, convert="rankings_to_scored")
@@ -260,7 +304,9 @@ def ranking(completions: str, *scores: float) -> Ranking:
         (ranking("a", 1.0), "ranking", "row-length-mismatch", ["completions", "1", "scores"]),
     ],
 )
-def test_numbers_of_examples_in_memory_are_checked(example: Any, kind: Any, code: str, names: list[str]):
+def test_numbers_of_examples_in_memory_are_checked(
+    example: Any, kind: Any, code: str, names: list[str]
+):
     with raises_error(code, where="rows.jsonl:1") as raised:
         load([InMemory([example])], kind)
     assert all(name in raised.error.what for name in names), raised.error

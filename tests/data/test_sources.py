@@ -14,7 +14,10 @@ from hypothesis import strategies as st
 from tests.errors import raises_error
 from valence.data.sources import BadRow, Row, read_rows
 
-ROWS = [{"prompt": "a, b", "completion": 'say "x"\nthen y'}, {"prompt": "ü😀", "completion": "\u2028 and \x0b"}]
+ROWS = [
+    {"prompt": "a, b", "completion": 'say "x"\nthen y'},
+    {"prompt": "ü😀", "completion": "\u2028 and \x0b"},
+]
 
 
 def jsonl(rows: list[dict]) -> bytes:
@@ -54,13 +57,17 @@ FILES: dict[str, tuple[Callable[[list[dict]], bytes], list[int]]] = {
 
 @pytest.mark.parametrize("packed", [False, True], ids=["plain", "gz"])
 @pytest.mark.parametrize("name", FILES)
-def test_every_kind_of_file_gives_the_same_rows_with_their_lines(tmp_path: Path, name: str, packed: bool):
+def test_every_kind_of_file_gives_the_same_rows_with_their_lines(
+    tmp_path: Path, name: str, packed: bool
+):
     write, lines = FILES[name]
     file = tmp_path / (f"rows{name}" + (".gz" if packed else ""))
     file.write_bytes(gzip.compress(write(ROWS)) if packed else write(ROWS))
     rows = list(read_rows(str(file)))
     assert [row.value for row in rows if isinstance(row, Row)] == ROWS
-    assert [(row.origin.path, row.origin.line) for row in rows] == [(str(file), line) for line in lines]
+    assert [(row.origin.path, row.origin.line) for row in rows] == [
+        (str(file), line) for line in lines
+    ]
 
 
 @pytest.mark.parametrize("name", [".jsonl", ".json", ".csv"])
@@ -113,7 +120,12 @@ def test_one_chat_row_in_a_json_file_is_a_row_and_not_a_list_of_turns(tmp_path: 
     st.lists(
         st.dictionaries(
             st.text(st.characters(exclude_categories=["Cs"])),
-            st.one_of(st.integers(), st.booleans(), st.none(), st.text(st.characters(exclude_categories=["Cs"]))),
+            st.one_of(
+                st.integers(),
+                st.booleans(),
+                st.none(),
+                st.text(st.characters(exclude_categories=["Cs"])),
+            ),
             min_size=1,
         ),
         min_size=1,
@@ -122,7 +134,9 @@ def test_one_chat_row_in_a_json_file_is_a_row_and_not_a_list_of_turns(tmp_path: 
 def test_what_json_writes_is_read_back(tmp_path_factory: pytest.TempPathFactory, rows: list[dict]):
     for ascii_only in (True, False):
         lines, array = (tmp_path_factory.getbasetemp() / name for name in ("any.jsonl", "any.json"))
-        lines.write_bytes(b"\n".join(json.dumps(row, ensure_ascii=ascii_only).encode() for row in rows))
+        lines.write_bytes(
+            b"\n".join(json.dumps(row, ensure_ascii=ascii_only).encode() for row in rows)
+        )
         array.write_bytes(json.dumps(rows, ensure_ascii=ascii_only).encode())
         for file in (lines, array):
             assert [row.value for row in read_rows(file) if isinstance(row, Row)] == rows
@@ -151,7 +165,9 @@ def use_hub(monkeypatch: pytest.MonkeyPatch, answer: Callable[[str], Splits]) ->
 
 def test_a_hub_data_set_with_one_split_needs_no_name_for_it(monkeypatch: pytest.MonkeyPatch):
     use_hub(monkeypatch, lambda name: Splits(train=[{"a": 1}, {"a": 2}]))
-    assert [(str(row.origin), row.value) for row in read_rows("owner/name") if isinstance(row, Row)] == [
+    assert [
+        (str(row.origin), row.value) for row in read_rows("owner/name") if isinstance(row, Row)
+    ] == [
         ("owner/name[train]:1", {"a": 1}),
         ("owner/name[train]:2", {"a": 2}),
     ]
@@ -159,7 +175,9 @@ def test_a_hub_data_set_with_one_split_needs_no_name_for_it(monkeypatch: pytest.
 
 def test_a_hub_data_set_with_several_splits_asks_for_one(monkeypatch: pytest.MonkeyPatch):
     use_hub(monkeypatch, lambda name: Splits(train=[{"a": 1}], test=[{"a": 2}]))
-    assert [str(row.origin) for row in read_rows("owner/name", split="test")] == ["owner/name[test]:1"]
+    assert [str(row.origin) for row in read_rows("owner/name", split="test")] == [
+        "owner/name[test]:1"
+    ]
     with raises_error("hub-split-missing", where="owner/name", fix="train, test"):
         list(read_rows("owner/name"))
     with raises_error("hub-dataset", where="owner/name", fix="set split") as raised:
@@ -171,7 +189,8 @@ def test_a_hub_data_set_with_subsets(monkeypatch: pytest.MonkeyPatch):
     def answer(name: str) -> Splits:
         if name == "owner/name":
             raise ValueError(
-                "Config name is missing.\nPlease pick one among the available configs: ['main', 'socratic']\nExample: ..."
+                "Config name is missing.\nPlease pick one among the available configs: ['main', "
+                "'socratic']\nExample: ..."
             )
         return Splits(train=[{"a": name}])
 

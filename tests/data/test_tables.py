@@ -48,7 +48,11 @@ cells = st.text(st.sampled_from("ab,;\t|\"\n '1"), min_size=1, max_size=12)
     st.sampled_from(["csv", "tsv"]),
 )
 def test_the_delimiter_is_found_whatever_is_in_the_texts(
-    tmp_path_factory: pytest.TempPathFactory, rows: list[list[str]], delimiter: str, quoting: Any, suffix: str
+    tmp_path_factory: pytest.TempPathFactory,
+    rows: list[list[str]],
+    delimiter: str,
+    quoting: Any,
+    suffix: str,
 ) -> None:
     file = tmp_path_factory.getbasetemp() / f"delimiter.{suffix}"
     file.write_text(table([COLUMNS, *rows], delimiter, quoting))
@@ -96,7 +100,9 @@ def test_one_long_cell_hides_no_delimiter(tmp_path: Path) -> None:
     ('text\n"a\n\nb"\n\nc\n', 2, [5]),
     ("a,b\n\n1,2\n\n", 1, []),
 ])  # fmt: skip
-def test_empty_rows_of_one_column_are_counted(text: str, good: int, bad: list[int], tmp_path: Path) -> None:
+def test_empty_rows_of_one_column_are_counted(
+    text: str, good: int, bad: list[int], tmp_path: Path
+) -> None:
     file = tmp_path / "a.csv"
     file.write_text(text)
     values, lines, _ = read(file)
@@ -163,7 +169,9 @@ def test_dates_out_of_range_are_errors_only_where_they_are_used(tmp_path: Path) 
         assert str(raised.error.where).rpartition(":")[2] in ("1", "2")
         assert name in raised.error.what
         rows = {"prompt": ["p", "q"], name: column}
-        assert len(load([Source(write_parquet(tmp_path / "b.parquet", rows))], "prompt").examples) == 2
+        assert (
+            len(load([Source(write_parquet(tmp_path / "b.parquet", rows))], "prompt").examples) == 2
+        )
 
 
 def test_a_good_row_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
@@ -178,9 +186,15 @@ def test_a_good_row_beside_one_that_cannot_be_read(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("compression", ["none", "snappy", "zstd"])
 def test_a_flipped_bit_of_a_page_is_found_by_its_checksum(compression: str, tmp_path: Path) -> None:
-    columns = {"prompt": [f"question {n}" for n in range(50)], "completion": ["x"] * 50, "label": [True] * 50}
+    columns = {
+        "prompt": [f"question {n}" for n in range(50)],
+        "completion": ["x"] * 50,
+        "label": [True] * 50,
+    }
     file = tmp_path / "a.parquet"
-    write_parquet(file, columns, write_page_checksum=True, compression=compression, use_dictionary=False)
+    write_parquet(
+        file, columns, write_page_checksum=True, compression=compression, use_dictionary=False
+    )
     assert len(load([Source(str(file))], "judgement").examples) == 50
     content = bytearray(file.read_bytes())
     place = content.index(b"question 1") + 9 if compression == "none" else 60

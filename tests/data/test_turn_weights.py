@@ -20,7 +20,8 @@ def turns(*weights: int | None) -> list[dict[str, Any]]:
         for i, weight in enumerate(weights)
         for turn in (
             {"role": "user", "content": "hello"},
-            {"role": "assistant", "content": f"sun {i}"} | ({} if weight is None else {"weight": weight}),
+            {"role": "assistant", "content": f"sun {i}"}
+            | ({} if weight is None else {"weight": weight}),
         )
     ]
 
@@ -33,7 +34,9 @@ def unit_of(enc: Encoder, folder: Path, *weights: int | None) -> TokenizedExampl
 def learnt(enc: Encoder, unit: TokenizedExample) -> str:
     """The trained text of the prompt and the answer."""
     [answer] = unit.answers
-    return trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask)) + trained(enc, answer)
+    return trained(enc, TokenizedCompletion(unit.prompt_ids, unit.prompt_mask)) + trained(
+        enc, answer
+    )
 
 
 @pytest.mark.parametrize(("weights", "numbers"), [
@@ -46,12 +49,16 @@ def learnt(enc: Encoder, unit: TokenizedExample) -> str:
     ((0, 1, 0), [1]),
     ((1, 0, 0), [0]),
 ])  # fmt: skip
-def test_only_turns_with_weight_are_in_the_mask(weights: tuple[int, ...], numbers: list[int], tmp_path: Path) -> None:
+def test_only_turns_with_weight_are_in_the_mask(
+    weights: tuple[int, ...], numbers: list[int], tmp_path: Path
+) -> None:
     enc = encoder(train_on="assistant")
     unit = unit_of(enc, tmp_path, *weights)
     assert learnt(enc, unit) == "".join(f"sun {n}<|im_end|>" for n in numbers)
     whole = text(enc, unit.prompt_ids + unit.answers[0].ids)
-    assert [f"sun {n}" in whole for n in range(len(weights))] == [n <= numbers[-1] for n in range(len(weights))]
+    assert [f"sun {n}" in whole for n in range(len(weights))] == [
+        n <= numbers[-1] for n in range(len(weights))
+    ]
 
 
 def test_by_default_the_last_turn_with_weight_is_the_answer(tmp_path: Path) -> None:
@@ -64,7 +71,11 @@ def test_a_turn_without_weight_inside_an_answer(tmp_path: Path) -> None:
     call = {"role": "assistant", "content": "moon", "weight": 0}
     row = {
         "prompt": [{"role": "user", "content": "hello"}],
-        "completion": [call, {"role": "tool", "content": "earth"}, {"role": "assistant", "content": "sun"}],
+        "completion": [
+            call,
+            {"role": "tool", "content": "earth"},
+            {"role": "assistant", "content": "sun"},
+        ],
         "label": True,
     }
     [example] = load_rows(tmp_path, "judgement", row).examples

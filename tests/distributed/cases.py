@@ -1,4 +1,6 @@
-"""Small runs that several processes make together, with weights split over them or not: what they measure is compared."""
+"""Small runs that several processes make together, with weights split over them or not: what they
+measure is compared.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 @dataclass(frozen=True)
 class Case:
-    """What is trained for two steps. shares: an sft term beside the loss; packs: False runs one sequence at a time."""
+    """What is trained for two steps. shares: an sft term beside the loss; packs: False runs one
+    sequence at a time.
+    """
 
     loss: str
     rows: int = 7
@@ -46,7 +50,11 @@ class Case:
 
     @property
     def name(self) -> str:
-        odd = [f"{field} {value}" for field, value in vars(self).items() if value != vars(Case(self.loss))[field]]
+        odd = [
+            f"{field} {value}"
+            for field, value in vars(self).items()
+            if value != vars(Case(self.loss))[field]
+        ]
         return " ".join([self.loss, *odd])
 
 
@@ -64,7 +72,9 @@ def models(case: Case) -> tuple[PolicyModel, Reference | None]:
     reference = None
     if not scores:
         other = None if case.lora or case.follows else tiny(case.architecture, seed=5, dtype=wide)
-        reference = build_reference(policy, fresh_adapter=case.lora, model=other, follows=case.follows)
+        reference = build_reference(
+            policy, fresh_adapter=case.lora, model=other, follows=case.follows
+        )
     for engine in (policy, *([reference.engine] if isinstance(reference, FrozenReference) else [])):
         engine.lay_out(packed=case.packs)
     return policy, reference
@@ -75,12 +85,18 @@ def split(engine: PolicyModel, case: Case, group: Group) -> None:
 
     from valence.distributed.fsdp2 import shard
 
-    layers = [module for module in engine.causal.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = [
+        module
+        for module in engine.causal.modules()
+        if isinstance(module, GradientCheckpointingLayer)
+    ]
     shard(engine, layers, group, compute=engine.compute, each=case.each, reshard=case.reshard)  # type: ignore[arg-type]
 
 
 def whole(weights: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: getattr(w, "full_tensor", lambda w=w: w)().detach().clone() for name, w in weights}
+    return {
+        name: getattr(w, "full_tensor", lambda w=w: w)().detach().clone() for name, w in weights
+    }
 
 
 def measure(group: Group, cases: Sequence[Case], sharded: bool = True) -> dict[str, dict[str, Any]]:
@@ -90,7 +106,10 @@ def measure(group: Group, cases: Sequence[Case], sharded: bool = True) -> dict[s
 def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     policy, reference = models(case)
     if sharded:
-        for engine in (policy, *([reference.engine] if isinstance(reference, FrozenReference) else [])):
+        for engine in (
+            policy,
+            *([reference.engine] if isinstance(reference, FrozenReference) else []),
+        ):
             split(engine, case, group)
     digests = [model_digest(policy, adapter=True)]
     made = objective(case.loss, policy, reference, budget=case.budget)
@@ -100,19 +119,32 @@ def two_steps(group: Group, case: Case, sharded: bool) -> dict[str, Any]:
     said: list[dict[str, float]] = []
     for seed in (0, 1):
         meter = Meter()
-        shares = [AuxiliaryLoss("sft", other, 0.3, units_for("sft", 2, seed), iter(()))] if case.shares else []
+        shares = (
+            [AuxiliaryLoss("sft", other, 0.3, units_for("sft", 2, seed), iter(()))]
+            if case.shares
+            else []
+        )
         rows, following = units_for(case.loss, case.rows, seed), iter(units_for(case.loss, 3, 9))
         outcome, norm, applied = optimizer_step(made, optimizer, rows, following, 1.0, shares)
         meter.pool(outcome.metrics)
-        said.append({"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group))
+        said.append(
+            {"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group)
+        )
         if isinstance(reference, SyncedReference):
             reference.follow(dict(policy.named_parameters()), mix=0.6)
     told: list[MicroBatch | None] = []
-    evaluated = made.run(units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=told.append)
+    evaluated = made.run(
+        units_for(case.loss, case.rows, 3), backward=False, rows=True, progress=told.append
+    )
     weights = whole(policy.named_parameters())
     digests += [model_digest(policy, adapter=it) for it in (True, False)]
     return {
-        "steps": said, "evaluated": float(evaluated.loss), "rows": len(evaluated.rows), "calls": len(told), "weights": weights,
-        "digests": digests, "ran": outcome.tokens_of,
+        "steps": said,
+        "evaluated": float(evaluated.loss),
+        "rows": len(evaluated.rows),
+        "calls": len(told),
+        "weights": weights,
+        "digests": digests,
+        "ran": outcome.tokens_of,
         "followed": reference.digests().model if isinstance(reference, SyncedReference) else "",
-    }  # fmt: skip
+    }

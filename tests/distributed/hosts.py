@@ -1,4 +1,6 @@
-"""Two hosts on this machine: network namespaces, joined by a cable that can be cut. They share the disk.
+"""Two hosts on this machine: network namespaces, joined by a cable that can be cut.
+
+They share the disk.
 
 Only loopback addresses are used, which nothing outside a namespace answers to or sees.
 """
@@ -22,7 +24,11 @@ from valence import cli
 ADDRESSES = ("127.77.0.1", "127.77.0.2")
 CABLE = "cable"
 """The network device of either host."""
-SETTINGS = [f"net.ipv4.conf.{device}.{name}" for device in ("all", "default") for name in ("route_localnet=1", "rp_filter=0")]
+SETTINGS = [
+    f"net.ipv4.conf.{device}.{name}"
+    for device in ("all", "default")
+    for name in ("route_localnet=1", "rp_filter=0")
+]
 """Without them Linux drops what comes over a cable from a loopback address."""
 
 
@@ -54,12 +60,19 @@ class Hosts:
         """Starts `valence` with these words on a host. It is forked from what has torch loaded."""
         return Program(*words, said=said, main=There(self.names[host]), **environment)
 
-    def start(self, host: int, command: Sequence[str], environment: Mapping[str, str], folder: Path) -> subprocess.Popen[str]:
+    def start(
+        self, host: int, command: Sequence[str], environment: Mapping[str, str], folder: Path
+    ) -> subprocess.Popen[str]:
         """Starts a command on a host. Its output, errors among it, is a pipe."""
         process = subprocess.Popen(
-            ["nsenter", f"--net=/run/netns/{self.names[host]}", "--", *command], cwd=folder, env=dict(environment),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            ["nsenter", f"--net=/run/netns/{self.names[host]}", "--", *command],
+            cwd=folder,
+            env=dict(environment),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         self.started.append(process)
         return process
 
@@ -90,9 +103,23 @@ def two_hosts() -> Iterator[Hosts]:
         for name in names:
             _run("nsenter", f"--net=/run/netns/{name}", "sysctl", "-qw", *SETTINGS)
             _ip("-n", name, "link", "set", "lo", "up")
-            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")  # else the other's address would be one's own
+            # else the other's address would be one's own
+            _ip("-n", name, "addr", "del", "127.0.0.1/8", "dev", "lo")
             _ip("-n", name, "addr", "add", "127.0.0.1/32", "dev", "lo")
-        _ip("-n", names[0], "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", names[1])
+        _ip(
+            "-n",
+            names[0],
+            "link",
+            "add",
+            CABLE,
+            "type",
+            "veth",
+            "peer",
+            "name",
+            CABLE,
+            "netns",
+            names[1],
+        )
         for name, address in zip(names, ADDRESSES, strict=True):
             _ip("-n", name, "addr", "add", f"{address}/24", "dev", CABLE)
             _ip("-n", name, "link", "set", CABLE, "up")

@@ -24,11 +24,19 @@ from valence.distributed.together import gathered
 from valence.distributed.watch import CollectiveWatchdog
 from valence.errors import UserError
 
-JSON = {"words": ["a", "ü", None, True], "number": 0.1 + 0.2, "large": 2**60, "long": "x" * 70_000, "empty": {}}
+JSON = {
+    "words": ["a", "ü", None, True],
+    "number": 0.1 + 0.2,
+    "large": 2**60,
+    "long": "x" * 70_000,
+    "empty": {},
+}
 
 
 def drawn(rank: int, *axes: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(axes, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(dtype)
+    return torch.randn(axes, generator=torch.Generator().manual_seed(rank), dtype=torch.float64).to(
+        dtype
+    )
 
 
 def summands(rank: int) -> dict[str, Tensor]:
@@ -54,10 +62,21 @@ def parts(rank: int) -> dict[str, Tensor]:
 
 
 def parameters(rank: int) -> list[Tensor]:
-    """Their gradients: of several types and shapes, one that all but rank 0 lack, one that all lack."""
+    """Their gradients: of several types and shapes, one that all but rank 0 lack, one that all
+    lack.
+    """
     made: list[Tensor] = []
-    kinds = [torch.float32, torch.bfloat16, torch.float32, torch.float64, torch.float32, torch.float32]
-    for i, (axes, dtype) in enumerate(zip([(3, 4), (5,), (), (2, 2), (40,), (7,)], kinds, strict=True)):
+    kinds = [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+        torch.float64,
+        torch.float32,
+        torch.float32,
+    ]
+    for i, (axes, dtype) in enumerate(
+        zip([(3, 4), (5,), (), (2, 2), (40,), (7,)], kinds, strict=True)
+    ):
         parameter = torch.zeros(axes, dtype=dtype, requires_grad=True)
         if i < 4 or (i == 4 and rank == 0):
             parameter.grad = drawn(10 * rank + i, *axes, dtype=dtype)
@@ -72,15 +91,21 @@ def members(group: Group) -> dict[str, Any]:
     processes.BUCKET = 64  # bytes: several buckets, one of a tensor that is larger
     given = summands(group.rank)
     found: dict[str, Any] = {f"sum {name}": group.sum(values) for name, values in given.items()}
-    found["kept"] = all(bool((values == given[name]).all()) for name, values in summands(group.rank).items())
+    found["kept"] = all(
+        bool((values == given[name]).all()) for name, values in summands(group.rank).items()
+    )
     found |= {f"gather {name}": group.gather(values) for name, values in parts(group.rank).items()}
     trained = parameters(group.rank)
     places = [p.grad.data_ptr() for p in trained if p.grad is not None]
     group.reduce_gradients(trained)
     group.reduce_gradients([])
     found |= {f"grad {i}": p.grad for i, p in enumerate(trained)}
-    found["in place"] = places == [p.grad.data_ptr() for p in trained if p.grad is not None][: len(places)]
-    found["broadcast"] = group.broadcast(JSON | {"pair": (1, 2)} if group.rank == 0 else {"not": "this"})
+    found["in place"] = (
+        places == [p.grad.data_ptr() for p in trained if p.grad is not None][: len(places)]
+    )
+    found["broadcast"] = group.broadcast(
+        JSON | {"pair": (1, 2)} if group.rank == 0 else {"not": "this"}
+    )
     found["any"] = [group.any(group.rank == group.size - 1), group.any(False), group.any(True)]
     with TemporaryDirectory() as folder:  # rank 0 comes to the barrier last
         arrived = [Path(name, "0") for name in gathered(group, folder)]
@@ -168,7 +193,9 @@ def watched(group: Group, ends: bool, printed: str) -> str:
 
     torch.cuda.Event = DeviceEvent
     ended, deadline = Event(), 0.8
-    watch = CollectiveWatchdog(deadline, lambda place: UserError(f"late: {place}", code="rank-late"))
+    watch = CollectiveWatchdog(
+        deadline, lambda place: UserError(f"late: {place}", code="rank-late")
+    )
     watch.add(Place(1, "sum"))
     if not ends:
         ended.wait(60)  # it is never set: the watch ends the process

@@ -1,4 +1,6 @@
-"""Starts a group of processes that share no memory, each forked from a server that has torch loaded."""
+"""Starts a group of processes that share no memory, each forked from a server that has torch
+loaded.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ class Ended:
 
 
 def run(
-    job: Callable[..., Any], size: int, *args: Any, deadline: float = 30.0, started: Sequence[int] | None = None
+    job: Callable[..., Any],
+    size: int,
+    *args: Any,
+    deadline: float = 30.0,
+    started: Sequence[int] | None = None,
 ) -> list[Ended]:
-    """Calls job(group, *args) in each of so many processes, or in those of them that are started."""
+    """Calls job(group, *args) in each of so many processes, or in those of them that are
+    started.
+    """
     started = range(size) if started is None else started
     with socket.create_server(("127.0.0.1", 0), backlog=size) as listening:
         port = listening.getsockname()[1]
@@ -48,7 +56,10 @@ def run(
         kept = [listening if rank == 0 else None for rank in started]
         places = zip(started, kept, pairs, strict=True)
         ready = server.Barrier(len(started))
-        given = [(job, rank, size, port, keeps, deadline, ready, end, args) for rank, keeps, (_, end) in places]
+        given = [
+            (job, rank, size, port, keeps, deadline, ready, end, args)
+            for rank, keeps, (_, end) in places
+        ]
         ranks = [server.Process(target=_rank, args=each) for each in given]
         for process in ranks:
             process.start()
@@ -78,15 +89,32 @@ def _received(pipe: Connection) -> tuple[Any, UserError | None]:
 
 
 def _rank(
-    job: Callable[..., Any], rank: int, size: int, port: int, listening: socket.socket | None, deadline: float, ready: Barrier,
-    pipe: Connection, args: tuple[Any, ...],
-) -> None:  # fmt: skip
+    job: Callable[..., Any],
+    rank: int,
+    size: int,
+    port: int,
+    listening: socket.socket | None,
+    deadline: float,
+    ready: Barrier,
+    pipe: Connection,
+    args: tuple[Any, ...],
+) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     if listening is not None:
         os.environ[LISTENS] = str(listening.detach())
     processes.HEAD_START = 0.3  # no launcher looks who failed first
-    ready.wait(60)  # short deadlines are for what is looked at, not for a process that a busy machine starts late
+    ready.wait(
+        60
+        # short deadlines are for what is looked at, not for a process that a busy machine starts
+        # late
+    )
     value, mistake = None, None
     try:
         group = processes.start(deadline, "cpu")

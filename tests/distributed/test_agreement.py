@@ -1,4 +1,6 @@
-"""What processes must agree on, or end together with the reason: objects and rows given, signals, and who computes what."""
+"""What processes must agree on, or end together with the reason: objects and rows given, signals,
+and who computes what.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
 
     def train(name: str, how: dict[str, Any], **objects: Any) -> tuple[str, str, str] | None:
         made = written("dpo", place, place / name, "float32", **how)
-        return mistake(lambda: valence.train(made, group=group, quiet=True, tokenizer=tokenizer, **objects))
+        return mistake(
+            lambda: valence.train(made, group=group, quiet=True, tokenizer=tokenizer, **objects)
+        )
 
     same = model(0)
     found = {
@@ -59,7 +63,10 @@ def given(group: Group, place: Path) -> dict[str, tuple[str, str, str] | None]:
         "m6", SHARDED, model=model(0), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1)
     )
     found["one that takes no mixture"] = train(
-        "m7", SHARDED, model=model(0), optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True)
+        "m7",
+        SHARDED,
+        model=model(0),
+        optimizer=lambda weights: torch.optim.SGD(weights, lr=0.1, foreach=True),
     )
     return found
 
@@ -69,8 +76,15 @@ def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
     assert (first.error, other.error) == ("", "")
     assert first.value == other.value
     found = first.value
-    assert [name for name, error in found.items() if error is None] == ["the same models", "a function that makes one"]
-    differing = {"other models": "model", "other references": "reference", "other rows": "data.train"}
+    assert [name for name, error in found.items() if error is None] == [
+        "the same models",
+        "a function that makes one",
+    ]
+    differing = {
+        "other models": "model",
+        "other references": "reference",
+        "other rows": "data.train",
+    }
     for name, what in differing.items():
         code, where, sentence = found[name]
         assert (code, where) == ("ranks-differ", "rank 1")
@@ -80,10 +94,13 @@ def test_objects_that_processes_give_must_be_the_same(place: Path) -> None:
 
 
 def scored(group: Group, place: Path) -> list[int]:
-    """Sequences computed by `valence score` with split weights and uneven hands, and once more with all found."""
+    """Sequences computed by `valence score` with split weights and uneven hands, and once more with
+    all found.
+    """
     recipe = place / "score.yaml"
     recipe.write_text(
-        f"method: dpo\nmodel: {{name: {place / 'model'}}}\ndata: {{train: {place / 'pairs.jsonl'}, limit: 3, max_length: 128}}\n"
+        f"method: dpo\nmodel: {{name: {place / 'model'}}}\ndata: {{train: "
+        f"{place / 'pairs.jsonl'}, limit: 3, max_length: 128}}\n"
         f"train: {{batch_size: 1}}\nparallel: {{shard: full}}\n"
         f"reference: {{cache: {place / 'kept'}}}\nrun: {{dir: {place / 'none'}}}\n"
     )

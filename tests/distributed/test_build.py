@@ -1,4 +1,6 @@
-"""Models that are split while they are built are those of one process, and no process ever holds a whole one."""
+"""Models that are split while they are built are those of one process, and no process ever holds a
+whole one.
+"""
 
 from __future__ import annotations
 
@@ -39,22 +41,39 @@ pytestmark = pytest.mark.dist
 slow = pytest.mark.slow
 
 ROWS: dict[str, list[dict[str, Any]]] = {
-    "dpo": [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)],
-    "pointwise": [{"prompt": f"question {i} ", "completion": f"answer {i}", "score": i % 2} for i in range(6)],
+    "dpo": [
+        {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+        for i in range(6)
+    ],
+    "pointwise": [
+        {"prompt": f"question {i} ", "completion": f"answer {i}", "score": i % 2} for i in range(6)
+    ],
 }
 LORA = {"rank": 3, "dropout": 0.3}
 
 CASES: dict[str, dict[str, Any]] = {
     "full": {"model": {"name": "qwen2"}},
-    "full in bfloat16": {"model": {"name": "llama", "dtype": "bfloat16"}, "parallel": {"sync": "step", "reshard": False}},
+    "full in bfloat16": {
+        "model": {"name": "llama", "dtype": "bfloat16"},
+        "parallel": {"sync": "step", "reshard": False},
+    },
     "adapter": {"model": {"name": "gemma2", "dtype": "bfloat16", "lora": LORA}},
     "adapter on convolutions": {"model": {"name": "gpt2", "lora": LORA}},
     "adapter that goes on": {"model": {"name": "llama", "adapter": "adapter"}},
     "another reference": {"model": {"name": "llama"}, "reference": {"model": "other"}},
-    "an adapter, and another reference": {"model": {"name": "llama", "lora": LORA}, "reference": {"model": "other"}},
+    "an adapter, and another reference": {
+        "model": {"name": "llama", "lora": LORA},
+        "reference": {"model": "other"},
+    },
     "a reference that follows": {"model": {"name": "llama"}, "reference": {"sync_every": 1}},
-    "a reference that follows an adapter": {"model": {"name": "qwen2", "lora": LORA}, "reference": {"sync_every": 1}},
-    "fresh head and adapter": {"method": "pointwise", "model": {"name": "llama", "dtype": "bfloat16", "lora": LORA}},
+    "a reference that follows an adapter": {
+        "model": {"name": "qwen2", "lora": LORA},
+        "reference": {"sync_every": 1},
+    },
+    "fresh head and adapter": {
+        "method": "pointwise",
+        "model": {"name": "llama", "dtype": "bfloat16", "lora": LORA},
+    },
     "saved head": {"method": "pointwise", "model": {"name": "scores"}},
     "experts": {"model": {"name": "qwen3_moe"}},
 }
@@ -64,18 +83,31 @@ CASES: dict[str, dict[str, Any]] = {
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models in several files each, and of adapters."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
-    kinds = {"llama": "llama", "other": "llama", "qwen2": "qwen2", "gemma2": "gemma2", "gpt2": "gpt2", "qwen3_moe": "qwen3_moe"}
+    kinds = {
+        "llama": "llama",
+        "other": "llama",
+        "qwen2": "qwen2",
+        "gemma2": "gemma2",
+        "gpt2": "gpt2",
+        "qwen3_moe": "qwen3_moe",
+    }
     for seed, (name, kind) in enumerate(kinds.items()):
         more = {"tie_word_embeddings": True} if kind == "qwen2" else {}
-        model: Any = tiny(kind, seed=seed, vocab_size=len(tokenizer) + 8, dtype=torch.float32, **more)
+        model: Any = tiny(
+            kind, seed=seed, vocab_size=len(tokenizer) + 8, dtype=torch.float32, **more
+        )
         model.save_pretrained(folder / name, max_shard_size="40KB")
         tokenizer.save_pretrained(folder / name)
     scores: Any = load_model(str(folder / "llama"), dtype=torch.float32, attributes=("reward",))
     torch.nn.init.normal_(scores.score.weight)
     scores.save_pretrained(folder / "scores")
     tokenizer.save_pretrained(folder / "scores")
-    lora: Any = type("Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
-    made = build_policy(load_model(str(folder / "llama"), dtype=torch.float32), dtype=torch.float32, lora=lora)
+    lora: Any = type(
+        "Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"}
+    )
+    made = build_policy(
+        load_model(str(folder / "llama"), dtype=torch.float32), dtype=torch.float32, lora=lora
+    )
     for name, weight in made.named_parameters():
         if "lora_B" in name:
             torch.nn.init.normal_(weight)
@@ -87,7 +119,9 @@ def prepared(place: Path, recipe: dict[str, Any], **parallel: Any) -> Prepared:
     recipe = {"method": "dpo", "train": {"batch_size": 2, "seed": 5}} | recipe
     for section, name in (("model", "name"), ("model", "adapter"), ("reference", "model")):
         if name in recipe.get(section, {}):
-            recipe = recipe | {section: recipe[section] | {name: str(place / recipe[section][name])}}
+            recipe = recipe | {
+                section: recipe[section] | {name: str(place / recipe[section][name])}
+            }
     if recipe["method"] == "dpo":
         recipe |= {"reference": recipe.get("reference", {}) | {"cache": "off"}}
     recipe |= {"parallel": recipe.get("parallel", {}) | parallel}
@@ -99,10 +133,17 @@ def other_weights(ours: PolicyModel, theirs: PolicyModel) -> list[str]:
     """The weights and buffers of two engines that do not have the same bits."""
     found, wanted = dict(ours.named_parameters()), dict(theirs.named_parameters())
     assert list(found) == list(wanted)
-    odd = [name for name in wanted if not torch.equal(full(found[name]), wanted[name]) or found[name].dtype != wanted[name].dtype]
+    odd = [
+        name
+        for name in wanted
+        if not torch.equal(full(found[name]), wanted[name])
+        or found[name].dtype != wanted[name].dtype
+    ]
     odd += [name for name in wanted if found[name].requires_grad != wanted[name].requires_grad]
     buffers = dict(theirs.named_buffers())
-    return odd + [name for name, buffer in ours.named_buffers() if not torch.equal(buffer, buffers[name])]
+    return odd + [
+        name for name, buffer in ours.named_buffers() if not torch.equal(buffer, buffers[name])
+    ]
 
 
 def engine_of(reference: Reference | None) -> PolicyModel | None:
@@ -110,7 +151,9 @@ def engine_of(reference: Reference | None) -> PolicyModel | None:
 
 
 def compared(group: Group, place: Path, cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """What differs between the models that this process builds alone and those that all build together."""
+    """What differs between the models that this process builds alone and those that all build
+    together.
+    """
     return {name: list(_differences(group, place, recipe)) for name, recipe in cases.items()}
 
 
@@ -131,13 +174,19 @@ def _differences(group: Group, place: Path, recipe: dict[str, Any]) -> Any:
     ours, theirs = engine_of(reference), engine_of(alone_reference)
     if ours and theirs:
         yield from (f"reference: {name}" for name in other_weights(ours, theirs))
-        if any(weight.requires_grad for weight in ours.parameters()) or ours.packs != theirs.packs or ours.training:
+        if (
+            any(weight.requires_grad for weight in ours.parameters())
+            or ours.packs != theirs.packs
+            or ours.training
+        ):
             yield "how the reference runs"
     yield from _said(policy.eval(), reference, alone.eval(), alone_reference)
 
 
 @torch.no_grad()
-def _said(policy: PolicyModel, reference: Any, alone: PolicyModel, alone_reference: Any) -> list[str]:
+def _said(
+    policy: PolicyModel, reference: Any, alone: PolicyModel, alone_reference: Any
+) -> list[str]:
     batch = plain_batch([torch.arange(3, 20), torch.arange(30, 70)], torch.arange(5, 9))
     out, wanted = policy(batch), alone(batch)
     near: dict[str, Any] = {"rtol": 0.0, "atol": 1e-5 if policy.compute is None else 0.02}
@@ -150,7 +199,11 @@ def _said(policy: PolicyModel, reference: Any, alone: PolicyModel, alone_referen
         for each, engine in ((reference, policy), (alone_reference, alone)):
             each.follow(dict(engine.named_parameters()), 0.5)
         pairs.append((reference(batch), alone_reference(batch)))
-    return [f"what it says: {i}" for i, (found, expected) in enumerate(pairs) if not torch.allclose(found, expected, **near)]
+    return [
+        f"what it says: {i}"
+        for i, (found, expected) in enumerate(pairs)
+        if not torch.allclose(found, expected, **near)
+    ]
 
 
 @slow
@@ -164,9 +217,14 @@ def given(group: Group, place: Path) -> list[str]:
     """What differs when models that are given are split."""
     objects = [load_model(str(place / name), dtype=torch.float32) for name in ("llama", "other")]
     policy, reference = build_models(
-        prepared(place, {"model": {"name": "llama"}}, shard="full"), group=group, model=objects[0], reference=objects[1]
+        prepared(place, {"model": {"name": "llama"}}, shard="full"),
+        group=group,
+        model=objects[0],
+        reference=objects[1],
     )
-    wanted, other = build_models(prepared(place, {"model": {"name": "llama"}, "reference": {"model": "other"}}))
+    wanted, other = build_models(
+        prepared(place, {"model": {"name": "llama"}, "reference": {"model": "other"}})
+    )
     assert isinstance(reference, FrozenReference)
     assert isinstance(other, FrozenReference)
     return [
@@ -179,11 +237,20 @@ def given(group: Group, place: Path) -> list[str]:
 def shared(group: Group, place: Path, tensor: int) -> list[Any]:
     """What differs when processes share each layer, and others split what they have of it."""
     found: list[Any] = []
-    for recipe in ({"model": {"name": "llama"}}, {"model": {"name": "llama", "lora": LORA}, "reference": {"model": "other"}}):
+    for recipe in (
+        {"model": {"name": "llama"}},
+        {"model": {"name": "llama", "lora": LORA}, "reference": {"model": "other"}},
+    ):
         alone, alone_reference = build_models(prepared(place, recipe))
-        policy, reference = build_models(prepared(place, recipe, shard="full", tensor=tensor), group=group)
+        policy, reference = build_models(
+            prepared(place, recipe, shard="full", tensor=tensor), group=group
+        )
         table = local(policy.causal.get_input_embeddings().weight)
-        found += [len(table), *other_weights(policy, alone), *_said(policy.eval(), reference, alone.eval(), alone_reference)]
+        found += [
+            len(table),
+            *other_weights(policy, alone),
+            *_said(policy.eval(), reference, alone.eval(), alone_reference),
+        ]
     return found
 
 
@@ -196,8 +263,19 @@ def planned(group: Group, place: Path) -> list[Any]:
         run = prepared(place, {"model": {"name": "llama"}})
         plan = make_plan(run, None, group)
         policy, _ = build_models(run, group=group)
-        kept = [build_models(run, group=group, sharded=before)[0].is_sharded for before in (True, False)]
-        found.append((plan.free, plan.split.ways, plan.memory.weights, policy.is_sharded, kept, describe(plan)[3:5]))
+        kept = [
+            build_models(run, group=group, sharded=before)[0].is_sharded for before in (True, False)
+        ]
+        found.append(
+            (
+                plan.free,
+                plan.split.ways,
+                plan.memory.weights,
+                policy.is_sharded,
+                kept,
+                describe(plan)[3:5],
+            )
+        )
     return found
 
 
@@ -205,8 +283,13 @@ def noted(group: Group, place: Path) -> list[Any]:
     """What is said of models that cannot be read in parts."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        policy, _ = build_models(prepared(place, {"model": {"name": "qwen3_moe"}}, shard="full"), group=group)
-    return [policy.is_sharded, [str(each.message) for each in said if str(place / "qwen3_moe") in str(each.message)]]
+        policy, _ = build_models(
+            prepared(place, {"model": {"name": "qwen3_moe"}}, shard="full"), group=group
+        )
+    return [
+        policy.is_sharded,
+        [str(each.message) for each in said if str(place / "qwen3_moe") in str(each.message)],
+    ]
 
 
 @slow
@@ -221,7 +304,12 @@ def test_models_that_are_given_or_cannot_be_read_in_parts_are_split_as_well(plac
 
 @slow
 def test_layers_are_shared_and_split_as_well(place: Path) -> None:
-    rows = -(-load_model(str(place / "llama"), dtype=torch.float32).get_input_embeddings().weight.shape[0] // 4)  # type: ignore
+    rows = -(
+        -load_model(str(place / "llama"), dtype=torch.float32)
+        .get_input_embeddings()
+        .weight.shape[0]
+        // 4
+    )  # type: ignore
     found = run(shared, 4, place, 2, deadline=60)
     assert [(each.error, each.value) for each in found[:3]] == [("", [rows, rows])] * 3
     assert found[3].error == ""
@@ -247,29 +335,67 @@ def test_auto_splits_what_one_process_cannot_hold(place: Path) -> None:
 
 
 def recipe_with(**parallel: Any) -> Any:
-    changes = {"optimizer": "adamw", "compile": "auto", "router_aux_loss": 0.0} | parallel.pop("train", {})
+    changes = {"optimizer": "adamw", "compile": "auto", "router_aux_loss": 0.0} | parallel.pop(
+        "train", {}
+    )
     model = SimpleNamespace(lora=parallel.pop("lora", None), adapter=None)
-    asked = {"shard": "auto", "tensor": 1, "reshard": True, "sync": "auto", "offload": False} | parallel
-    return SimpleNamespace(parallel=SimpleNamespace(**asked), train=SimpleNamespace(**changes), model=model)
+    asked = {
+        "shard": "auto",
+        "tensor": 1,
+        "reshard": True,
+        "sync": "auto",
+        "offload": False,
+    } | parallel
+    return SimpleNamespace(
+        parallel=SimpleNamespace(**asked), train=SimpleNamespace(**changes), model=model
+    )
 
 
-@pytest.mark.parametrize(("asked", "size", "before", "fits", "expected"), [
-    ({}, 1, None, False, Split()), ({"shard": "full"}, 1, True, False, Split()), ({}, 4, None, True, Split()),
-    ({}, 4, None, False, Split(4)), ({}, 4, True, True, Split(4)), ({}, 4, False, False, Split()),
-    ({"shard": "off"}, 4, True, False, Split()), ({"shard": "full"}, 4, False, True, Split(4)),
-    ({"shard": "full", "lora": 1}, 4, None, True, Split(4, each=False)), ({"shard": "full", "sync": "step"}, 4, None, True,
-     Split(4, each=False)), ({"shard": "full", "sync": "micro_batch", "lora": 1, "reshard": False}, 2, None, True,
-     Split(2, reshard=False)), ({"tensor": 2}, 2, None, False, Split(1, 2)), ({"tensor": 2}, 4, None, False, Split(2, 2)),
-])  # fmt: skip
-def test_how_weights_are_split(asked: dict[str, Any], size: int, before: Any, fits: bool, expected: Split) -> None:
-    assert choose(recipe_with(**asked), size, torch.device("cpu"), before=before, fits=lambda: fits) == expected
+@pytest.mark.parametrize(
+    ("asked", "size", "before", "fits", "expected"),
+    [
+        ({}, 1, None, False, Split()),
+        ({"shard": "full"}, 1, True, False, Split()),
+        ({}, 4, None, True, Split()),
+        ({}, 4, None, False, Split(4)),
+        ({}, 4, True, True, Split(4)),
+        ({}, 4, False, False, Split()),
+        ({"shard": "off"}, 4, True, False, Split()),
+        ({"shard": "full"}, 4, False, True, Split(4)),
+        ({"shard": "full", "lora": 1}, 4, None, True, Split(4, each=False)),
+        ({"shard": "full", "sync": "step"}, 4, None, True, Split(4, each=False)),
+        (
+            {"shard": "full", "sync": "micro_batch", "lora": 1, "reshard": False},
+            2,
+            None,
+            True,
+            Split(2, reshard=False),
+        ),
+        ({"tensor": 2}, 2, None, False, Split(1, 2)),
+        ({"tensor": 2}, 4, None, False, Split(2, 2)),
+    ],
+)
+def test_how_weights_are_split(
+    asked: dict[str, Any], size: int, before: Any, fits: bool, expected: Split
+) -> None:
+    assert (
+        choose(recipe_with(**asked), size, torch.device("cpu"), before=before, fits=lambda: fits)
+        == expected
+    )
 
 
-@pytest.mark.parametrize(("asked", "where"), [
-    ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"), ({"train": {"compile": "on"}}, "train.compile"),
-    ({"offload": True}, "parallel.offload"), ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),
-])  # fmt: skip
-def test_settings_that_split_weights_do_not_support_are_mistakes(asked: dict[str, Any], where: str) -> None:
+@pytest.mark.parametrize(
+    ("asked", "where"),
+    [
+        ({"train": {"optimizer": "adamw_8bit"}}, "train.optimizer"),
+        ({"train": {"compile": "on"}}, "train.compile"),
+        ({"offload": True}, "parallel.offload"),
+        ({"train": {"router_aux_loss": 0.01}}, "train.router_aux_loss"),
+    ],
+)
+def test_settings_that_split_weights_do_not_support_are_mistakes(
+    asked: dict[str, Any], where: str
+) -> None:
     cpu = torch.device("cpu")
     assert choose(recipe_with(**asked), 2, cpu, before=None, fits=lambda: True).single
     with raises_error("parallel-unsupported", where=where):
@@ -288,8 +414,12 @@ def differing(group: Group, place: Path) -> None:
 
 
 @slow
-@pytest.mark.parametrize(("file", "content"), [("config.json", None), ("model-00001-of-00004.safetensors", b"")])
-def test_hosts_with_other_folders_are_told_what_differs(file: str, content: bytes | None, place: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("file", "content"), [("config.json", None), ("model-00001-of-00004.safetensors", b"")]
+)
+def test_hosts_with_other_folders_are_told_what_differs(
+    file: str, content: bytes | None, place: Path, tmp_path: Path
+) -> None:
     for rank in range(2):
         shutil.copytree(place / "llama", tmp_path / f"host{rank}" / "llama")
     path = tmp_path / "host1" / "llama" / file
@@ -305,8 +435,9 @@ def test_hosts_with_other_folders_are_told_what_differs(file: str, content: byte
 
 
 def peak(action: Callable[[], Any]) -> tuple[int, Any]:
-    """The most bytes that this process had of its own during the action, beyond those before (files that it maps are not its
-    own), and what the action gave."""
+    """The most bytes that this process had of its own during the action, beyond those before (files
+    that it maps are not its own), and what the action gave.
+    """
 
     def own() -> int:
         return 1024 * int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0])
@@ -329,17 +460,23 @@ def peak(action: Callable[[], Any]) -> tuple[int, Any]:
 
 
 def measured(group: Group, place: Path, shard: str) -> tuple[int, int]:
-    """Bytes of a model's weights, and the most that a process had of its own while it built policy and reference (but did not run
-    them)."""
+    """Bytes of a model's weights, and the most that a process had of its own while it built policy
+    and reference (but did not run them).
+    """
     recipe = {"model": {"name": "large"}}
     PolicyModel.check_layout = lambda self: None
-    build_models(prepared(place, {"model": {"name": "llama"}}, shard=shard), group=group)  # libraries come with their own
-    most, (policy, _) = peak(lambda: build_models(prepared(place, recipe, shard=shard), group=group))
+    # libraries come with their own
+    build_models(prepared(place, {"model": {"name": "llama"}}, shard=shard), group=group)
+    most, (policy, _) = peak(
+        lambda: build_models(prepared(place, recipe, shard=shard), group=group)
+    )
     return sum(4 * p.numel() for p in policy.parameters()), most
 
 
 @slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells what a process has")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="nothing tells what a process has"
+)
 def test_no_process_ever_holds_a_whole_model(place: Path) -> None:
     more: dict[str, Any] = {
         "hidden_size": 512,
@@ -348,11 +485,15 @@ def test_no_process_ever_holds_a_whole_model(place: Path) -> None:
         "num_hidden_layers": 8,
         "num_key_value_heads": 4,
     }
-    model: Any = tiny(vocab_size=400, dtype=torch.bfloat16, **more)  # else what is not split would be mapped, and not its own
+    # else what is not split would be mapped, and not its own
+    model: Any = tiny(vocab_size=400, dtype=torch.bfloat16, **more)
     model.save_pretrained(place / "large", max_shard_size="20MB")
     tiny_tokenizer().save_pretrained(place / "large")
     del model
-    whole, split = ([each.value for each in run(measured, 2, place, shard, deadline=120)] for shard in ("off", "full"))
+    whole, split = (
+        [each.value for each in run(measured, 2, place, shard, deadline=120)]
+        for shard in ("off", "full")
+    )
     assert all(weights > 100_000_000 for weights, _ in whole + split)
     assert all(most > 1.8 * weights for weights, most in whole)  # policy and reference
     assert all(most < 1.2 * weights for weights, most in split)  # half of both

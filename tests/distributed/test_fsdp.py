@@ -48,7 +48,11 @@ ON_FOUR = [
     Case("dpo", rows=3, lora=True, packs=False, checkpointing="full"),
 ]
 ON_TWO = [Case("kto", follows=True), Case("sft", architecture="qwen2"), *NARROW]
-PLAIN = [Case("kto", lora=True, follows=True), Case("dpo", lora=True, shares=True), Case("aot_unpaired", rows=3, lora=True)]
+PLAIN = [
+    Case("kto", lora=True, follows=True),
+    Case("dpo", lora=True, shares=True),
+    Case("aot_unpaired", rows=3, lora=True),
+]
 
 
 QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
@@ -60,7 +64,9 @@ QUICK = [Case("dpo"), Case("kto", lora=True, follows=True)]
     pytest.param(2, ON_TWO, True, id="2 split", marks=slow),
     pytest.param(4, PLAIN, False, id="4 whole", marks=slow),
 ])  # fmt: skip
-def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[Case], sharded: bool) -> None:
+def test_two_steps_of_several_processes_are_those_of_one(
+    size: int, cases: list[Case], sharded: bool
+) -> None:
     alone = measure(Single(), cases)
     ranks = run(measure, size, cases, sharded, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
@@ -74,14 +80,20 @@ def test_two_steps_of_several_processes_are_those_of_one(size: int, cases: list[
             for one, other in zip(found["steps"], wanted["steps"], strict=True):
                 assert one == pytest.approx(other, rel=rel, abs=near, nan_ok=True), case.name
                 exact = {key: value for key, value in other.items() if key in ("loss", "norm")}
-                assert {key: one[key] for key in exact} == pytest.approx(exact, rel=rel, abs=1e-9), case.name
-            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), case.name
+                assert {key: one[key] for key in exact} == pytest.approx(
+                    exact, rel=rel, abs=1e-9
+                ), case.name
+            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=rel, abs=1e-9), (
+                case.name
+            )
         assert distance(each[0]["weights"], wanted["weights"]) <= far, case.name
         assert sum(found["rows"] for found in each) == wanted["rows"], case.name
 
 
 def offloaded(group: Group, cases: list[Case]) -> dict[str, Any]:
-    """With what ``parallel.offload`` asks for, but for memory that a device reads by itself: there is none."""
+    """With what ``parallel.offload`` asks for, but for memory that a device reads by itself: there
+    is none.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy
 
     from valence.distributed import fsdp2
@@ -111,25 +123,41 @@ def test_parts_that_wait_in_the_hosts_memory_are_trained_alike() -> None:
 
 
 def tolerances(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float, float]:
-    """Relative and absolute, of numbers; absolute, of weights. In float32 a number may be a difference of log-probabilities, and
-    is known to a millionth of these."""
+    """Relative and absolute, of numbers; absolute, of weights.
+
+    In float32 a number may be a difference of log-probabilities, and is known to a millionth of
+    these.
+    """
     if case.dtype == torch.float64:
         return 1e-6, 1e-9, 1e-9
     rel, far = spread(case, wanted)
     if case.dtype == torch.bfloat16:
         return rel, 1e-9, far
-    largest = max(abs(value) for step in wanted["steps"] for name, value in step.items() if name.startswith("logps/"))
+    largest = max(
+        abs(value)
+        for step in wanted["steps"]
+        for name, value in step.items()
+        if name.startswith("logps/")
+    )
     return 1e-6, 1e-6 * largest, far
 
 
 def spread(case: Case, wanted: Mapping[str, Any]) -> tuple[float, float]:
-    """How far, relatively, the numbers of one process are from each other when a step is cut otherwise; and how far weights are:
-    twice that."""
+    """How far, relatively, the numbers of one process are from each other when a step is cut
+    otherwise; and how far weights are: twice that.
+    """
     rel = far = 0.0
     for budget in (13, 25, 10_000):
         (other,) = measure(Single(), [replace(case, budget=budget)]).values()
         for one, two in zip(other["steps"], wanted["steps"], strict=True):
-            rel = max(rel, *(abs(one[key] - two[key]) / (abs(two[key]) + 1e-12) for key in two if two[key] == two[key]))
+            rel = max(
+                rel,
+                *(
+                    abs(one[key] - two[key]) / (abs(two[key]) + 1e-12)
+                    for key in two
+                    if two[key] == two[key]
+                ),
+            )
         far = max(far, distance(other["weights"], wanted["weights"]))
     return max(2 * rel, 1e-6), 2 * far
 
@@ -168,7 +196,11 @@ def parts(group: Group) -> dict[str, Any]:
         for name, weight in meta.named_parameters():
             given = full(weights[name])
             is_split = isinstance(weight, DTensor)
-            weight.copy_(distribute_tensor(given, weight.device_mesh, weight.placements) if is_split else given)
+            weight.copy_(
+                distribute_tensor(given, weight.device_mesh, weight.placements)
+                if is_split
+                else given
+            )
         for name, buffer in meta.named_buffers():
             buffer.copy_(rotary[name])
     return {
@@ -176,14 +208,17 @@ def parts(group: Group) -> dict[str, Any]:
         "logp": distance({"a": found, "b": meta(batch).logp}, {"a": expected, "b": expected}),
         "packs": policy.packs,
         "split": {name for name, weight in weights.items() if isinstance(weight, DTensor)},
-        "own": sum(local(weight).numel() for weight in weights.values() if isinstance(weight, DTensor)),
+        "own": sum(
+            local(weight).numel() for weight in weights.values() if isinstance(weight, DTensor)
+        ),
         "all": {name: weight.ndim for name, weight in weights.items()},
     }
 
 
 def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
-    """Evaluations with a reference whose values each process keeps in a place of its own: none, all, and those of rank 0 are
-    there."""
+    """Evaluations with a reference whose values each process keeps in a place of its own: none,
+    all, and those of rank 0 are there.
+    """
     case = Case("dpo")
     policy, reference = models(case)
     assert reference is not None
@@ -195,12 +230,20 @@ def kept(group: Group, folder: str) -> list[tuple[float, int, int]]:
         cached = CachedReference(reference, Path(folder, str(place)), agree=group.any)
         made = objective("dpo", policy, cached, budget=40)
         made.group = group
-        found.append((float(made.run(units_for("dpo", 7, 0), backward=False).loss), cached.hits, cached.misses))
+        found.append(
+            (
+                float(made.run(units_for("dpo", 7, 0), backward=False).loss),
+                cached.hits,
+                cached.misses,
+            )
+        )
     return found
 
 
 def short(group: Group, sharded: bool) -> list[Any]:
-    """A step in which rank 1 runs out of memory in its second micro-batch, and then again with the half at once."""
+    """A step in which rank 1 runs out of memory in its second micro-batch, and then again with the
+    half at once.
+    """
     case = Case("kto")
     policy, reference = models(case)
     if sharded:
@@ -247,7 +290,11 @@ def test_processes_agree_whether_a_reference_is_computed(tmp_path: Path) -> None
     for rank, found in enumerate(ranks):
         assert [loss for loss, _, _ in found] == pytest.approx([wanted] * 3, rel=1e-9)
         (_, hits, misses), (_, again, none), (_, last, more) = found
-        assert (hits, none) == (0, 0)  # what it takes part in beside its own rows is neither looked up nor kept
+        # what it takes part in beside its own rows is neither looked up nor kept
+        assert (hits, none) == (
+            0,
+            0,
+        )
         assert misses == again == (last if rank == 0 else more)
     assert sum(misses for (_, _, misses), *_ in ranks) == 14
 

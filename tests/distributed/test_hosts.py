@@ -28,7 +28,12 @@ from valence.distributed.processes import start
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0
 """Seconds: of a collective, of the question who is missing, and for what an end takes besides."""
-ENVIRONMENT = {"GLOO_SOCKET_IFNAME": CABLE, "VALENCE_DEADLINE": str(DEADLINE), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+ENVIRONMENT = {
+    "GLOO_SOCKET_IFNAME": CABLE,
+    "VALENCE_DEADLINE": str(DEADLINE),
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+}
 
 
 class Place:
@@ -45,20 +50,39 @@ class Place:
 
     def start(self, hosts: Hosts, run: Path) -> list[subprocess.Popen[str]]:
         """torchrun on each host."""
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nnodes=2",
+            "--nproc-per-node=1",
+        ]
         train = ["-m", "valence", "train", str(self.folder / "recipe.yaml"), f"run.dir={run}"]
-        environment = {name: value for name, value in os.environ.items() if name != "WORLD_SIZE"} | ENVIRONMENT
+        environment = {
+            name: value for name, value in os.environ.items() if name != "WORLD_SIZE"
+        } | ENVIRONMENT
         return [
-            hosts.start(i, [*torchrun, f"--master-addr={ADDRESSES[0]}", f"--node-rank={i}", *train], environment, ROOT)
+            hosts.start(
+                i,
+                [*torchrun, f"--master-addr={ADDRESSES[0]}", f"--node-rank={i}", *train],
+                environment,
+                ROOT,
+            )
             for i in range(2)
         ]
 
     def train(self, hosts: Hosts, run: Path) -> None:
         """To its end, as a scheduler starts it that is not torchrun."""
-        words, of_all = ["train", str(self.folder / "recipe.yaml"), f"run.dir={run}"], {**ENVIRONMENT, "WORLD_SIZE": "2"}
+        words, of_all = (
+            ["train", str(self.folder / "recipe.yaml"), f"run.dir={run}"],
+            {**ENVIRONMENT, "WORLD_SIZE": "2"},
+        )
         of_all |= {"LOCAL_RANK": "0", "MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": "29500"}
         said = [self.folder / f"said by {host}" for host in range(2)]
-        started = [hosts.program(host, *words, said=said[host], RANK=str(host), **of_all) for host in range(2)]
+        started = [
+            hosts.program(host, *words, said=said[host], RANK=str(host), **of_all)
+            for host in range(2)
+        ]
         statuses = [program.wait(240) for program in started]
         assert statuses == [0, 0], "\n".join(path.read_text() for path in said)
 
@@ -93,7 +117,9 @@ def test_two_hosts_train_as_one_process_does(place: Place, undisturbed: Path) ->
 
 
 @pytest.mark.slow
-def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(hosts: Hosts, place: Place, undisturbed: Path) -> None:
+def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(
+    hosts: Hosts, place: Place, undisturbed: Path
+) -> None:
     run = place.folder / "cut"
     started = place.start(hosts, run)
     ends = time.monotonic() + 120
@@ -102,11 +128,16 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(hosts: Hosts, p
         assert [process.poll() for process in started] == [None, None]
         time.sleep(0.01)
     hosts.cut()
-    first, second = (process.communicate(timeout=DEADLINE + ANSWERS + LEAVES)[0] for process in started)
-    assert [process.returncode for process in started] == [1, 1], first + second  # as torchrun has it
+    first, second = (
+        process.communicate(timeout=DEADLINE + ANSWERS + LEAVES)[0] for process in started
+    )
+    # as torchrun has it
+    assert [process.returncode for process in started] == [1, 1], first + second
     assert [hosts.pids(host) for host in range(2)] == [[], []]
     assert re.search(r"^valence: rank 0: .*\brank 1\b", first, re.MULTILINE), first
-    assert re.search(rf"^valence: rank 1: .*\brank 0\b.* {ADDRESSES[0]}:29500", second, re.MULTILINE), second
+    assert re.search(
+        rf"^valence: rank 1: .*\brank 0\b.* {ADDRESSES[0]}:29500", second, re.MULTILINE
+    ), second
     assert f" {DEADLINE:g} s" in second
     assert 6 <= newest(run) < newest(undisturbed)
     check(run / "checkpoints" / f"step-{newest(run)}")
@@ -118,7 +149,9 @@ def test_a_cut_link_ends_both_hosts_and_the_same_command_goes_on(hosts: Hosts, p
 
 
 @pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "inf", ""])
-def test_a_deadline_that_is_no_number_of_seconds(given: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_deadline_that_is_no_number_of_seconds(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "LOCAL_RANK", "MASTER_PORT"):
         monkeypatch.setenv(name, "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

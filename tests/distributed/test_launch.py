@@ -1,4 +1,6 @@
-"""Several processes started by one command: its exit status, what is shown, and that signals reach all and are waited for."""
+"""Several processes started by one command: its exit status, what is shown, and that signals reach
+all and are waited for.
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,21 @@ class Place:
         self.folder = folder
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, script: str, nproc: int, *arguments: str, **how: object) -> subprocess.Popen[str]:
+    def start(
+        self, script: str, nproc: int, *arguments: str, **how: object
+    ) -> subprocess.Popen[str]:
         path = self.folder / "script.py"
         path.write_text(HEAD + textwrap.dedent(script), encoding="utf-8")
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True} | how
-        environment = {name: value for name, value in os.environ.items() if name not in ("WORLD_SIZE", "OMP_NUM_THREADS")}
+        environment = {
+            name: value
+            for name, value in os.environ.items()
+            if name not in ("WORLD_SIZE", "OMP_NUM_THREADS")
+        }
         command = [sys.executable, "-c", START, str(path), str(nproc), str(self.folder), *arguments]
-        process: subprocess.Popen[str] = subprocess.Popen(command, cwd=ROOT, env=environment, **streams)  # type: ignore[call-overload]
+        process: subprocess.Popen[str] = subprocess.Popen(
+            command, cwd=ROOT, env=environment, **streams
+        )  # type: ignore[call-overload]
         self.started.append(process)
         return process
 
@@ -77,8 +87,13 @@ class Place:
         path = self.folder / f"{rank}.txt"
         return path.read_text(encoding="utf-8").split() if path.exists() else []
 
-    def stop(self, script: str, *signals: int, to_group: bool = False, **how: object) -> tuple[int, str]:
-        """Sends signals to two processes, each once the one before has come to both. Exit status, and errors."""
+    def stop(
+        self, script: str, *signals: int, to_group: bool = False, **how: object
+    ) -> tuple[int, str]:
+        """Sends signals to two processes, each once the one before has come to both.
+
+        Exit status, and errors.
+        """
         process = self.start(script, 2, start_new_session=to_group, **how)
         wait_until(lambda: all((self.folder / f"{rank}.up").exists() for rank in range(2)))
         for i, number in enumerate(signals):
@@ -113,12 +128,22 @@ def test_all_are_done(place: Place) -> None:
     print("warned by", rank, file=sys.stderr)
     """
     assert place.run(script, 3, "recipe.yaml", "a=b c") == (0, "printed by 0\n", "warned by 0\n")
-    found = [json.loads((place.folder / str(rank)).read_text(encoding="utf-8")) for rank in range(3)]
+    found = [
+        json.loads((place.folder / str(rank)).read_text(encoding="utf-8")) for rank in range(3)
+    ]
     port = found[0][1]["MASTER_PORT"]
     threads = str(max(1, len(os.sched_getaffinity(0)) // 3))
     for rank, (arguments, environment) in enumerate(found):
         assert arguments == ["recipe.yaml", "a=b c"]
-        assert list(environment.values()) == [str(rank), str(rank), "3", "3", "127.0.0.1", port, threads]
+        assert list(environment.values()) == [
+            str(rank),
+            str(rank),
+            "3",
+            "3",
+            "127.0.0.1",
+            port,
+            threads,
+        ]
 
 
 SAYS_IT = f"print({MISTAKE!r}, end='', file=sys.stderr, flush=True)"
@@ -158,13 +183,18 @@ def test_a_mistake_of_one_ends_all(place: Place) -> None:
     """
     status, _, err = place.run(script, 3)
     assert (status, err.strip()) == (2, MISTAKE.strip())
-    assert {path.name for path in place.folder.glob("*.ended*")} == {"0.ended by 15", "1.ended by 15"}
+    assert {path.name for path in place.folder.glob("*.ended*")} == {
+        "0.ended by 15",
+        "1.ended by 15",
+    }
 
 
 @pytest.mark.parametrize(("fails", "shown"), [
-    pytest.param("raise ValueError('the cause')", r"Traceback [^$]*ValueError: the cause\n", marks=slow),
+    pytest.param("raise ValueError('the cause')", r"Traceback [^$]*ValueError: the "
+                                                  r"cause\n", marks=slow),
     ("os.kill(os.getpid(), signal.SIGKILL)", r"rank 1 .*SIGKILL.*\n"),
-    pytest.param("import ctypes; ctypes.string_at(0)", r"Fatal Python error: Segm[^$]*SIGSEGV\n", marks=slow),
+    pytest.param("import ctypes; ctypes.string_at(0)", r"Fatal Python error: "
+                                                       r"Segm[^$]*SIGSEGV\n", marks=slow),
     pytest.param("os._exit(77)", "", marks=slow),
 ])  # fmt: skip
 def test_a_crash_of_one_ends_all_and_is_shown_first(place: Place, fails: str, shown: str) -> None:
@@ -233,7 +263,9 @@ LONG = SAVES.replace("SAVING", "time.sleep(1.0)")
     (QUICK, [signal.SIGINT]),
     pytest.param(QUICK, [signal.SIGUSR1], marks=slow),
 ])  # fmt: skip
-def test_a_signal_reaches_all_once_and_is_waited_for(place: Place, script: str, signals: list[int]) -> None:
+def test_a_signal_reaches_all_once_and_is_waited_for(
+    place: Place, script: str, signals: list[int]
+) -> None:
     number = signals[0]
     assert place.stop(script, *signals)[0] == 128 + number
     assert [place.notes(rank) for rank in range(2)] == [[str(int(number)), "saved"]] * 2
@@ -316,9 +348,19 @@ with closing(start(20.0, "cpu")) as group:
 def test_they_find_each_other_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(HEAD + COUNTS, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script), str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        str(script),
+        str(tmp_path),
+    ]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=60, env=environment, check=False
+    )
     assert (done.returncode, done.stdout) == (0, "2 3.0 [1.0, 2.0]\n"), done.stderr
 
 

@@ -37,14 +37,24 @@ def same_bits(ranks: list[dict[str, Any]], name: str) -> torch.Tensor:
     for other in ranks[1:]:
         assert other[name].dtype == first.dtype
         assert other[name].shape == first.shape
-        assert other[name].contiguous().view(-1).view(torch.uint8).equal(first.contiguous().view(-1).view(torch.uint8))
+        assert (
+            other[name]
+            .contiguous()
+            .view(-1)
+            .view(torch.uint8)
+            .equal(first.contiguous().view(-1).view(torch.uint8))
+        )
     return first
 
 
 @pytest.mark.parametrize("name", jobs.summands(0))
 def test_sum(ranks: list[dict[str, Any]], name: str) -> None:
     given = [jobs.summands(rank)[name] for rank in range(len(ranks))]
-    total = same_bits(ranks, f"sum {name}") if given[0].ndim else torch.stack([each[f"sum {name}"] for each in ranks]).unique()[0]
+    total = (
+        same_bits(ranks, f"sum {name}")
+        if given[0].ndim
+        else torch.stack([each[f"sum {name}"] for each in ranks]).unique()[0]
+    )
     torch.testing.assert_close(total, torch.stack(given).sum(0))
     assert all(each["kept"] for each in ranks)
 
@@ -74,7 +84,9 @@ def test_broadcast_any_barrier(ranks: list[dict[str, Any]]) -> None:
     assert [each["broadcast"] for each in ranks] == [jobs.JSON | {"pair": [1, 2]}] * len(ranks)
     assert [each["any"] for each in ranks] == [[True, False, True]] * len(ranks)
     assert all(each["barrier"] for each in ranks)
-    assert [each["place"] for each in ranks] == [(rank, len(ranks), rank) for rank in range(len(ranks))]
+    assert [each["place"] for each in ranks] == [
+        (rank, len(ranks), rank) for rank in range(len(ranks))
+    ]
 
 
 def test_one_process_is_a_group_too() -> None:
@@ -117,21 +129,33 @@ def test_a_deadline_names_who_is_missing_and_where(size: int, away: int, tmp_pat
     for rank, each in enumerate(ended):
         if rank != away:  # those that come later may find that a connection broke
             assert each.mistake is not None
-            lost(each, "rank-late" if "2 s" in each.error else "rank-lost", f"rank {away} ", "`sum` #2", "`barrier audit` #1")
+            lost(
+                each,
+                "rank-late" if "2 s" in each.error else "rank-lost",
+                f"rank {away} ",
+                "`sum` #2",
+                "`barrier audit` #1",
+            )
             assert each.mistake.where == f"rank {rank}"
 
 
 @slow
 def test_processes_that_part_are_told_so() -> None:
     first, second = rig.run(jobs.they_part, 2, deadline=2.0)
-    parted = [each for each in (first, second) if each.mistake and each.mistake.code == "ranks-parted"]
+    parted = [
+        each for each in (first, second) if each.mistake and each.mistake.code == "ranks-parted"
+    ]
     assert parted
     lost(parted[0], "ranks-parted", "`sum` #2", "`gather` #2")
 
 
 @slow
-@pytest.mark.parametrize(("size", "killed", "before"), [(2, 1, False), (4, 2, False), (4, 1, True), (2, 0, False)])
-def test_a_process_that_is_killed_ends_the_others_before_the_deadline(size: int, killed: int, before: bool) -> None:
+@pytest.mark.parametrize(
+    ("size", "killed", "before"), [(2, 1, False), (4, 2, False), (4, 1, True), (2, 0, False)]
+)
+def test_a_process_that_is_killed_ends_the_others_before_the_deadline(
+    size: int, killed: int, before: bool
+) -> None:
     ended = rig.run(jobs.one_is_killed, size, killed, before)
     assert ended[killed].code == -9
     others = [each for rank, each in enumerate(ended) if rank != killed]
@@ -140,7 +164,10 @@ def test_a_process_that_is_killed_ends_the_others_before_the_deadline(size: int,
     if killed == 0:  # who kept what the others know
         assert all("rank 0" in each.error for each in others)
     elif before:
-        assert any(f"rank {killed} " in each.error and "`reduce_gradients` #2" in each.error for each in others)
+        assert any(
+            f"rank {killed} " in each.error and "`reduce_gradients` #2" in each.error
+            for each in others
+        )
 
 
 @slow
@@ -157,9 +184,13 @@ def test_a_process_that_does_not_start_is_named() -> None:
 
 @slow
 @pytest.mark.parametrize("ends", [True, False])
-def test_a_collective_that_a_device_does_not_end_ends_the_process(ends: bool, tmp_path: Path) -> None:
+def test_a_collective_that_a_device_does_not_end_ends_the_process(
+    ends: bool, tmp_path: Path
+) -> None:
     ended = rig.run(jobs.watched, 2, ends, str(tmp_path))
-    assert [(each.value, each.code) for each in ended] == [("went on", 0) if ends else (None, 2)] * 2
+    assert [(each.value, each.code) for each in ended] == [
+        ("went on", 0) if ends else (None, 2)
+    ] * 2
     printed = [(tmp_path / str(rank)).read_text(encoding="utf-8") for rank in range(2)]
     assert printed == ["" if ends else "valence: late: `sum` #1\n"] * 2
 
@@ -192,7 +223,8 @@ def test_many_missing_are_counted() -> None:
     assert re.findall(r"\d+", named) == [*map(str, range(1, 16, 2)), "7"]  # 7 more
     assert re.findall(r"rank (\d+) .*?`sum` #4", places) == [*map(str, range(1, 16, 2))]
     assert posts.missed(Place(5, "sum"), None).code == "rank-lost"
-    assert posts.missed(Place(5, "gather"), None).code == "rank-lost"  # those that are behind are named first
+    # those that are behind are named first
+    assert posts.missed(Place(5, "gather"), None).code == "rank-lost"
     parted = Posts(posts.store, 0, range(0, 30, 2)).missed(Place(5, "gather"), None)
     check_error(parted, "ranks-parted")
     assert "`gather` #5" in parted.what

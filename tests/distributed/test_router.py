@@ -27,11 +27,16 @@ def step(group: Group, name: str, count: int, weight: float) -> dict[str, Any]:
     made = objective(name, policy, reference, budget=1)
     made.group, made.router_aux_loss = group, weight
     sgd = torch.optim.SGD([p for p in policy.parameters() if p.requires_grad], lr=0.1)
-    outcome, norm, _ = optimizer_step(made, sgd, units_for(name, count), iter(units_for(name, 3, 9)), None)
+    outcome, norm, _ = optimizer_step(
+        made, sgd, units_for(name, count), iter(units_for(name, 3, 9)), None
+    )
     meter = Meter()
     meter.pool(outcome.metrics)
     weights = torch.cat([p.detach().flatten() for p in policy.parameters()])
-    return {"numbers": {"loss": float(outcome.loss), "norm": norm} | meter.reduce(group), "weights": weights}
+    return {
+        "numbers": {"loss": float(outcome.loss), "norm": norm} | meter.reduce(group),
+        "weights": weights,
+    }
 
 
 @pytest.mark.parametrize(("name", "count"), [("dpo", 5), ("aot", 5), ("aot", 1), ("kto", 1)])

@@ -1,4 +1,6 @@
-"""A run of several processes is that of one: every logged number, weights, rows of an evaluation, and how it is taken up."""
+"""A run of several processes is that of one: every logged number, weights, rows of an evaluation,
+and how it is taken up.
+"""
 
 from __future__ import annotations
 
@@ -41,17 +43,25 @@ SHORT = {"train": {"epochs": 1.6}, "run": {"save_every": 2, "log_every": 3, "kee
 """8 steps of 4 rows, but for one of 2; a save amid the log's window."""
 
 
-def written(case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]) -> dict[str, Any]:
+def written(
+    case: str, place: Path, run: Path, dtype: str = "float64", **sections: Mapping[str, Any]
+) -> dict[str, Any]:
     made = recipe(CASE[case], place)
-    for name, section in ({name: SHORT.get(name, {}) for name in ("train", "run")} | sections).items():
+    for name, section in (
+        {name: SHORT.get(name, {}) for name in ("train", "run")} | sections
+    ).items():
         made[name] = made.get(name, {}) | SHORT.get(name, {}) | section
     made["run"] |= {"dir": str(run)}
     made["model"] |= {"dtype": dtype}
     return made
 
 
-def train(group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | None = None, by: int = 0) -> list[str]:
-    """Runs recipes one after another. stop_at: the step after which the process of rank ``by`` is sent SIGTERM."""
+def train(
+    group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | None = None, by: int = 0
+) -> list[str]:
+    """Runs recipes one after another. stop_at: the step after which the process of rank ``by`` is
+    sent SIGTERM.
+    """
     ended: list[str] = []
 
     def act(run: Any, record: Mapping[str, Any]) -> None:
@@ -68,23 +78,40 @@ def train(group: Group, recipes: Sequence[Mapping[str, Any]], stop_at: int | Non
 
 
 def records(run: Path) -> list[dict[str, Any]]:
-    return [repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [
+        repeatable(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()
+    ]
 
 
 def same(run: Path, other: Path, rel: float = 1e-9, of_logps: float = 0.0) -> None:
-    """The same numbers in the same steps, the same rows, and the same weights. of_logps: what they may differ by besides, as a
-    part of the largest mean log-probability, of which some are small differences."""
+    """The same numbers in the same steps, the same rows, and the same weights. of_logps: what they
+    may differ by besides, as a part of the largest mean log-probability, of which some are small
+    differences.
+    """
     ours, theirs = records(run), records(other)
     assert [each["step"] for each in ours] == [each["step"] for each in theirs]
-    largest = max((abs(value) for record in theirs for name, value in record.items() if "logps/" in name), default=1.0)
+    largest = max(
+        (abs(value) for record in theirs for name, value in record.items() if "logps/" in name),
+        default=1.0,
+    )
     about = partial(pytest.approx, rel=rel, abs=1e-9 + of_logps * largest)
     for mine, its in zip(ours, theirs, strict=True):
         assert mine.keys() - HOW_IT_RAN == its.keys() - HOW_IT_RAN
-        odd = {name: (mine[name], its[name]) for name in its.keys() - HOW_IT_RAN if mine[name] != about(its[name])}
+        odd = {
+            name: (mine[name], its[name])
+            for name in its.keys() - HOW_IT_RAN
+            if mine[name] != about(its[name])
+        }
         assert not odd, (run.name, mine["step"])
     for file in ("eval/test.json", "eval/step-4.json"):
-        for mine, its in zip(*(json.loads((folder / file).read_text())["rows"] for folder in (run, other)), strict=True):
-            assert mine == {name: about(value) if isinstance(value, float) else value for name, value in its.items()}, file
+        for mine, its in zip(
+            *(json.loads((folder / file).read_text())["rows"] for folder in (run, other)),
+            strict=True,
+        ):
+            assert mine == {
+                name: about(value) if isinstance(value, float) else value
+                for name, value in its.items()
+            }, file
     mine, its = (load_file(folder / "model" / "model.safetensors") for folder in (run, other))
     assert mine.keys() == its.keys()
     for name, value in its.items():
@@ -95,21 +122,31 @@ SHARDED = {"parallel": {"shard": "full"}}
 WHOLE: dict[str, Any] = {}
 TOLD = {
     2: (
-        ("kto, lora", WHOLE), ("kto, lora", SHARDED), ("dpo", SHARDED), ("sft, whole models", SHARDED), ("aot", WHOLE),
-        ("pointwise, lora, models", WHOLE), ("kto + sft, lora", WHOLE), ("dpo that follows", SHARDED),
+        ("kto, lora", WHOLE),
+        ("kto, lora", SHARDED),
+        ("dpo", SHARDED),
+        ("sft, whole models", SHARDED),
+        ("aot", WHOLE),
+        ("pointwise, lora, models", WHOLE),
+        ("kto + sft, lora", WHOLE),
+        ("dpo that follows", SHARDED),
     ),
     4: (("dpo", WHOLE), ("aot", SHARDED), ("pointwise, lora, models", SHARDED)),
-}  # fmt: skip
+}
 """Number of processes -> what is run, each process with all weights or with its part of them."""
 
 
 def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> None:
     """Of 18 rows in steps of 4 the last has two: two of four processes have none."""
     cases = {case for runs in TOLD.values() for case, _ in runs}
-    assert set(train(Single(), [written(case, place, tmp_path / f"one {case}") for case in cases])) == {"done"}
+    assert set(
+        train(Single(), [written(case, place, tmp_path / f"one {case}") for case in cases])
+    ) == {"done"}
     for size, told in TOLD.items():
         runs = [tmp_path / f"{size} {number} {case}" for number, (case, _) in enumerate(told)]
-        recipes = [written(case, place, run, **how) for run, (case, how) in zip(runs, told, strict=True)]
+        recipes = [
+            written(case, place, run, **how) for run, (case, how) in zip(runs, told, strict=True)
+        ]
         for rank in together(train, size, recipes, deadline=60.0):
             assert (rank.error, rank.value) == ("", ["done"] * len(runs))
         for run, (case, _) in zip(runs, told, strict=True):
@@ -117,15 +154,28 @@ def test_every_number_is_that_of_one_process(place: Path, tmp_path: Path) -> Non
             logged = [each for each in records(run) if "ranks" in each]
             assert logged
             assert {each["ranks"] for each in logged} == {size}
-            assert all(each["tokens"] / size <= each["tokens/rank_max"] <= each["tokens"] for each in logged)
+            assert all(
+                each["tokens"] / size <= each["tokens/rank_max"] <= each["tokens"]
+                for each in logged
+            )
             assert all(0 <= each["tokens/rank_min"] <= each["tokens"] / size for each in logged)
 
 
-def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(place: Path, tmp_path: Path) -> None:
-    """Loss and gradient norm to a millionth; other numbers to a millionth of the log-probabilities of which they are differences
-    (docs/decisions/0027-a-millionth-in-float32.md)."""
-    told = (2, WHOLE, ("kto, lora", "sft, whole models", "aot")), (4, SHARDED, ("dpo", "pointwise, lora, models"))
-    alone = [written(case, place, tmp_path / f"one {case}", "float32") for *_, cases in told for case in cases]
+def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(
+    place: Path, tmp_path: Path
+) -> None:
+    """Loss and gradient norm to a millionth; other numbers to a millionth of the log-probabilities
+    of which they are differences (docs/decisions/0027-a-millionth-in-float32.md).
+    """
+    told = (
+        (2, WHOLE, ("kto, lora", "sft, whole models", "aot")),
+        (4, SHARDED, ("dpo", "pointwise, lora, models")),
+    )
+    alone = [
+        written(case, place, tmp_path / f"one {case}", "float32")
+        for *_, cases in told
+        for case in cases
+    ]
     assert set(train(Single(), alone)) == {"done"}
     for size, how, cases in told:
         runs = {case: tmp_path / f"{size} {case}" for case in cases}
@@ -134,18 +184,29 @@ def test_in_float32_numbers_are_as_close_as_log_probabilities_are_known(place: P
         for case, run in runs.items():
             same(run, tmp_path / f"one {case}", rel=1e-6, of_logps=1e-6)
             for mine, its in zip(records(run), records(tmp_path / f"one {case}"), strict=True):
-                exact = {name: value for name, value in its.items() if name in ("loss", "grad_norm")}
-                assert {name: mine[name] for name in exact} == pytest.approx(exact, rel=1e-6, abs=1e-9), (run.name, its["step"])
+                exact = {
+                    name: value for name, value in its.items() if name in ("loss", "grad_norm")
+                }
+                assert {name: mine[name] for name in exact} == pytest.approx(
+                    exact, rel=1e-6, abs=1e-9
+                ), (run.name, its["step"])
 
 
-def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(place: Path, tmp_path: Path) -> None:
+def test_a_signal_to_one_process_stops_all_and_any_number_goes_on(
+    place: Path, tmp_path: Path
+) -> None:
     """Saved by four, it goes on with one, two and three; saved by one, with four."""
     for case, how, sizes in (("kto, lora", {}, (2, 4)), ("dpo", SHARDED, (1, 3, 4))):
-        runs = {name: tmp_path / f"{case} {name}" for name in ("alone", "of 4", "of 1", "1", "2", "3", "4")}
+        runs = {
+            name: tmp_path / f"{case} {name}"
+            for name in ("alone", "of 4", "of 1", "1", "2", "3", "4")
+        }
         given = {name: written(case, place, run, **how) for name, run in runs.items()}
         assert train(Single(), [given["alone"]]) == ["done"]
         assert train(Single(), [given["of 1"]], 3) == ["143"]
-        assert [rank.value for rank in together(train, 4, [given["of 4"]], 3, 2, deadline=60.0)] == [["143"]] * 4
+        assert [
+            rank.value for rank in together(train, 4, [given["of 4"]], 3, 2, deadline=60.0)
+        ] == [["143"]] * 4
         for size in sizes:
             shutil.copytree(runs["of 1" if size == 4 else "of 4"], runs[str(size)])
             ranks = together(train, size, [given[str(size)]], deadline=60.0) if size > 1 else []
@@ -171,18 +232,30 @@ def train_and_stop(group: Group, given: Mapping[str, Any]) -> list[str]:
 def test_a_signal_to_one_process_behind_the_training_stops_all(place: Path, tmp_path: Path) -> None:
     alone, given = (written("kto, lora", place, tmp_path / name) for name in ("alone", "two"))
     assert train(Single(), [alone]) == ["done"]
-    assert [(rank.error, rank.value) for rank in together(train_and_stop, 2, given, deadline=60.0)] == [("", ["143"])] * 2
+    assert [
+        (rank.error, rank.value) for rank in together(train_and_stop, 2, given, deadline=60.0)
+    ] == [("", ["143"])] * 2
     facts = json.loads((tmp_path / "two/run.json").read_text())
     assert (facts["status"], (tmp_path / "two/model").exists()) == ("interrupted", False)
-    assert [(rank.error, rank.value) for rank in together(train, 2, [given], deadline=60.0)] == [("", ["done"])] * 2
+    assert [(rank.error, rank.value) for rank in together(train, 2, [given], deadline=60.0)] == [
+        ("", ["done"])
+    ] * 2
     same(tmp_path / "two", tmp_path / "alone")
 
 
 def test_the_same_number_goes_on_bit_for_bit(place: Path, tmp_path: Path) -> None:
-    for case, how in (("kto, lora", {}), ("dpo, lora with dropout", {}), ("dpo that follows", SHARDED)):
+    for case, how in (
+        ("kto, lora", {}),
+        ("dpo, lora with dropout", {}),
+        ("dpo that follows", SHARDED),
+    ):
         names = [tmp_path / f"{case} {name}" for name in ("alone", "stopped")]
         alone, stopped = (written(case, place, run, **how) for run in names)
-        for given, ended, *stop in (([alone], "done"), ([stopped], "143", 3, 1), ([stopped], "done")):
+        for given, ended, *stop in (
+            ([alone], "done"),
+            ([stopped], "143", 3, 1),
+            ([stopped], "done"),
+        ):
             for rank in together(train, 2, given, *stop, deadline=60.0):
                 assert (rank.error, rank.value) == ("", [ended])
         same(*names, rel=0.0)

@@ -1,4 +1,6 @@
-"""Tensors in parts: written once by those that hold them, read by any number of processes, in any parts."""
+"""Tensors in parts: written once by those that hold them, read by any number of processes, in any
+parts.
+"""
 
 from __future__ import annotations
 
@@ -58,11 +60,18 @@ def placed(values: dict[str, Tensor], layout: str) -> dict[str, Tensor]:
     """Those with two axes or more as DTensors."""
     shape, placements = LAYOUTS[layout]
     mesh = mesh_of(tuple(torch.distributed.get_world_size() if n == -1 else n for n in shape))
-    return {name: distribute_tensor(t, mesh, placements) if t.ndim > 1 else t for name, t in values.items()}
+    return {
+        name: distribute_tensor(t, mesh, placements) if t.ndim > 1 else t
+        for name, t in values.items()
+    }
 
 
-def differing(folder: Path, layout: str | None, given: dict[str, Tensor] | None = None) -> list[str]:
-    """Tensors that are not as they were written, after reading them into others of this layout (None: whole)."""
+def differing(
+    folder: Path, layout: str | None, given: dict[str, Tensor] | None = None
+) -> list[str]:
+    """Tensors that are not as they were written, after reading them into others of this layout
+    (None: whole).
+    """
     wanted = given or tensors()
     empty = {name: torch.full_like(value, 99) for name, value in wanted.items()}
     into = placed(empty, layout) if layout else empty
@@ -86,7 +95,11 @@ def writes(group: Group, folder: str) -> dict[str, Any]:
 
 def reads(group: Group, folder: str) -> dict[str, list[str]]:
     layouts = [name for name, (shape, _) in LAYOUTS.items() if len(shape) == 1]
-    return {f"{place.name} {other}": differing(place, other) for place in Path(folder).iterdir() for other in layouts}
+    return {
+        f"{place.name} {other}": differing(place, other)
+        for place in Path(folder).iterdir()
+        for other in layouts
+    }
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +111,15 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[s
 
 
 @slow
-def test_what_is_written_in_any_layout_is_read_in_any(written: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_what_is_written_in_any_layout_is_read_in_any(
+    written: tuple[Path, list[dict[str, Any]]],
+) -> None:
     folder, ranks = written
     for rank in ranks:
         assert {key: odd for key, odd in rank.items() if isinstance(key, tuple) and odd} == {}
-    assert {layout: differing(folder / layout, None) for layout in LAYOUTS} == {layout: [] for layout in LAYOUTS}
+    assert {layout: differing(folder / layout, None) for layout in LAYOUTS} == {
+        layout: [] for layout in LAYOUTS
+    }
 
 
 @slow
@@ -119,7 +136,8 @@ def test_each_process_writes_its_own_parts_and_what_is_the_same_once(
 ) -> None:
     folder, ranks = written
     own = [name for rank in ranks for name in rank[layout]]
-    assert sorted(own) == sorted(path.name for path in (folder / layout).iterdir())  # no metadata, which would be a pickle
+    # no metadata, which would be a pickle
+    assert sorted(own) == sorted(path.name for path in (folder / layout).iterdir())
     assert len(own) == len(set(own))
     elements = dict.fromkeys(tensors(), 0)
     for name in own:
@@ -149,9 +167,13 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("into", "parts"), [
-    ({"float32": torch.zeros(7, 6)}, ["float32", "[7, 5]", "[7, 6]"]), ({"other": torch.zeros(2)}, ["other"]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("into", "parts"),
+    [
+        ({"float32": torch.zeros(7, 6)}, ["float32", "[7, 5]", "[7, 6]"]),
+        ({"other": torch.zeros(2)}, ["other"]),
+    ],
+)
 def test_what_is_not_there_is_named(rows: Path, into: dict[str, Tensor], parts: list[str]) -> None:
     with raises_error("checkpoint-damaged", where=str(rows)) as raised:
         shards.read(rows, into)
@@ -170,7 +192,9 @@ def test_what_is_not_whole_is_refused(rows: Path, damage: str, tmp_path: Path) -
 
 def test_one_process_writes_too(tmp_path: Path) -> None:
     given = {"weight": torch.randn(3, 4), "number": torch.tensor(2.0)}
-    assert [path.name for path in shards.write(tmp_path, given)] == ["shard-00001-model-00001-of-00001.safetensors"]
+    assert [path.name for path in shards.write(tmp_path, given)] == [
+        "shard-00001-model-00001-of-00001.safetensors"
+    ]
     assert differing(tmp_path, None, given) == []
 
 

@@ -1,4 +1,6 @@
-"""A step of several processes is that of one: for every row of the table of losses, with rows that do not divide evenly."""
+"""A step of several processes is that of one: for every row of the table of losses, with rows that
+do not divide evenly.
+"""
 
 from __future__ import annotations
 
@@ -33,17 +35,30 @@ def steps(group: Group, count: int, budget: int, names: Sequence[str]) -> dict[s
         for seed in (0, 1):
             meter = Meter()
             rows = units_for(name, count, seed)
-            outcome, norm, applied = optimizer_step(made, optimizer, rows, iter(units_for(name, 3, 9)), 1.0)
+            outcome, norm, applied = optimizer_step(
+                made, optimizer, rows, iter(units_for(name, 3, 9)), 1.0
+            )
             meter.pool(outcome.metrics)
-            said.append({"loss": float(outcome.loss), "norm": norm, "applied": applied} | meter.reduce(group))
-            said[-1] |= {"tokens": outcome.tokens, "distinct": outcome.num_unique_tokens, "shift": made.shift.delta}
+            said.append(
+                {"loss": float(outcome.loss), "norm": norm, "applied": applied}
+                | meter.reduce(group)
+            )
+            said[-1] |= {
+                "tokens": outcome.tokens,
+                "distinct": outcome.num_unique_tokens,
+                "shift": made.shift.delta,
+            }
         evaluated = made.run(units_for(name, count, 3), backward=False, rows=True)
         weights = [p.detach() for p in policy.parameters()]
         digest = hashlib.sha256(b"".join(p.numpy().tobytes() for p in weights)).hexdigest()
         found[name] = {
-            "steps": said, "digest": digest, "sum": sum(float(p.double().abs().sum()) for p in weights),
-            "evaluated": float(evaluated.loss), "rows": len(evaluated.rows), "tokens_of": evaluated.tokens_of,
-        }  # fmt: skip
+            "steps": said,
+            "digest": digest,
+            "sum": sum(float(p.double().abs().sum()) for p in weights),
+            "evaluated": float(evaluated.loss),
+            "rows": len(evaluated.rows),
+            "tokens_of": evaluated.tokens_of,
+        }
     return found
 
 
@@ -60,8 +75,12 @@ slow = pytest.mark.slow
     pytest.param(4, 7, 10_000, SOME, id="4", marks=slow),
     pytest.param(4, 3, 10_000, SOME, id="4-of-3-rows", marks=slow),
 ])  # fmt: skip
-def test_a_step_of_several_processes_is_that_of_one(size: int, count: int, budget: int, names: Sequence[str]) -> None:
-    """Of every method on two; of some on four: seven rows, and three, of which one process has none."""
+def test_a_step_of_several_processes_is_that_of_one(
+    size: int, count: int, budget: int, names: Sequence[str]
+) -> None:
+    """Of every method on two; of some on four: seven rows, and three, of which one process has
+    none.
+    """
     alone = steps(Single(), count, budget, names)
     ranks = run(steps, size, count, budget, names, deadline=60.0)
     assert [rank.error for rank in ranks] == [""] * size
@@ -73,9 +92,13 @@ def test_a_step_of_several_processes_is_that_of_one(size: int, count: int, budge
                 assert one.keys() == other.keys(), name
                 # Tokens that run more than once depend on how a step was cut.
                 same = {key: value for key, value in other.items() if key not in ("tokens",)}
-                assert {key: one[key] for key in same} == pytest.approx(same, rel=1e-6, abs=1e-9, nan_ok=True), name
+                assert {key: one[key] for key in same} == pytest.approx(
+                    same, rel=1e-6, abs=1e-9, nan_ok=True
+                ), name
             assert found["sum"] == pytest.approx(wanted["sum"], rel=1e-9), name
-            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6, abs=1e-9), name
+            assert found["evaluated"] == pytest.approx(wanted["evaluated"], rel=1e-6, abs=1e-9), (
+                name
+            )
             assert found["tokens_of"] == each[0]["tokens_of"]
         assert sum(found["rows"] for found in each) == wanted["rows"], name
         assert len(each[0]["tokens_of"]) == size

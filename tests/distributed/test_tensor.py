@@ -1,4 +1,6 @@
-"""Processes that share each layer's products give what one gives: values, gradients, their norm, and weights after two steps."""
+"""Processes that share each layer's products give what one gives: values, gradients, their norm,
+and weights after two steps.
+"""
 
 from __future__ import annotations
 
@@ -41,12 +43,16 @@ slow = pytest.mark.slow
 class Case:
     name: str
     how: str = "full"
-    """Several of full, lora, head (has an adapter too), checkpointed, bfloat16, one by one, fsdp."""
+    """Several of full, lora, head (has an adapter too), checkpointed, bfloat16, one by one,
+    fsdp.
+    """
     changes: tuple[tuple[str, Any], ...] = ()
     """To the tiny model's configuration."""
 
     def __str__(self) -> str:
-        return "-".join([self.name, self.how.replace(" ", "-"), *(name for name, _ in self.changes)])
+        return "-".join(
+            [self.name, self.how.replace(" ", "-"), *(name for name, _ in self.changes)]
+        )
 
     @property
     def dtype(self) -> torch.dtype:
@@ -74,7 +80,11 @@ TWO = [
     Case("granite", "lora", (("attention_bias", True),)),
 ]
 ALL_HEADS = (("num_key_value_heads", 4),)
-FOUR = [Case("llama", "full", ALL_HEADS), Case("qwen2", "lora", ALL_HEADS), Case("gemma2", "full", ALL_HEADS)]
+FOUR = [
+    Case("llama", "full", ALL_HEADS),
+    Case("qwen2", "lora", ALL_HEADS),
+    Case("gemma2", "full", ALL_HEADS),
+]
 BOTH = [
     Case("llama"),
     Case("qwen2", "lora"),
@@ -86,11 +96,17 @@ BOTH = [
 
 def built(case: Case, data: Any, group: Group) -> PolicyModel:
     targets = ["q_proj", "down_proj", "lm_head"] if "head" in case.how else "all-linear"
-    lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": targets}) if "lora" in case.how else None
+    lora = (
+        type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": targets})
+        if "lora" in case.how
+        else None
+    )
     wide = torch.float32 if "bfloat16" in case.how else torch.float64
     checkpointing = "full" if "checkpointed" in case.how else "off"
     model = tiny(case.name, dtype=wide, **dict(case.changes))
-    engine = build_policy(model, dtype=case.dtype, lora=lora, checkpointing=checkpointing, check=False)
+    engine = build_policy(
+        model, dtype=case.dtype, lora=lora, checkpointing=checkpointing, check=False
+    )
     for key, p in engine.named_parameters():
         if "lora_B" in key:
             nn.init.normal_(p, std=0.3, generator=torch.Generator().manual_seed(2))
@@ -99,7 +115,9 @@ def built(case: Case, data: Any, group: Group) -> PolicyModel:
     assert engine.packs
     engine.train()
     if "fsdp" in case.how and data.size > 1:
-        layers = [module for module in engine.modules() if isinstance(module, GradientCheckpointingLayer)]
+        layers = [
+            module for module in engine.modules() if isinstance(module, GradientCheckpointingLayer)
+        ]
         shard(engine, layers, data, compute=engine.compute, each=True)
     if "one by one" in case.how:
         engine.lay_out(packed=False)
@@ -114,17 +132,26 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for step, trains in enumerate(PATTERNS[:2]):
         batch = forest_of(conversations(), trains)
-        batch = replace(batch, tokens=batch.tokens % 19)  # some are padding, whose embedding does not train
-        slopes = torch.randn(2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+        # some are padding, whose embedding does not train
+        batch = replace(batch, tokens=batch.tokens % 19)
+        slopes = torch.randn(
+            2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
+        )
         slopes[:, batch.seq % data.size != data.rank] = 0
         out = engine(batch, ("entropy", "sum_sq"))
         assert out.entropy is not None
         assert out.sum_sq is not None
-        found |= {f"{step} logp": out.logp.detach(), f"{step} entropy": out.entropy.detach(), f"{step} sum_sq": out.sum_sq}
+        found |= {
+            f"{step} logp": out.logp.detach(),
+            f"{step} entropy": out.entropy.detach(),
+            f"{step} sum_sq": out.sum_sq,
+        }
         (torch.stack([out.logp, out.entropy]) * slopes).sum().backward()
         data.reduce_gradients(list(trained.values()))
         found[f"{step} norm"] = data.norm(list(trained.values()))
-        found |= {f"{step} grad {name}": full(p.grad) for name, p in trained.items() if p.grad is not None}
+        found |= {
+            f"{step} grad {name}": full(p.grad) for name, p in trained.items() if p.grad is not None
+        }
         optimizer.step()
         optimizer.zero_grad()
     return found | {name: full(p.detach()) for name, p in engine.named_parameters()}
@@ -155,12 +182,19 @@ def test_processes_that_share_products_are_one(
         wanted = steps(case, Single(), Single())
         assert len({digest(rank[k]) for rank in ranks}) == 1, case
         if case.dtype == torch.bfloat16:
-            as_exact(ranks[0][k], wanted, steps(replace(case, how=case.how.replace("bfloat16", "")), Single(), Single()), case)
+            as_exact(
+                ranks[0][k],
+                wanted,
+                steps(replace(case, how=case.how.replace("bfloat16", "")), Single(), Single()),
+                case,
+            )
         else:  # gemma's norms are in float32
             compare(ranks[0][k], wanted, 1e-2 if "gemma" in case.name else 1e-7, case)
 
 
-def as_exact(found: dict[str, Tensor], one: dict[str, Tensor], exact: dict[str, Tensor], case: Case) -> None:
+def as_exact(
+    found: dict[str, Tensor], one: dict[str, Tensor], exact: dict[str, Tensor], case: Case
+) -> None:
     """Of the first step: rounding more than in one process is not what processes share."""
     assert found.keys() == one.keys(), case
     for name in (name for name in exact if name.startswith("0 ")):
@@ -184,7 +218,9 @@ def digest(found: dict[str, Tensor]) -> str:
     return made.hexdigest()
 
 
-def compare(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, about: Any) -> None:
+def compare(
+    found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float, about: Any
+) -> None:
     assert found.keys() == wanted.keys(), about
     for name, value in wanted.items():
         far = float((found[name] - value).double().norm() / value.double().norm().clamp_min(1e-9))
@@ -212,7 +248,11 @@ def heads(group: Group, dtype: torch.dtype, vocabulary: int) -> dict[str, Tensor
             kept = {"logp": values[0], "entropy": values[1], "sum_sq": made.sum_sq(hidden)} | dict(
                 zip(leaves, slopes, strict=True)
             )
-            found |= {f"{name} {entropy} {key}": full(value.detach()) for key, value in kept.items() if value is not None}
+            found |= {
+                f"{name} {entropy} {key}": full(value.detach())
+                for key, value in kept.items()
+                if value is not None
+            }
         with torch.no_grad():  # as the model's own forward calls it
             found[f"{name} logits"] = linear(hidden)
     return found
@@ -228,7 +268,9 @@ def shared_heads(world: Group, vocabulary: int) -> list[dict[str, Tensor]]:
 
 @slow
 @pytest.mark.parametrize(("size", "vocabulary"), [(2, VOCABULARY), (4, 37)])
-def test_a_shared_head_is_the_whole_one(size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_head_is_the_whole_one(
+    size: int, vocabulary: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert vocabulary % size
     monkeypatch.setattr(head, "CHUNK", 7)  # as ``heads`` sets it, here too, for this test alone
     ranks = given(shared_heads, size, vocabulary)
@@ -237,10 +279,16 @@ def test_a_shared_head_is_the_whole_one(size: int, vocabulary: int, monkeypatch:
         compare(ranks[0][k], heads(Single(), dtype, vocabulary), tolerance, dtype)
     for name, quirk in QUIRKS.items():
         settings: dict[str, Any] = dict(quirk)
-        whole = Head(layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings)
+        whole = Head(
+            layer(bias=bool(settings.pop("bias", False)), vocabulary=vocabulary), **settings
+        )
         wanted = oracle(whole, *rows(vocabulary=vocabulary), entropy=True)
-        for key, value in zip(("logp", "entropy", "hidden", "weight", "bias"), wanted, strict=False):
-            torch.testing.assert_close(ranks[0][0][f"{name} True {key}"], value, rtol=1e-12, atol=1e-12)
+        for key, value in zip(
+            ("logp", "entropy", "hidden", "weight", "bias"), wanted, strict=False
+        ):
+            torch.testing.assert_close(
+                ranks[0][0][f"{name} True {key}"], value, rtol=1e-12, atol=1e-12
+            )
 
 
 class Largest(TorchDispatchMode):
@@ -250,8 +298,20 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        made = [each for each in (out if isinstance(out, tuple | list) else (out,)) if isinstance(each, Tensor)]
-        self.count = max([self.count, *(each.to_local().numel() if hasattr(each, "to_local") else each.numel() for each in made)])
+        made = [
+            each
+            for each in (out if isinstance(out, tuple | list) else (out,))
+            if isinstance(each, Tensor)
+        ]
+        self.count = max(
+            [
+                self.count,
+                *(
+                    each.to_local().numel() if hasattr(each, "to_local") else each.numel()
+                    for each in made
+                ),
+            ]
+        )
         return out
 
 
@@ -286,7 +346,8 @@ def test_the_head_is_never_whole() -> None:
         assert backward == 2 * 2 + 1  # queries, keys and values share theirs
 
 
-# ---------------------------------------------------------------- references, reward models, mistakes
+# ---------------------------------------------------------------- references, reward models,
+# mistakes
 
 
 def others(group: Group) -> dict[str, Tensor]:
@@ -294,7 +355,11 @@ def others(group: Group) -> dict[str, Tensor]:
     batch = forest_of(conversations())
     policy = built(Case("llama", "lora checkpointed"), Single(), group)
     apart = FrozenReference(copy.deepcopy(policy))
-    found = {"off": AdapterDisabledReference(policy)(batch), "copy": apart(batch), "policy": policy(batch).logp.detach()}
+    found = {
+        "off": AdapterDisabledReference(policy)(batch),
+        "copy": apart(batch),
+        "policy": policy(batch).logp.detach(),
+    }
     with torch.no_grad():
         for p in policy.parameters():
             p.mul_(1.5)
@@ -310,7 +375,11 @@ def others(group: Group) -> dict[str, Tensor]:
         found["sampled"] = policy.causal.generate(
             prompt, do_sample=False, max_new_tokens=8, attention_mask=torch.ones_like(prompt)
         )
-    return found | {"score": out.detach()} | {n: full(p.grad) for n, p in scorer.named_parameters() if p.grad is not None}
+    return (
+        found
+        | {"score": out.detach()}
+        | {n: full(p.grad) for n, p in scorer.named_parameters() if p.grad is not None}
+    )
 
 
 def shared_others(world: Group) -> dict[str, Tensor]:
@@ -334,7 +403,12 @@ def mistakes(world: Group) -> list[tuple[str, str, str]]:
         return raised.value.code, raised.value.where or "", raised.value.what
 
     _, group = world.split(4)
-    models = (tiny("gpt2"), tiny("qwen3_moe"), tiny("llama"), tiny("llama", num_key_value_heads=4, intermediate_size=50))
+    models = (
+        tiny("gpt2"),
+        tiny("qwen3_moe"),
+        tiny("llama"),
+        tiny("llama", num_key_value_heads=4, intermediate_size=50),
+    )
     return [mistake(world.split, 3), *(mistake(tensor_parallel, model, group) for model in models)]
 
 
@@ -386,7 +460,9 @@ def test_parts_are_groups() -> None:
         assert tensor["place"] == (rank % 2, 2, rank)
         assert world["place"] == (rank, 4, rank)
         for found in (data, tensor):
-            torch.testing.assert_close(found["gather equal"], torch.cat([jobs.parts(0)["equal"], jobs.parts(1)["equal"]]))
+            torch.testing.assert_close(
+                found["gather equal"], torch.cat([jobs.parts(0)["equal"], jobs.parts(1)["equal"]])
+            )
             torch.testing.assert_close(found["grad 4"], jobs.parameters(0)[4].grad)
             assert found["broadcast"] == jobs.JSON | {"pair": [1, 2]}
             assert found["any"] == [True, False, True]

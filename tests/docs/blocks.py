@@ -21,7 +21,9 @@ NUMBER = re.compile(r"([-+]?\d+\.\d+(?:e[-+]?\d+)?)")
 
 @dataclass(frozen=True)
 class Block:
-    """A fenced block: its language, its text, and where that text starts (character, and line from 1) and ends."""
+    """A fenced block: its language, its text, and where that text starts (character, and line from
+    1) and ends.
+    """
 
     language: str
     text: str
@@ -32,12 +34,18 @@ class Block:
 
 def blocks(page: str, language: str | None = None) -> list[Block]:
     """The fenced blocks of a page, in order."""
-    found = [Block(m[1], m[2], m.start(2), m.end(2), page.count("\n", 0, m.start(2)) + 1) for m in FENCED.finditer(page)]
+    found = [
+        Block(m[1], m[2], m.start(2), m.end(2), page.count("\n", 0, m.start(2)) + 1)
+        for m in FENCED.finditer(page)
+    ]
     return [b for b in found if language in (None, b.language)]
 
 
 def executed(page: str, name: str) -> Iterator[tuple[Block, str, Block | None]]:
-    """Runs the python blocks in one namespace. Yields each with what it printed, and the text block right below it."""
+    """Runs the python blocks in one namespace.
+
+    Yields each with what it printed, and the text block right below it.
+    """
     namespace: dict[str, Any] = {"__name__": "page"}
     every = blocks(page)
     for i, block in enumerate(every):
@@ -49,7 +57,13 @@ def executed(page: str, name: str) -> Iterator[tuple[Block, str, Block | None]]:
         with redirect_stdout(out):
             exec(code, namespace)
         below = every[i + 1] if i + 1 < len(every) else None
-        shown = below if below and below.language == "text" and not page[block.end + 3 : below.start - 8].strip() else None
+        shown = (
+            below
+            if below
+            and below.language == "text"
+            and not page[block.end + 3 : below.start - 8].strip()
+            else None
+        )
         yield block, out.getvalue(), shown
 
 
@@ -58,7 +72,10 @@ def same_output(found: str, shown: str) -> bool:
     ours, theirs = NUMBER.split(found.strip()), NUMBER.split(shown.strip())
     if len(ours) != len(theirs) or ours[::2] != theirs[::2]:
         return False
-    return all(abs(float(a) - float(b)) <= 2e-4 * max(1.0, abs(float(b))) for a, b in zip(ours[1::2], theirs[1::2], strict=True))
+    return all(
+        abs(float(a) - float(b)) <= 2e-4 * max(1.0, abs(float(b)))
+        for a, b in zip(ours[1::2], theirs[1::2], strict=True)
+    )
 
 
 def refreshed(page: str, name: str) -> str:

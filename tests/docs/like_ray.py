@@ -1,4 +1,7 @@
-"""Ray, as far as a script for it uses it: workers are processes of this host. `python -m tests.docs.like_ray SCRIPT [WORD]...`"""
+"""Ray, as far as a script for it uses it: workers are processes of this host.
+
+`python -m tests.docs.like_ray SCRIPT [WORD]...`
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,9 @@ class TorchConfig:
 
 
 class Group:
-    """Workers before they are forked: what is done on all of them is done here, and they inherit it."""
+    """Workers before they are forked: what is done on all of them is done here, and they inherit
+    it.
+    """
 
     def execute_single(self, worker: int, call: Any, *given: Any) -> Any:
         return call(*given)
@@ -32,9 +37,22 @@ class Group:
 class Trainer:
     """Ray's TorchTrainer: calls the loop in each worker. Raises AssertionError where one fails."""
 
-    def __init__(self, loop: Any, *, train_loop_config: Any, torch_config: Any, scaling_config: Any, run_config: Any) -> None:
+    def __init__(
+        self,
+        loop: Any,
+        *,
+        train_loop_config: Any,
+        torch_config: Any,
+        scaling_config: Any,
+        run_config: Any,
+    ) -> None:
         assert scaling_config.use_gpu is ("GPU" in RESOURCES)
-        self.loop, self.given, self.config, self.workers = loop, train_loop_config, torch_config, scaling_config.num_workers
+        self.loop, self.given, self.config, self.workers = (
+            loop,
+            train_loop_config,
+            torch_config,
+            scaling_config.num_workers,
+        )
 
     def fit(self) -> None:
         self.config.backend_cls().on_start(Group(), self.config)
@@ -49,7 +67,9 @@ class Trainer:
 
     def _work(self, rank: int) -> None:
         vars(sys.modules["ray.train"])["get_context"] = lambda: SimpleNamespace(
-            get_world_rank=lambda: rank, get_world_size=lambda: self.workers, get_local_world_size=lambda: self.workers
+            get_world_rank=lambda: rank,
+            get_world_size=lambda: self.workers,
+            get_local_world_size=lambda: self.workers,
         )
         self.loop(self.given)
         assert os.environ["LOCAL_RANK"] == "0", "a worker sees its own GPU alone"

@@ -1,4 +1,6 @@
-"""``python -m tests.docs.losses`` writes docs/losses.md from the table of losses, the docstrings and the guide."""
+"""``python -m tests.docs.losses`` writes docs/losses.md from the table of losses, the docstrings
+and the guide.
+"""
 
 from __future__ import annotations
 
@@ -88,12 +90,22 @@ MAKER_HEAD = """\
 With a reward, other methods make rows of the answers to a prompt, and train on these with the loss that their name ends in.
 """
 SHOWN = {
-    "rows": "Rows", "reference": "Reference model", "average": "Average", "reads": "Reads", "advantage": "Advantage",
-    "first step": "First step", "implicit reward": "Implicit reward (`rewards/*`)", "modifiers": "Modifiers",
-    "when": "When to use it", "curves": "Its curves",
-}  # fmt: skip
+    "rows": "Rows",
+    "reference": "Reference model",
+    "average": "Average",
+    "reads": "Reads",
+    "advantage": "Advantage",
+    "first step": "First step",
+    "implicit reward": "Implicit reward (`rewards/*`)",
+    "modifiers": "Modifiers",
+    "when": "When to use it",
+    "curves": "Its curves",
+}
 LITERAL = re.compile(r"`[^`]*`|@\w+|[*_<|]")
-"""What stays as it is in prose, and single signs that do not. A name behind @ becomes a link to its heading."""
+"""What stays as it is in prose, and single signs that do not.
+
+A name behind @ becomes a link to its heading.
+"""
 
 
 def page() -> str:
@@ -106,7 +118,12 @@ def page() -> str:
     parts += [CREDIT_HEAD, *(_credit(fn) for fn in dict.fromkeys(CREDITS.values()))]
     parts += [
         MAKER_HEAD,
-        *(_maker(fn) for fn in dict.fromkeys(m.makes.fn for m in ONLINE.values() if m.name not in CREDITS and m.makes)),
+        *(
+            _maker(fn)
+            for fn in dict.fromkeys(
+                m.makes.fn for m in ONLINE.values() if m.name not in CREDITS and m.makes
+            )
+        ),
     ]
     return re.sub(r"@(\w+)", r"[\1](#\1)", "\n".join(parts))
 
@@ -114,33 +131,54 @@ def page() -> str:
 def _overview() -> str:
     lines = ["## All of them\n", "| method | reference | in a sentence |", "| --- | --- | --- |"]
     lines += [
-        f"| @{m.name} | {'yes' if m.needs_reference else 'no'} | {_text(read_doc(m.loss.fn.__doc__ or '').summary)} |"
+        f"| @{m.name} | {'yes' if m.needs_reference else 'no'} | "
+        f"{_text(read_doc(m.loss.fn.__doc__ or '').summary)} |"
         for m in METHODS.values()
     ]
     return "\n".join(lines) + "\n"
 
 
 def _section(method: Method) -> str:
-    told = facts(method) | {"modifiers": ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers) or "none"}
+    told = facts(method) | {
+        "modifiers": ", ".join(f"@{switch(MODIFIERS[name])}" for name in method.loss.modifiers)
+        or "none"
+    }
     lines = [f"- {SHOWN[heading]}: {_text(text)}" for heading, text in told.items()]
     rows = [row for row in settings_table(method.settings, "loss.") if _is_own(row, method)]
-    parts = [f"### {method.name}\n", _described(read_doc(method.loss.fn.__doc__ or "")), "\n".join(lines) + "\n"]
+    parts = [
+        f"### {method.name}\n",
+        _described(read_doc(method.loss.fn.__doc__ or "")),
+        "\n".join(lines) + "\n",
+    ]
     return "\n".join([*parts, table(rows) if rows else "No settings of its own.\n"])
 
 
 def _is_own(row: SettingRow, method: Method) -> bool:
     """A setting of the loss itself, or one whose default is another than the modifier's."""
     name = _name(row)
-    return name in method.loss.defaults or not any(name in MODIFIERS[m].settings for m in method.loss.modifiers)
+    return name in method.loss.defaults or not any(
+        name in MODIFIERS[m].settings for m in method.loss.modifiers
+    )
 
 
 def _modifier(name: str) -> str:
     modifier = MODIFIERS[name]
     takers = [method for method in METHODS.values() if name in method.loss.modifiers]
-    plain = min(takers, key=lambda method: len(method.loss.defaults.keys() & modifier.settings.keys()))
-    rows = [row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings]
+    plain = min(
+        takers, key=lambda method: len(method.loss.defaults.keys() & modifier.settings.keys())
+    )
+    rows = [
+        row for row in settings_table(plain.settings, "loss.") if _name(row) in modifier.settings
+    ]
     taken = "Taken by " + ", ".join(f"@{method.name}" for method in takers) + ".\n"
-    return "\n".join([f"### {switch(modifier)}\n", _described(read_doc(modifier.fn.__doc__ or "")), taken, table(rows)])
+    return "\n".join(
+        [
+            f"### {switch(modifier)}\n",
+            _described(read_doc(modifier.fn.__doc__ or "")),
+            taken,
+            table(rows),
+        ]
+    )
 
 
 def _credit(fn: Callable[..., Any]) -> str:
@@ -151,7 +189,11 @@ def _credit(fn: Callable[..., Any]) -> str:
 def _maker(fn: Callable[..., Any]) -> str:
     takers = [name for name, method in ONLINE.items() if method.makes and method.makes.fn is fn]
     first, more = takers[0], " and the like" if len(takers) > 1 else ""
-    return _made(takers, f"Of {first}{more}", ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in takers))
+    return _made(
+        takers,
+        f"Of {first}{more}",
+        ", ".join(f"{name} (@{loss_name(ONLINE[name])})" for name in takers),
+    )
 
 
 def _made(takers: Sequence[str], title: str, told: str) -> str:
@@ -168,7 +210,11 @@ def _name(row: SettingRow) -> str:
 
 
 def _described(doc: Doc) -> str:
-    parts = [_text(doc.summary), f"```text\n{doc.formula}\n```" if doc.formula else "", _text(doc.source)]
+    parts = [
+        _text(doc.summary),
+        f"```text\n{doc.formula}\n```" if doc.formula else "",
+        _text(doc.source),
+    ]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -1,5 +1,7 @@
-"""Programs of others that pages name, run here with what this machine has: launchers with two processes; a job of Slurm and the
-pods of Kubernetes as processes here; Ray by a stand-in; the demo with a tiny model; an installation beside what it depends on."""
+"""Programs of others that pages name, run here with what this machine has: launchers with two
+processes; a job of Slurm and the pods of Kubernetes as processes here; Ray by a stand-in; the demo
+with a tiny model; an installation beside what it depends on.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,13 @@ SLURM = {
     "valence": 'echo $$ > "step of the job"; exec "$COPY" -m valence "$@"',
 }
 JOB = {
-    "SLURM_JOB_ID": "123", "SLURM_JOB_NODELIST": "node1", "SLURM_PROCID": "0", "SLURM_NTASKS": "1", "SLURM_LOCALID": "0",
+    "SLURM_JOB_ID": "123",
+    "SLURM_JOB_NODELIST": "node1",
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "1",
+    "SLURM_LOCALID": "0",
     "SLURM_NTASKS_PER_NODE": "1",
-}  # fmt: skip
+}
 COMMANDS = {
     "torchrun": 'exec "$COPY" -m torch.distributed.run "$@"',
     "accelerate": 'exec "$COPY" -m accelerate.commands.accelerate_cli "$@"',
@@ -46,7 +52,10 @@ COMMANDS = {
 OUTSIDE = (*(f"{name} " for name in COMMANDS), "source ", "sbatch ", "scancel ", "kubectl ")
 """How lines of such programs begin."""
 COPIED = ("torchrun", "accelerate", "python", "sbatch", "kubectl")
-"""Those that start training, here as copies. That it starts from nothing, too, is tested in tests/distributed."""
+"""Those that start training, here as copies.
+
+That it starts from nothing, too, is tested in tests/distributed.
+"""
 
 
 def stand_ins(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
@@ -59,7 +68,9 @@ def stand_ins(folder: Path, commands: Mapping[str, str]) -> dict[str, str]:
 
 
 class Outside:
-    """Runs such lines in the current folder, in their order. local: makes of a text one that fits this machine."""
+    """Runs such lines in the current folder, in their order. local: makes of a text one that fits
+    this machine.
+    """
 
     def __init__(self, local: Callable[[str], str]) -> None:
         self.local = local
@@ -78,8 +89,16 @@ class Outside:
             self.environment["COPY"] = str(self.copies.python)
         if program == "sbatch":
             self.finish()
-            command = ["bash", words[0], *shlex.split(self.local(shlex.join(words[1:]))), *added.split()]
-            self.job = subprocess.Popen(command, env=stand_ins(Path("slurm"), SLURM) | JOB | {"COPY": self.environment["COPY"]})
+            command = [
+                "bash",
+                words[0],
+                *shlex.split(self.local(shlex.join(words[1:]))),
+                *added.split(),
+            ]
+            self.job = subprocess.Popen(
+                command,
+                env=stand_ins(Path("slurm"), SLURM) | JOB | {"COPY": self.environment["COPY"]},
+            )
         elif program == "scancel":
             self._cancel(words)
         elif line.startswith("kubectl apply -f "):
@@ -99,7 +118,11 @@ class Outside:
             self.job = None
 
     def end(self) -> None:
-        for process in [*self.hosts, *(pod for pods in self.pods.values() for pod in pods), *([self.job] if self.job else [])]:
+        for process in [
+            *self.hosts,
+            *(pod for pods in self.pods.values() for pod in pods),
+            *([self.job] if self.job else []),
+        ]:
             process.kill()
             process.wait()
         if self.copies is not None:
@@ -109,18 +132,28 @@ class Outside:
         """Of several hosts each is started, and all are waited for at last."""
         # A new environment finds here what it would have to install.
         found = {"PYTHONPATH": sysconfig.get_path("purelib"), "VALENCE_CACHE": "cache"}
-        self.hosts.append(subprocess.Popen(["bash", "-c", f"{self.sourced}{line} {added}"], env=self.environment | found))
+        self.hosts.append(
+            subprocess.Popen(
+                ["bash", "-c", f"{self.sourced}{line} {added}"], env=self.environment | found
+            )
+        )
         count = re.search(r"--nnodes (\d+)", line)
         if len(self.hosts) == int(count[1] if count else 1):
             ended(self.hosts, line)
             self.hosts.clear()
 
     def _cancel(self, words: list[str]) -> None:
-        """Signals the job's step, once that trains (in runs/slurm). The job must end as one that was stopped, and not be put
-        back."""
+        """Signals the job's step, once that trains (in runs/slurm).
+
+        The job must end as one that was stopped, and not be put back.
+        """
         assert self.job
         until = time.monotonic() + SECONDS
-        while self.job.poll() is None and time.monotonic() < until and not any(Path("runs/slurm").glob("metrics.jsonl")):
+        while (
+            self.job.poll() is None
+            and time.monotonic() < until
+            and not any(Path("runs/slurm").glob("metrics.jsonl"))
+        ):
             time.sleep(0.02)
         number = signal.Signals[f"SIG{words[0].removeprefix('--signal=')}"]
         os.kill(int(Path("step of the job").read_text()), number)
@@ -130,15 +163,22 @@ class Outside:
     def _apply(self, manifest: Any, added: str) -> None:
         """Starts the pods of a JobSet."""
         for job in manifest["spec"]["replicatedJobs"]:
-            name, hosts = f"jobs/{manifest['metadata']['name']}-{job['name']}-0", job["template"]["spec"]
+            name, hosts = (
+                f"jobs/{manifest['metadata']['name']}-{job['name']}-0",
+                job["template"]["spec"],
+            )
             (container,) = hosts["template"]["spec"]["containers"]
-            told = {each["name"]: self.local(f" {each['value']}").strip() for each in container["env"]}
+            told = {
+                each["name"]: self.local(f" {each['value']}").strip() for each in container["env"]
+            }
             *shell, line = container["command"]
             Path("jobs").mkdir(exist_ok=True)
             for index in range(hosts["completions"]):
                 environment = self.environment | told | {"JOB_COMPLETION_INDEX": str(index)}
                 with Path(f"{name}-{index}.log").open("wb") as log:
-                    pod = subprocess.Popen([*shell, f"{self.local(line)} {added}"], env=environment, stdout=log)
+                    pod = subprocess.Popen(
+                        [*shell, f"{self.local(line)} {added}"], env=environment, stdout=log
+                    )
                 self.pods.setdefault(name, []).append(pod)
 
 
@@ -148,6 +188,10 @@ def ended(processes: list[subprocess.Popen[bytes]], line: str, status: int = 0) 
 
 
 def smaller(line: str) -> str:
-    """A command of many processes as one of two: two on this host, or one on each of two that both are this host."""
+    """A command of many processes as one of two: two on this host, or one on each of two that both
+    are this host.
+    """
     each = "1" if "--nnodes" in line else "2"
-    return HOST.sub("127.0.0.1", PROCESSES.sub(rf"\g<1>{each}", line)).replace("recipe.yaml 16 ", "recipe.yaml 2 ")
+    return HOST.sub("127.0.0.1", PROCESSES.sub(rf"\g<1>{each}", line)).replace(
+        "recipe.yaml 16 ", "recipe.yaml 2 "
+    )

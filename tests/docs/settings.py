@@ -42,7 +42,8 @@ def page() -> str:
 def rates() -> str:
     """The rows of the table of default learning rates."""
     rows = (
-        f"| {r.methods} | {_rate(r.full)} | {r.full_source} | {_rate(r.adapter)} | {r.adapter_source} |\n"
+        f"| {r.methods} | {_rate(r.full)} | {r.full_source} | {_rate(r.adapter)} | "
+        f"{r.adapter_source} |\n"
         for r in LEARNING_RATES.values()
     )
     return "".join(rows)
@@ -51,7 +52,10 @@ def rates() -> str:
 def table(rows: Sequence[SettingRow]) -> str:
     """A table of settings."""
     lines = ["| setting | takes | default | meaning |", "| --- | --- | --- | --- |"]
-    lines += [f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |" for row in rows]
+    lines += [
+        f"| `{row.name}` | {_cell(row.type)} | `{row.default}` | {_cell(row.meaning)} |"
+        for row in rows
+    ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,7 @@
-"""The guides name what exists: settings, methods, formats and numbers of the log. Rows are read as they say."""
+"""The guides name what exists: settings, methods, formats and numbers of the log.
+
+Rows are read as they say.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,10 @@ from valence.reports import online_signs, signs
 from valence.training.methods import METHODS, ONLINE
 
 PAGES = sorted((ROOT / "docs" / "coming-from").glob("*.md"))
-GUIDES = [*PAGES, *(ROOT / "docs" / name for name in ("choosing.md", "curves.md", "security.md", "recipes.md"))]
+GUIDES = [
+    *PAGES,
+    *(ROOT / "docs" / name for name in ("choosing.md", "curves.md", "security.md", "recipes.md")),
+]
 CODE = re.compile(r"`([^`]+)`")
 SETTING = re.compile(r"(?P<name>[a-z_]+(?:\.(?:[a-z_0-9]+|N))+)(?::? (?P<value>.+))?")
 FILE = re.compile(r"\.(py|json|yaml|html)$")
@@ -47,24 +53,42 @@ def tables(page: Path) -> list[tuple[list[str], list[list[str]]]]:
 def column(page: Path, *headers: str) -> list[str]:
     """What stands in code in the columns with these headers."""
     cells = [
-        row[header.index(name)] for header, rows in tables(page) for name in headers if name in header for row in rows
-    ]  # fmt: skip
+        row[header.index(name)]
+        for header, rows in tables(page)
+        for name in headers
+        if name in header
+        for row in rows
+    ]
     return [code for cell in cells for code in CODE.findall(cell)]
 
 
 def named(page: Path) -> list[tuple[str, str | None]]:
-    """The settings that a page names in code, each with the value that it gives there. Their names begin with a section's."""
-    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    """The settings that a page names in code, each with the value that it gives there.
+
+    Their names begin with a section's.
+    """
+    text = re.sub(
+        r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
     ours = column(page, "Valence", "its settings") if page in PAGES else CODE.findall(text)
     found = [SETTING.fullmatch(code) for code in ours]
-    return [(m["name"], m["value"]) for m in found if m and m["name"].split(".")[0] in SECTIONS and not FILE.search(m["name"])]
+    return [
+        (m["name"], m["value"])
+        for m in found
+        if m and m["name"].split(".")[0] in SECTIONS and not FILE.search(m["name"])
+    ]
 
 
 @pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.stem)
 def test_every_setting_exists_and_takes_what_it_is_given(page: Path) -> None:
     found = named(page)
     assert len(found) > (20 if page in PAGES else 5)
-    theirs = {"model.beta", "model.label_smoothing", "model.nll_loss_coef"}  # of OpenRLHF, in its column of settings
+    # of OpenRLHF, in its column of settings
+    theirs = {
+        "model.beta",
+        "model.label_smoothing",
+        "model.nll_loss_coef",
+    }
     assert [name for name, _ in found if not is_setting(name) and name not in theirs] == []
     for name, value in found:
         if value is not None:
@@ -99,7 +123,10 @@ def test_every_method_format_and_number_exists(page: Path) -> None:
     assert formats
     assert [name for name in formats if name not in FORMATS] == []
     assert numbers
-    told = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("metrics.md", "own-answers.md"))
+    told = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("metrics.md", "own-answers.md")
+    )
     assert [name for name in numbers if f"`{name}`" not in told] == []
 
 
@@ -107,16 +134,27 @@ def test_every_method_and_number_that_the_other_guides_name_exists() -> None:
     for page in GUIDES[len(PAGES) :]:
         text = page.read_text(encoding="utf-8")
         linked = re.findall(r"\]\(losses\.md#([a-z_]+)\)", text)
-        headings = set(re.findall(r"^### (.+)$", (ROOT / "docs/losses.md").read_text(encoding="utf-8"), re.MULTILINE))
+        headings = set(
+            re.findall(
+                r"^### (.+)$", (ROOT / "docs/losses.md").read_text(encoding="utf-8"), re.MULTILINE
+            )
+        )
         assert [name for name in linked if name not in headings] == []
-    told = "".join((ROOT / "docs" / name).read_text(encoding="utf-8") for name in ("metrics.md", "own-answers.md", "losses.md"))
+    told = "".join(
+        (ROOT / "docs" / name).read_text(encoding="utf-8")
+        for name in ("metrics.md", "own-answers.md", "losses.md")
+    )
     numbers = [
         code
         for code in CODE.findall((ROOT / "docs/curves.md").read_text(encoding="utf-8"))
         if re.fullmatch(r"[a-z0-9_]+/[a-z0-9_]+", code)
     ]
     assert len(numbers) > 20
-    assert [name for name in numbers if f"`{name}`" not in told and f"`{name.removeprefix('eval/')}`" not in told] == []
+    assert [
+        name
+        for name in numbers
+        if f"`{name}`" not in told and f"`{name.removeprefix('eval/')}`" not in told
+    ] == []
 
 
 def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> None:
@@ -124,10 +162,17 @@ def test_the_page_of_curves_tells_of_every_sign_that_the_report_looks_for() -> N
     looked_for = {"failed", "tied"} | {
         node.args[0].value
         for node in calls
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "Sign" and isinstance(node.args[0], ast.Constant)
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) == "Sign"
+        and isinstance(node.args[0], ast.Constant)
     }
     assert len(looked_for) > 8
-    told = [cell.strip("`") for header, rows in tables(ROOT / "docs/curves.md") if "sign" in header for [cell, *_] in rows]
+    told = [
+        cell.strip("`")
+        for header, rows in tables(ROOT / "docs/curves.md")
+        if "sign" in header
+        for [cell, *_] in rows
+    ]
     assert sorted(told) == sorted(looked_for)
 
 
@@ -138,22 +183,68 @@ def _turns(role: str, said: str) -> list[dict[str, str]]:
 @pytest.mark.parametrize(
     ("row", "kind", "how"),
     [
-        ({"prompt": "a", "chosen_response": "b", "rejected_response": "c", "chosen_reward": 1}, "preference",
-         {"keys": {"chosen": "chosen_response", "rejected": "rejected_response"}}),
+        (
+            {"prompt": "a", "chosen_response": "b", "rejected_response": "c", "chosen_reward": 1},
+            "preference",
+            {"keys": {"chosen": "chosen_response", "rejected": "rejected_response"}},
+        ),
         ({"prompt": "a", "response": "b", "preference": "chosen"}, "judgement", {}),
-        ({"input": "a", "output": "b"}, "demonstration", {"keys": {"prompt": "input", "completion": "output"}}),
+        (
+            {"input": "a", "output": "b"},
+            "demonstration",
+            {"keys": {"prompt": "input", "completion": "output"}},
+        ),
         ({"input": "a", "output": "b", "label": 1}, "judgement", {}),
-        ({"context": _turns("user", "a"), "chosen": _turns("assistant", "b"), "rejected": _turns("assistant", "c")}, "preference",
-         {"keys": {"prompt": "context"}}),
-        ({"messages": _turns("user", "a")}, "prompt", {"format": "prompt", "keys": {"prompt": "messages"}}),
-        ({"prompt": [{"from": "user", "content": "a"}], "completion": {"from": "assistant", "content": "b"}, "label": True},
-         "judgement", {}),
-        ({"prompt_id": 1, "prompt": _turns("user", "a"), "output": _turns("assistant", "b"), "label": 1, "reward": 2.0,
-          "type": "binary_feedback"}, "judgement", {}),
+        (
+            {
+                "context": _turns("user", "a"),
+                "chosen": _turns("assistant", "b"),
+                "rejected": _turns("assistant", "c"),
+            },
+            "preference",
+            {"keys": {"prompt": "context"}},
+        ),
+        (
+            {"messages": _turns("user", "a")},
+            "prompt",
+            {"format": "prompt", "keys": {"prompt": "messages"}},
+        ),
+        (
+            {
+                "prompt": [{"from": "user", "content": "a"}],
+                "completion": {"from": "assistant", "content": "b"},
+                "label": True,
+            },
+            "judgement",
+            {},
+        ),
+        (
+            {
+                "prompt_id": 1,
+                "prompt": _turns("user", "a"),
+                "output": _turns("assistant", "b"),
+                "label": 1,
+                "reward": 2.0,
+                "type": "binary_feedback",
+            },
+            "judgement",
+            {},
+        ),
     ],
-    ids=["nemo dpo", "nemo kto", "input output", "openrlhf kto", "colossal pairs", "colossal prompts", "colossal kto", "halos"],
-)  # fmt: skip
-def test_rows_are_read_as_the_guides_say(row: dict[str, Any], kind: Any, how: dict[str, Any], tmp_path: Path) -> None:
+    ids=[
+        "nemo dpo",
+        "nemo kto",
+        "input output",
+        "openrlhf kto",
+        "colossal pairs",
+        "colossal prompts",
+        "colossal kto",
+        "halos",
+    ],
+)
+def test_rows_are_read_as_the_guides_say(
+    row: dict[str, Any], kind: Any, how: dict[str, Any], tmp_path: Path
+) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
     assert len(load([Source(path=str(path), **how)], kind).examples) == 1

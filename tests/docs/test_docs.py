@@ -1,4 +1,6 @@
-"""The documents are true: their code runs, their output is what is shown, and what they name exists."""
+"""The documents are true: their code runs, their output is what is shown, and what they name
+exists.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ from valence.training.explain import Doc, facts, read_doc
 from valence.training.methods import METHODS, Method, method_of
 from valence.training.signals import OUT_OF_TIME, SIGNALS
 
-PAGES = sorted(p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")))
+PAGES = sorted(
+    p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+)
 
 
 def text(page: str) -> str:
@@ -44,7 +48,9 @@ def test_one_batch_prints_what_it_shows() -> None:
     for block, found, shown in executed(text("docs/one-batch.md"), "docs/one-batch.md"):
         assert (shown is None) == (not found), f"docs/one-batch.md:{block.line}"
         if shown is not None:
-            assert same_output(found, shown.text), f"docs/one-batch.md:{shown.line} should read\n{found}"
+            assert same_output(found, shown.text), (
+                f"docs/one-batch.md:{shown.line} should read\n{found}"
+            )
 
 
 def test_a_wrong_number_is_seen_and_mended() -> None:
@@ -61,7 +67,11 @@ def test_a_wrong_number_is_seen_and_mended() -> None:
 def test_make_targets_that_are_named_exist() -> None:
     targets = set(re.findall(r"^(\w+):", text("Makefile"), re.MULTILINE))
     for page in ("README.md", "CONTRIBUTING.md"):
-        named = {word for block in blocks(text(page), "sh") for word in re.findall(r"^make (\w+)", block.text, re.MULTILINE)}
+        named = {
+            word
+            for block in blocks(text(page), "sh")
+            for word in re.findall(r"^make (\w+)", block.text, re.MULTILINE)
+        }
         assert named
         assert named <= targets
 
@@ -91,19 +101,27 @@ def _check_recipe(block: Block) -> None:
 
 
 @pytest.mark.slow
-def test_the_loss_of_the_worked_example_passes_the_contract(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The function, the row and the golden of CONTRIBUTING.md, put into the tables and held to what every row must satisfy."""
+def test_the_loss_of_the_worked_example_passes_the_contract(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The function, the row and the golden of CONTRIBUTING.md, put into the tables and held to what
+    every row must satisfy.
+    """
     function, row, golden = (block.text for block in blocks(text("CONTRIBUTING.md"), "python"))
     name, made = _added(function, row, monkeypatch)
     for given in ({}, *(test_contract.ON[modifier] for modifier in made.modifiers)):
-        test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(name, given)
+        test_contract.test_loss_gradient_and_numbers_do_not_depend_on_micro_batches_or_order(
+            name, given
+        )
     for test in (
         test_contract.test_finite_and_exact_when_policy_equals_reference,
         test_contract.test_prompts_get_no_gradient_and_answers_the_declared_direction,
         test_contract.test_a_weight_multiplies_and_never_divides,
     ):
         test(name)
-    of_modifiers = {setting for modifier in made.modifiers for setting in MODIFIERS[modifier].settings}
+    of_modifiers = {
+        setting for modifier in made.modifiers for setting in MODIFIERS[modifier].settings
+    }
     assert METHODS[name].loss.settings.keys() == {"beta", *of_modifiers}
     assert f"### {name}\n" in losses_page.page()
     found = {**vars(whole), **vars(test_paired)}
@@ -142,7 +160,11 @@ def _added(function: str, row: str, monkeypatch: pytest.MonkeyPatch) -> tuple[st
 def test_the_pages_name_every_format_command_and_status() -> None:
     assert set(FORMATS) <= set(re.findall(r"`([^`\s]+)", text("docs/data.md")))
     commands = text("docs/cli.md")
-    assert {f"valence {c.name or c.callback.__name__}" for c in cli.app.registered_commands if c.callback} == {
+    assert {
+        f"valence {c.name or c.callback.__name__}"
+        for c in cli.app.registered_commands
+        if c.callback
+    } == {
         f"valence {name}" for name in re.findall(r"^\| `valence ([\w-]+)", commands, re.MULTILINE)
     }
     section = commands.split("| exit status |")[1].split("\n\n")[0]
@@ -156,13 +178,19 @@ def test_the_pages_name_every_format_command_and_status() -> None:
 
 
 def test_the_page_of_settings_is_up_to_date() -> None:
-    assert settings.PAGE.read_text(encoding="utf-8") == settings.page(), "run `python -m tests.docs.settings`"
+    assert settings.PAGE.read_text(encoding="utf-8") == settings.page(), (
+        "run `python -m tests.docs.settings`"
+    )
 
 
 def test_the_page_of_losses_is_up_to_date_and_has_them_all() -> None:
-    assert losses_page.PAGE.read_text(encoding="utf-8") == losses_page.page(), "run `python -m tests.docs.losses`"
+    assert losses_page.PAGE.read_text(encoding="utf-8") == losses_page.page(), (
+        "run `python -m tests.docs.losses`"
+    )
     assert set(METHODS) == set(LOSSES) <= headings(losses_page.PAGE)
-    assert {next(iter(modifier.settings)) for modifier in MODIFIERS.values()} <= headings(losses_page.PAGE)
+    assert {next(iter(modifier.settings)) for modifier in MODIFIERS.values()} <= headings(
+        losses_page.PAGE
+    )
 
 
 def test_the_guide_speaks_of_losses_that_exist() -> None:
@@ -170,12 +198,17 @@ def test_the_guide_speaks_of_losses_that_exist() -> None:
     assert all(guide.when and guide.curves for guide in GUIDE.values())
 
 
-STARTS = {name: re.match(r"The loss starts at (?:[^.]* = |half .*\()?([\d.]+\d|\d+)", g.curves) for name, g in GUIDE.items()}
+STARTS = {
+    name: re.match(r"The loss starts at (?:[^.]* = |half .*\()?([\d.]+\d|\d+)", g.curves)
+    for name, g in GUIDE.items()
+}
 
 
 @pytest.mark.parametrize("name", [name for name, start in STARTS.items() if start])
 def test_a_curve_starts_where_the_guide_says(name: str) -> None:
-    """One chosen and one rejected answer where policy and reference agree, with the default settings."""
+    """One chosen and one rejected answer where policy and reference agree, with the default
+    settings.
+    """
     loss, settings = LOSSES[name], METHODS[name].resolve({})
     view: dict[str, Any] = dict.fromkeys(loss.reads, torch.zeros(1))
     if METHODS[name].kind == "judgement":
@@ -232,8 +265,13 @@ def test_links_lead_somewhere(page: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_files_and_tests_that_are_named_exist(page: str) -> None:
-    """``path/to/file.py`` and ``path/to/test_file.py::test_name`` in backticks, from the root of the repository."""
-    for path, name in re.findall(r"`((?:valence|tests|examples|recipes|docs|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`", text(page)):
+    """``path/to/file.py`` and ``path/to/test_file.py::test_name`` in backticks, from the root of
+    the repository.
+    """
+    for path, name in re.findall(
+        r"`((?:valence|tests|examples|recipes|docs|benchmarks)/[\w./-]+\.\w+)(?:::(\w+))?`",
+        text(page),
+    ):
         assert (ROOT / path).is_file(), f"{page}: {path}"
         if name:
             assert name in functions(path), f"{page}: {path}::{name}"
@@ -246,7 +284,11 @@ def functions(path: str) -> frozenset[str]:
 
 
 def test_every_pitfall_has_a_test() -> None:
-    rows = [line for line in text("docs/pitfalls.md").splitlines() if line.startswith("| ") and "---" not in line]
+    rows = [
+        line
+        for line in text("docs/pitfalls.md").splitlines()
+        if line.startswith("| ") and "---" not in line
+    ]
     rows = [row for row in rows if not row.startswith("| what goes wrong")]
     assert len(rows) >= 20
     for row in rows:
@@ -254,7 +296,10 @@ def test_every_pitfall_has_a_test() -> None:
 
 
 def test_the_rows_that_the_page_of_formats_shows_are_read() -> None:
-    rows = [json.loads(line) for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()]
+    rows = [
+        json.loads(line)
+        for line in text("docs/data.md").split("```json\n")[-1].split("```")[0].splitlines()
+    ]
     kinds = [load([InMemory([row])], kind).formats["rows in memory"] for row, kind in zip(
         rows, ("judgement", "preference", "judgement", "demonstration"), strict=True
     )]  # fmt: skip
@@ -268,7 +313,11 @@ def test_decisions_are_numbered_and_linked() -> None:
     for name in records:
         record = text(f"docs/decisions/{name}")
         assert record.startswith(f"# {name[:4]} ")
-        assert re.findall(r"^## (.+)$", record, re.MULTILINE) == ["Context", "Decision", "Consequences"]
+        assert re.findall(r"^## (.+)$", record, re.MULTILINE) == [
+            "Context",
+            "Decision",
+            "Consequences",
+        ]
         assert f"({name})" in index
 
 
@@ -276,10 +325,15 @@ def test_every_dependency_has_its_reason() -> None:
     import tomllib
 
     project = tomllib.loads(text("pyproject.toml"))["project"]
-    wanted = [*project["dependencies"], *(d for extra in project["optional-dependencies"].values() for d in extra)]
+    wanted = [
+        *project["dependencies"],
+        *(d for extra in project["optional-dependencies"].values() for d in extra),
+    ]
     names = {re.split(r"[\[<>=]", each)[0].lower() for each in wanted} - {"valence-align"}
     record = text("docs/decisions/0001-dependencies.md")
     reasons = {
-        name.lower() for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE) for name in re.findall(r"`([^`]+)`", line)
+        name.lower()
+        for line in re.findall(r"^\| (.+?) \|", record, re.MULTILINE)
+        for name in re.findall(r"`([^`]+)`", line)
     }
     assert names == reasons

@@ -1,4 +1,6 @@
-"""docs/scale.md and its examples: tables are those of the model, commands and manifests are ones that their programs take."""
+"""docs/scale.md and its examples: tables are those of the model, commands and manifests are ones
+that their programs take.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_its_commands_are_ones_that_the_launchers_and_valence_take() -> None:
     (line,) = [line for line in LINES if line.startswith("accelerate ")]
     asked = launch_command_parser().parse_args(shlex.split(line)[2:])
     assert (asked.module, asked.training_script, asked.num_processes) == (True, "valence", 8)
-    assert [options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")] == [8, 8, 8, 2]
+    assert [
+        options(shlex.split(line)[1:])["nproc"] for line in LINES if line.startswith("valence ")
+    ] == [8, 8, 8, 2]
 
 
 @pytest.mark.parametrize("name", ["train", "resume", "evaluate", "score", "sample", "export"])
@@ -62,7 +66,9 @@ def manifest(name: str) -> Any:
 
 
 def check_pod(spec: Any) -> Any:
-    """The pod's only container: it works on a shared volume, and has as long to save as torchrun gives it."""
+    """The pod's only container: it works on a shared volume, and has as long to save as torchrun
+    gives it.
+    """
     (container,) = spec["containers"]
     claims = {each["name"] for each in spec["volumes"] if "persistentVolumeClaim" in each}
     mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}

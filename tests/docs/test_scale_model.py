@@ -1,4 +1,6 @@
-"""The model behind docs/scale.md: its counts by hand, its bounds, and what it makes of a machine's timings."""
+"""The model behind docs/scale.md: its counts by hand, its bounds, and what it makes of a machine's
+timings.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +23,24 @@ from valence.models.shape import Shape
 from valence.models.speed import Work
 
 SHAPE = Shape(
-    parameters=1000, trained=1000, linear=800, layers=4, hidden=8, inner=16, heads=8, vocabulary=10, largest=200, outside=200
+    parameters=1000,
+    trained=1000,
+    linear=800,
+    layers=4,
+    hidden=8,
+    inner=16,
+    heads=8,
+    vocabulary=10,
+    largest=200,
+    outside=200,
 )
 WORK = Work(tokens=64.0, scored=32.0, pairs=500.0)
 MACHINE = Machine(flops=1e6, memory=1e6, near=1e5, far=1e4, start=1e-3, near_hop=1e-4, far_hop=1e-2)
 
 
-@pytest.mark.parametrize(("name", "billions"), [("0.5B", 0.494), ("1.5B", 1.54), ("8B", 8.03), ("70B", 70.6)])
+@pytest.mark.parametrize(
+    ("name", "billions"), [("0.5B", 0.494), ("1.5B", 1.54), ("8B", 8.03), ("70B", 70.6)]
+)
 def test_shapes_are_those_of_the_models(name: str, billions: float) -> None:
     found = cases.shape(name)
     assert found.parameters == pytest.approx(billions * 1e9, rel=3e-3)
@@ -38,8 +51,13 @@ def test_what_travels_counted_by_hand() -> None:
     job = Job(SHAPE, WORK, (WORK,), micro_batches=3)
     off = volume(job, Layout(4))
     assert off == {"weights": 0, "gradients": 0.75 * 2 * 4000, "within layers": 0}
-    full = volume(job, sharded(4))  # layers of 800 weights in 2 bytes, others in 4; forward, backward and measured; 3 times
-    assert full == {"weights": 0.75 * 3 * (2 * 2400 + 1600), "gradients": 0.75 * 3 * 4000, "within layers": 0}
+    # layers of 800 weights in 2 bytes, others in 4; forward, backward and measured; 3 times
+    full = volume(job, sharded(4))
+    assert full == {
+        "weights": 0.75 * 3 * (2 * 2400 + 1600),
+        "gradients": 0.75 * 3 * 4000,
+        "within layers": 0,
+    }
     assert volume(job, sharded(4, reshard=False))["weights"] == 0.75 * 3 * 2 * 2400
     assert volume(job, sharded(4, each=False))["gradients"] == 0.75 * 4000
     both = volume(job, sharded(4, tensor=2))  # 2 groups of rows, each of which has half the weights
@@ -74,7 +92,10 @@ def test_seconds_of_a_sum_over_processes() -> None:
     assert over_hosts == pytest.approx(1e-3 + 14e-4 + 1e-2 + 15 / 16 * 1000 / 1e4)
 
 
-@pytest.mark.parametrize("layout", [sharded(8), sharded(64, each=False), sharded(16, tensor=4), sharded(8, reshard=False)])
+@pytest.mark.parametrize(
+    "layout",
+    [sharded(8), sharded(64, each=False), sharded(16, tensor=4), sharded(8, reshard=False)],
+)
 @pytest.mark.parametrize("slow", [1.0, 100.0])
 def test_what_overlaps_takes_between_the_longer_and_the_sum(layout: Layout, slow: float) -> None:
     machine = Machine(flops=1e6, memory=1e9, near=1e6 / slow, far=1e5 / slow, start=1e-5)
@@ -92,7 +113,11 @@ def test_rows_are_dealt_as_a_step_deals_them() -> None:
     assert dealt([4, 2], Layout(4), 100) == (1, pytest.approx(6 / 4 / 4))
     assert dealt([1] * 64, Layout(8), 4) == (2, 1.0)
     assert dealt([8, 7, 6, 5], Layout(2), 8) == (2, 1.0)  # 8 and 5, 7 and 6
-    assert dealt([8, 7, 6, 5], sharded(2), 8) == (2, pytest.approx(26 / 2 / (8 + 6)))  # 8 beside 7, then 6 beside 5
+    # 8 beside 7, then 6 beside 5
+    assert dealt([8, 7, 6, 5], sharded(2), 8) == (
+        2,
+        pytest.approx(26 / 2 / (8 + 6)),
+    )
 
 
 @pytest.mark.slow
@@ -105,22 +130,34 @@ def test_weights_are_split_where_they_do_not_fit() -> None:
 
 def test_a_machine_is_found_from_its_timings() -> None:
     small, large = measure.SENT
-    taken = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {"apart, 2": 0.5, "update, 2": 0.25}
+    taken = {f"sum, {size}": 2e-3 + size / 1e9 for size in (small, large)} | {
+        "apart, 2": 0.5,
+        "update, 2": 0.25,
+    }
     found = here.machine({"seconds": taken, "apart": 3e9}, 2)
     assert found.seconds(4e6, 2, 2) == pytest.approx(2e-3 + 4e6 / 1e9)
     assert found.flops == pytest.approx(3e9 / 0.5)
     assert found.memory == pytest.approx(28 * measure.UPDATED / 0.25)
 
 
-@pytest.mark.parametrize(("slower", "loss", "held"), [(1.0, 2.0, True), (1.5, 2.0, False), (1.0, 2.00001, False)])
+@pytest.mark.parametrize(
+    ("slower", "loss", "held"), [(1.0, 2.0, True), (1.5, 2.0, False), (1.0, 2.00001, False)]
+)
 def test_the_last_line_and_the_status_agree(
-    slower: float, loss: float, held: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    slower: float,
+    loss: float,
+    held: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     timings = {f"{name}, {n}": 1.0 for name in ("apart", "update") for n in (1, 2)} | {
         f"sum, {n}": n * 1e-9 for n in measure.SENT
     }
     seconds = {"one process": 1.0, "two processes": 0.6 * slower, "two, sharded": 0.6}
-    made = [Step("a", way, 1.0 if way == "one process" else 0.6, taken, 2.0) for way, taken in seconds.items()]
+    made = [
+        Step("a", way, 1.0 if way == "one process" else 0.6, taken, 2.0)
+        for way, taken in seconds.items()
+    ]
     monkeypatch.setattr(benchmark, "measured", lambda _: {"seconds": timings, "apart": 1.0})
     monkeypatch.setattr(benchmark, "steps", lambda _: [*made[:2], replace(made[2], loss=loss)])
     monkeypatch.setattr(sys, "argv", ["benchmark", "--quick"])
@@ -139,13 +176,17 @@ def small(group: Group) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_steps_of_one_process_and_two_are_measured_and_foretold(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_one_process_and_two_are_measured_and_foretold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     ranks = run(small, 2)
     assert [rank.error for rank in ranks] == ["", ""]
     monkeypatch.setattr(here, "STEPS", {"few": 256})
     made = {step.way: step for step in here.steps(ranks[0].value)}
     assert list(made) == list(WAYS)
-    assert [step.loss for step in made.values()] == pytest.approx([made["one process"].loss] * 3, rel=1e-6)
+    assert [step.loss for step in made.values()] == pytest.approx(
+        [made["one process"].loss] * 3, rel=1e-6
+    )
     assert all(step.predicted > 0 and step.measured > 0 for step in made.values())
     shape, work = Shape(**ranks[0].value["shape"]), Work(*ranks[0].value["few"])
     for way in WAYS:

@@ -1,4 +1,6 @@
-"""The site is built without a warning, all of its links lead somewhere, and it fetches nothing from elsewhere."""
+"""The site is built without a warning, all of its links lead somewhere, and it fetches nothing from
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -48,8 +50,12 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("site")
     told = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)]
     quiet = os.environ | {"NO_MKDOCS_2_WARNING": "1"}
-    done = subprocess.run(told, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, [line for line in done.stderr.splitlines() if not line.startswith("INFO")]
+    done = subprocess.run(
+        told, cwd=ROOT, env=quiet, capture_output=True, text=True, check=False, timeout=240
+    )
+    assert done.returncode == 0, [
+        line for line in done.stderr.splitlines() if not line.startswith("INFO")
+    ]
     return folder
 
 
@@ -61,7 +67,10 @@ def pages(site: Path) -> dict[Path, Parts]:
 def test_every_page_is_there(site: Path, pages: dict[Path, Parts]) -> None:
     sources = [path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")]
     made = {page.relative_to(site).with_suffix("") for page in pages}
-    assert {path.with_suffix("").parent / ("index" if path.stem == "README" else path.stem) for path in sources} <= made
+    assert {
+        path.with_suffix("").parent / ("index" if path.stem == "README" else path.stem)
+        for path in sources
+    } <= made
 
 
 def test_links_lead_somewhere(site: Path, pages: dict[Path, Parts]) -> None:
@@ -73,16 +82,25 @@ def test_links_lead_somewhere(site: Path, pages: dict[Path, Parts]) -> None:
                 continue
             path = (page.parent / unquote(to.path)).resolve() if to.path else page
             path = path / "index.html" if path.is_dir() else path
-            known = path.is_file() and (not to.fragment or path not in pages or unquote(to.fragment) in pages[path].places)
+            known = path.is_file() and (
+                not to.fragment or path not in pages or unquote(to.fragment) in pages[path].places
+            )
             if not known and link not in ("", "#", "javascript:void(0)"):
                 wrong.append(f"{page.relative_to(site)}: {link}")
     assert wrong == []
 
 
 def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Parts]) -> None:
-    assert {load for parts in pages.values() for load in parts.loads if urlsplit(load).netloc} == set()
+    assert {
+        load for parts in pages.values() for load in parts.loads if urlsplit(load).netloc
+    } == set()
     for sheet in site.rglob("*.css"):
-        assert re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")) == [], sheet.name
+        assert (
+            re.findall(
+                r"(?:@import|url\()\s*[\"']?(?:https?:)?//", sheet.read_text(encoding="utf-8")
+            )
+            == []
+        ), sheet.name
 
 
 def test_links_out_of_the_docs_are_pages_with_that_file(site: Path) -> None:
@@ -94,7 +112,10 @@ def test_links_out_of_the_docs_are_pages_with_that_file(site: Path) -> None:
 
 
 def test_the_search_knows_losses_and_functions(site: Path) -> None:
-    places = {each["location"] for each in json.loads((site / "search/search_index.json").read_text())["docs"]}
+    places = {
+        each["location"]
+        for each in json.loads((site / "search/search_index.json").read_text())["docs"]
+    }
     assert {"losses.html#kto", "api/train.html#valence.api.train", "settings.html"} <= places
 
 
@@ -105,7 +126,11 @@ def test_there_is_no_link_that_edits(site: Path) -> None:
 @pytest.fixture(scope="module")
 def browser() -> Any:
     """The Chromium of the system."""
-    program = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    program = (
+        shutil.which("chromium")
+        or shutil.which("chromium-browser")
+        or shutil.which("google-chrome")
+    )
     if program is None:
         pytest.skip("no chromium is installed")
     playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -137,7 +162,9 @@ def test_names_of_settings_are_not_broken(width: int, site: Path, browser: Any) 
     page.goto((site / "settings.html").as_uri(), wait_until="load")
     cells = "[...document.querySelectorAll('td:first-child code')]"
     assert page.evaluate(f"{cells}.length") > 50
-    broken = page.evaluate(f"{cells}.filter(e => e.getClientRects().length > 1).map(e => e.textContent)")
+    broken = page.evaluate(
+        f"{cells}.filter(e => e.getClientRects().length > 1).map(e => e.textContent)"
+    )
     page.close()
     assert broken == []
 

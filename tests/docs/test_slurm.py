@@ -1,4 +1,6 @@
-"""The batch scripts for Slurm put themselves back into the queue when, and only when, there is more to train."""
+"""The batch scripts for Slurm put themselves back into the queue when, and only when, there is more
+to train.
+"""
 
 from __future__ import annotations
 
@@ -40,18 +42,24 @@ echo done >> "$CALLS"
 
 
 class Job:
-    """A script as Slurm starts it, with a training that is written in shell. ``calls``: what happened, in order."""
+    """A script as Slurm starts it, with a training that is written in shell.
+
+    ``calls``: what happened, in order.
+    """
 
     def __init__(self, script: Path, folder: Path, training: str, *arguments: str) -> None:
         self.folder, self.calls = folder, folder / "calls"
         self.calls.touch()
         commands = {
             "srun": SLURM["srun"],
-            "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol $*" >> "$CALLS"; fi',
+            "scontrol": 'if [ "$1" = show ]; then printf "node1\\nnode2\\n"; else echo "scontrol '
+            '$*" >> "$CALLS"; fi',
             "valence": f'echo $$ > training\necho "valence $*" >> "$CALLS"\n{training}',
         }
         environment = stand_ins(folder, commands) | TASK | {"CALLS": str(self.calls)}
-        self.process = subprocess.Popen(["bash", str(script), *arguments], env=environment, cwd=folder, start_new_session=True)
+        self.process = subprocess.Popen(
+            ["bash", str(script), *arguments], env=environment, cwd=folder, start_new_session=True
+        )
 
     def lines(self) -> list[str]:
         return self.calls.read_text().splitlines()
@@ -94,11 +102,16 @@ def job(script: Path, tmp_path: Path) -> Iterator[Callable[..., Job]]:
 def test_what_is_not_finished_is_put_back_once(job: Callable[..., Job], code: int) -> None:
     one = job(f"exit {code}", "other.yaml", "train.seed=1", "run.dir=runs/a b")
     assert one.code() == code
-    assert one.lines() == ["valence train other.yaml train.seed=1 run.dir=runs/a b", "scontrol requeue 123"]
+    assert one.lines() == [
+        "valence train other.yaml train.seed=1 run.dir=runs/a b",
+        "scontrol requeue 123",
+    ]
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 127, 130, 137])
-def test_what_is_finished_failed_or_was_stopped_by_hand_is_not(job: Callable[..., Job], code: int) -> None:
+def test_what_is_finished_failed_or_was_stopped_by_hand_is_not(
+    job: Callable[..., Job], code: int
+) -> None:
     one = job(f"exit {code}")
     assert one.code() == code
     assert one.lines() == ["valence train recipe.yaml"]
@@ -118,7 +131,9 @@ def test_a_training_that_is_signalled_is_waited_for(
     assert one.lines() == ["valence train recipe.yaml", "started", "saved", "scontrol requeue 123"]
 
 
-def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Callable[..., Job]) -> None:
+def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(
+    job: Callable[..., Job],
+) -> None:
     one = job(ENDS_WHILE_SIGNALLED)
     one.started()
     until = time.monotonic() + 60
@@ -134,7 +149,10 @@ def test_a_training_that_ends_well_in_spite_of_signals_is_not_put_back(job: Call
 
 @pytest.mark.parametrize("script", [SEVERAL], indirect=True)
 def test_each_task_is_told_its_place(job: Callable[..., Job]) -> None:
-    one = job('echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT" >> "$CALLS"')
+    one = job(
+        'echo "$RANK $WORLD_SIZE $LOCAL_RANK $LOCAL_WORLD_SIZE $MASTER_ADDR $MASTER_PORT" >> '
+        '"$CALLS"'
+    )
     assert one.code() == 0
     assert one.lines()[1:] == ["9 16 1 8 node1 20123"]
 

@@ -1,4 +1,6 @@
-"""Every command that a page shows is run there, or stands in a table with the reason why not, and exists at least."""
+"""Every command that a page shows is run there, or stands in a table with the reason why not, and
+exists at least.
+"""
 
 from __future__ import annotations
 
@@ -16,49 +18,74 @@ from tests.command import command
 from tests.docs.blocks import ROOT, blocks
 from tests.docs.outside import OUTSIDE
 from tests.docs.settings import is_setting
-from tests.docs.walk import BY_SHELL, PAGES, Line, Walk, all_lines, commands, files_of, lines_of, parsed
+from tests.docs.walk import (
+    BY_SHELL,
+    PAGES,
+    Line,
+    Walk,
+    all_lines,
+    commands,
+    files_of,
+    lines_of,
+    parsed,
+)
 
 NOT_RUN: dict[str, dict[str, str]] = {
     "docs/one-batch.md": {"*": "`tests/docs/test_docs.py` runs its Python"},
     "docs/decisions/0024-no-client-for-triton.md": {"*": "its Python is what was decided against"},
 }
-"""By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *: none of its blocks is.
-Commands are parsed all the same."""
+"""By page: lines of `sh` blocks, or first lines of Python blocks, that are not run, and why; *:
+none of its blocks is. Commands are parsed all the same.
+"""
 
 OTHERS: dict[str, str] = {
-    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollouts/test_vllm_server.py` starts its servers by these lines, where the environment is",
+    "VLLM_SERVER_DEV_MODE=1 ": "`tests/rollouts/test_vllm_server.py` starts its servers by these "
+    "lines, where the environment is",
 }
 """How lines begin that are run elsewhere, and where."""
 
 LONGER, FEW = "train.epochs=3", "train.max_steps=2"
 HOST = (
-    "torchrun --nnodes 2 --node-rank {} --master-addr node1 --master-port 29500 --nproc-per-node 8 -m valence train recipe.yaml"
+    "torchrun --nnodes 2 --node-rank {} --master-addr node1 --master-port 29500 "
+    "--nproc-per-node 8 -m valence train recipe.yaml"
 )
 ADDED: dict[str, dict[str, str]] = {
     "docs/resume.md": {
         "valence train recipe.yaml train.learning_rate=1e-3 --allow train.learning_rate": LONGER,
         "valence train recipe.yaml --allow data --allow eval": LONGER,
-        "sbatch examples/slurm/train.sbatch recipe.yaml run.dir=runs/first": "run.dir=runs/slurm train.epochs=500",
+        "sbatch examples/slurm/train.sbatch recipe.yaml "
+        "run.dir=runs/first": "run.dir=runs/slurm train.epochs=500",
     },
     "docs/scale.md": {
         "torchrun --nproc-per-node 8 -m valence train recipe.yaml": f"run.dir=runs/torchrun {FEW}",
-        "accelerate launch --num_processes 8 -m valence train recipe.yaml": f"run.dir=runs/accelerate {FEW}",
+        "accelerate launch --num_processes 8 -m valence train "
+        "recipe.yaml": f"run.dir=runs/accelerate {FEW}",
         "kubectl apply -f examples/kubernetes/jobset.yaml": f"run.dir=runs/pods {FEW}",
-        "python examples/ray/train.py /shared/recipe.yaml 16 run.dir=/shared/runs/first": f"run.dir=runs/ray {FEW}",
+        "python examples/ray/train.py /shared/recipe.yaml 16 "
+        "run.dir=/shared/runs/first": f"run.dir=runs/ray {FEW}",
         HOST.format(0): f"run.dir=runs/hosts {FEW}",
         HOST.format(1): f"run.dir=runs/hosts {FEW}",
     },
-    "docs/tasks/reward-function.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
-    "docs/tasks/reward-server.md": {"valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"},
+    "docs/tasks/reward-function.md": {
+        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
+    },
+    "docs/tasks/reward-server.md": {
+        "valence train recipe.yaml": f"{FEW} train.batch_size=2 rollout.num_rollouts=2"
+    },
 }
-"""By page and line: words that the test adds to what is shown, since what came before has made the run longer, or for speed."""
+"""By page and line: words that the test adds to what is shown, since what came before has made the
+run longer, or for speed.
+"""
 
 CLONE = ("pyproject.toml", "README.md", "LICENSE", "valence")
 FIRST: dict[str, list[str]] = {
     "docs/rewards.md": [
-        "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 train.max_steps=1 data.limit=8"
+        "valence train recipes/reward_model.yaml run.dir=runs/judge model.dtype=float32 "
+        "train.max_steps=1 data.limit=8"
     ],
-    "docs/getting-started.md": [f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."],
+    "docs/getting-started.md": [
+        f"cp -r {' '.join(shlex.quote(f'{ROOT}/{name}') for name in CLONE)} ."
+    ],
     "docs/resume.md": ["mkdir experiments"],
 }
 """By page: commands before it, which make what the page speaks of."""
@@ -71,9 +98,13 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def walk(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Walk]:
+def walk(
+    request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Walk]:
     page: str = request.param
-    made = Walk(page, monkeypatch, tuple(NOT_RUN.get(page, ())), ADDED.get(page, {}), FIRST.get(page, ()))
+    made = Walk(
+        page, monkeypatch, tuple(NOT_RUN.get(page, ())), ADDED.get(page, {}), FIRST.get(page, ())
+    )
     try:
         yield made
     finally:
@@ -82,7 +113,11 @@ def walk(request: pytest.FixtureRequest, place: Path, monkeypatch: pytest.Monkey
 
 def has_something_to_run(page: str) -> bool:
     text = (ROOT / page).read_text(encoding="utf-8")
-    runs = [line for line in all_lines(page) if line.words or line.text.startswith((*BY_SHELL, *OUTSIDE))]
+    runs = [
+        line
+        for line in all_lines(page)
+        if line.words or line.text.startswith((*BY_SHELL, *OUTSIDE))
+    ]
     python = [block for block in blocks(text, "python") if not files_of(text, block)]
     return bool(runs or python) and "*" not in NOT_RUN.get(page, {})
 
@@ -102,7 +137,10 @@ def test_a_page_works_from_top_to_bottom(walk: Walk) -> None:
         assert Path("runs/demo/report.html").exists()
     if walk.page == "docs/getting-started.md":  # what was installed works without the repository
         elsewhere = os.environ | {"PYTHONPATH": sysconfig.get_path("purelib")}
-        assert subprocess.run([".venv/bin/valence", "doctor"], env=elsewhere, check=False).returncode == 0
+        assert (
+            subprocess.run([".venv/bin/valence", "doctor"], env=elsewhere, check=False).returncode
+            == 0
+        )
 
 
 def promised_files() -> list[str]:
@@ -126,13 +164,18 @@ def test_commands_and_settings_exist_and_what_is_not_run_is_told(page: str) -> N
         for name in (found[1] for word in overrides if (found := OVERRIDE.match(word))):
             assert is_setting(re.sub(r"\.\d+", ".N", name)), f"{line}: there is no setting {name}"
         if not line.words and not line.text.startswith((*BY_SHELL, *OUTSIDE)):
-            assert line.text in known or line.text.startswith(tuple(OTHERS)), f"{line}: neither run nor in a table"
+            assert line.text in known or line.text.startswith(tuple(OTHERS)), (
+                f"{line}: neither run nor in a table"
+            )
 
 
 def test_the_tables_name_what_is_there() -> None:
     shown = {page: {line.text for line in all_lines(page)} for page in PAGES}
     for page in PAGES:
-        python = {block.text.partition("\n")[0] for block in blocks((ROOT / page).read_text(encoding="utf-8"), "python")}
+        python = {
+            block.text.partition("\n")[0]
+            for block in blocks((ROOT / page).read_text(encoding="utf-8"), "python")
+        }
         assert {*NOT_RUN.get(page, {})} - {"*"} <= shown[page] | python, page
         assert ADDED.get(page, {}).keys() <= shown[page], page
     assert {*NOT_RUN, *ADDED, *FIRST} <= set(PAGES)
@@ -155,12 +198,17 @@ def test_commands_in_the_prose_exist(page: str) -> None:
 
 
 def test_lines_are_read_as_a_shell_reads_them() -> None:
-    (block,) = blocks("```sh\n# a word\nA=1 B=$(x y) valence runs \\\n    --json | head  # so\nls\n```\n")
+    (block,) = blocks(
+        "```sh\n# a word\nA=1 B=$(x y) valence runs \\\n    --json | head  # so\nls\n```\n"
+    )
     several, plain = lines_of(block, "page")
     assert several == Line("A=1 B=$(x y) valence runs     --json | head", "page", 3)
     assert (several.words, several.variables) == (["runs", "--json"], ["A", "B"])
     assert (plain.text, plain.line, plain.words) == ("ls", 5, [])
-    assert Line("torchrun --nproc-per-node 8 -m valence train recipe.yaml", "page", 1).launched == ["train", "recipe.yaml"]
+    assert Line("torchrun --nproc-per-node 8 -m valence train recipe.yaml", "page", 1).launched == [
+        "train",
+        "recipe.yaml",
+    ]
     other = Line("python -m venv .venv", "page", 1)
     assert (other.words, other.launched) == ([], [])
 
@@ -173,7 +221,11 @@ def test_a_block_is_a_file_where_its_name_stands_before_it() -> None:
         + "\n`e.py`:\n\n"
         + yaml.format("1\n")
     )
-    assert [files_of(page, block) for block in blocks(page)] == [["a.jsonl", "b.jsonl"], ["d.yaml"], []]
+    assert [files_of(page, block) for block in blocks(page)] == [
+        ["a.jsonl", "b.jsonl"],
+        ["d.yaml"],
+        [],
+    ]
 
 
 def test_an_option_that_is_gone_is_seen(place: Path) -> None:

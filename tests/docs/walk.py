@@ -1,8 +1,9 @@
-"""What a page shows, done in its order in a fresh folder: files are written, commands are run, Python is run.
+"""What a page shows, done in its order in a fresh folder: files are written, commands are run,
+Python is run.
 
-A block is a file where the paragraph above it names one and ends with a colon, or its first line is `# name.yaml`. What a page
-takes for granted is there before: a tiny model under every name that a recipe or a command gives a model, rows under usual names,
-a function that judges.
+A block is a file where the paragraph above it names one and ends with a colon, or its first line is
+`# name.yaml`. What a page takes for granted is there before: a tiny model under every name that a
+recipe or a command gives a model, rows under usual names, a function that judges.
 """
 
 from __future__ import annotations
@@ -36,9 +37,17 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence import cli
 
-PAGES = ["README.md", *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    "README.md",
+    *sorted(p.relative_to(ROOT).as_posix() for p in (ROOT / "docs").rglob("*.md")),
+]
 MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
-EXTENSIONS = {"json": ("jsonl", "json"), "yaml": ("yaml",), "python": ("py",), "text": ("csv", "tsv", "txt")}
+EXTENSIONS = {
+    "json": ("jsonl", "json"),
+    "yaml": ("yaml",),
+    "python": ("py",),
+    "text": ("csv", "tsv", "txt"),
+}
 BY_SHELL = ("cat ", "cp ", "curl ", "head ", "ls", "mkdir ", "mv ", "rm ", "tail ", "wc ")
 """Commands that are run as they stand."""
 ASSIGNED = re.compile(r"(\w+)=(?:\$\([^)]*\)|\S*)\s+")
@@ -75,7 +84,9 @@ class Line:
 
     @property
     def words(self) -> list[str]:
-        """Those of the `valence` command that is to be run, without `valence`; none if there is none."""
+        """Those of the `valence` command that is to be run, without `valence`; none if there is
+        none.
+        """
         return self._plain[1:] if self._plain[:1] == ["valence"] else []
 
     @property
@@ -109,7 +120,11 @@ def lines_of(block: Block, page: str) -> Iterator[Line]:
 
 
 def all_lines(page: str) -> list[Line]:
-    return [line for block in blocks((ROOT / page).read_text(encoding="utf-8"), "sh") for line in lines_of(block, page)]
+    return [
+        line
+        for block in blocks((ROOT / page).read_text(encoding="utf-8"), "sh")
+        for line in lines_of(block, page)
+    ]
 
 
 def files_of(text: str, block: Block) -> list[str]:
@@ -128,10 +143,16 @@ def files_of(text: str, block: Block) -> list[str]:
 
 @cache
 def model_files() -> dict[str, bytes]:
-    """A tiny model with its tokenizer, as files. Its answers end after some 6 tokens, however long they may be."""
+    """A tiny model with its tokenizer, as files.
+
+    Its answers end after some 6 tokens, however long they may be.
+    """
     tokenizer: Any = tiny_tokenizer()
-    model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, max_position_embeddings=1024)
-    with torch.no_grad():  # one number that all states share, and which the end-of-turn token's logit follows
+    model: Any = tiny(
+        vocab_size=len(tokenizer), layers=1, dtype=torch.float32, max_position_embeddings=1024
+    )
+    # one number that all states share, and which the end-of-turn token's logit follows
+    with torch.no_grad():
         model.get_input_embeddings().weight[:, 0] = 8
         model.get_output_embeddings().weight[tokenizer.eos_token_id, 0] = 0.8
     with TemporaryDirectory() as folder:
@@ -156,18 +177,29 @@ def usual_files() -> dict[str, list[dict[str, Any]]]:
     """Rows under the names that pages use, training rows and held-out ones."""
     numbers = range(16)
     prompts = [{"prompt": chat(f"question {i}")} for i in numbers]
-    thumbs = [{**row, "completion": f"answer {i}", "label": i % 3 > 0} for i, row in zip(numbers, prompts, strict=True)]
-    pairs = [{**row, "chosen": f"answer {i}", "rejected": f"no {i}"} for i, row in zip(numbers, prompts, strict=True)]
+    thumbs = [
+        {**row, "completion": f"answer {i}", "label": i % 3 > 0}
+        for i, row in zip(numbers, prompts, strict=True)
+    ]
+    pairs = [
+        {**row, "chosen": f"answer {i}", "rejected": f"no {i}"}
+        for i, row in zip(numbers, prompts, strict=True)
+    ]
     shown = [{**row, "completion": f"answer {i}"} for i, row in zip(numbers, prompts, strict=True)]
     found = {"feedback": thumbs, "prompts": prompts, "pairs": pairs, "demonstrations": shown}
     return {f"{name}.jsonl": rows[:12] for name, rows in found.items()} | {
-        f"{'held_out' if name == 'feedback' else f'held_out_{name}'}.jsonl": rows[12:] for name, rows in found.items()
+        f"{'held_out' if name == 'feedback' else f'held_out_{name}'}.jsonl": rows[12:]
+        for name, rows in found.items()
     }
 
 
 def recipe_of(text: str) -> str:
-    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else that of the page on commands."""
-    whole = [block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)]
+    """What `recipe.yaml` is on a page that does not name it: its first recipe, or else that of the
+    page on commands.
+    """
+    whole = [
+        block for block in blocks(text, "yaml") if re.search(r"^method:", block.text, re.MULTILINE)
+    ]
     unnamed = [block for block in whole if not files_of(text, block)]
     return (unnamed or blocks((ROOT / "docs/cli.md").read_text(encoding="utf-8"), "yaml"))[0].text
 
@@ -177,8 +209,10 @@ def recipe_of(text: str) -> str:
 
 @dataclass
 class Walk:
-    """One page in one folder, which is the current one. skips: lines and blocks (by their first line) that are not run. added:
-    words put behind a line's own. first: lines that are run before all others."""
+    """One page in one folder, which is the current one. skips: lines and blocks (by their first
+    line) that are not run. added: words put behind a line's own. first: lines that are run before
+    all others.
+    """
 
     page: str
     monkeypatch: pytest.MonkeyPatch
@@ -223,7 +257,8 @@ class Walk:
         place_model("model")
         place_model("cache/smollm2-135m-instruct")
         self._write("recipe.yaml", recipe_of(text))
-        for block in reversed(blocks(text)):  # a page may show a file below the command that reads it
+        # a page may show a file below the command that reads it
+        for block in reversed(blocks(text)):
             for name in files_of(text, block):
                 self._write(name, block.text)
         shutil.copytree(ROOT / "recipes", "recipes")
@@ -238,7 +273,11 @@ class Walk:
             recipe = YAML(typ="safe").load(text)
             for section in ("model", "reference"):
                 part = recipe.get(section) or {}
-                model = part.get("name" if section == "model" else "model") if isinstance(part, dict) else part
+                model = (
+                    part.get("name" if section == "model" else "model")
+                    if isinstance(part, dict)
+                    else part
+                )
                 if model and HUB.fullmatch(model):
                     place_model(model)
 
@@ -251,7 +290,9 @@ class Walk:
         return self.ports[shown]
 
     def _local(self, text: str) -> str:
-        """With ports that are free here, two processes for many, and a folder for a disk that hosts share."""
+        """With ports that are free here, two processes for many, and a folder for a disk that hosts
+        share.
+        """
         return PORT.sub(lambda found: self._port(found[0]), smaller(SHARED.sub("", text)))
 
     def _line(self, line: Line) -> None:
@@ -268,13 +309,17 @@ class Walk:
                 if word[:1].isupper() and HUB.fullmatch(word):
                     place_model(word)
             if "--nproc" in words:
-                assert Program(*words, said="said").wait() == 0, f"{line}: {Path('said').read_text()}"
+                assert Program(*words, said="said").wait() == 0, (
+                    f"{line}: {Path('said').read_text()}"
+                )
             else:
                 assert command(*words) == 0, line
         elif line.text.startswith(OUTSIDE):
             self.outside.run(line.text, " ".join(added))
         elif line.text.startswith(BY_SHELL):
-            subprocess.run(["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30)
+            subprocess.run(
+                ["bash", "-c", f"set -o pipefail; {self._local(line.text)}"], check=True, timeout=30
+            )
         else:
             return
         self.done.append(line.text)
@@ -293,7 +338,9 @@ class Walk:
             server.send_signal(signal.SIGTERM)
             server.wait(20)
 
-    def _python(self, text: str, block: Block, below: Block | None, namespace: dict[str, Any]) -> None:
+    def _python(
+        self, text: str, block: Block, below: Block | None, namespace: dict[str, Any]
+    ) -> None:
         out, where = io.StringIO(), f"{self.page}:{block.line}"
         with redirect_stdout(out):
             exec(compile("\n" * (block.line - 1) + block.text, self.page, "exec"), namespace)

@@ -1,4 +1,6 @@
-"""What models say of a step's rows, from their own logits or scores, one sequence at a time, in plain Python numbers."""
+"""What models say of a step's rows, from their own logits or scores, one sequence at a time, in
+plain Python numbers.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,9 @@ from valence.models.values import add_values
 from valence.types import Kind, TokenizedCompletion, TokenizedExample
 
 Of = Literal["tokens", "values", "scores", "levels"]
-"""What is measured: tokens by two language models, the same with a value head, two attributes by a reward model, or these with
-thresholds of levels."""
+"""What is measured: tokens by two language models, the same with a value head, two attributes by a
+reward model, or these with thresholds of levels.
+"""
 LEVELS = 5
 STEP = 1e-4
 """How far apart the weights are at which a loss is taken for its derivative."""
@@ -32,8 +35,10 @@ STEP = 1e-4
 
 @dataclass(frozen=True)
 class Said:
-    """Of each token that is read: its log-probability under policy and reference, the policy's log sum_v p_v^2, and what its
-    value head says before it. Of the answer: what a reward model scores each attribute with, and its thresholds."""
+    """Of each token that is read: its log-probability under policy and reference, the policy's log
+    sum_v p_v^2, and what its value head says before it. Of the answer: what a reward model scores
+    each attribute with, and its thresholds.
+    """
 
     logp: tuple[float, ...] = ()
     ref: tuple[float, ...] = ()
@@ -49,7 +54,9 @@ class Said:
 
 @dataclass(frozen=True)
 class Models:
-    """Those that disagree, such that z0 is above zero, and a direction (of length 1) in the policy's weights."""
+    """Those that disagree, such that z0 is above zero, and a direction (of length 1) in the
+    policy's weights.
+    """
 
     policy: PolicyModel
     reference: FrozenReference | None
@@ -73,12 +80,20 @@ def models(of: Of) -> Models:
         policy = build_policy(tiny("gpt2", seed=3), dtype=torch.float64)
         if of == "values":
             add_values(policy, trunk="shared")
-            torch.nn.init.normal_(_head(policy).weight, std=0.3, generator=torch.Generator().manual_seed(4))
-        reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another")
+            torch.nn.init.normal_(
+                _head(policy).weight, std=0.3, generator=torch.Generator().manual_seed(4)
+            )
+        reference = build_reference(
+            policy, fresh_adapter=False, model=tiny("gpt2", seed=8), name="another"
+        )
         assert isinstance(reference, FrozenReference)
     else:
-        policy = build_policy(reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None)
-    assert policy.packs, "the packed layout was found wrong: its one-by-one stand-in would hide this here"
+        policy = build_policy(
+            reward_model("gpt2"), dtype=torch.float64, levels=LEVELS if of == "levels" else None
+        )
+    assert policy.packs, (
+        "the packed layout was found wrong: its one-by-one stand-in would hide this here"
+    )
     draw = torch.Generator().manual_seed(1)
     drawn = [torch.randn(p.shape, generator=draw, dtype=p.dtype) for p in policy.parameters()]
     length = math.sqrt(sum(float(v.square().sum()) for v in drawn))
@@ -87,28 +102,42 @@ def models(of: Of) -> Models:
 
 @cache
 def rows(kind: Kind) -> list[TokenizedExample]:
-    """Rows of which some tokens are not read: inside some answers, and (of demonstrations) all but an earlier turn. Their numbers
-    are the same in 24 bits. Those to be scored give two attributes, one, or none."""
+    """Rows of which some tokens are not read: inside some answers, and (of demonstrations) all but
+    an earlier turn. Their numbers are the same in 24 bits. Those to be scored give two attributes,
+    one, or none.
+    """
     return [_varied(row, i) for i, row in enumerate(units(kind))]
 
 
 def _varied(row: TokenizedExample, i: int) -> TokenizedExample:
-    answers = tuple(TokenizedCompletion(a.ids, tuple(t != 1 or i % 2 == 0 for t in range(len(a.ids)))) for a in row.answers)
+    answers = tuple(
+        TokenizedCompletion(a.ids, tuple(t != 1 or i % 2 == 0 for t in range(len(a.ids))))
+        for a in row.answers
+    )
     earlier = row.kind == "demonstration" and i % 3 == 0
     prompt_mask = tuple(earlier and t > 0 for t in range(len(row.prompt_ids)))
     if row.kind == "scored":
-        row = replace(row, scores=(math.nan if i == 4 else i % 5 / 4, math.nan if i % 2 == 0 else (i + 1) % 4 / 4))
-    return replace(row, prompt_mask=prompt_mask, answers=answers, soft=None if row.soft is None else 0.75)
+        row = replace(
+            row,
+            scores=(math.nan if i == 4 else i % 5 / 4, math.nan if i % 2 == 0 else (i + 1) % 4 / 4),
+        )
+    return replace(
+        row, prompt_mask=prompt_mask, answers=answers, soft=None if row.soft is None else 0.75
+    )
 
 
 @cache
 def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
-    """Rankings with what was known of their tokens when they were sampled, near to what the policy says of them now; and what
-    would be seen in any number that is made of a token that is not to be read."""
+    """Rankings with what was known of their tokens when they were sampled, near to what the policy
+    says of them now; and what would be seen in any number that is made of a token that is not to be
+    read.
+    """
     draw = random.Random(11)
 
     def column(name: str, said: Said, mask: tuple[bool, ...]) -> tuple[float, ...]:
-        here, spread = {"old": (said.logp, 0.3), "sampler": (said.logp, 0.4)}.get(name, ((0.0,) * said.n, 1.0))
+        here, spread = {"old": (said.logp, 0.3), "sampler": (said.logp, 0.4)}.get(
+            name, ((0.0,) * said.n, 1.0)
+        )
         values = iter([x + draw.gauss(0, spread) for x in here])
         return tuple(next(values) if read else 1e6 for read in mask)
 
@@ -116,7 +145,9 @@ def sampled(known: tuple[str, ...]) -> list[TokenizedExample]:
         return replace(a, columns=tuple((name, column(name, said, a.mask)) for name in known))
 
     found = zip(rows("ranking"), measured("ranking", 0.0, "tokens"), strict=True)
-    return [replace(row, answers=tuple(map(with_columns, row.answers, said))) for row, said in found]
+    return [
+        replace(row, answers=tuple(map(with_columns, row.answers, said))) for row, said in found
+    ]
 
 
 @cache
@@ -124,7 +155,10 @@ def measured(kind: Kind, distance: float, of: Of) -> list[list[Said]]:
     """Of every answer of every row, with the policy's weights moved along the direction."""
     say = _said if of in ("tokens", "values") else _scored
     models(of).move(distance)
-    found = [[say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers] for row in rows(kind)]
+    found = [
+        [say(row.prompt_ids + a.ids, row.prompt_mask + a.mask, of) for a in row.answers]
+        for row in rows(kind)
+    ]
     models(of).move(-distance)
     return found
 
@@ -156,7 +190,11 @@ def _head(policy: PolicyModel) -> torch.nn.Linear:
 def _values(policy: PolicyModel, ids: Sequence[int]) -> list[float]:
     """What the value head makes of each hidden state: [n]."""
     with policy.stock():
-        states = policy.causal.transformer(input_ids=torch.tensor([ids]), use_cache=False).last_hidden_state[0].tolist()
+        states = (
+            policy.causal.transformer(input_ids=torch.tensor([ids]), use_cache=False)
+            .last_hidden_state[0]
+            .tolist()
+        )
     (weight,), bias = _head(policy).weight.tolist(), _head(policy).bias.item()
     return [sum(w * h for w, h in zip(weight, state, strict=True)) + bias for state in states]
 
@@ -166,7 +204,10 @@ def _scored(ids: tuple[int, ...], mask: tuple[bool, ...], of: Of) -> Said:
     policy = models(of).policy
     (score,) = _logits(policy, ids)
     cuts: list[float] = [] if of == "scores" else policy.cuts.tolist()  # type: ignore[union-attr]
-    return Said(score=tuple(score), thresholds=tuple(accumulate(cuts, lambda theta, gap: theta + math.log1p(math.exp(gap)))))
+    return Said(
+        score=tuple(score),
+        thresholds=tuple(accumulate(cuts, lambda theta, gap: theta + math.log1p(math.exp(gap)))),
+    )
 
 
 @torch.no_grad()

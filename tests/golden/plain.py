@@ -1,4 +1,6 @@
-"""Plain Python numbers against which losses are checked: stable scalars, and derivatives by central differences."""
+"""Plain Python numbers against which losses are checked: stable scalars, and derivatives by central
+differences.
+"""
 
 from __future__ import annotations
 
@@ -27,32 +29,46 @@ def column(*values: float) -> torch.Tensor:
 
 
 def positional(fn: Callable[..., Any]) -> list[str]:
-    return [p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    return [
+        p.name for p in inspect.signature(fn).parameters.values() if p.kind is not p.KEYWORD_ONLY
+    ]
 
 
-def columns(fn: Callable[..., Any], points: Sequence[Point], dtype: torch.dtype = torch.float64) -> dict[str, torch.Tensor]:
+def columns(
+    fn: Callable[..., Any], points: Sequence[Point], dtype: torch.dtype = torch.float64
+) -> dict[str, torch.Tensor]:
     """What a loss reads, one row per point; the policy's log-probabilities take a gradient."""
     found: dict[str, torch.Tensor] = {}
     for name in positional(fn):
         values = [point[name] for point in points]
-        found[name] = torch.tensor(values) if isinstance(values[0], bool) else torch.tensor(values, dtype=dtype)
+        found[name] = (
+            torch.tensor(values)
+            if isinstance(values[0], bool)
+            else torch.tensor(values, dtype=dtype)
+        )
         found[name].requires_grad_(name.startswith("logp"))
     return found
 
 
-def difference(formula: Formula, point: Point, name: str, settings: Point, step: float = 1e-5) -> float:
+def difference(
+    formula: Formula, point: Point, name: str, settings: Point, step: float = 1e-5
+) -> float:
     """Derivative of a formula with respect to one of its numbers."""
     ends = [formula(**{**point, name: point[name] + h}, **settings) for h in (step, -step)]
     return (ends[0] - ends[1]) / (2 * step)
 
 
-def check(fn: Callable[..., torch.Tensor], formula: Formula, points: Sequence[Point], **settings: Any) -> None:
+def check(
+    fn: Callable[..., torch.Tensor], formula: Formula, points: Sequence[Point], **settings: Any
+) -> None:
     """Value and gradient of a loss at every point against its formula."""
     inputs = columns(fn, points)
     points = [{name: point[name] for name in inputs} for point in points]
     loss = fn(*inputs.values(), **settings)
     assert loss.shape == (len(points),)
-    assert loss.tolist() == pytest.approx([formula(**point, **settings) for point in points], rel=1e-12, abs=1e-14)
+    assert loss.tolist() == pytest.approx(
+        [formula(**point, **settings) for point in points], rel=1e-12, abs=1e-14
+    )
     loss.sum().backward()
     for name, values in inputs.items():
         if values.requires_grad:
@@ -61,11 +77,17 @@ def check(fn: Callable[..., torch.Tensor], formula: Formula, points: Sequence[Po
             assert values.grad.tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-9)
 
 
-def check_finite(fn: Callable[..., torch.Tensor], points: Sequence[Point], **settings: Any) -> list[float]:
-    """Values at points where a careless formula overflows, after a look at their gradients, in float32."""
+def check_finite(
+    fn: Callable[..., torch.Tensor], points: Sequence[Point], **settings: Any
+) -> list[float]:
+    """Values at points where a careless formula overflows, after a look at their gradients, in
+    float32.
+    """
     inputs = columns(fn, points, torch.float32)
     loss = fn(*inputs.values(), **settings)
     loss.sum().backward()
     assert loss.isfinite().all()
-    assert all(values.grad.isfinite().all() for values in inputs.values() if values.grad is not None)
+    assert all(
+        values.grad.isfinite().all() for values in inputs.values() if values.grad is not None
+    )
     return loss.tolist()

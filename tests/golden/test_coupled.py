@@ -15,7 +15,9 @@ def smoothed(x: float, e: float) -> float:
     return -(1 - e) * log_sigmoid(x) - e * log_sigmoid(-x)
 
 
-def aot_formula(gaps: list[float], refs: list[float], wrong: list[float], beta: float) -> list[float]:
+def aot_formula(
+    gaps: list[float], refs: list[float], wrong: list[float], beta: float
+) -> list[float]:
     """The loss at each pair: that of its rank among the policy's gaps."""
     ranked = sorted(range(len(gaps)), key=lambda j: (gaps[j], j))
     losses = [0.0] * len(gaps)
@@ -53,7 +55,9 @@ def numeric(formula: object, values: list[float], step: float = 1e-6) -> list[fl
     """Derivative of the sum of a list of losses with respect to each value."""
     found = []
     for i in range(len(values)):
-        ends = [sum(formula([v + h * (i == j) for j, v in enumerate(values)])) for h in (step, -step)]  # type: ignore[operator]
+        ends = [
+            sum(formula([v + h * (i == j) for j, v in enumerate(values)])) for h in (step, -step)
+        ]  # type: ignore[operator]
         found.append((ends[0] - ends[1]) / (2 * step))
     return found
 
@@ -81,9 +85,13 @@ def test_aot_by_hand() -> None:
 
 
 def test_aot_follows_its_pairs() -> None:
-    """Other orders of the pairs give the same loss to each; which reference belongs to which pair does not matter."""
+    """Other orders of the pairs give the same loss to each; which reference belongs to which pair
+    does not matter.
+    """
     order, other = torch.tensor([3, 1, 6, 0, 5, 2, 4]), torch.tensor([6, 5, 4, 3, 2, 1, 0])
-    logp_w, logp_l, ref_w, ref_l, wrong = (column(*values) for values in (W, L, REF_W, REF_L, WRONG))
+    logp_w, logp_l, ref_w, ref_l, wrong = (
+        column(*values) for values in (W, L, REF_W, REF_L, WRONG)
+    )
     found = aot(logp_w, logp_l, ref_w, ref_l, wrong)
     moved = aot(logp_w[order], logp_l[order], ref_w[other], ref_l[other], wrong[order])
     assert moved.tolist() == found[order].tolist()
@@ -103,7 +111,9 @@ def test_aot_unpaired(label: list[bool], beta: float, e: float) -> None:
     found = aot_unpaired(logp, column(*refs), torch.tensor(label), beta=beta, label_smoothing=e)
 
     def losses(values: list[float]) -> list[float]:
-        return unpaired_formula([v - ref for v, ref in zip(values, refs, strict=True)], label, beta, e)
+        return unpaired_formula(
+            [v - ref for v, ref in zip(values, refs, strict=True)], label, beta, e
+        )
 
     assert found.tolist() == pytest.approx(losses(rows), rel=1e-12)
     found.sum().backward()
@@ -112,9 +122,13 @@ def test_aot_unpaired(label: list[bool], beta: float, e: float) -> None:
 
 
 def test_aot_unpaired_by_hand() -> None:
-    """Five thumbs up thinned to two: shares of 2.5, whose midpoints 1.25 and 3.75 fall on the second and the fourth."""
+    """Five thumbs up thinned to two: shares of 2.5, whose midpoints 1.25 and 3.75 fall on the
+    second and the fourth.
+    """
     logp = column(5.0, 1.0, 4.0, 2.0, 3.0, 0.5, -0.5)
-    found = aot_unpaired(logp, torch.zeros_like(logp), torch.tensor([True] * 5 + [False] * 2), beta=1.0)
+    found = aot_unpaired(
+        logp, torch.zeros_like(logp), torch.tensor([True] * 5 + [False] * 2), beta=1.0
+    )
     low, high = -log_sigmoid(2.0 + 0.5) / 2, -log_sigmoid(4.0 - 0.5) / 2
     assert found.tolist() == pytest.approx([0, 0, high, low, 0, high, low])
 
@@ -143,7 +157,16 @@ def test_where_a_first_step_goes() -> None:
 
 
 def test_far_away() -> None:
-    low = {"logp_w": -1e4, "logp_l": 0.0, "ref_w": 0.0, "ref_l": -1e4, "wrong": 0.1, "logp": -1e4, "ref": 0.0, "label": True}
+    low = {
+        "logp_w": -1e4,
+        "logp_l": 0.0,
+        "ref_w": 0.0,
+        "ref_l": -1e4,
+        "wrong": 0.1,
+        "logp": -1e4,
+        "ref": 0.0,
+        "label": True,
+    }
     high = low | {"logp_w": 0.0, "logp_l": -1e4, "logp": 0.0, "ref": -1e4, "label": False}
     check_finite(aot, [low, high, low], beta=1.0)
     check_finite(aot_unpaired, [low, high, low], beta=1.0)

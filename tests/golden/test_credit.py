@@ -32,7 +32,11 @@ class Sampled:
 def drawn(lengths: Sequence[int], groups: Sequence[int], seed: int = 0) -> list[Sampled]:
     draw = random.Random(seed)
     return [
-        Sampled(group, draw.gauss(0, 1), *(tuple(draw.gauss(-1, 0.5) for _ in range(n)) for _ in range(3)))
+        Sampled(
+            group,
+            draw.gauss(0, 1),
+            *(tuple(draw.gauss(-1, 0.5) for _ in range(n)) for _ in range(3)),
+        )
         for n, group in zip(lengths, groups, strict=True)
     ]
 
@@ -42,13 +46,15 @@ ROUND = drawn([4, 1, 7, 3, 2, 5, 1], [0, 5, 0, 0, 5, 2, 0])
 
 def tensors(answers: Sequence[Sampled]) -> dict[str, torch.Tensor]:
     given: dict[str, torch.Tensor] = {
-        f"{name}_t": column(*(x for a in answers for x in getattr(a, name))) for name in ("old", "ref", "value")
+        f"{name}_t": column(*(x for a in answers for x in getattr(a, name)))
+        for name in ("old", "ref", "value")
     }
     owner = [i for i, a in enumerate(answers) for _ in a.old]
     return given | {
-        "reward": column(*(a.reward for a in answers)), "group": torch.tensor([a.group for a in answers], dtype=torch.long),
+        "reward": column(*(a.reward for a in answers)),
+        "group": torch.tensor([a.group for a in answers], dtype=torch.long),
         "owner": torch.tensor(owner, dtype=torch.long),
-    }  # fmt: skip
+    }
 
 
 def credit(name: str, answers: Sequence[Sampled], **settings: Any) -> list[float]:
@@ -69,7 +75,11 @@ def compared(name: str, answers: Sequence[Sampled], kl_beta: float) -> list[floa
     found: list[float] = []
     for i, a in enumerate(answers):
         peers = [b for b in answers if b.group == a.group]
-        others = [b.reward - kl_beta * k1(b) for j, b in enumerate(answers) if b.group == a.group and i != j]
+        others = [
+            b.reward - kl_beta * k1(b)
+            for j, b in enumerate(answers)
+            if b.group == a.group and i != j
+        ]
         rewards = [b.reward for b in peers]
         match name:
             case "dr_grpo":
@@ -85,13 +95,17 @@ def compared(name: str, answers: Sequence[Sampled], kl_beta: float) -> list[floa
 @pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "cispo", "dr_grpo", "rloo"])
 def test_answers_compared_with_those_to_the_same_prompt(name: str) -> None:
     settings = {"kl_beta": 0.3} if name == "rloo" else {}
-    assert credit(name, ROUND, **settings) == pytest.approx(compared(name, ROUND, 0.3), rel=1e-9, abs=1e-12)
+    assert credit(name, ROUND, **settings) == pytest.approx(
+        compared(name, ROUND, 0.3), rel=1e-9, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("kl_beta", [0.0, 0.3])
 def test_reward_to_go(kl_beta: float) -> None:
     plain = [a.reward - kl_beta * k1(a, t) for a in ROUND for t in range(len(a.old))]
-    assert credit("reinforce_pp", ROUND, kl_beta=kl_beta) == pytest.approx(standardised(plain), rel=1e-9)
+    assert credit("reinforce_pp", ROUND, kl_beta=kl_beta) == pytest.approx(
+        standardised(plain), rel=1e-9
+    )
 
 
 def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list[float]:
@@ -101,14 +115,19 @@ def estimates(answer: Sampled, kl_beta: float, gamma: float, lam: float) -> list
     gained = [-kl_beta * (o - r) for o, r in zip(answer.old, answer.ref, strict=True)]
     gained[last] += answer.reward
     delta = [gained[t] + gamma * after[t] - answer.value[t] for t in range(last + 1)]
-    return [sum((gamma * lam) ** (i - t) * delta[i] for i in range(t, last + 1)) for t in range(last + 1)]
+    return [
+        sum((gamma * lam) ** (i - t) * delta[i] for i in range(t, last + 1))
+        for t in range(last + 1)
+    ]
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1.0, 0.95), (0.9, 0.5), (1.0, 0.0), (1.0, 1.0)])
 @pytest.mark.parametrize("kl_beta", [0.0, 0.2])
 def test_generalised_advantages(gamma: float, lam: float, kl_beta: float) -> None:
     given = tensors(ROUND)
-    found = gae(*(given[name] for name in positional(gae)), kl_beta=kl_beta, gamma=gamma, gae_lambda=lam)
+    found = gae(
+        *(given[name] for name in positional(gae)), kl_beta=kl_beta, gamma=gamma, gae_lambda=lam
+    )
     plain = [adv for a in ROUND for adv in estimates(a, kl_beta, gamma, lam)]
     assert found["adv"].tolist() == pytest.approx(standardised(plain), rel=1e-9)
     returns = [adv + v for adv, v in zip(plain, (v for a in ROUND for v in a.value), strict=True)]
@@ -129,19 +148,27 @@ def test_advantages_by_hand() -> None:
 
 @pytest.mark.parametrize("lam", [0.0, 0.5, 0.95, 1.0])
 def test_returns_have_the_reward_as_fixed_point(lam: float) -> None:
-    """Values that are set to their returns again and again converge to the outcome reward, whether a
-    completion was truncated or ended by itself: its value is that of its tokens, nothing follows."""
+    """Values that are set to their returns again and again converge to the outcome reward, whether
+    a completion was truncated or ended by itself: its value is that of its tokens, nothing follows.
+    """
     rewards = (1.0, -0.5)
-    answers = [Sampled(i, r, (-1.0,) * n, (-1.0,) * n, (0.0,) * n) for i, (r, n) in enumerate(zip(rewards, (6, 3), strict=True))]
+    answers = [
+        Sampled(i, r, (-1.0,) * n, (-1.0,) * n, (0.0,) * n)
+        for i, (r, n) in enumerate(zip(rewards, (6, 3), strict=True))
+    ]
     given = tensors(answers)
     for _ in range(200):
-        given["value_t"] = gae(*(given[name] for name in positional(gae)), kl_beta=0.0, gae_lambda=lam)["return"]
+        given["value_t"] = gae(
+            *(given[name] for name in positional(gae)), kl_beta=0.0, gae_lambda=lam
+        )["return"]
     assert given["value_t"].tolist() == pytest.approx([1.0] * 6 + [-0.5] * 3, abs=1e-9)
 
 
 @pytest.mark.parametrize("name", CREDITS)
 def test_equal_rewards_have_exactly_no_advantage(name: str) -> None:
-    """Where policy and reference agree and values know nothing, also in groups of one; 0.1 is a number that sums round."""
+    """Where policy and reference agree and values know nothing, also in groups of one; 0.1 is a
+    number that sums round.
+    """
     same = [Sampled(g, 0.1, (-1.0,) * 3, (-1.0,) * 3, (0.0,) * 3) for g in (0, 0, 0, 1, 1, 1, 2)]
     settings = {"gae_lambda": 1.0} if name == "ppo" else {}
     assert credit(name, same, **settings) == [0.0] * 21
@@ -164,10 +191,18 @@ def test_credit_does_not_depend_on_the_order_of_answers(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kl", "wanted"), [(6.0, 0.1), (3.0, 0.1 * (1 - 0.2 * 0.05)), (6.6, 0.1 * (1 + 0.1 * 0.05)), (60.0, 0.1 * (1 + 0.2 * 0.05))]
+    ("kl", "wanted"),
+    [
+        (6.0, 0.1),
+        (3.0, 0.1 * (1 - 0.2 * 0.05)),
+        (6.6, 0.1 * (1 + 0.1 * 0.05)),
+        (60.0, 0.1 * (1 + 0.2 * 0.05)),
+    ],
 )
 def test_the_cost_of_divergence_is_steered_to_a_target(kl: float, wanted: float) -> None:
-    assert adapted(0.1, kl, target=6.0, horizon=10_000.0, count=500) == pytest.approx(wanted, rel=1e-12)
+    assert adapted(0.1, kl, target=6.0, horizon=10_000.0, count=500) == pytest.approx(
+        wanted, rel=1e-12
+    )
 
 
 def test_the_cost_of_divergence_settles_where_the_divergence_is_the_target() -> None:
@@ -181,6 +216,8 @@ def test_the_cost_of_divergence_settles_where_the_divergence_is_the_target() -> 
 def test_every_method_of_own_answers_has_a_loss_and_its_settings_do_not_collide() -> None:
     assert CREDITS.keys() <= LOSSES.keys()
     for name, fn in CREDITS.items():
-        own = {p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY}
+        own = {
+            p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY
+        }
         assert not own & LOSSES[name].settings.keys()
     assert math.isfinite(sum(credit("ppo", ROUND)))

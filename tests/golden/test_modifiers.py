@@ -16,8 +16,14 @@ from valence.losses import modifiers
 def test_weights_of_wpo_are_at_most_one() -> None:
     """The authors' code cuts exp(c_w + c_l) at 1: without that a pair of certain tokens counts more
     than one that the policy has just sampled from itself."""
-    confidence_w, confidence_l = (torch.tensor(values) for values in ([-0.5, 0.4, 2.0], [-0.25, -0.4, 0.5]))
-    view = {"weight": torch.tensor([2.0, 1.0, 0.5]), "confidence_w": confidence_w, "confidence_l": confidence_l}
+    confidence_w, confidence_l = (
+        torch.tensor(values) for values in ([-0.5, 0.4, 2.0], [-0.25, -0.4, 0.5])
+    )
+    view = {
+        "weight": torch.tensor([2.0, 1.0, 0.5]),
+        "confidence_w": confidence_w,
+        "confidence_l": confidence_l,
+    }
     weight = modifiers.wpo(view, wpo=True)["weight"]
     assert weight.tolist() == pytest.approx([2 * math.exp(-0.75), 1.0, 0.5])
 
@@ -54,7 +60,9 @@ def test_the_score_of_a_divergence_is_the_slope_of_its_generator(case: str) -> N
 def test_alpha_goes_from_reverse_to_forward_kl() -> None:
     r = torch.linspace(-2, 2, 9, dtype=torch.float64)
     torch.testing.assert_close(scores("alpha", r, f_alpha=1e-6), r, rtol=1e-4, atol=1e-5)
-    torch.testing.assert_close(scores("alpha", r, f_alpha=1 - 1e-6), scores("forward_kl", r), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        scores("alpha", r, f_alpha=1 - 1e-6), scores("forward_kl", r), rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("name", ["forward_kl", "js", "alpha"])

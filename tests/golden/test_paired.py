@@ -1,4 +1,6 @@
-"""Losses of pairs against the formula book in plain Python numbers, and fixed points worked out by hand."""
+"""Losses of pairs against the formula book in plain Python numbers, and fixed points worked out by
+hand.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.golden.plain import Formula, check, check_finite, column, columns, log_sigmoid, positional, sigmoid
+from tests.golden.plain import (
+    Formula,
+    check,
+    check_finite,
+    column,
+    columns,
+    log_sigmoid,
+    positional,
+    sigmoid,
+)
 from valence.losses import preference
 
 
@@ -16,29 +27,56 @@ def smoothed(x: float, m: float, e: float) -> float:
     return -(1 - e) * log_sigmoid(x - m) - e * log_sigmoid(-x)
 
 
-def dpo(logp_w: float, logp_l: float, ref_w: float, ref_l: float, margin: float, wrong: float, beta: float) -> float:
+def dpo(
+    logp_w: float,
+    logp_l: float,
+    ref_w: float,
+    ref_l: float,
+    margin: float,
+    wrong: float,
+    beta: float,
+) -> float:
     return smoothed(beta * (logp_w - ref_w - logp_l + ref_l), margin, wrong)
 
 
 def dpo_norm(
-    logp_w: float, logp_l: float, ref_w: float, ref_l: float, n_w: float, n_l: float, margin: float, wrong: float, beta: float
+    logp_w: float,
+    logp_l: float,
+    ref_w: float,
+    ref_l: float,
+    n_w: float,
+    n_l: float,
+    margin: float,
+    wrong: float,
+    beta: float,
 ) -> float:
     return smoothed(beta * ((logp_w - ref_w) / n_w - (logp_l - ref_l) / n_l), margin, wrong)
 
 
-def robust_dpo(logp_w: float, logp_l: float, ref_w: float, ref_l: float, wrong: float, beta: float) -> float:
+def robust_dpo(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, wrong: float, beta: float
+) -> float:
     x = beta * (logp_w - ref_w - logp_l + ref_l)
     return (-(1 - wrong) * log_sigmoid(x) + wrong * log_sigmoid(-x)) / (1 - 2 * wrong)
 
 
 def ipo(
-    logp_w: float, logp_l: float, ref_w: float, ref_l: float, n_w: float, n_l: float, tau: float, normalize: bool = True
+    logp_w: float,
+    logp_l: float,
+    ref_w: float,
+    ref_l: float,
+    n_w: float,
+    n_l: float,
+    tau: float,
+    normalize: bool = True,
 ) -> float:
     n_w, n_l = (n_w, n_l) if normalize else (1, 1)
     return ((logp_w - ref_w) / n_w - (logp_l - ref_l) / n_l - 1 / (2 * tau)) ** 2
 
 
-def hinge(logp_w: float, logp_l: float, ref_w: float, ref_l: float, margin: float, beta: float) -> float:
+def hinge(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, margin: float, beta: float
+) -> float:
     return max(0.0, 1 - (beta * (logp_w - ref_w - logp_l + ref_l) - margin))
 
 
@@ -74,7 +112,9 @@ def apo_down(logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: flo
     return sigmoid(beta * (logp_w - ref_w)) + 1 - sigmoid(beta * (logp_w - ref_w - logp_l + ref_l))
 
 
-def exo(logp_w: float, logp_l: float, ref_w: float, ref_l: float, wrong: float, beta: float) -> float:
+def exo(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, wrong: float, beta: float
+) -> float:
     x = beta * (logp_w - ref_w - logp_l + ref_l)
     q, not_q = sigmoid(x), sigmoid(-x)
     return q * (log_sigmoid(x) - math.log(1 - wrong)) + not_q * (log_sigmoid(-x) - math.log(wrong))
@@ -85,19 +125,29 @@ def nca(logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float) -
     return -log_sigmoid(x_w) - 0.5 * log_sigmoid(-x_w) - 0.5 * log_sigmoid(-x_l)
 
 
-def bco_pair(logp_w: float, logp_l: float, ref_w: float, ref_l: float, delta: float, beta: float) -> float:
-    return -log_sigmoid(beta * (logp_w - ref_w) - delta) - log_sigmoid(-(beta * (logp_l - ref_l) - delta))
+def bco_pair(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, delta: float, beta: float
+) -> float:
+    return -log_sigmoid(beta * (logp_w - ref_w) - delta) - log_sigmoid(
+        -(beta * (logp_l - ref_l) - delta)
+    )
 
 
 def sppo(logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float) -> float:
     return (logp_w - ref_w - 1 / (2 * beta)) ** 2 + (logp_l - ref_l + 1 / (2 * beta)) ** 2
 
 
-def dpop(logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float, penalty: float = 50.0) -> float:
-    return -log_sigmoid(beta * (logp_w - ref_w - logp_l + ref_l - penalty * max(0.0, ref_w - logp_w)))
+def dpop(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float, penalty: float = 50.0
+) -> float:
+    return -log_sigmoid(
+        beta * (logp_w - ref_w - logp_l + ref_l - penalty * max(0.0, ref_w - logp_w))
+    )
 
 
-def discopop(logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float, tau: float = 0.05) -> float:
+def discopop(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, beta: float, tau: float = 0.05
+) -> float:
     x = beta * (logp_w - ref_w - logp_l + ref_l)
     return sigmoid(-x / tau) * -log_sigmoid(x) + math.exp(log_sigmoid(x / tau) - x)
 
@@ -121,10 +171,16 @@ FORMULAS: dict[str, tuple[Formula, list[dict[str, Any]]]] = {
     "dpop": (dpop, [{"beta": 0.1}, {"beta": 0.7, "penalty": 2.0}]),
     "discopop": (discopop, [{"beta": 0.1}, {"beta": 0.05, "tau": 0.3}]),
 }
-CASES = [(name, formula, settings) for name, (formula, several) in FORMULAS.items() for settings in several]
+CASES = [
+    (name, formula, settings)
+    for name, (formula, several) in FORMULAS.items()
+    for settings in several
+]
 
 
-def point(logp_w: float, logp_l: float, ref_w: float, ref_l: float, **more: float) -> dict[str, float]:
+def point(
+    logp_w: float, logp_l: float, ref_w: float, ref_l: float, **more: float
+) -> dict[str, float]:
     rest = {"n_w": 7.0, "n_l": 4.0, "margin": 0.0, "wrong": 1e-3, "delta": 0.0}
     return {"logp_w": logp_w, "logp_l": logp_l, "ref_w": ref_w, "ref_l": ref_l} | rest | more
 
@@ -140,10 +196,17 @@ SAME = point(-10.0, -10.0, -10.0, -10.0, n_w=5.0, n_l=5.0)
 EXTREMES = [
     point(a, b, c, d, n_w=1.0, n_l=1.0)
     for a, b, c, d in [
-        (-1e4, -1.0, -1.0, -1.0), (-1.0, -1e4, -1.0, -1.0), (-1.0, -1.0, -1e4, -1.0), (-1.0, -1.0, -1.0, -1e4),
-        (-1e4, -1.0, -1.0, -1e4), (-1.0, -1e4, -1e4, -1.0), (0.0, -1e4, 0.0, 0.0), (-1e4, 0.0, 0.0, 0.0), (0.0, 0.0, 0.0, 0.0),
+        (-1e4, -1.0, -1.0, -1.0),
+        (-1.0, -1e4, -1.0, -1.0),
+        (-1.0, -1.0, -1e4, -1.0),
+        (-1.0, -1.0, -1.0, -1e4),
+        (-1e4, -1.0, -1.0, -1e4),
+        (-1.0, -1e4, -1e4, -1.0),
+        (0.0, -1e4, 0.0, 0.0),
+        (-1e4, 0.0, 0.0, 0.0),
+        (0.0, 0.0, 0.0, 0.0),
     ]
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "formula", "settings"), CASES)
@@ -166,7 +229,9 @@ DIRECTIONS = dict.fromkeys(FORMULAS, (1, -1)) | {"apo_down": (0, -1), "discopop"
 def test_where_a_first_step_goes(name: str) -> None:
     fn = getattr(preference, name)
     inputs = columns(fn, [SAME])
-    gradients = torch.autograd.grad(fn(*inputs.values()).sum(), [inputs["logp_w"], inputs["logp_l"]])
+    gradients = torch.autograd.grad(
+        fn(*inputs.values()).sum(), [inputs["logp_w"], inputs["logp_l"]]
+    )
     assert tuple(int(-g.sign()) for g in gradients) == DIRECTIONS[name]
 
 
@@ -185,7 +250,13 @@ BY_HAND = [
     ("simpo", SAME | {"wrong": 0.0}, {}, math.log(1 + math.e)),
     ("cpo", SAME, {}, LOG2),
     ("orpo", SAME, {"beta": 0.5}, 2 + 0.5 * LOG2),
-    ("orpo", SAME | {"logp_w": -5 * LOG2, "logp_l": -10 * LOG2}, {"beta": 1.0}, LOG2 + math.log(4 / 3)),  # odds 1 and 1/3
+    # odds 1 and 1/3
+    (
+        "orpo",
+        SAME | {"logp_w": -5 * LOG2, "logp_l": -10 * LOG2},
+        {"beta": 1.0},
+        LOG2 + math.log(4 / 3),
+    ),
     ("apo_zero", SAME, {}, 1.0),
     ("apo_down", SAME, {}, 1.0),
     ("exo", SAME | {"wrong": 0.5}, {}, 0.0),
@@ -195,7 +266,13 @@ BY_HAND = [
     ("sppo", SAME, {}, 50.0),
     ("sppo", SAME | {"logp_w": -5.0, "logp_l": -15.0}, {}, 0.0),
     ("dpop", SAME, {}, LOG2),
-    ("dpop", SAME | {"ref_w": -9.99, "ref_l": -9.99}, {"beta": 2.0}, math.log(1 + math.e)),  # half a nat of penalty
+    # half a nat of penalty
+    (
+        "dpop",
+        SAME | {"ref_w": -9.99, "ref_l": -9.99},
+        {"beta": 2.0},
+        math.log(1 + math.e),
+    ),
     ("discopop", SAME, {}, 0.5 * LOG2 + 0.5),
 ]
 
@@ -203,12 +280,17 @@ BY_HAND = [
 @pytest.mark.parametrize(("name", "at", "settings", "wanted"), BY_HAND)
 def test_by_hand(name: str, at: dict[str, float], settings: dict[str, Any], wanted: float) -> None:
     fn = getattr(preference, name)
-    assert fn(*columns(fn, [at]).values(), **settings).item() == pytest.approx(wanted, rel=1e-12, abs=1e-12)
+    assert fn(*columns(fn, [at]).values(), **settings).item() == pytest.approx(
+        wanted, rel=1e-12, abs=1e-12
+    )
 
 
 def test_robust_dpo_is_right_on_average_under_the_noise_that_it_assumes() -> None:
     one, zero, wrong = column(1.7), column(0.0), column(0.3)
-    told, flipped = (preference.robust_dpo(*pair, zero, zero, wrong, beta=1.0) for pair in ((one, zero), (zero, one)))
+    told, flipped = (
+        preference.robust_dpo(*pair, zero, zero, wrong, beta=1.0)
+        for pair in ((one, zero), (zero, one))
+    )
     assert (0.7 * told + 0.3 * flipped).item() == pytest.approx(-log_sigmoid(1.7), rel=1e-12)
 
 

@@ -24,7 +24,12 @@ from valence.losses.policy import cispo, gspo, k1, k2, k3, ppo_clip, reinforce, 
 
 
 def ppo_formula(
-    logp_t: float, old_t: float, adv_t: float, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None
+    logp_t: float,
+    old_t: float,
+    adv_t: float,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> float:
     rho = math.exp(logp_t - old_t)
     gain = min(rho * adv_t, min(max(rho, 1 - eps_low), 1 + eps_high) * adv_t)
@@ -32,12 +37,20 @@ def ppo_formula(
 
 
 def gspo_formula(
-    logp: float, old: float, n: float, adv: float, eps_low: float = 3e-4, eps_high: float = 4e-4, dual_clip: float | None = None
+    logp: float,
+    old: float,
+    n: float,
+    adv: float,
+    eps_low: float = 3e-4,
+    eps_high: float = 4e-4,
+    dual_clip: float | None = None,
 ) -> float:
     return ppo_formula(logp / n, old / n, adv, eps_low, eps_high, dual_clip)
 
 
-def cispo_formula(logp_t: float, old_t: float, adv_t: float, held_t: float, eps_high: float = 5.0) -> float:
+def cispo_formula(
+    logp_t: float, old_t: float, adv_t: float, held_t: float, eps_high: float = 5.0
+) -> float:
     """held_t: the log-probability as a number that is not differentiated."""
     return -min(math.exp(held_t - old_t), eps_high) * adv_t * logp_t
 
@@ -48,7 +61,14 @@ def rloo_formula(logp: float, old: float, adv: float) -> float:
 
 TOKENS = [
     {"logp_t": logp, "old_t": logp - ratio, "adv_t": adv, "ref_t": logp - ratio}
-    for logp, ratio in [(-1.0, 0.0), (-2.0, 0.1), (-0.5, -0.1), (-3.0, 0.9), (-4.0, -1.5), (-1.5, 1.4)]
+    for logp, ratio in [
+        (-1.0, 0.0),
+        (-2.0, 0.1),
+        (-0.5, -0.1),
+        (-3.0, 0.9),
+        (-4.0, -1.5),
+        (-1.5, 1.4),
+    ]
     for adv in (1.3, -0.7, 0.0)
 ]
 
@@ -60,7 +80,10 @@ def test_ppo_clip(settings: dict[str, float]) -> None:
 
 def test_ppo_clip_by_hand() -> None:
     """Ratios 2 and 1/2: a gain is capped, a loss is not, unless by the dual clip."""
-    logp, old = column(math.log(2), math.log(2), -math.log(2), -math.log(2)), column(0.0, 0.0, 0.0, 0.0)
+    logp, old = (
+        column(math.log(2), math.log(2), -math.log(2), -math.log(2)),
+        column(0.0, 0.0, 0.0, 0.0),
+    )
     adv = column(1.0, -1.0, 1.0, -1.0)
     assert ppo_clip(logp, old, adv).tolist() == pytest.approx([-1.2, 2.0, -0.5, 0.8])
     assert ppo_clip(logp, old, adv, dual_clip=1.5).tolist() == pytest.approx([-1.2, 1.5, -0.5, 0.8])
@@ -140,7 +163,16 @@ def test_cispo_has_a_gradient_beyond_its_cap(cap: float) -> None:
 def test_far_away(fn: object) -> None:
     ends = [(-1e4, 0.0), (0.0, -1e4), (-1e4, -1e4)]
     points = [
-        {"logp_t": a, "old_t": b, "ref_t": b, "adv_t": adv, "logp": a, "old": b, "adv": adv, "n": 2.0}
+        {
+            "logp_t": a,
+            "old_t": b,
+            "ref_t": b,
+            "adv_t": adv,
+            "logp": a,
+            "old": b,
+            "adv": adv,
+            "n": 2.0,
+        }
         for a, b in ends
         for adv in (1.0, -1.0, 0.0)
     ]
@@ -148,11 +180,17 @@ def test_far_away(fn: object) -> None:
 
 
 def test_estimates_of_the_divergence_agree_with_it() -> None:
-    """On average over tokens drawn from the policy, k1 and k3 are its divergence from the reference."""
+    """On average over tokens drawn from the policy, k1 and k3 are its divergence from the
+    reference.
+    """
     policy, reference = column(0.5, 0.3, 0.2), column(0.2, 0.2, 0.6)
-    exact = sum(p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True))
+    exact = sum(
+        p * math.log(p / q) for p, q in zip(policy.tolist(), reference.tolist(), strict=True)
+    )
     for estimate in (k1, k3):
-        assert (policy * estimate(policy.log(), reference.log())).sum().item() == pytest.approx(exact)
+        assert (policy * estimate(policy.log(), reference.log())).sum().item() == pytest.approx(
+            exact
+        )
 
 
 SCORES = [1.0, 0.0, 0.25, 7.0, 2.0, 2.5, -1.0]
@@ -169,16 +207,22 @@ def test_group_norm() -> None:
 
 @pytest.mark.parametrize("groups", [GROUPS, [7] * 7, list(range(7))], ids=str)
 def test_scores_above_those_of_the_others(groups: list[int]) -> None:
-    centred, left_out = (fn(column(*SCORES), torch.tensor(groups)).tolist() for fn in (group_centre, leave_one_out))
+    centred, left_out = (
+        fn(column(*SCORES), torch.tensor(groups)).tolist() for fn in (group_centre, leave_one_out)
+    )
     for i, (score, group) in enumerate(zip(SCORES, groups, strict=True)):
-        others = [s for j, (s, g) in enumerate(zip(SCORES, groups, strict=True)) if g == group and i != j]
+        others = [
+            s for j, (s, g) in enumerate(zip(SCORES, groups, strict=True)) if g == group and i != j
+        ]
         assert centred[i] == pytest.approx(score - fmean([score, *others]), rel=1e-12)
         assert left_out[i] == pytest.approx(score - fmean(others) if others else 0.0, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("fn", [group_norm, group_centre, leave_one_out])
-def test_equal_scores_and_groups_of_one_have_exactly_no_advantage(fn: object, dtype: torch.dtype) -> None:
+def test_equal_scores_and_groups_of_one_have_exactly_no_advantage(
+    fn: object, dtype: torch.dtype
+) -> None:
     scores = torch.tensor([0.1] * 3 + [1e6 + 0.3] * 7 + [5.0], dtype=dtype)
     found = fn(scores, torch.tensor([0] * 3 + [1] * 7 + [2]))  # type: ignore[operator]
     assert found.dtype == dtype
@@ -193,14 +237,24 @@ def test_a_failed_score_stays_in_its_group(fn: object) -> None:
 
 
 def test_whiten() -> None:
-    scores, mean, std = column(*SCORES), column(fmean(SCORES)).squeeze(), column(stdev(SCORES)).squeeze()
+    scores, mean, std = (
+        column(*SCORES),
+        column(fmean(SCORES)).squeeze(),
+        column(stdev(SCORES)).squeeze(),
+    )
     wanted = [(s - fmean(SCORES)) / (stdev(SCORES) + 1e-4) for s in SCORES]
     assert whiten(scores, mean, std).tolist() == pytest.approx(wanted)
-    assert over_step(scores, torch.tensor(GROUPS), torch.stack([mean, std])).tolist() == pytest.approx(wanted)
+    assert over_step(
+        scores, torch.tensor(GROUPS), torch.stack([mean, std])
+    ).tolist() == pytest.approx(wanted)
     assert whiten(column(2.0, 2.0), column(2.0), column(0.0)).tolist() == [0.0, 0.0]
 
 
 def test_credit_within_a_group_needs_no_moments() -> None:
     scores, groups = column(*SCORES), torch.tensor(GROUPS)
-    for credit, plain in ((within_group, group_norm), (above_group, group_centre), (above_others, leave_one_out)):
+    for credit, plain in (
+        (within_group, group_norm),
+        (above_group, group_centre),
+        (above_others, leave_one_out),
+    ):
         assert credit(scores, groups, column(3.0, 4.0)).tolist() == plain(scores, groups).tolist()

@@ -1,4 +1,6 @@
-"""Losses and metrics of reward models against plain Python, and their slopes against differences."""
+"""Losses and metrics of reward models against plain Python, and their slopes against
+differences.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,14 @@ from torch import Tensor
 from valence.distributed.single import Single
 from valence.losses.metrics import Metrics
 from valence.losses.reward import bradley_terry, ordinal, paired_scores, pointwise, single_scores
-from valence.reports.metrics import STATISTICS, Meter, calibration_error, explained, pearson, spearman
+from valence.reports.metrics import (
+    STATISTICS,
+    Meter,
+    calibration_error,
+    explained,
+    pearson,
+    spearman,
+)
 from valence.types import Ranked
 
 
@@ -54,12 +63,17 @@ def test_bradley_terry_by_hand() -> None:
     assert bradley_terry(zero, zero, zero).item() == pytest.approx(math.log(2))
     assert bradley_terry(column(-1e4), zero, zero).item() == pytest.approx(1e4)
     assert bradley_terry(column(1e4), zero, zero).item() == 0
-    assert bradley_terry(column(2.0), column(3.0), column(-1.0), center_coef=0.5).item() == pytest.approx(math.log(2) + 12.5)
+    assert bradley_terry(
+        column(2.0), column(3.0), column(-1.0), center_coef=0.5
+    ).item() == pytest.approx(math.log(2) + 12.5)
 
 
 @pytest.mark.parametrize("error", ["cross_entropy", "squared", "huber"])
 def test_pointwise(error: str) -> None:
-    target = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [torch.nan, 0.4], [torch.nan, torch.nan]], dtype=torch.float64)
+    target = torch.tensor(
+        [[1.0, 0.0], [0.0, torch.nan], [torch.nan, 0.4], [torch.nan, torch.nan]],
+        dtype=torch.float64,
+    )
 
     def each(x: float, t: float) -> float:
         if error == "cross_entropy":
@@ -73,7 +87,9 @@ def test_pointwise(error: str) -> None:
 
 def test_pointwise_by_hand() -> None:
     one = torch.ones(1, 1, dtype=torch.bool)
-    assert pointwise(column(0.0)[:, None], column(1.0)[:, None], one).item() == pytest.approx(math.log(2))
+    assert pointwise(column(0.0)[:, None], column(1.0)[:, None], one).item() == pytest.approx(
+        math.log(2)
+    )
     assert pointwise(column(-1e4)[:, None], column(1.0)[:, None], one).item() == pytest.approx(1e4)
 
 
@@ -87,7 +103,9 @@ def test_ordinal() -> None:
         at_most = [0.0, *(s(theta - x) for theta in THETA.tolist()), 1.0]
         return -math.log(at_most[int(t)] - at_most[int(t) - 1])
 
-    assert ordinal(SCORE, target, GIVEN, THETA).tolist() == pytest.approx(over_given(each, target), rel=1e-9)
+    assert ordinal(SCORE, target, GIVEN, THETA).tolist() == pytest.approx(
+        over_given(each, target), rel=1e-9
+    )
 
 
 def test_levels_are_a_distribution_and_far_scores_stay_finite() -> None:
@@ -108,11 +126,15 @@ def test_two_levels_are_thumbs() -> None:
     torch.testing.assert_close(two, pointwise(SCORES[:, None], up, given))
 
 
-@pytest.mark.parametrize("name", ["bradley_terry", "cross_entropy", "squared", "huber", "ordinal", "thresholds"])
+@pytest.mark.parametrize(
+    "name", ["bradley_terry", "cross_entropy", "squared", "huber", "ordinal", "thresholds"]
+)
 def test_slopes_are_those_of_differences(name: str) -> None:
     target = column(1, 2, 3, 5)[:, None].expand(4, 2)
     losses: dict[str, Callable[[Tensor], Tensor]] = {
-        "bradley_terry": lambda x: bradley_terry(x[:, 0], x[:, 1], x[:, 1].detach() * 0 + 0.3, center_coef=0.1),
+        "bradley_terry": lambda x: bradley_terry(
+            x[:, 0], x[:, 1], x[:, 1].detach() * 0 + 0.3, center_coef=0.1
+        ),
         "ordinal": lambda x: ordinal(x, target, GIVEN, THETA),
         "thresholds": lambda x: ordinal(SCORE, target, GIVEN, x.flatten()[:4].cumsum(0)),
     }
@@ -127,9 +149,13 @@ def test_slopes_are_those_of_differences(name: str) -> None:
 def test_correlations() -> None:
     x, y = column(1, 2, 2, 5, 9), column(3, 1, 1, 8, 7)
     xs, ys = ([v - sum(column.tolist()) / 5 for v in column.tolist()] for column in (x, y))
-    products = [sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((xs, ys), (xs, xs), (ys, ys))]
+    products = [
+        sum(a * b for a, b in zip(*pair, strict=True)) for pair in ((xs, ys), (xs, xs), (ys, ys))
+    ]
     assert pearson(x, y) == pytest.approx(products[0] / math.sqrt(products[1] * products[2]))
-    assert spearman(x, y) == pytest.approx(pearson(column(1, 2.5, 2.5, 4, 5), column(3, 1.5, 1.5, 5, 4)))
+    assert spearman(x, y) == pytest.approx(
+        pearson(column(1, 2.5, 2.5, 4, 5), column(3, 1.5, 1.5, 5, 4))
+    )
     assert spearman(x, x.exp()) == pytest.approx(1)
     assert spearman(x, -x) == pytest.approx(-1)
     for statistic in (pearson, spearman):
@@ -142,7 +168,9 @@ def test_correlations() -> None:
 def test_calibration_error() -> None:
     p = column(0.05, 0.05, 0.55, 0.55, 1.0)
     up = column(0, 1, 1, 1, 1)
-    assert calibration_error(p, up) == pytest.approx((2 * abs(0.5 - 0.05) + 2 * abs(1 - 0.55) + 0) / 5)
+    assert calibration_error(p, up) == pytest.approx(
+        (2 * abs(0.5 - 0.05) + 2 * abs(1 - 0.55) + 0) / 5
+    )
     assert calibration_error(p[:0], up[:0]) is None
     made = torch.Generator().manual_seed(0)
     many = torch.rand(20_000, generator=made)
@@ -156,15 +184,24 @@ def reduced(numbers: Metrics) -> dict[str, float]:
 
 
 def test_metrics_of_pairs() -> None:
-    found = reduced(paired_scores({"score_w": column(1.0, 0.0, -2.0), "score_l": column(0.0, 0.0, 1.0)}, None, {}))
+    found = reduced(
+        paired_scores(
+            {"score_w": column(1.0, 0.0, -2.0), "score_l": column(0.0, 0.0, 1.0)}, None, {}
+        )
+    )
     assert found["rewards/accuracies"] == pytest.approx(0.5)
     assert found["rewards/margins"] == pytest.approx((1 + 0 - 3) / 3)
     assert found["rewards/brier"] == pytest.approx((s(-1) ** 2 + 0.25 + s(3) ** 2) / 3)
-    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)  # a tie is half won, as it says
+    # a tie is half won, as it says
+    assert found["rewards/calibration_error"] == pytest.approx((s(-1) + 0.0 + s(3)) / 3)
 
 
 def test_metrics_of_thumbs_leave_out_what_is_not_given() -> None:
-    view = {"score": SCORE, "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(), "given": GIVEN}
+    view = {
+        "score": SCORE,
+        "target": torch.tensor([[1.0, 0], [0, 7], [7, 1], [7, 7]]).double(),
+        "given": GIVEN,
+    }
     found = reduced(single_scores(view, None, {"error": "cross_entropy"}))
     assert found["rewards/accuracies/0"] == pytest.approx(0.5)  # 0.5 up, 2.0 down
     assert found["rewards/auc/0"] == 0
@@ -181,7 +218,8 @@ def test_metrics_of_scores_and_levels() -> None:
     assert found["rewards/spearman"] == spearman(SCORES[:4], column(1, 2, 3, 3))
     assert found["rewards/pearson"] == pearson(SCORES[:4], column(1, 2, 3, 3))
     assert found["rewards/mean"] == pytest.approx(SCORES[:4].mean().item())
-    found = reduced(single_scores(view | {"thresholds": THETA}, None, {"levels": 5}))  # levels 1, 2, 3, 4
+    # levels 1, 2, 3, 4
+    found = reduced(single_scores(view | {"thresholds": THETA}, None, {"levels": 5}))
     assert found["rewards/accuracies"] == 0.75
     assert found["rewards/error"] == 0.25
 
@@ -193,7 +231,9 @@ def test_every_statistic_has_a_name() -> None:
 
 def test_explained_variance() -> None:
     others = column(1.0, 2.0, 4.0)
-    found = [explained(values, others) for values in (others + 3, others * 0, -others, others * 0.5)]
+    found = [
+        explained(values, others) for values in (others + 3, others * 0, -others, others * 0.5)
+    ]
     assert found == pytest.approx([1.0, 0.0, -3.0, 0.75])
     assert explained(others, column(2.0, 2.0, 2.0)) is None
     assert explained(others[:0], others[:0]) is None

@@ -1,4 +1,6 @@
-"""A step's loss and its slope from nothing but logits, plain Python numbers and the formula book, for every row and modifier."""
+"""A step's loss and its slope from nothing but logits, plain Python numbers and the formula book,
+for every row and modifier.
+"""
 
 from __future__ import annotations
 
@@ -47,10 +49,22 @@ CASES += [
     for on in ON.get(modifier, [])
 ]
 CASES += [
-    ("dpo", {"humanline": (-0.6, 1.5), "ld_alpha": 0.25, "label_smoothing": 0.1, "f_divergence": "js", "wpo": True,
-             "nll_weight": 1.0}),
+    (
+        "dpo",
+        {
+            "humanline": (-0.6, 1.5),
+            "ld_alpha": 0.25,
+            "label_smoothing": 0.1,
+            "f_divergence": "js",
+            "wpo": True,
+            "nll_weight": 1.0,
+        },
+    ),
     ("kto", {"beta": 0.4, "desirable_weight": 1.3, "undesirable_weight": 0.6}),
-    *(("kto", {"z0_scope": {"group": 4, "pairing": pairing}}) for pairing in ("next", "previous", "reversed")),
+    *(
+        ("kto", {"z0_scope": {"group": 4, "pairing": pairing}})
+        for pairing in ("next", "previous", "reversed")
+    ),
     ("aot_unpaired", {"label_smoothing": 0.2}),
     ("ipo", {"tau": 0.4, "normalize": False}),
     ("dpop", {"penalty": 0.5}),
@@ -62,7 +76,7 @@ CASES += [
     ("grpo", {"humanline": (-0.6, 1.5), "kl_weight": 0.3}),
     ("bradley_terry", {"center_coef": 0.25}),
     *(("pointwise", {"error": error}) for error in ("squared", "huber")),
-]  # fmt: skip
+]
 
 
 SAMPLED = ("adv", "old", "return", "sampler", "value")
@@ -78,20 +92,32 @@ KNOWN: list[tuple[str, dict[str, Any], tuple[str, ...]]] = [
     ("ppo", {"value": True, "value_weight": 0.7, "value_clip": None, **ALL}, SAMPLED),
     ("ppo", {"value": True}, ("adv", "old")),
 ]
-"""Of answers that were sampled, and what was known of their tokens: all, no log-probabilities, or no advantage."""
+"""Of answers that were sampled, and what was known of their tokens: all, no log-probabilities, or
+no advantage.
+"""
 
 
 def of(name: str, given: dict[str, Any] | None = None) -> Of:
     """What its row of the table reads."""
     if (given or {}).get("value"):
         return "values"
-    return "levels" if name == "ordinal" else "scores" if LOSSES[name].view.startswith("score") else "tokens"
+    return (
+        "levels"
+        if name == "ordinal"
+        else "scores"
+        if LOSSES[name].view.startswith("score")
+        else "tokens"
+    )
 
 
 def the_step(
-    name: str, given: dict[str, Any], chosen: Sequence[int] | None = None, distance: float = 0.0, delta: float = 0.0,
+    name: str,
+    given: dict[str, Any],
+    chosen: Sequence[int] | None = None,
+    distance: float = 0.0,
+    delta: float = 0.0,
     known: tuple[str, ...] = (),
-) -> Step:  # fmt: skip
+) -> Step:
     kind = METHODS[name].kind
     chosen = range(len(rows(kind))) if chosen is None else chosen
     now, held = ([measured(kind, d, of(name, given))[i] for i in chosen] for d in (distance, 0.0))
@@ -107,13 +133,20 @@ def test_every_row_and_modifier_has_its_formula() -> None:
     assert sorted(LOSSES.keys() - WHOLE_STEP.keys()) == [], (
         "give these rows a formula of their whole step in tests/golden/whole.py"
     )
-    known = {m for name, given, _ in KNOWN for m in LOSSES[name].modifiers if MODIFIERS[m].idle[0] in given}
+    known = {
+        m
+        for name, given, _ in KNOWN
+        for m in LOSSES[name].modifiers
+        if MODIFIERS[m].idle[0] in given
+    }
     assert sorted(MODIFIERS.keys() - ON.keys() - known) == [], (
         "say here (ON) what turns these modifiers on, and compute them in whole.Step"
     )
 
 
-@pytest.mark.parametrize(("name", "given"), CASES, ids=[" ".join([n, *map(str, g.values())]) for n, g in CASES])
+@pytest.mark.parametrize(
+    ("name", "given"), CASES, ids=[" ".join([n, *map(str, g.values())]) for n, g in CASES]
+)
 def test_a_whole_step_from_logits_to_the_number(name: str, given: dict[str, Any]) -> None:
     loss, _ = WHOLE_STEP[name]
     wanted = slope(loss, lambda distance: the_step(name, given, distance=distance))
@@ -127,8 +160,14 @@ def test_a_whole_step_from_logits_to_the_number(name: str, given: dict[str, Any]
         assert models(of(name)).slope() == pytest.approx(wanted, rel=1e-5)
 
 
-@pytest.mark.parametrize(("name", "given", "known"), KNOWN, ids=[" ".join([n, *map(str, g.values()), *k]) for n, g, k in KNOWN])
-def test_a_whole_step_of_sampled_answers(name: str, given: dict[str, Any], known: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("name", "given", "known"),
+    KNOWN,
+    ids=[" ".join([n, *map(str, g.values()), *k]) for n, g, k in KNOWN],
+)
+def test_a_whole_step_of_sampled_answers(
+    name: str, given: dict[str, Any], known: tuple[str, ...]
+) -> None:
     loss, _ = WHOLE_STEP[name]
     wanted = slope(loss, lambda distance: the_step(name, given, distance=distance, known=known))
     assert abs(wanted) > 1e-5
@@ -145,20 +184,26 @@ def test_micro_batches_are_unequal(kind: Kind) -> None:
     """Of equal ones, the mean of their means would be right by accident."""
     measured_too = make_kl_pairs(rows(kind), max_length=64) if kind == "judgement" else rows(kind)
     for step in (rows(kind), measured_too):
-        assert len({len(numbers) for numbers in StepPacker(step).pack(range(len(step)), BUDGET)}) > 1
+        assert (
+            len({len(numbers) for numbers in StepPacker(step).pack(range(len(step)), BUDGET)}) > 1
+        )
 
 
 def test_the_reference_point_of_these_rows_is_seen_and_so_is_its_clamp() -> None:
     assert reference_points(the_step("kto", {}))[0] > 0.1
     clamps = [case["humanline"] for case in ON["humanline"]]
-    assert [reference_points(the_step("kto", {"humanline": clamp}))[0] > 0.1 for clamp in clamps] == [True, False]
+    assert [
+        reference_points(the_step("kto", {"humanline": clamp}))[0] > 0.1 for clamp in clamps
+    ] == [True, False]
 
 
 def test_policy_and_reference_rank_these_pairs_differently() -> None:
     """Otherwise aot, which compares equal ranks, would compare the numbers of the same pair."""
     step = the_step("aot", {})
     pairs = [step.pair(i) for i in range(len(step.rows))]
-    gaps, refs = ([pair[f"{name}_w"] - pair[f"{name}_l"] for pair in pairs] for name in ("logp", "ref"))
+    gaps, refs = (
+        [pair[f"{name}_w"] - pair[f"{name}_l"] for pair in pairs] for name in ("logp", "ref")
+    )
     order = sorted(range(len(pairs)), key=gaps.__getitem__)
     assert order != sorted(range(len(pairs)), key=refs.__getitem__)
     assert abs(WHOLE_STEP["aot"][0](step) - WHOLE_STEP["dpo"][0](step)) > 1e-3
@@ -191,7 +236,10 @@ def test_delta_is_the_mean_of_the_steps_before(name: str, given: dict[str, Any])
         assert float(outcome.loss) == wanted
         found = middle(step)
         middles += [] if found is None else [found]
-        assert (now.shift.delta, now.shift.steps) == (pytest.approx(fmean(middles), rel=1e-9), len(middles))
+        assert (now.shift.delta, now.shift.steps) == (
+            pytest.approx(fmean(middles), rel=1e-9),
+            len(middles),
+        )
     assert len(middles) == (4 if METHODS[name].kind == "judgement" else 5)
 
 
@@ -209,13 +257,24 @@ def test_the_gradient_is_clipped_once_and_then_applied(clip_norm: float | None) 
     before = [p.detach().clone() for p in policy.parameters()]
     policy.zero_grad()
     made("dpo", {}).run(rows("preference"), backward=True)
-    gradient = torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in policy.parameters()])
+    gradient = torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in policy.parameters()
+        ]
+    )
     size = float(gradient.norm())
     assert size > 0.6
     _, norm, applied = optimizer_step(
-        made("dpo", {}), torch.optim.SGD(policy.parameters(), lr=0.01), rows("preference"), (), clip_norm
+        made("dpo", {}),
+        torch.optim.SGD(policy.parameters(), lr=0.01),
+        rows("preference"),
+        (),
+        clip_norm,
     )
-    moved = torch.cat([(p.detach() - old).flatten() for p, old in zip(policy.parameters(), before, strict=True)])
+    moved = torch.cat(
+        [(p.detach() - old).flatten() for p, old in zip(policy.parameters(), before, strict=True)]
+    )
     with torch.no_grad():
         for p, old in zip(policy.parameters(), before, strict=True):
             p.copy_(old)
@@ -243,21 +302,30 @@ def reward(name: str, said: Said, settings: dict[str, Any]) -> float:
             return settings["beta"] * r
 
 
-@pytest.mark.parametrize("name", ["kto", "bco", "dpo", "dpo_norm", "ipo", "slic", "simpo", "cpo", "orpo"])
+@pytest.mark.parametrize(
+    "name", ["kto", "bco", "dpo", "dpo_norm", "ipo", "slic", "simpo", "cpo", "orpo"]
+)
 def test_the_numbers_that_a_step_reports(name: str) -> None:
     step = the_step(name, {})
     meter = Meter()
     meter.pool(made(name, {}).run(step.rows, backward=False).metrics)
     found = meter.reduce(Single())
-    flat = [(said, side == 0 if row.label is None else row.label)
-            for row, answers in zip(step.rows, step.now, strict=True) for side, said in enumerate(answers)]  # fmt: skip
-    chosen, rejected = ([reward(name, said, step.settings) for said, up in flat if up is it] for it in (True, False))
+    flat = [
+        (said, side == 0 if row.label is None else row.label)
+        for row, answers in zip(step.rows, step.now, strict=True)
+        for side, said in enumerate(answers)
+    ]
+    chosen, rejected = (
+        [reward(name, said, step.settings) for said, up in flat if up is it] for it in (True, False)
+    )
     wanted = {"rewards/chosen": fmean(chosen), "rewards/rejected": fmean(rejected)}
     wanted["rewards/margins"] = fmean(chosen) - fmean(rejected)
     for side, it in (("chosen", True), ("rejected", False)):
         wanted[f"logps/{side}"] = fmean(sum(said.logp) for said, up in flat if up is it)
         if METHODS[name].needs_reference:
-            wanted[f"logratio/{side}"] = fmean(sum(said.logp) - sum(said.ref) for said, up in flat if up is it)
+            wanted[f"logratio/{side}"] = fmean(
+                sum(said.logp) - sum(said.ref) for said, up in flat if up is it
+            )
     if METHODS[name].kind == "preference":
         wanted["rewards/accuracies"] = fmean(w > l for w, l in zip(chosen, rejected, strict=True))
     else:
@@ -274,14 +342,25 @@ def cut(ratio: float, adv: float, settings: dict[str, Any]) -> bool:
     if "eps_low" not in settings:
         return ratio > settings["eps_high"]
     up = adv > 0 and ratio > 1 + settings["eps_high"]
-    return up or (adv < 0 and (ratio < 1 - settings["eps_low"] or ratio > (settings["dual_clip"] or math.inf)))
+    return up or (
+        adv < 0 and (ratio < 1 - settings["eps_low"] or ratio > (settings["dual_clip"] or math.inf))
+    )
 
 
-@pytest.mark.parametrize(("name", "given"), [
-    ("grpo", {}), ("dr_grpo", {"dual_clip": 1.25}), ("cispo", {"eps_high": 1.1}), ("gspo", {"eps_low": 0.05, "eps_high": 0.1}),
-    ("rloo", {"correction": 1.2}), ("ppo", {"value": True, "correction": 1.1}),
-])  # fmt: skip
-def test_the_numbers_that_a_step_of_sampled_answers_reports(name: str, given: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("grpo", {}),
+        ("dr_grpo", {"dual_clip": 1.25}),
+        ("cispo", {"eps_high": 1.1}),
+        ("gspo", {"eps_low": 0.05, "eps_high": 0.1}),
+        ("rloo", {"correction": 1.2}),
+        ("ppo", {"value": True, "correction": 1.1}),
+    ],
+)
+def test_the_numbers_that_a_step_of_sampled_answers_reports(
+    name: str, given: dict[str, Any]
+) -> None:
     step = the_step(name, given, known=SAMPLED)
     meter = Meter()
     meter.pool(made(name, given).run(step.rows, backward=False).metrics)
@@ -309,7 +388,9 @@ def test_the_numbers_that_a_step_of_sampled_answers_reports(name: str, given: di
         assert 0 < wanted["clipped"] < 1
     if name == "ppo":
         returns = [t.known["return"] for t in tokens]
-        wanted["value/loss"] = fmean(value_error(step, t) for t in tokens) / step.settings["value_weight"]
+        wanted["value/loss"] = (
+            fmean(value_error(step, t) for t in tokens) / step.settings["value_weight"]
+        )
         wanted["value/mean"] = fmean(t.critic for t in tokens)
         errors = [g - t.critic for g, t in zip(returns, tokens, strict=True)]
         wanted["value/explained"] = 1 - pvariance(errors) / pvariance(returns)
@@ -321,7 +402,9 @@ def test_the_share_of_tokens_inside_the_clamp() -> None:
     meter = Meter()
     meter.pool(made("kto", {"humanline": (-0.6, 1.5)}).run(step.rows, backward=False).metrics)
     ratios = [p - ref for (said,) in step.now for p, ref in zip(said.logp, said.ref, strict=True)]
-    assert meter.reduce(Single())["humanline/unclamped"] == pytest.approx(fmean(-0.6 <= d <= 1.5 for d in ratios))
+    assert meter.reduce(Single())["humanline/unclamped"] == pytest.approx(
+        fmean(-0.6 <= d <= 1.5 for d in ratios)
+    )
 
 
 def test_a_step_that_is_not_finite_changes_neither_weights_nor_delta() -> None:
@@ -329,8 +412,13 @@ def test_a_step_that_is_not_finite_changes_neither_weights_nor_delta() -> None:
     before = [p.detach().clone() for p in policy.parameters()]
     now = made("bco", {})
     now.shift = replace(now.shift, delta=0.3, steps=2)
-    broken = [replace(row, weight=math.inf if i == 2 else row.weight) for i, row in enumerate(rows("judgement"))]
-    _, _, applied = optimizer_step(now, torch.optim.SGD(policy.parameters(), lr=1.0), broken, (), 1.0)
+    broken = [
+        replace(row, weight=math.inf if i == 2 else row.weight)
+        for i, row in enumerate(rows("judgement"))
+    ]
+    _, _, applied = optimizer_step(
+        now, torch.optim.SGD(policy.parameters(), lr=1.0), broken, (), 1.0
+    )
     assert not applied
     assert all(torch.equal(p, old) for p, old in zip(policy.parameters(), before, strict=True))
     assert (now.shift.delta, now.shift.steps) == (0.3, 2)

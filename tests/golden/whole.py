@@ -1,4 +1,5 @@
-"""The loss of a whole step in plain Python numbers, by the formula book: masks, sums, modifiers, weights, averages, statistics.
+"""The loss of a whole step in plain Python numbers, by the formula book: masks, sums, modifiers,
+weights, averages, statistics.
 
 What has no gradient by definition is read at the weights where a slope is taken.
 """
@@ -24,8 +25,9 @@ from valence.types import TokenizedExample
 
 @dataclass(frozen=True)
 class Step:
-    """Which rows a step has (indices), what was measured of them, and the same at the weights where a slope is taken. known: of
-    tokens when they were sampled."""
+    """Which rows a step has (indices), what was measured of them, and the same at the weights where
+    a slope is taken. known: of tokens when they were sampled.
+    """
 
     name: str
     settings: dict[str, Any]
@@ -41,12 +43,20 @@ class Step:
         found = [every[i] for i in self.chosen]
         if self.name != "ordinal":
             return found
-        return [replace(row, scores=tuple(1 + (LEVELS - 1) * share for share in row.scores)) for row in found]
+        return [
+            replace(row, scores=tuple(1 + (LEVELS - 1) * share for share in row.scores))
+            for row in found
+        ]
 
     def sums(self, said: Said, most: int | None = None) -> tuple[float, float]:
-        """Of an answer under policy and reference, as a loss reads them. ``most``: tokens that count in full."""
+        """Of an answer under policy and reference, as a loss reads them.
+
+        ``most``: tokens that count in full.
+        """
         clamped = [self.clamped(x, ref) for x, ref in zip(said.logp, said.ref, strict=True)]
-        share = [1.0 if most is None or t < most else self.settings["ld_alpha"] for t in range(said.n)]
+        share = [
+            1.0 if most is None or t < most else self.settings["ld_alpha"] for t in range(said.n)
+        ]
         return dot(share, clamped), dot(share, said.ref)
 
     def clamped(self, logp: float, ref: float) -> float:
@@ -65,9 +75,16 @@ class Step:
             ref_w = ref_l = 0.0
         wrong = self.settings["label_smoothing"] if row.soft is None else 1 - row.soft
         return {
-            "logp_w": logp_w, "logp_l": logp_l, "ref_w": ref_w, "ref_l": ref_l, "n_w": w.n, "n_l": l.n, "margin": row.margin,
-            "wrong": wrong, "delta": self.delta,
-        }  # fmt: skip
+            "logp_w": logp_w,
+            "logp_l": logp_l,
+            "ref_w": ref_w,
+            "ref_l": ref_l,
+            "n_w": w.n,
+            "n_l": l.n,
+            "margin": row.margin,
+            "wrong": wrong,
+            "delta": self.delta,
+        }
 
     def score(self, r: float) -> float:
         a = self.settings["f_alpha"]
@@ -83,7 +100,9 @@ class Step:
         """Of a row, times (with wpo) how likely the policy is to give both answers of a pair."""
         if not self.settings["wpo"]:
             return self.rows[i].weight
-        likely = [fmean(p - s for p, s in zip(x.logp, x.log_sum_sq, strict=True)) for x in self.held[i]]
+        likely = [
+            fmean(p - s for p, s in zip(x.logp, x.log_sum_sq, strict=True)) for x in self.held[i]
+        ]
         return self.rows[i].weight * min(1.0, math.exp(sum(likely)))
 
 
@@ -104,7 +123,9 @@ def call(formula: Callable[..., Any], numbers: dict[str, Any], settings: dict[st
 
 def nll(step: Step) -> float:
     """The chosen answers' own term, of what was measured before any modifier."""
-    likely = [(row.weight, sum(w.logp), w.n) for row, (w, _) in zip(step.rows, step.now, strict=True)]
+    likely = [
+        (row.weight, sum(w.logp), w.n) for row, (w, _) in zip(step.rows, step.now, strict=True)
+    ]
     if step.settings["nll_average"] == "token":
         return -sum(weight * logp for weight, logp, _ in likely) / sum(n for *_, n in likely)
     return -sum(weight * logp / n for weight, logp, n in likely) / len(likely)
@@ -115,7 +136,9 @@ def mean_of_pairs(formula: Callable[..., float]) -> Callable[[Step], float]:
 
     def total(step: Step) -> float:
         every = range(len(step.rows))
-        found = sum(step.weight(i) * call(formula, step.pair(i), step.settings) for i in every) / len(step.rows)
+        found = sum(
+            step.weight(i) * call(formula, step.pair(i), step.settings) for i in every
+        ) / len(step.rows)
         return found if own_nll else found + step.settings["nll_weight"] * nll(step)
 
     return total
@@ -131,12 +154,20 @@ def aot(step: Step) -> float:
 
 def reference_points(step: Step) -> list[float]:
     """z0 of each row. Step order is the order of the rows, whose texts all differ."""
-    scope, kind, count = step.settings.get("z0_scope", "step"), METHODS[step.name].kind, len(step.chosen)
+    scope, kind, count = (
+        step.settings.get("z0_scope", "step"),
+        METHODS[step.name].kind,
+        len(step.chosen),
+    )
     size, pairing = (count, "next") if scope == "step" else (scope["group"], scope["pairing"])
     found: list[float] = []
     for start in range(0, count, size):
         run = step.chosen[start : start + size]
-        partners = {"next": [*run[1:], run[0]], "previous": [run[-1], *run[:-1]], "reversed": run[::-1]}[pairing]
+        partners = {
+            "next": [*run[1:], run[0]],
+            "previous": [run[-1], *run[:-1]],
+            "reversed": run[::-1],
+        }[pairing]
         sums = [step.sums(crossed(kind, i, j)) for i, j in zip(run, partners, strict=True)]
         found += [max(0.0, fmean(logp - ref for logp, ref in sums))] * len(run)
     return found
@@ -158,25 +189,37 @@ def mean_of_answers(formula: Callable[..., float]) -> Callable[[Step], float]:
 def aot_unpaired(step: Step) -> float:
     labels = [bool(row.label) for row in step.rows]
     ratios = [logp - ref for logp, ref in (step.sums(said) for (said,) in step.now)]
-    losses = unpaired_formula(ratios, labels, step.settings["beta"], step.settings["label_smoothing"])
-    return sum(row.weight * loss for row, loss in zip(step.rows, losses, strict=True)) / min(sum(labels), labels.count(False))
+    losses = unpaired_formula(
+        ratios, labels, step.settings["beta"], step.settings["label_smoothing"]
+    )
+    return sum(row.weight * loss for row, loss in zip(step.rows, losses, strict=True)) / min(
+        sum(labels), labels.count(False)
+    )
 
 
 def sft(step: Step) -> float:
     tokens = sum(said.n for (said,) in step.now)
-    return -sum(row.weight * sum(said.logp) for row, (said,) in zip(step.rows, step.now, strict=True)) / tokens
+    return (
+        -sum(row.weight * sum(said.logp) for row, (said,) in zip(step.rows, step.now, strict=True))
+        / tokens
+    )
 
 
 def dft(step: Step) -> float:
     tokens = sum(said.n for (said,) in step.now)
-    found = [dot([math.exp(x) for x in held.logp], said.logp) for (held,), (said,) in zip(step.held, step.now, strict=True)]
+    found = [
+        dot([math.exp(x) for x in held.logp], said.logp)
+        for (held,), (said,) in zip(step.held, step.now, strict=True)
+    ]
     return -sum(row.weight * x for row, x in zip(step.rows, found, strict=True)) / tokens
 
 
 @dataclass(frozen=True)
 class Token:
-    """Of a token that is read: what a loss of tokens reads of it (``now``; ``held`` where it is not differentiated), what was
-    measured before any modifier, what the value head says, and what was known of it when it was sampled."""
+    """Of a token that is read: what a loss of tokens reads of it (``now``; ``held`` where it is not
+    differentiated), what was measured before any modifier, what the value head says, and what was
+    known of it when it was sampled.
+    """
 
     now: float
     held: float
@@ -204,17 +247,26 @@ class Whole:
 
 
 def answers(step: Step, advantages: Sequence[Sequence[float]]) -> list[Whole]:
-    """Those of all rows. Without a record of the policy that answered, the reference has (of stored answers), or the policy has
-    just now (of answers with an advantage). advantages: of each answer, where none is known."""
+    """Those of all rows.
+
+    Without a record of the policy that answered, the reference has (of stored answers), or the
+    policy has just now (of answers with an advantage). advantages: of each answer, where none is
+    known.
+    """
     found: list[Whole] = []
     for i, row in enumerate(step.rows):
-        for a, now, held, credit in zip(row.answers, step.now[i], step.held[i], advantages[i], strict=True):
+        for a, now, held, credit in zip(
+            row.answers, step.now[i], step.held[i], advantages[i], strict=True
+        ):
             read = [t for t, it in enumerate(a.mask) if it]
             tokens: list[Token] = []
             for k, t in enumerate(read):
                 known = {name: values[t] for name, values in a.columns}
                 old = known.get("old", held.logp[k] if "adv" in known else held.ref[k])
-                here, fixed = step.clamped(now.logp[k], now.ref[k]), step.clamped(held.logp[k], held.ref[k])
+                here, fixed = (
+                    step.clamped(now.logp[k], now.ref[k]),
+                    step.clamped(held.logp[k], held.ref[k]),
+                )
                 critic = now.critic[k] if now.critic else 0.0
                 adv = known.get("adv", credit)
                 tokens.append(Token(here, fixed, now.logp[k], now.ref[k], old, adv, critic, known))
@@ -228,7 +280,11 @@ def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[floa
     def losses(step: Step, answer: Whole) -> list[float]:
         return [
             corrected(step, t.old, t.known.get("sampler"))
-            * call(formula, {"logp_t": t.now, "held_t": t.held, "old_t": t.old, "adv_t": t.adv}, step.settings)
+            * call(
+                formula,
+                {"logp_t": t.now, "held_t": t.held, "old_t": t.old, "adv_t": t.adv},
+                step.settings,
+            )
             for t in answer.tokens
         ]
 
@@ -236,10 +292,17 @@ def of_token(formula: Callable[..., float]) -> Callable[[Step, Whole], list[floa
 
 
 def of_answer(formula: Callable[..., float]) -> Callable[[Step, Whole], list[float]]:
-    """The loss of an answer, times its correction, as if each of its tokens had it: their mean is that of the answer."""
+    """The loss of an answer, times its correction, as if each of its tokens had it: their mean is
+    that of the answer.
+    """
 
     def losses(step: Step, answer: Whole) -> list[float]:
-        numbers = {"logp": answer.sum("now"), "old": answer.sum("old"), "n": answer.n, "adv": answer.sum("adv") / answer.n}
+        numbers = {
+            "logp": answer.sum("now"),
+            "old": answer.sum("old"),
+            "n": answer.n,
+            "adv": answer.sum("adv") / answer.n,
+        }
         samplers = [t.known["sampler"] for t in answer.tokens if "sampler" in t.known]
         weight = corrected(step, answer.sum("old"), sum(samplers) if samplers else None)
         return [weight * call(formula, numbers, step.settings)] * answer.n
@@ -254,19 +317,28 @@ def corrected(step: Step, old: float, sampler: float | None) -> float:
 
 def divergence(step: Step, token: Token) -> float:
     x = token.ref - token.logp
-    return step.settings["kl_weight"] * (x**2 / 2 if step.settings["kl_estimator"] == "k2" else math.exp(x) - x - 1)
+    return step.settings["kl_weight"] * (
+        x**2 / 2 if step.settings["kl_estimator"] == "k2" else math.exp(x) - x - 1
+    )
 
 
 def value_error(step: Step, token: Token) -> float:
     if not step.settings["value"] or "return" not in token.known:
         return 0.0
     wanted, before, clip = token.known["return"], token.known["value"], step.settings["value_clip"]
-    ends = [token.critic] if clip is None else [token.critic, min(max(token.critic, before - clip), before + clip)]
+    ends = (
+        [token.critic]
+        if clip is None
+        else [token.critic, min(max(token.critic, before - clip), before + clip)]
+    )
     return step.settings["value_weight"] * max((end - wanted) ** 2 for end in ends) / 2
 
 
 def within_group(step: Step) -> list[list[float]]:
-    return [[(score - fmean(row.scores)) / (stdev(row.scores) + 1e-4) for score in row.scores] for row in step.rows]
+    return [
+        [(score - fmean(row.scores)) / (stdev(row.scores) + 1e-4) for score in row.scores]
+        for row in step.rows
+    ]
 
 
 def above_group(step: Step) -> list[list[float]]:
@@ -275,25 +347,40 @@ def above_group(step: Step) -> list[list[float]]:
 
 def above_others(step: Step) -> list[list[float]]:
     return [
-        [score - fmean(other for j, other in enumerate(row.scores) if i != j) for i, score in enumerate(row.scores)]
+        [
+            score - fmean(other for j, other in enumerate(row.scores) if i != j)
+            for i, score in enumerate(row.scores)
+        ]
         for row in step.rows
-    ]  # fmt: skip
+    ]
 
 
 def over_step(step: Step) -> list[list[float]]:
     every = [score for row in step.rows for score in row.scores]
-    return [[(score - fmean(every)) / (pstdev(every) + 1e-4) for score in row.scores] for row in step.rows]
+    return [
+        [(score - fmean(every)) / (pstdev(every) + 1e-4) for score in row.scores]
+        for row in step.rows
+    ]
 
 
 def policy(
-    losses: Callable[[Step, Whole], list[float]], credit: Callable[[Step], list[list[float]]], average: str
+    losses: Callable[[Step, Whole], list[float]],
+    credit: Callable[[Step], list[list[float]]],
+    average: str,
 ) -> Callable[[Step], float]:
-    """The mean over tokens; over answers of means over their tokens; or over answers of sums over their tokens by one number."""
+    """The mean over tokens; over answers of means over their tokens; or over answers of sums over
+    their tokens by one number.
+    """
 
     def total(step: Step) -> float:
         every = answers(step, credit(step))
         sums = [
-            a.weight * (sum(losses(step, a)) + sum(divergence(step, t) + value_error(step, t) for t in a.tokens)) for a in every
+            a.weight
+            * (
+                sum(losses(step, a))
+                + sum(divergence(step, t) + value_error(step, t) for t in a.tokens)
+            )
+            for a in every
         ]
         if average == "tokens":
             return sum(sums) / sum(a.n for a in every)
@@ -312,14 +399,22 @@ def bradley_terry(step: Step) -> float:
     return found / len(step.rows)
 
 
-def mean_of_scored(each: Callable[[float, float, Said, dict[str, Any]], float]) -> Callable[[Step], float]:
+def mean_of_scored(
+    each: Callable[[float, float, Said, dict[str, Any]], float],
+) -> Callable[[Step], float]:
     """each: score, target, all else that was measured, settings."""
 
     def total(step: Step) -> float:
         found = 0.0
         for row, (said,) in zip(step.rows, step.now, strict=True):
-            given = [(x, t) for x, t in zip(said.score, row.scores, strict=True) if not math.isnan(t)]
-            found += row.weight * fmean(each(x, t, said, step.settings) for x, t in given) if given else 0.0
+            given = [
+                (x, t) for x, t in zip(said.score, row.scores, strict=True) if not math.isnan(t)
+            ]
+            found += (
+                row.weight * fmean(each(x, t, said, step.settings) for x, t in given)
+                if given
+                else 0.0
+            )
         return found / len(step.rows)
 
     return total
@@ -342,15 +437,29 @@ def ordinal(score: float, target: float, said: Said, settings: dict[str, Any]) -
 
 
 IDLE = {
-    "humanline": None, "ld_alpha": 1.0, "label_smoothing": 0.0, "f_divergence": "reverse_kl", "f_alpha": 0.5, "wpo": False,
-    "nll_weight": 0.0, "nll_average": "token", "kl_weight": 0.0, "kl_estimator": "k3",
-    "correction": 2.0, "value": False, "value_weight": 0.1, "value_clip": 0.2,
-}  # fmt: skip
+    "humanline": None,
+    "ld_alpha": 1.0,
+    "label_smoothing": 0.0,
+    "f_divergence": "reverse_kl",
+    "f_alpha": 0.5,
+    "wpo": False,
+    "nll_weight": 0.0,
+    "nll_average": "token",
+    "kl_weight": 0.0,
+    "kl_estimator": "k3",
+    "correction": 2.0,
+    "value": False,
+    "value_weight": 0.1,
+    "value_clip": 0.2,
+}
 """Settings of modifiers as they are by themselves."""
 CLIP = {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}
 BETA = {"beta": 0.1}
 WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
-    "kto": (mean_of_answers(kto_formula), BETA | {"desirable_weight": 1.0, "undesirable_weight": 1.0}),
+    "kto": (
+        mean_of_answers(kto_formula),
+        BETA | {"desirable_weight": 1.0, "undesirable_weight": 1.0},
+    ),
     "apo_zero_unpaired": (mean_of_answers(apo_formula), BETA),
     "bco": (mean_of_answers(bco_formula), BETA),
     "aot_unpaired": (aot_unpaired, BETA),
@@ -375,9 +484,15 @@ WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "sft": (sft, {}),
     "dft": (dft, {}),
     "grpo": (policy(of_token(ppo_formula), within_group, "answers"), CLIP),
-    "dr_grpo": (policy(of_token(ppo_formula), above_group, "constant"), CLIP | {"max_tokens": None}),
+    "dr_grpo": (
+        policy(of_token(ppo_formula), above_group, "constant"),
+        CLIP | {"max_tokens": None},
+    ),
     "dapo": (policy(of_token(ppo_formula), within_group, "tokens"), CLIP | {"eps_high": 0.28}),
-    "gspo": (policy(of_answer(gspo_formula), within_group, "answers"), {"eps_low": 3e-4, "eps_high": 4e-4, "dual_clip": None}),
+    "gspo": (
+        policy(of_answer(gspo_formula), within_group, "answers"),
+        {"eps_low": 3e-4, "eps_high": 4e-4, "dual_clip": None},
+    ),
     "cispo": (policy(of_token(cispo_formula), within_group, "tokens"), {"eps_high": 5.0}),
     "rloo": (policy(of_answer(rloo_formula), above_others, "answers"), {}),
     "reinforce_pp": (policy(of_token(ppo_formula), over_step, "tokens"), CLIP),
@@ -386,4 +501,6 @@ WHOLE_STEP: dict[str, tuple[Callable[[Step], float], dict[str, Any]]] = {
     "pointwise": (mean_of_scored(pointwise), {"error": "cross_entropy", "huber_delta": 1.0}),
     "ordinal": (mean_of_scored(ordinal), {}),
 }
-"""Row of the table of losses -> the step's loss, and the settings that the formula book gives it."""
+"""Row of the table of losses -> the step's loss, and the settings that the formula book gives
+it.
+"""

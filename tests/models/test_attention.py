@@ -42,11 +42,23 @@ def plain_products() -> Iterator[None]:
         yield
 
 
-def heads(rows: int, number: int = 4, shared: int = 2, d: int = 6, d_v: int = 10, dtype: Any = torch.float64) -> list[Tensor]:
-    """Random q, k, v as a model makes them: [1, H, T, D], of which the heads of a token lie together."""
+def heads(
+    rows: int,
+    number: int = 4,
+    shared: int = 2,
+    d: int = 6,
+    d_v: int = 10,
+    dtype: Any = torch.float64,
+) -> list[Tensor]:
+    """Random q, k, v as a model makes them: [1, H, T, D], of which the heads of a token lie
+    together.
+    """
     made = torch.Generator().manual_seed(rows)
     shapes = ((number, d), (shared, d), (shared, d_v))
-    drawn = [torch.randn(1, rows, *shape, generator=made, dtype=torch.float64).to(dtype) for shape in shapes]
+    drawn = [
+        torch.randn(1, rows, *shape, generator=made, dtype=torch.float64).to(dtype)
+        for shape in shapes
+    ]
     return [x.transpose(1, 2).requires_grad_() for x in drawn]
 
 
@@ -57,7 +69,12 @@ def with_slopes(out: Tensor, given: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize("way", WAYS)
 @few
-@given(forests(), st.sampled_from([0, 1, 3, 20]), st.sampled_from([0.0, 0.8]), st.sampled_from([1 << 21, 700]))
+@given(
+    forests(),
+    st.sampled_from([0, 1, 3, 20]),
+    st.sampled_from([0.0, 0.8]),
+    st.sampled_from([1 << 21, 700]),
+)
 def test_values_and_gradients_are_those_of_the_formula(
     way: str, segments: Segments, window: int, softcap: float, at_once: int
 ) -> None:
@@ -72,7 +89,14 @@ def test_values_and_gradients_are_those_of_the_formula(
 
 @pytest.mark.parametrize(("dtype", "most"), [(torch.float32, 2e-6), (torch.bfloat16, 1e-2)])
 def test_rounding_is_that_of_the_type(dtype: torch.dtype, most: float) -> None:
-    segments = [(0, 90, -1), (90, 100, 0), (100, 230, 0), (230, 231, 2), (231, 300, 2), (300, 420, -1)]
+    segments = [
+        (0, 90, -1),
+        (90, 100, 0),
+        (100, 230, 0),
+        (230, 231, 2),
+        (231, 300, 2),
+        (300, 420, -1),
+    ]
     given = heads(420, d=64, d_v=64, dtype=dtype)
     exact = [x.detach().double().requires_grad_() for x in given]
     with plain_products():
@@ -89,7 +113,9 @@ def test_rounding_is_that_of_the_type(dtype: torch.dtype, most: float) -> None:
 def test_what_is_not_a_number_stays_in_its_sequence(
     way: str, window: int, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Values and gradients of the others are as they are without it, whether runs share a block or have one each."""
+    """Values and gradients of the others are as they are without it, whether runs share a block or
+    have one each.
+    """
     monkeypatch.setattr(layout, "CALL", layout.CALL if together else 0)
     layout.blocks.cache_clear()
     segments = [(0, 20, -1), (20, 43, -1), (43, 50, -1), (50, 53, 2), (53, 57, 2)]
@@ -125,7 +151,11 @@ def test_a_second_pass_over_what_the_first_one_kept(
     whole = dense_attention(*given, seen(segments, window), SCALE)
     count = len(parts.rows)
     more = fill(count) - count
-    filled_up = torch.cat([parts.first, torch.tensor([[count, count + more, -1, 1]])]) if more else parts.first
+    filled_up = (
+        torch.cat([parts.first, torch.tensor([[count, count + more, -1, 1]])])
+        if more
+        else parts.first
+    )
     memory = Memory(fill(count))
     found: list[Tensor] = []
     for rows, forest, reading in (
@@ -141,7 +171,9 @@ def test_a_second_pass_over_what_the_first_one_kept(
 @pytest.mark.parametrize("fill", FILLS.values(), ids=FILLS)
 @few
 @given(forests(segments=7, longest=30), st.integers(0, 6))
-def test_the_masks_for_cuda_say_what_is_seen(fill: Callable[[int], int], segments: Segments, number: int) -> None:
+def test_the_masks_for_cuda_say_what_is_seen(
+    fill: Callable[[int], int], segments: Segments, number: int
+) -> None:
     """Of a whole forest, and of a second pass behind a first one."""
     windows = (0, 1, 4, 20)
     paths = [path(segments, k) for k in range(len(segments))]
@@ -149,11 +181,18 @@ def test_the_masks_for_cuda_say_what_is_seen(fill: Callable[[int], int], segment
     nobody = torch.full((fill(len(parts.rows)) - len(parts.rows),), -1)
     order = torch.cat([parts.rows, nobody, parts.rest])
     whole = torch.arange(segments[-1][1])
-    for forest, keys, queries in ((table(segments), whole, whole), (parts.second, order, parts.rest)):
+    for forest, keys, queries in (
+        (table(segments), whole, whole),
+        (parts.second, order, parts.rest),
+    ):
         if not len(queries):
             continue
         visible = Visible(segments_of(forest), windows, torch.device("cpu"))
-        zero, rows, columns = torch.tensor(0), torch.arange(len(queries))[:, None], torch.arange(len(keys))[None]
+        zero, rows, columns = (
+            torch.tensor(0),
+            torch.arange(len(queries))[:, None],
+            torch.arange(len(keys))[None],
+        )
         for window, mask in visible.masks.items():
             assert mask.shape == (1, 1, len(queries), len(keys))
             wanted = seen(segments, window)[queries][:, keys.clamp(min=0)] & (keys >= 0)
@@ -170,9 +209,16 @@ def blocks_of(counts: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("window", [0, 300])
 @pytest.mark.parametrize("walked", [True, False])
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))])
-def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool, window: int) -> None:
-    """And none is taken for one in which all is seen. Few are looked into in vain where rows come as in a walk depth first."""
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (2, 3, 4))]
+)
+def test_no_block_is_left_out_in_which_something_is_seen(
+    seed: int, walked: bool, window: int
+) -> None:
+    """And none is taken for one in which all is seen.
+
+    Few are looked into in vain where rows come as in a walk depth first.
+    """
     draw = random.Random(seed)
     segments, end, above = list[tuple[int, int, int]](), 0, [-1]
     for k in range(12):
@@ -186,27 +232,38 @@ def test_no_block_is_left_out_in_which_something_is_seen(seed: int, walked: bool
     real[:end, :end] = sees
     by_block = real.view(size // BLOCK, BLOCK, size // BLOCK, BLOCK)
     some, every = by_block.any(3).any(1), by_block.all(3).all(1)
-    asked, whole = blocks_of(mask.kv_num_blocks, mask.kv_indices), blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices)
+    asked, whole = (
+        blocks_of(mask.kv_num_blocks, mask.kv_indices),
+        blocks_of(mask.full_kv_num_blocks, mask.full_kv_indices),
+    )
     assert not (asked & whole).any()
     assert not (whole & ~every).any()
     assert not (some & ~(asked | whole)).any()
     assert not walked or (asked | whole).sum() <= 1.25 * some.sum()
     assert every.sum() == whole.sum()
-    transposed = blocks_of(mask.q_num_blocks, mask.q_indices) | blocks_of(mask.full_q_num_blocks, mask.full_q_indices)
+    transposed = blocks_of(mask.q_num_blocks, mask.q_indices) | blocks_of(
+        mask.full_q_num_blocks, mask.full_q_indices
+    )
     assert torch.equal(transposed.T, asked | whole)  # which the backward pass goes by
 
 
 def test_the_compiler_of_attention_has_room_for_every_size() -> None:
-    """Beyond its limit it goes on with all scores in memory at once. With and without a gradient, and second passes behind first
-    ones; with a window and none."""
+    """Beyond its limit it goes on with all scores in memory at once.
+
+    With and without a gradient, and second passes behind first ones; with a window and none.
+    """
     sizes = {filled(tokens, "cuda") for tokens in range(1, MOST["cuda"] + 1)}
-    pairs = [(first, second) for first in sizes for second in sizes if first + second <= MOST["cuda"]]
+    pairs = [
+        (first, second) for first in sizes for second in sizes if first + second <= MOST["cuda"]
+    ]
     assert min(sizes) >= BLOCK
     limits: list[int] = []
 
     def a_thread() -> None:  # the compiler's settings are each thread's own
         flex.raise_recompile_limits()
-        limits.extend([torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit])
+        limits.extend(
+            [torch._dynamo.config.recompile_limit, torch._dynamo.config.accumulated_recompile_limit]
+        )
 
     thread = threading.Thread(target=a_thread)
     thread.start()
@@ -219,7 +276,12 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
     """Each is a program of its own."""
     sizes: set[tuple[int, int]] = set()
     for rows in range(3000, 4000, 7):
-        parts = split([(0, rows, -1), (rows, rows + 500, -1)], [[0], [1]], [True, False], partial(filled, device="cuda"))
+        parts = split(
+            [(0, rows, -1), (rows, rows + 500, -1)],
+            [[0], [1]],
+            [True, False],
+            partial(filled, device="cuda"),
+        )
         sizes.add((int(parts.second[-1, 0]), int(parts.first[-1, 1])))
     assert {first for first, _ in sizes} <= {filled(rows, "cuda") for rows in range(3000, 4000)}
     assert len({first for first, _ in sizes}) <= 5
@@ -227,25 +289,36 @@ def test_a_second_pass_has_few_sizes_on_cuda() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
-@pytest.mark.parametrize(("window", "softcap"), [
-    (0, 0.0), (5, 0.8), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0.8), (5, 0.0)))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("window", "softcap"),
+    [
+        (0, 0.0),
+        (5, 0.8),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((0, 0.8), (5, 0.0))),
+    ],
+)
 def test_flex_attention_is_the_formula(window: int, softcap: float) -> None:
     segments = [(0, 20, -1), (20, 33, 0), (33, 150, 0), (150, 155, 2)]
     q, k, v = (x.detach() for x in heads(155, d=16, d_v=16))
     visible = Visible(segments_of(table(segments)), (0, 5), torch.device("cpu"))
     wanted = dense_attention(q, k, v, seen(segments, window), SCALE, softcap)
-    torch.testing.assert_close(visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        visible(q, k, v, SCALE, window, softcap).transpose(1, 2), wanted, rtol=1e-6, atol=1e-6
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)]
+)
 def test_the_operators_are_what_the_compiler_takes_them_for(dtype: torch.dtype) -> None:
     forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     given = heads(40, dtype=dtype, d=16, d_v=16)
     torch.library.opcheck(attend, (*given, forest, SCALE, 0, 0.0))
     out, lse = (x.detach() for x in attend(*given, forest, SCALE, 0, 0.0))
     plain = [x.detach() for x in given]
-    torch.library.opcheck(attention.attend_backward, (torch.randn_like(out), out, lse, *plain, forest, SCALE, 0, 0.0))
+    torch.library.opcheck(
+        attention.attend_backward, (torch.randn_like(out), out, lse, *plain, forest, SCALE, 0, 0.0)
+    )
 
 
 def test_a_layer_that_hands_no_forest_over_says_so() -> None:
@@ -270,12 +343,17 @@ def test_what_is_not_done_here_is_refused(others: dict[str, object], code: str) 
 
 
 @pytest.mark.parametrize("kernels", [nullcontext, plain_products])
-def test_autocast_narrows_what_comes_in_and_nothing_inside(kernels: Callable[[], AbstractContextManager[None]]) -> None:
+def test_autocast_narrows_what_comes_in_and_nothing_inside(
+    kernels: Callable[[], AbstractContextManager[None]],
+) -> None:
     """Products of bfloat16 numbers are summed in float32, as they are without autocast."""
     forest = table([(0, 20, -1), (20, 33, 0), (33, 40, 0)])
     wide = heads(40, d=16, d_v=16, dtype=torch.float32)
     found: list[list[Tensor]] = []
-    for asked, autocast in ((wide, True), ([x.detach().bfloat16().requires_grad_() for x in wide], False)):
+    for asked, autocast in (
+        (wide, True),
+        ([x.detach().bfloat16().requires_grad_() for x in wide], False),
+    ):
         with kernels(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             out, _ = attention.forest_attention(nn.Module(), *asked, None, forest=forest)
         assert out.dtype == torch.bfloat16

@@ -29,14 +29,20 @@ def lora(targets: Any = "all-linear", dropout: float = 0.0) -> Any:
     (BF16, F32, F32, None), (F32, BF16, F32, BF16), (BF16, BF16, F32, BF16), (F32, F32, F32, None),
     (F64, F32, F64, None), (F32, F64, F64, None), (F64, BF16, F32, BF16),
 ])  # fmt: skip
-def test_weights_that_train_are_masters_whatever_comes_in(given: Any, dtype: Any, masters: Any, compute: Any) -> None:
+def test_weights_that_train_are_masters_whatever_comes_in(
+    given: Any, dtype: Any, masters: Any, compute: Any
+) -> None:
     engine = build_policy(tiny(dtype=given), dtype=dtype)
     assert {p.dtype for p in engine.parameters()} == {masters}
     assert engine.compute == compute
 
 
-@pytest.mark.parametrize(("given", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)])
-def test_a_base_under_an_adapter_has_the_type_of_the_computation(given: Any, dtype: Any, adapter: Any) -> None:
+@pytest.mark.parametrize(
+    ("given", "dtype", "adapter"), [(F32, BF16, F32), (BF16, F32, F32), (F32, F64, F64)]
+)
+def test_a_base_under_an_adapter_has_the_type_of_the_computation(
+    given: Any, dtype: Any, adapter: Any
+) -> None:
     engine = build_policy(tiny(dtype=given), dtype=dtype, lora=lora())
     assert {p.dtype for p in engine.parameters() if not p.requires_grad} == {dtype}
     assert {p.dtype for p in engine.parameters() if p.requires_grad} == {adapter}
@@ -55,7 +61,8 @@ def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, given: Any
     policy, other = tiny(dtype=F32), tiny(dtype=F32, seed=7)
     policy.load_state_dict(weights)
     other.load_state_dict(weights)
-    for p in other.parameters():  # as it is loaded: the type of the weights, and rotary frequencies in float32
+    # as it is loaded: the type of the weights, and rotary frequencies in float32
+    for p in other.parameters():
         p.data = p.data.to(given)
     engine = build_policy(policy, dtype=BF16, lora=adapter)
     reference = build_reference(engine, fresh_adapter=False, model=other, name="another")
@@ -65,7 +72,9 @@ def test_the_same_weights_as_a_reference_have_no_reward(adapter: Any, given: Any
 
 @pytest.mark.parametrize("kind", ["opt", "gpt2", "llama"])
 def test_a_training_forward_is_not_random(kind: str) -> None:
-    engine = build_policy(tiny(kind, dtype=F32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5), dtype=F32)
+    engine = build_policy(
+        tiny(kind, dtype=F32, dropout=0.5, attention_dropout=0.5, layerdrop=0.5), dtype=F32
+    )
     assert engine.training
     batch = plain_batch(sequences())
     assert torch.equal(engine(batch).logp, engine(batch).logp)
@@ -111,10 +120,14 @@ def test_an_adapter_for_another_base_is_warned_of(tmp_path: Path) -> None:
     made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
     names = ".*".join(re.escape(str(folder)) for folder in folders)
     with pytest.warns(UserWarning, match=names):
-        build_policy(load_model(str(folders[1]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+        build_policy(
+            load_model(str(folders[1]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter")
+        )
     with warnings.catch_warnings():
         warnings.filterwarnings("error", f".*{names}")
-        again = build_policy(load_model(str(folders[0]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter"))
+        again = build_policy(
+            load_model(str(folders[0]), dtype=F32), dtype=F32, adapter=str(tmp_path / "adapter")
+        )
     assert not isinstance(build_reference(again, fresh_adapter=False), AdapterDisabledReference)
 
 
@@ -127,7 +140,10 @@ def test_the_adapter_is_off_for_the_reference_alone() -> None:
     trains = {name for name, p in policy.named_parameters() if p.requires_grad}
     batch = plain_batch(sequences())
     before = policy(batch).logp.detach()
-    assert torch.equal(AdapterDisabledReference(policy)(batch), build_policy(tiny(dtype=F32), dtype=F32)(batch).logp)
+    assert torch.equal(
+        AdapterDisabledReference(policy)(batch),
+        build_policy(tiny(dtype=F32), dtype=F32)(batch).logp,
+    )
     assert torch.equal(policy(batch).logp, before)
     with pytest.raises(AttributeError):
         AdapterDisabledReference(policy)(None)  # type: ignore[arg-type]
@@ -144,8 +160,14 @@ def test_a_damaged_weights_file_is_a_mistake_in_the_folder(tmp_path: Path) -> No
     assert str(tmp_path) in raised.error.what
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("llama", (256, False)), ("gpt2", (256, True)), ("opt", (256, True)), ("gpt_neox", (256, False)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("llama", (256, False)),
+        ("gpt2", (256, True)),
+        ("opt", (256, True)),
+        ("gpt_neox", (256, False)),
+    ],
+)
 def test_the_positions_a_model_was_made_for(kind: str, expected: Any) -> None:
     assert position_limit(tiny(kind)) == expected

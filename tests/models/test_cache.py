@@ -26,7 +26,9 @@ from valence.types import MicroBatch, TokenizedExample
 
 
 class Counted:
-    """A reference that counts the micro-batches it is asked for, and adds something to each value."""
+    """A reference that counts the micro-batches it is asked for, and adds something to each
+    value.
+    """
 
     def __init__(self, inner: Reference, plus: float = 0.0) -> None:
         self.inner, self.plus, self.asked = inner, plus, 0
@@ -77,7 +79,13 @@ def test_another_configuration_of_the_same_weights_is_another_reference() -> Non
     plain, same = (FrozenReference(PolicyModel(tiny("gemma2"))).digests().model for _ in range(2))
     bent = FrozenReference(PolicyModel(tiny("gemma2", final_logit_softcapping=2.5))).digests().model
     turned = (
-        FrozenReference(PolicyModel(tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"}))).digests().model
+        FrozenReference(
+            PolicyModel(
+                tiny("gemma2", rope_parameters={"rope_theta": 50.0, "rope_type": "default"})
+            )
+        )
+        .digests()
+        .model
     )
     assert plain == same
     assert len({plain, bent, turned}) == 3
@@ -87,14 +95,25 @@ def test_a_copy_of_a_model_is_the_same_reference(tmp_path: Path) -> None:
     model = tiny(dtype=torch.float32)
     model.save_pretrained(tmp_path)  # type: ignore[operator]
     loaded = load_model(str(tmp_path), dtype=torch.float32)
-    assert FrozenReference(PolicyModel(loaded)).digests().model == FrozenReference(PolicyModel(model)).digests().model
+    assert (
+        FrozenReference(PolicyModel(loaded)).digests().model
+        == FrozenReference(PolicyModel(model)).digests().model
+    )
 
 
 def test_another_scale_of_the_same_adapter_is_another_reference() -> None:
     def digest(alpha: float | None) -> str:
-        lora = type("Lora", (), {"rank": 3, "alpha": alpha, "dropout": 0.0, "targets": ["q_proj", "v_proj"]})
+        lora = type(
+            "Lora", (), {"rank": 3, "alpha": alpha, "dropout": 0.0, "targets": ["q_proj", "v_proj"]}
+        )
         torch.manual_seed(0)
-        return build_reference(build_policy(tiny(), dtype=torch.float64, lora=lora), fresh_adapter=False).digests().model
+        return (
+            build_reference(
+                build_policy(tiny(), dtype=torch.float64, lora=lora), fresh_adapter=False
+            )
+            .digests()
+            .model
+        )
 
     assert digest(6) == digest(None)
     assert digest(6) != digest(12)
@@ -106,14 +125,22 @@ def test_the_same_answer_behind_another_prompt_is_another_entry(tmp_path: Path) 
     made = objective("apo_zero_unpaired", policy, cached)
     rows = units("judgement", 2)
     made.run([rows[0]], backward=False)
-    made.run([replace(rows[0], prompt_ids=rows[1].prompt_ids, prompt_mask=rows[1].prompt_mask)], backward=False)
+    made.run(
+        [replace(rows[0], prompt_ids=rows[1].prompt_ids, prompt_mask=rows[1].prompt_mask)],
+        backward=False,
+    )
     assert cached.hits == 0
 
 
 def test_sequences_are_found_in_whatever_company_and_layout(tmp_path: Path) -> None:
-    """Alone or beside others that share their prompt; on either side; with the same prompt and another answer."""
+    """Alone or beside others that share their prompt; on either side; with the same prompt and
+    another answer.
+    """
     _, reference = policy_and_reference()
-    pairs = [replace(row, prompt_ids=tuple(range(3, 23)), prompt_mask=(False,) * 20) for row in units("preference", 4)]
+    pairs = [
+        replace(row, prompt_ids=tuple(range(3, 23)), prompt_mask=(False,) * 20)
+        for row in units("preference", 4)
+    ]
     CachedReference(reference, tmp_path)(batch_of(pairs))
     again = CachedReference(Counted(reference), tmp_path)
     for row in (*pairs, *(replace(row, answers=row.answers[::-1]) for row in pairs)):
@@ -128,7 +155,10 @@ def test_sequences_are_found_in_whatever_company_and_layout(tmp_path: Path) -> N
 def test_a_turn_is_the_same_with_and_without_the_next_one_in_the_same_tree(tmp_path: Path) -> None:
     """The tokens that the first turn measures are context of the second."""
     _, reference = policy_and_reference()
-    first, other = (replace(row, prompt_ids=tuple(range(3, 23)), prompt_mask=(False,) * 20) for row in units("judgement", 2))
+    first, other = (
+        replace(row, prompt_ids=tuple(range(3, 23)), prompt_mask=(False,) * 20)
+        for row in units("judgement", 2)
+    )
     context = first.prompt_ids + first.answers[0].ids
     second = replace(other, prompt_ids=context, prompt_mask=(False,) * len(context))
     both = batch_of([first, second])
@@ -160,7 +190,9 @@ def test_what_is_measured_of_a_sequence_is_part_of_what_it_is(tmp_path: Path) ->
     assert cached.hits == 0
 
 
-def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(tmp_path: Path) -> None:
+def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(
+    tmp_path: Path,
+) -> None:
     _, reference = policy_and_reference()
     rows = units("judgement", 4)
     first = CachedReference(reference, tmp_path)(batch_of(rows[:2]))
@@ -171,12 +203,16 @@ def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(t
     assert (mixed.hits, mixed.misses, moved.asked) == (2, 2, 1)
     known = batch.seq < 2
     torch.testing.assert_close(found[known], first, rtol=0, atol=0)
-    torch.testing.assert_close(found[~known], (reference(batch) + batch.mask)[~known], rtol=0, atol=0)
+    torch.testing.assert_close(
+        found[~known], (reference(batch) + batch.mask)[~known], rtol=0, atol=0
+    )
     assert torch.equal(CachedReference(moved, tmp_path)(batch), found)
 
 
 def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path) -> None:
-    """Bit for bit, though the cache holds more by then than it held when those micro-batches came first."""
+    """Bit for bit, though the cache holds more by then than it held when those micro-batches came
+    first.
+    """
     reference = FrozenReference(PolicyModel(tiny(dtype=torch.float32)))
     rows = units("judgement", 12)
     steps = [batch_of(part) for part in (rows[:5], rows[3:9], rows[::2], rows[6:], rows)]
@@ -184,14 +220,19 @@ def test_a_run_that_was_killed_finds_what_it_would_have_computed(tmp_path: Path)
     values = [whole(batch) for batch in steps]
     for done in range(len(steps)):
         again = CachedReference(reference, tmp_path / "cache")
-        assert all(torch.equal(again(batch), found) for batch, found in zip(steps[done:], values[done:], strict=True))
+        assert all(
+            torch.equal(again(batch), found)
+            for batch, found in zip(steps[done:], values[done:], strict=True)
+        )
     (index,) = (tmp_path / "cache").rglob("*.index")
     raw = index.read_bytes()
     for rows_left in range(9):  # killed between any two entries
         index.write_bytes(raw[: 1024 + 36 * rows_left])
         shutil.copytree(tmp_path / "cache", tmp_path / f"cache{rows_left}")
         again = CachedReference(reference, tmp_path / f"cache{rows_left}")
-        assert all(torch.equal(again(batch), found) for batch, found in zip(steps, values, strict=True))
+        assert all(
+            torch.equal(again(batch), found) for batch, found in zip(steps, values, strict=True)
+        )
 
 
 def test_a_flipped_byte_is_named_and_computed_again(tmp_path: Path) -> None:
@@ -233,7 +274,9 @@ def test_an_empty_folder_is_nothing_to_speak_of(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("plus", [0.0, 1e-9, 0.1, float("nan")])
-def test_values_of_another_version_are_tried_first(plus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_another_version_are_tried_first(
+    plus: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, reference = policy_and_reference()
     batch = batch_of(units("judgement", 3))
     kept = CachedReference(reference, tmp_path)(batch)
@@ -288,7 +331,9 @@ def test_a_reference_that_was_let_go_of_is_loaded_when_it_is_needed(tmp_path: Pa
     for _ in range(2):
         torch.testing.assert_close(cached(batch_of(rows)), reference(batch_of(rows)))
     assert len(loaded) == 1
-    changed = LazyReference(reference, reference.digests(), lambda: FrozenReference(PolicyModel(tiny(seed=9))))
+    changed = LazyReference(
+        reference, reference.digests(), lambda: FrozenReference(PolicyModel(tiny(seed=9)))
+    )
     with raises_error("reference-changed"):
         changed(batch_of(rows))
 

@@ -1,4 +1,6 @@
-"""The start-up check: which models pack, which run one sequence at a time, and which are refused."""
+"""The start-up check: which models pack, which run one sequence at a time, and which are
+refused.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ def test_an_architecture_that_cannot_pack_runs_one_by_one_and_says_why(kind: str
     start = 0
     for row in rows:
         wanted = oracle(copy.deepcopy(untouched), row)
-        torch.testing.assert_close(out[start + 1 : start + len(row)].double(), wanted, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            out[start + 1 : start + len(row)].double(), wanted, rtol=1e-4, atol=1e-4
+        )
         start += len(row)
 
 
@@ -54,7 +58,9 @@ def test_values_of_another_size_than_queries_pack() -> None:
     rows = sequences()
     assert engine.packs
     with engine.stock():
-        wanted = torch.cat([torch.cat([torch.zeros(1), oracle(engine.model, row).float()]) for row in rows])
+        wanted = torch.cat(
+            [torch.cat([torch.zeros(1), oracle(engine.model, row).float()]) for row in rows]
+        )
     torch.testing.assert_close(engine(plain_batch(rows)).logp, wanted, rtol=1e-4, atol=1e-4)
 
 
@@ -65,7 +71,9 @@ def test_an_encoder_is_refused(dtype: torch.dtype) -> None:
 
 
 class Leaky(nn.Module):
-    """A layer that also gives four rows a little of what an earlier one gets: causal, but blind to sequences."""
+    """A layer that also gives four rows a little of what an earlier one gets: causal, but blind to
+    sequences.
+    """
 
     def __init__(self, inner: nn.Module, share: float) -> None:
         super().__init__()
@@ -120,11 +128,15 @@ def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_a_table_of_few_positions_is_not_read_beyond_its_end(kind: str) -> None:
-    """Filling a pass up to a round number of tokens needs no positions that the model does not have."""
+    """Filling a pass up to a round number of tokens needs no positions that the model does not
+    have.
+    """
     engine = PolicyModel(tiny(kind, dtype=torch.float32, max_position_embeddings=24))
     engine.check_layout()
     assert engine.packs
     rows = sequences()
     with engine.stock():
-        wanted = torch.cat([torch.cat([torch.zeros(1), oracle(engine.model, row).float()]) for row in rows])
+        wanted = torch.cat(
+            [torch.cat([torch.zeros(1), oracle(engine.model, row).float()]) for row in rows]
+        )
     torch.testing.assert_close(engine(plain_batch(rows)).logp, wanted, rtol=1e-4, atol=1e-4)

@@ -1,4 +1,6 @@
-"""Layers computed again: the same values and gradients, bit for bit, and less kept for the backward pass."""
+"""Layers computed again: the same values and gradients, bit for bit, and less kept for the backward
+pass.
+"""
 
 from __future__ import annotations
 
@@ -34,37 +36,65 @@ def offloading(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
         def __init__(self, **_: Any) -> None:
             super().__init__()
             pack = self.pack_hook
-            self.pack_hook: Callable[[Tensor], Any] = lambda tensor: (moved.append(tensor), pack(tensor))[1]
+            self.pack_hook: Callable[[Tensor], Any] = lambda tensor: (
+                moved.append(tensor),
+                pack(tensor),
+            )[1]
 
     monkeypatch.setattr(checkpointing, "HOSTED", ())
     monkeypatch.setattr(checkpointing, "save_on_cpu", Noted)
     return moved
 
 
-def policy(kind: str, how: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None) -> PolicyModel:
+def policy(
+    kind: str, how: Any, *, dtype: torch.dtype = torch.float32, lora: Any = None
+) -> PolicyModel:
     layers = {"n_layer": LAYERS} if kind == "gpt2" else {"num_hidden_layers": LAYERS}
     model = tiny(kind, dtype=torch.float32 if dtype == torch.bfloat16 else dtype, **layers)
     return build_policy(model, dtype=dtype, lora=lora, checkpointing=how)
 
 
 def measured(engine: PolicyModel) -> tuple[Tensor, dict[str, Tensor]]:
-    """Values, and the gradient of something that every one of them enters, with the same random numbers each time."""
+    """Values, and the gradient of something that every one of them enters, with the same random
+    numbers each time.
+    """
     torch.manual_seed(1)
     logp = engine(plain_batch(ROWS)).logp
     (logp * torch.arange(len(logp))).sum().backward()
-    return logp.detach(), {name: p.grad for name, p in engine.named_parameters() if p.grad is not None}
+    return logp.detach(), {
+        name: p.grad for name, p in engine.named_parameters() if p.grad is not None
+    }
 
 
-@pytest.mark.parametrize(("kind", "dtype", "dropout"), [
-    ("llama", torch.float64, None), ("llama", torch.bfloat16, 0.3), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("llama", torch.float64, 0.3), ("llama", torch.bfloat16, None), ("llama", torch.bfloat16, 0.0),
-        ("gpt2", torch.float64, 0.3), ("gemma2", torch.float64, None), ("qwen3_moe", torch.float32, None),
-        ("qwen3_moe", torch.float32, 0.0))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "dtype", "dropout"),
+    [
+        ("llama", torch.float64, None),
+        ("llama", torch.bfloat16, 0.3),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("llama", torch.float64, 0.3),
+                ("llama", torch.bfloat16, None),
+                ("llama", torch.bfloat16, 0.0),
+                ("gpt2", torch.float64, 0.3),
+                ("gemma2", torch.float64, None),
+                ("qwen3_moe", torch.float32, None),
+                ("qwen3_moe", torch.float32, 0.0),
+            )
+        ),
+    ],
+)
 @pytest.mark.usefixtures("offloading")
-def test_values_and_gradients_are_those_without(kind: str, dtype: torch.dtype, dropout: float | None) -> None:
+def test_values_and_gradients_are_those_without(
+    kind: str, dtype: torch.dtype, dropout: float | None
+) -> None:
     """All weights, or an adapter (dropout: on its input)."""
-    lora = None if dropout is None else SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets="all-linear")
+    lora = (
+        None
+        if dropout is None
+        else SimpleNamespace(rank=3, alpha=None, dropout=dropout, targets="all-linear")
+    )
     found = {how: measured(policy(kind, how, dtype=dtype, lora=lora)) for how in RECOMPUTED}
     values, gradients = found.pop("off")
     assert gradients
@@ -90,10 +120,12 @@ def test_the_layers_that_are_said_run_again(how: str, offloading: list[Tensor]) 
     with torch.no_grad():
         engine(plain_batch(ROWS))
     assert runs == [1] * LAYERS
-    moved = [tensor for tensor in offloading if tensor.numel()]  # PyTorch 2.11 also keeps empty ones
+    # PyTorch 2.11 also keeps empty ones
+    moved = [tensor for tensor in offloading if tensor.numel()]
     assert len(moved) == (LAYERS if how == "offloaded" else 0)
     filled = -(-len(plain_batch(ROWS).tokens) // ROUND) * ROUND
-    assert all(tensor.shape == (1, filled, 32) for tensor in moved)  # the input of a layer, and nothing else
+    # the input of a layer, and nothing else
+    assert all(tensor.shape == (1, filled, 32) for tensor in moved)
 
 
 def test_less_is_kept_the_more_is_computed_again() -> None:
@@ -107,7 +139,10 @@ def test_less_is_kept_the_more_is_computed_again() -> None:
 
         with saved_tensors_hooks(note, lambda tensor: tensor):
             logp = engine(plain_batch(ROWS)).logp
-        kept.append(sum(sizes.values()) - sum(p.numel() for p in engine.parameters() if p.data_ptr() in sizes))
+        kept.append(
+            sum(sizes.values())
+            - sum(p.numel() for p in engine.parameters() if p.data_ptr() in sizes)
+        )
         del logp
     off, selective, full = kept
     assert full < 0.4 * off
@@ -144,6 +179,11 @@ def test_offloaded_inputs_come_back_from_the_host() -> None:
         recompute_layers(model, how, torch.device("cuda"))
         logits = model(input_ids=ROWS[2][None].cuda(), use_cache=False).logits
         logits.logsumexp(-1).sum().backward()
-        found.append((logits.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+        found.append(
+            (
+                logits.detach(),
+                {name: p.grad for name, p in model.named_parameters() if p.grad is not None},
+            )
+        )
     assert torch.equal(found[0][0], found[1][0])
     assert all(torch.equal(slope, found[1][1][name]) for name, slope in found[0][1].items())

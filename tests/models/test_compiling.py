@@ -28,11 +28,15 @@ from valence.rollouts import HFGenerator, Sampling
 
 @pytest.mark.slow
 def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The compiler computes again what it thinks cheap, and knows nothing of this operator but what it is told."""
+    """The compiler computes again what it thinks cheap, and knows nothing of this operator but what
+    it is told.
+    """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     # What decides which values are kept, without the programs that are made then.
-    monkeypatch.setattr(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition"))
+    monkeypatch.setattr(
+        nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager_decomp_partition")
+    )
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
     assert compile_layers(engine)
     batch = plain_batch([torch.arange(1, 41), torch.arange(2, 25)])
@@ -46,18 +50,27 @@ def test_attention_is_not_run_again_in_the_backward_pass(monkeypatch: pytest.Mon
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("adapter", "checkpointing"), [(True, "full"), (True, "selective"), (False, "selective")])
+@pytest.mark.parametrize(
+    ("adapter", "checkpointing"), [(True, "full"), (True, "selective"), (False, "selective")]
+)
 def test_a_layer_that_runs_again_runs_the_same_program(
     adapter: bool, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In bfloat16, where something is around each run of an adapter."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    lora = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear") if adapter else None
+    lora = (
+        SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear") if adapter else None
+    )
     batches = [plain_batch([torch.arange(1, 41), torch.arange(2, n)]) for n in (25, 60)]
 
     def engine() -> PolicyModel:
         torch.manual_seed(0)
-        made = build_policy(tiny("qwen3", dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
+        made = build_policy(
+            tiny("qwen3", dtype=torch.float32),
+            dtype=torch.bfloat16,
+            lora=lora,
+            checkpointing=checkpointing,
+        )
         for name, p in made.named_parameters():
             if "lora_B" in name:
                 nn.init.normal_(p, std=0.1)
@@ -69,16 +82,23 @@ def test_a_layer_that_runs_again_runs_the_same_program(
         warnings.filterwarnings("error", "the layers of")
         assert compile_layers(compiled)
     for batch in batches:
-        runs = [(each(batch).logp, [p for p in each.parameters() if p.requires_grad]) for each in (plain, compiled)]
+        runs = [
+            (each(batch).logp, [p for p in each.parameters() if p.requires_grad])
+            for each in (plain, compiled)
+        ]
         wanted, found = (torch.autograd.grad(logp.sum(), weights) for logp, weights in runs)
         torch.testing.assert_close(runs[1][0], runs[0][0], rtol=0.02, atol=0.02)
         for theirs, ours in zip(wanted, found, strict=True):
-            torch.testing.assert_close(ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max()))
+            torch.testing.assert_close(
+                ours, theirs, rtol=0.05, atol=0.05 * float(theirs.abs().max())
+            )
     with torch.no_grad():
         compiled.eval()(batches[1])
     with torch.compiler.set_stance("fail_on_recompile"):
         with torch.no_grad():
-            torch.testing.assert_close(compiled(batches[0]).logp, plain(batches[0]).logp, rtol=0.02, atol=0.02)
+            torch.testing.assert_close(
+                compiled(batches[0]).logp, plain(batches[0]).logp, rtol=0.02, atol=0.02
+            )
         compiled.train()(batches[0]).logp.sum().backward()
 
 
@@ -103,11 +123,15 @@ def test_sampling_from_compiled_layers_makes_no_program(monkeypatch: pytest.Monk
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:.*torch.compile.*")
 def test_layers_are_compiled_around_the_attention_of_cuda() -> None:
-    """Which has no backward pass on a CPU. The programs are for any number of tokens, and a second pass reads the first one's
-    keys."""
+    """Which has no backward pass on a CPU.
+
+    The programs are for any number of tokens, and a second pass reads the first one's keys.
+    """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
-    batches = [forest_of(conversations(), trains) for trains in PATTERNS] + [plain_batch([torch.arange(1, n)]) for n in (30, 70)]
+    batches = [forest_of(conversations(), trains) for trains in PATTERNS] + [
+        plain_batch([torch.arange(1, n)]) for n in (30, 70)
+    ]
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.float32).requires_grad_(False)
     wanted = [engine(batch).logp for batch in batches]
     engine.flexes, engine.along = True, 0
@@ -130,7 +154,9 @@ def test_rounding_is_told_from_another_computation(monkeypatch: pytest.MonkeyPat
     for off, fine in ((one, True), (torch.full((40,), 0.4), False)):
         engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
         added = iter([torch.zeros(40), off])
-        monkeypatch.setattr(compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added))
+        monkeypatch.setattr(
+            compiling, "said", lambda engine, batch, added=added: tell(engine, batch) + next(added)
+        )
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             assert compile_layers(engine) is fine

@@ -1,4 +1,6 @@
-"""The same numbers on a CUDA device as on the CPU, in float32 and bfloat16, and as one sequence at a time."""
+"""The same numbers on a CUDA device as on the CPU, in float32 and bfloat16, and as one sequence at
+a time.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,19 @@ from valence.models.compiling import compile_layers
 from valence.models.policy_model import PolicyModel
 from valence.types import MicroBatch
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+]
 WIDE: dict[str, dict[str, int]] = {
     "llama": {"head_dim": 16}, "mistral-window": {"head_dim": 16}, "gemma2": {"head_dim": 16},
     "gpt2": {"n_embd": 64, "hidden_size": 64},
     "llama-shared": {"head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 1},
 }  # fmt: skip
-"""FlexAttention has no kernel for heads narrower than 16. The last has as many heads to a key as common models have."""
+"""FlexAttention has no kernel for heads narrower than 16.
+
+The last has as many heads to a key as common models have.
+"""
 NAMES = list(WIDE)
 
 
@@ -35,17 +43,32 @@ CUDA = torch.device("cuda")
 
 def moved(batch: MicroBatch, device: torch.device) -> MicroBatch:
     """The same micro-batch on a device (``read`` and ``host`` stay on the CPU)."""
-    tensors = {f.name: getattr(batch, f.name) for f in fields(batch) if isinstance(getattr(batch, f.name), torch.Tensor)}
-    return replace(batch, **{name: values.to(device) for name, values in tensors.items() if name not in ("read", "host")})
+    tensors = {
+        f.name: getattr(batch, f.name)
+        for f in fields(batch)
+        if isinstance(getattr(batch, f.name), torch.Tensor)
+    }
+    return replace(
+        batch,
+        **{
+            name: values.to(device)
+            for name, values in tensors.items()
+            if name not in ("read", "host")
+        },
+    )
 
 
-def measured(engine: PolicyModel, batch: MicroBatch, along: int) -> tuple[torch.Tensor, torch.Tensor]:
+def measured(
+    engine: PolicyModel, batch: MicroBatch, along: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and the norm of the gradient of their sum over what trains, on the CPU."""
     engine.zero_grad()
     engine.along = along
     logp = engine(batch).logp
     logp.sum().backward()
-    norm = torch.stack([p.grad.double().norm() for p in engine.parameters() if p.grad is not None]).norm()
+    norm = torch.stack(
+        [p.grad.double().norm() for p in engine.parameters() if p.grad is not None]
+    ).norm()
     return logp.detach().cpu().double(), norm.cpu()
 
 
@@ -101,5 +124,7 @@ def test_sums_are_those_of_the_cpu_and_always_the_same() -> None:
     """A run that is taken up is to end bit for bit as it would have."""
     values, place = torch.randn(2, 100_000), torch.randint(0, 7, (100_000,))
     found = summed(values.to(CUDA), place.to(CUDA), 7)
-    torch.testing.assert_close(found.cpu().double(), summed(values.double(), place, 7), rtol=1e-4, atol=1e-2)
+    torch.testing.assert_close(
+        found.cpu().double(), summed(values.double(), place, 7), rtol=1e-4, atol=1e-2
+    )
     assert all(torch.equal(found, summed(values.to(CUDA), place.to(CUDA), 7)) for _ in range(5))

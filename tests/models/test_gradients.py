@@ -1,4 +1,6 @@
-"""Gradients of vocabulary matrices are those of PyTorch's own functions, also in memory that had another step's."""
+"""Gradients of vocabulary matrices are those of PyTorch's own functions, also in memory that had
+another step's.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ ROWS, WIDTH = 12, 5
 IDS = torch.tensor([[3, 0, 3, 11], [3, 7, 0, 1]])
 
 
-def pair(padding: int | None = None, dtype: torch.dtype = torch.float64) -> tuple[nn.Embedding, nn.Embedding]:
+def pair(
+    padding: int | None = None, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Embedding, nn.Embedding]:
     """PyTorch's own and ours, with the same weights."""
     torch.manual_seed(0)
     own = nn.Embedding(ROWS, WIDTH, padding_idx=padding, dtype=dtype)
@@ -35,13 +39,20 @@ def value(table: nn.Embedding, ids: Tensor = IDS) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("padding", [None, 0, 3])
-def test_the_gradient_of_an_embedding_is_pytorchs_and_adds_up(padding: int | None, dtype: torch.dtype) -> None:
+def test_the_gradient_of_an_embedding_is_pytorchs_and_adds_up(
+    padding: int | None, dtype: torch.dtype
+) -> None:
     own, ours = pair(padding, dtype)
     for ids in (IDS, IDS.flip(0), torch.tensor([3])):
         assert torch.equal(ours(ids), own(ids))
         value(own, ids).backward()
         value(ours, ids).backward()
-        torch.testing.assert_close(ours.weight.grad, own.weight.grad, rtol=1e-6 if dtype == torch.float32 else 1e-12, atol=1e-12)
+        torch.testing.assert_close(
+            ours.weight.grad,
+            own.weight.grad,
+            rtol=1e-6 if dtype == torch.float32 else 1e-12,
+            atol=1e-12,
+        )
     with torch.no_grad():
         assert torch.equal(ours(IDS), own(IDS))
 
@@ -55,8 +66,16 @@ def test_it_is_handed_over_where_somebody_waits_for_it(how: str) -> None:
         seen += torch.autograd.grad(value(ours), [ours.weight])
         assert ours.weight.grad is None
     else:
-        wait = ours.weight.register_hook if how == "hook" else ours.weight.register_post_accumulate_grad_hook
-        wait((lambda slope: seen.append(slope.clone())) if how == "hook" else (lambda weight: seen.append(weight.grad)))
+        wait = (
+            ours.weight.register_hook
+            if how == "hook"
+            else ours.weight.register_post_accumulate_grad_hook
+        )
+        wait(
+            (lambda slope: seen.append(slope.clone()))
+            if how == "hook"
+            else (lambda weight: seen.append(weight.grad))
+        )
         value(ours).backward()
     torch.testing.assert_close(seen[0], own.weight.grad, rtol=1e-12, atol=1e-12)
 
@@ -79,7 +98,9 @@ def test_memory_is_used_again_and_its_content_forgotten(monkeypatch: pytest.Monk
     assert ours.weight.grad is first
 
 
-def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(gradients, "LARGE", 0)
     for change in ("demand", "dtype", "shape"):
         _, ours = pair()
@@ -94,7 +115,10 @@ def test_memory_is_given_back_on_demand_and_where_it_does_not_fit(monkeypatch: p
         value(ours, IDS.clamp_max(10)).backward()
         assert ours.weight.grad is not None
         assert ours.weight.grad.data_ptr() != first.data_ptr()
-        assert (ours.weight.grad.dtype, ours.weight.grad.shape) == (ours.weight.dtype, ours.weight.shape)
+        assert (ours.weight.grad.dtype, ours.weight.grad.shape) == (
+            ours.weight.dtype,
+            ours.weight.shape,
+        )
 
 
 def test_a_gradient_that_its_owner_put_aside_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +141,10 @@ def test_small_gradients_are_not_kept() -> None:
     assert KEPT not in vars(ours.weight)
 
 
-@pytest.mark.parametrize(("architecture", "plain"), [("llama", True), ("llama-tied", True), ("gpt2", True), ("gemma2", False)])
+@pytest.mark.parametrize(
+    ("architecture", "plain"),
+    [("llama", True), ("llama-tied", True), ("gpt2", True), ("gemma2", False)],
+)
 def test_tables_that_do_more_than_look_up_are_left_alone(architecture: str, plain: bool) -> None:
     policy = build_policy(tiny(architecture), dtype=torch.float32)
     assert (type(policy.causal.get_input_embeddings()) is Embedding) == plain
@@ -131,7 +158,9 @@ def test_tables_that_do_more_than_look_up_are_left_alone(architecture: str, plai
     assert type(clipped) is nn.Embedding
 
 
-@pytest.mark.parametrize("method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "sft"))])
+@pytest.mark.parametrize(
+    "method", ["kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "sft"))]
+)
 def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[list[Tensor]] = []
     for large in (0, 2**60):
@@ -140,7 +169,9 @@ def test_steps_are_the_same_to_the_last_bit(method: str, monkeypatch: pytest.Mon
         made = objective(method, policy, reference, budget=40)
         optimizer = torch.optim.AdamW([p for p in policy.parameters() if p.requires_grad], lr=1e-3)
         for seed in range(3):
-            optimizer_step(made, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0)
+            optimizer_step(
+                made, optimizer, units_for(method, 6, seed), iter(units_for(method, 3, 9)), 1.0
+            )
         kept = [p for p in policy.parameters() if KEPT in vars(p)]
         assert bool(kept) == (large == 0)
         found.append([p.detach() for p in policy.parameters()])

@@ -1,4 +1,6 @@
-"""The head against a dense log-softmax in float64: values, gradients, and what it must not hold in memory."""
+"""The head against a dense log-softmax in float64: values, gradients, and what it must not hold in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -27,16 +29,22 @@ QUIRKS = {
 }
 
 
-def layer(dtype: torch.dtype = torch.float64, bias: bool = False, vocabulary: int = VOCABULARY) -> nn.Linear:
+def layer(
+    dtype: torch.dtype = torch.float64, bias: bool = False, vocabulary: int = VOCABULARY
+) -> nn.Linear:
     torch.manual_seed(0)
     made = nn.Linear(WIDTH, vocabulary, bias=bias, dtype=dtype)
     made.weight.data.mul_(8)  # so that some probabilities are large
     return made
 
 
-def rows(dtype: torch.dtype = torch.float64, count: int = ROWS, vocabulary: int = VOCABULARY) -> tuple[Tensor, Tensor]:
+def rows(
+    dtype: torch.dtype = torch.float64, count: int = ROWS, vocabulary: int = VOCABULARY
+) -> tuple[Tensor, Tensor]:
     made = torch.Generator().manual_seed(1)
-    hidden = torch.randn(count, WIDTH, dtype=torch.float64, generator=made).to(dtype).requires_grad_()
+    hidden = (
+        torch.randn(count, WIDTH, dtype=torch.float64, generator=made).to(dtype).requires_grad_()
+    )
     return hidden, torch.randint(0, vocabulary, (count,), generator=made)
 
 
@@ -50,11 +58,17 @@ def dense(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return logps.gather(1, target[:, None]).squeeze(1), -(logps.exp() * logps).sum(-1)
 
 
-def oracle(found: Head, hidden: Tensor, target: Tensor, *, entropy: bool, rounded: bool = False) -> tuple[Tensor, ...]:
-    """Log-probabilities, entropies, and the gradients of ``objective`` to hidden, weight and (if there is one) bias."""
+def oracle(
+    found: Head, hidden: Tensor, target: Tensor, *, entropy: bool, rounded: bool = False
+) -> tuple[Tensor, ...]:
+    """Log-probabilities, entropies, and the gradients of ``objective`` to hidden, weight and (if
+    there is one) bias.
+    """
     assert isinstance(found.layer, nn.Linear)
     leaves = [t.detach() for t in (hidden, found.layer.weight, found.layer.bias) if t is not None]
-    leaves = [(t.bfloat16() if rounded and t.ndim == 2 else t).double().requires_grad_() for t in leaves]
+    leaves = [
+        (t.bfloat16() if rounded and t.ndim == 2 else t).double().requires_grad_() for t in leaves
+    ]
     logits = found.scale * linear(*leaves)
     if found.softcap is not None:
         logits = found.softcap * torch.tanh(logits / found.softcap)
@@ -92,7 +106,9 @@ def test_values_and_gradients_are_those_of_a_dense_softmax(
     monkeypatch.setattr(head, "KEEP", {"all": 2**30, "some": 3 * 7 * ROWS * 8, "none": 0}[keep])
     quirks = dict(QUIRKS[quirk])
     found = Head(layer(bias=bool(quirks.pop("bias", False))), **quirks)  # type: ignore[arg-type]
-    for one, other in zip(ours(found, *rows(), entropy=entropy), oracle(found, *rows(), entropy=entropy), strict=True):
+    for one, other in zip(
+        ours(found, *rows(), entropy=entropy), oracle(found, *rows(), entropy=entropy), strict=True
+    ):
         if one is not None:
             torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
 
@@ -111,8 +127,11 @@ def test_operands_in_bfloat16_cost_their_own_rounding_and_no_more(
     compiled: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Values are exact for the rounded operands. Each number of a gradient is rounded at most three times: its two operands
-    and the result of a product; so it is off by less than three times 2^-9."""
+    """Values are exact for the rounded operands.
+
+    Each number of a gradient is rounded at most three times: its two operands and the result of a
+    product; so it is off by less than three times 2^-9.
+    """
     monkeypatch.setattr(head, "CHUNK", 50)
     monkeypatch.setattr(head, "KEEP", keep)
     if not compiled:
@@ -137,7 +156,9 @@ def along_one_axis(logits: list[float]) -> tuple[nn.Linear, Tensor]:
 
 
 @pytest.mark.parametrize("keep", [0, 2**30])
-def test_a_nearly_certain_token_keeps_its_gradient(keep: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_nearly_certain_token_keeps_its_gradient(
+    keep: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its p is 1 in bfloat16; p - 1 is not 0."""
     monkeypatch.setattr(head, "KEEP", keep)
     made, hidden = along_one_axis([8, 0, 0])
@@ -154,7 +175,9 @@ def test_a_nearly_certain_token_keeps_its_gradient(keep: int, monkeypatch: pytes
 def test_a_range_far_below_the_others_has_no_say_and_a_target_in_it_a_gradient(
     target: int, half: bool, keep: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The target is 200 nats down: exp(-200) is 0 in float32, whether its range is the first or the last."""
+    """The target is 200 nats down: exp(-200) is 0 in float32, whether its range is the first or the
+    last.
+    """
     monkeypatch.setattr(head, "CHUNK", 2)
     monkeypatch.setattr(head, "KEEP", keep)
     logits = [-200.0, -201, 0, 1, -200, -202]
@@ -239,7 +262,9 @@ class Largest(TorchDispatchMode):
         super().__init__()
         self.elements = 0
 
-    def __torch_dispatch__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         for one in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(one, Tensor):
@@ -278,7 +303,9 @@ def test_a_gradient_that_is_there_is_added_to_in_place() -> None:
 
 @pytest.mark.parametrize("how", ["grad", "hook", "after", "inputs"])
 def test_a_gradient_is_handed_over_where_somebody_waits_for_it(how: str) -> None:
-    """By torch.autograd.grad, or a hook of the weight: it is not merely to be added to what is there."""
+    """By torch.autograd.grad, or a hook of the weight: it is not merely to be added to what is
+    there.
+    """
     found = Head(layer())
     weight: Any = found.layer.weight
     hidden, target = rows()
@@ -344,7 +371,10 @@ def interpreted() -> bool:
 
 @pytest.mark.gpu  # or Triton's interpreter
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.skipif(not torch.cuda.is_available() and not interpreted(), reason="no CUDA device, and TRITON_INTERPRET is not 1")
+@pytest.mark.skipif(
+    not torch.cuda.is_available() and not interpreted(),
+    reason="no CUDA device, and TRITON_INTERPRET is not 1",
+)
 def test_the_kernel_says_what_the_plain_operations_say() -> None:
     from valence.models import head_triton
 
@@ -354,7 +384,9 @@ def test_the_kernel_says_what_the_plain_operations_say() -> None:
     logits[2, 5] = logits[3] = -torch.inf
     column = torch.tensor([0, 36, -1, 4, 37, 100, 12, -500, 20], device=device)
     wanted, found = torch.zeros(2, 4, 9, device=device)
-    kept = head.measure_logits(logits.cpu().clone(), column.cpu(), wanted, entropy=False, keep=torch.float32)
+    kept = head.measure_logits(
+        logits.cpu().clone(), column.cpu(), wanted, entropy=False, keep=torch.float32
+    )
     assert kept is not None
     kept = kept.to(device)
     wanted[2] = torch.where(kept > 0, kept * (logits - wanted[0, :, None]), 0).sum(-1)
@@ -363,7 +395,9 @@ def test_the_kernel_says_what_the_plain_operations_say() -> None:
     torch.testing.assert_close(fused, kept, rtol=1e-5, atol=1e-7)
     assert head_triton.measure(logits, column, found, None) is None
     reference, value = torch.randn(2, 9, generator=made).to(device)
-    plain = head.softmax_exponentials(logits.cpu().clone(), column.cpu(), reference.cpu(), value.cpu(), torch.bfloat16)
+    plain = head.softmax_exponentials(
+        logits.cpu().clone(), column.cpu(), reference.cpu(), value.cpu(), torch.bfloat16
+    )
     fused = head_triton.exponentials(logits, column, reference, value, torch.bfloat16)
     torch.testing.assert_close(fused.cpu(), plain, rtol=2**-7, atol=1e-6)
 

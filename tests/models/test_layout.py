@@ -33,13 +33,17 @@ def covered(segments: Table, window: int) -> Tensor:
         assert rows_of_keys.shape == block.keys.shape
         for r in range(count):
             for i in torch.nonzero(real[r]).flatten().tolist():
-                found[block.queries[r, i]] += torch.bincount(rows_of_keys[r][~whole[r, 0, i]], minlength=keys)
+                found[block.queries[r, i]] += torch.bincount(
+                    rows_of_keys[r][~whole[r, 0, i]], minlength=keys
+                )
     return found
 
 
 @given(forests(), windows, st.sampled_from([(1 << 18, 25_000), (60, 0), (200, 10**9)]))
 @example([(0, 30, -1), (30, 32, 0), (32, 33, 0)], 4, (1 << 18, 25_000))
-def test_blocks_cover_what_is_seen_exactly_once(segments: Segments, window: int, sizes: tuple[int, int]) -> None:
+def test_blocks_cover_what_is_seen_exactly_once(
+    segments: Segments, window: int, sizes: tuple[int, int]
+) -> None:
     """Whatever the size of a block, and however readily runs are put into one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(layout, "AREA", sizes[0])
@@ -58,13 +62,20 @@ def test_every_query_is_in_one_run_over_the_rows_of_its_path(segments: Segments)
     for run in found:
         assert run.keys[run.above :] == run.own
         for i, row in enumerate(run.own):
-            assert sorted(run.keys[: run.above + i + 1]) == torch.nonzero(wanted[row]).flatten().tolist()
+            assert (
+                sorted(run.keys[: run.above + i + 1])
+                == torch.nonzero(wanted[row]).flatten().tolist()
+            )
 
 
 @given(forests())
 def test_a_chain_of_segments_is_one_run(segments: Segments) -> None:
     """As many runs as there are segments that do not follow their parent."""
-    apart = [k for k, (start, _, parent) in enumerate(segments) if parent < 0 or segments[parent][1] != start]
+    apart = [
+        k
+        for k, (start, _, parent) in enumerate(segments)
+        if parent < 0 or segments[parent][1] != start
+    ]
     assert len(runs(segments_of(table(segments)))) == len(apart)
 
 
@@ -77,7 +88,9 @@ def test_two_passes_see_what_one_sees(segments: Segments, window: int, draw: Ran
     found = split(segments, [path(segments, k) for k in leaves], trains)
     wanted = seen(segments, window).long()
     order = torch.cat([found.rows, found.rest])
-    with_gradient = {row for k, it in zip(leaves, trains, strict=True) if it for row in rows(segments, k)}
+    with_gradient = {
+        row for k, it in zip(leaves, trains, strict=True) if it for row in rows(segments, k)
+    }
     assert sorted(order.tolist()) == list(range(segments[-1][1]))
     assert set(found.rows.tolist()) == with_gradient
     assert torch.equal(covered(segments_of(found.first), window), wanted[found.rows][:, found.rows])
@@ -104,9 +117,13 @@ def test_a_window_reaches_over_a_long_path_in_pieces() -> None:
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
 def test_padding_is_little(lengths: list[int]) -> None:
-    """Sequences that share nothing: no more is computed than twice what their squares are, and what rounding lengths up costs."""
+    """Sequences that share nothing: no more is computed than twice what their squares are, and what
+    rounding lengths up costs.
+    """
     ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-    found = blocks(segments_of(table([(end - n, end, -1) for n, end in zip(lengths, ends, strict=True)])), CPU)
+    found = blocks(
+        segments_of(table([(end - n, end, -1) for n, end in zip(lengths, ends, strict=True)])), CPU
+    )
     computed = sum(block.queries.numel() * block.keys.shape[1] for block in found)
     assert computed <= sum((n + layout.STRIDE) ** 2 for n in lengths) + layout.CALL * len(lengths)
     assert len(found) <= len(lengths) + sum(n // layout.FEWEST for n in lengths)

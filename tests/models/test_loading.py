@@ -38,7 +38,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(requests: list[str]) -> None:
-    for load, setting in ((load_tokenizer, "model.tokenizer or model.name"), (read_config, "model.name")):
+    for load, setting in (
+        (load_tokenizer, "model.tokenizer or model.name"),
+        (read_config, "model.name"),
+    ):
         with raises_error("model-not-found", fix="HF_HOME") as raised:
             load("nobody/nothing")
         assert raised.error.where == setting
@@ -60,12 +63,22 @@ def test_what_was_downloaded_is_used_without_a_hub(tmp_path: Path) -> None:
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(8)
         endpoint = f"http://127.0.0.1:{deaf.getsockname()[1]}"
-        environment = os.environ | {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0", "HF_ENDPOINT": endpoint}
+        environment = os.environ | {
+            "HF_HOME": str(tmp_path),
+            "HF_HUB_OFFLINE": "0",
+            "HF_ENDPOINT": endpoint,
+        }
         code = (
             "from valence import network; from valence.models.build import load_tokenizer; "
             "network.DEADLINE = 0.5; print(len(load_tokenizer('some/model')))"
         )
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         deaf.setblocking(False)
         deaf.accept()[0].close()
         with pytest.raises(BlockingIOError):  # libraries that ask as well would retry for a minute

@@ -113,7 +113,10 @@ def test_an_open_ledger_takes_in_what_others_add(tmp_path: Path) -> None:
 
 
 def test_a_file_that_ends_anywhere_is_read_up_to_there(tmp_path: Path) -> None:
-    """What a process that was killed leaves: any beginning of an index. Nothing is said about it."""
+    """What a process that was killed leaves: any beginning of an index.
+
+    Nothing is said about it.
+    """
     filled(tmp_path / "whole")
     (path,) = (tmp_path / "whole").glob("*.index")
     raw = path.read_bytes()
@@ -226,12 +229,19 @@ def largest_file(size: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("suffix", [".values", ".index"])
 def test_no_room_is_said_once_and_harms_nothing(suffix: str, tmp_path: Path) -> None:
-    """Neither while the numbers are written, nor after them: a part of the next ones still fits the file."""
+    """Neither while the numbers are written, nor after them: a part of the next ones still fits the
+    file.
+    """
     ledger = filled(tmp_path, 2)
     (path,) = tmp_path.glob(f"*{suffix}")
-    with pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned, largest_file(path.stat().st_size + 5):
+    with (
+        pytest.warns(UserWarning, match=re.escape(str(tmp_path))) as warned,
+        largest_file(path.stat().st_size + 5),
+    ):
         ledger.add({key(2): values(2)})
-    assert [each.category for each in warned if each.category is not ResourceWarning] == [UserWarning]
+    assert [each.category for each in warned if each.category is not ResourceWarning] == [
+        UserWarning
+    ]
     warnings.simplefilter("error", UserWarning)
     ledger.add({key(2): values(2), key(1): values(9)})
     kept = ledger.get(key(2))

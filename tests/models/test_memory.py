@@ -28,7 +28,8 @@ def test_masters_and_their_copy_are_float32_whatever_the_computation() -> None:
     assert found.weights == 6 * SHAPE.parameters  # and copies in the type of the products
     assert found.reference == predicted().weights == 4 * SHAPE.parameters
     assert found.gradient == 4 * SHAPE.parameters
-    elsewhere = predicted(width=2, device=torch.device("mps"))  # where that of a matrix of the vocabulary is not written in place
+    # where that of a matrix of the vocabulary is not written in place
+    elsewhere = predicted(width=2, device=torch.device("mps"))
     assert elsewhere.gradient == 4 * (SHAPE.parameters + head)
     assert predicted(width=8).weights == 8 * SHAPE.parameters
 
@@ -45,7 +46,9 @@ def test_under_an_adapter_only_what_trains_has_a_gradient() -> None:
 
 
 def test_moments_of_8_bits_take_a_quarter() -> None:
-    assert predicted(optimizer="adamw_8bit").optimizer == pytest.approx(predicted().optimizer / 4, rel=0.05)
+    assert predicted(optimizer="adamw_8bit").optimizer == pytest.approx(
+        predicted().optimizer / 4, rel=0.05
+    )
 
 
 def test_the_more_is_computed_again_the_less_a_token_takes() -> None:
@@ -62,9 +65,13 @@ def test_a_token_more_takes_what_a_token_takes() -> None:
 
 
 def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
-    """In bfloat16 over masters: the layer that runs and the next one, and embedding and head with their copies."""
+    """In bfloat16 over masters: the layer that runs and the next one, and embedding and head with
+    their copies.
+    """
     large = replace(SHAPE, layers=8)
-    whole, quarter = (predicted(large, width=2, frozen_copy=True, split=split) for split in (Split(), Split(4)))
+    whole, quarter = (
+        predicted(large, width=2, frozen_copy=True, split=split) for split in (Split(), Split(4))
+    )
     assert quarter.weights == quarter.reference == SHAPE.parameters  # 4 bytes each, for 4 processes
     assert (quarter.optimizer, whole.gathered) == (whole.optimizer // 4, 0)
     assert quarter.gathered == 2 * 2 * SHAPE.largest + 6 * SHAPE.outside
@@ -72,7 +79,8 @@ def test_what_is_split_is_divided_and_what_runs_is_gathered() -> None:
     assert quarter.gradient == SHAPE.parameters + 4 * (2 * SHAPE.largest + SHAPE.outside) + head
     assert quarter.per_token == whole.per_token
     assert quarter.total(0) - whole.total(0) == quarter.gathered + sum(
-        getattr(quarter, part) - getattr(whole, part) for part in ("weights", "reference", "gradient", "optimizer")
+        getattr(quarter, part) - getattr(whole, part)
+        for part in ("weights", "reference", "gradient", "optimizer")
     )
 
 
@@ -80,15 +88,26 @@ def test_settings_of_a_split_cost_what_they_cost() -> None:
     base = predicted(split=Split(4))
     kept, once, away = (predicted(split=Split(4, **{name: value})) for name, value in
                         (("reshard", False), ("each", False), ("offload", True)))  # fmt: skip
-    assert kept.gathered - base.gathered == 4 * (SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest)
-    assert once.gradient == base.gradient + 4 * (SHAPE.parameters - min(SHAPE.parameters, SHAPE.outside + 2 * SHAPE.largest))
+    assert kept.gathered - base.gathered == 4 * (
+        SHAPE.parameters - SHAPE.outside - 2 * SHAPE.largest
+    )
+    assert once.gradient == base.gradient + 4 * (
+        SHAPE.parameters - min(SHAPE.parameters, SHAPE.outside + 2 * SHAPE.largest)
+    )
     assert (away.weights, away.reference, away.optimizer, away.gathered) == (0, 0, 0, base.gathered)
     assert away.gradient == base.gradient - SHAPE.parameters
 
 
 def test_processes_that_share_each_layer_have_a_part_of_it() -> None:
-    whole, half, quarter = (predicted(split=split, device=torch.device("mps")) for split in (Split(), Split(1, 2), Split(2, 2)))
-    assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (whole.weights, whole.gradient, whole.optimizer)
+    whole, half, quarter = (
+        predicted(split=split, device=torch.device("mps"))
+        for split in (Split(), Split(1, 2), Split(2, 2))
+    )
+    assert (2 * half.weights, 2 * half.gradient, 2 * half.optimizer) == (
+        whole.weights,
+        whole.gradient,
+        whole.optimizer,
+    )
     assert half.per_token < whole.per_token
     assert half.gathered == 0 < quarter.gathered
     assert quarter.weights == half.weights // 2
@@ -136,14 +155,35 @@ def test_free_memory_is_what_the_machine_has_left() -> None:
     assert 2**27 < found < 2**50
 
 
-@pytest.mark.parametrize(("files", "left"), [
-    ({}, None),
-    ({"memory.max": "max\n", "memory.current": "5\n", "memory.stat": "inactive_file 2\n"}, None),
-    ({"memory.max": "100\n", "memory.current": "50\n", "memory.stat": "anon 9\ninactive_file 20\n"}, 70),
-    ({"memory/memory.limit_in_bytes": "90\n", "memory/memory.usage_in_bytes": "50\n",
-      "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n"}, 60),
-])  # fmt: skip
-def test_a_container_leaves_what_its_limit_leaves(files: dict[str, str], left: int | None, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("files", "left"),
+    [
+        ({}, None),
+        (
+            {"memory.max": "max\n", "memory.current": "5\n", "memory.stat": "inactive_file 2\n"},
+            None,
+        ),
+        (
+            {
+                "memory.max": "100\n",
+                "memory.current": "50\n",
+                "memory.stat": "anon 9\ninactive_file 20\n",
+            },
+            70,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "90\n",
+                "memory/memory.usage_in_bytes": "50\n",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 20\n",
+            },
+            60,
+        ),
+    ],
+)
+def test_a_container_leaves_what_its_limit_leaves(
+    files: dict[str, str], left: int | None, tmp_path: Path
+) -> None:
     (tmp_path / "memory").mkdir()
     for name, content in files.items():
         (tmp_path / name).write_text(content)

@@ -1,4 +1,6 @@
-"""The compiled attention for bfloat16 against its formula in float64, and against PyTorch's products of the same numbers."""
+"""The compiled attention for bfloat16 against its formula in float64, and against PyTorch's
+products of the same numbers.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,16 @@ def _kernel() -> None:
         pytest.skip(why)
 
 
-def bfloat16_heads(segments: Segments, groups: int = 2, d: int = 64, d_v: int | None = None) -> list[Tensor]:
+def bfloat16_heads(
+    segments: Segments, groups: int = 2, d: int = 64, d_v: int | None = None
+) -> list[Tensor]:
     return heads(segments[-1][1], groups * 2, 2, d, d_v or d, torch.bfloat16)
 
 
 def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[float], list[float]]:
-    """Of values and of gradients, relative to their norm: the kernel's, and those of PyTorch's products."""
+    """Of values and of gradients, relative to their norm: the kernel's, and those of PyTorch's
+    products.
+    """
     scale = given[0].shape[-1] ** -0.5
     exact = [x.detach().double().requires_grad_() for x in given]
     wanted = with_slopes(dense_attention(*exact, seen(segments, window), scale), exact)
@@ -39,7 +45,10 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
     def run() -> list[float]:
         found = with_slopes(attend(*given, table(segments), scale, window, 0.0)[0], given)
         assert all(x.dtype == torch.bfloat16 for x in found)
-        return [float((a.double() - b).norm() / (b.norm() or 1.0)) for a, b in zip(found, wanted, strict=True)]
+        return [
+            float((a.double() - b).norm() / (b.norm() or 1.0))
+            for a, b in zip(found, wanted, strict=True)
+        ]
 
     assert native.serves(given[0], given[2], 0.0)
     ours = run()
@@ -47,13 +56,23 @@ def errors(given: list[Tensor], segments: Segments, window: int) -> tuple[list[f
         return ours, run()
 
 
-@pytest.mark.parametrize(("groups", "window"), [
-    (1, 0), (2, 5), (4, 100), *(pytest.param(groups, window, marks=pytest.mark.slow)
-                                for groups, window in ((1, 5), (1, 100), (2, 0), (2, 100), (4, 0), (4, 5))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("groups", "window"),
+    [
+        (1, 0),
+        (2, 5),
+        (4, 100),
+        *(
+            pytest.param(groups, window, marks=pytest.mark.slow)
+            for groups, window in ((1, 5), (1, 100), (2, 0), (2, 100), (4, 0), (4, 5))
+        ),
+    ],
+)
 @pytest.mark.parametrize(("d", "d_v"), [(16, 16), (32, 48), (64, 64), (128, 16)])
 def test_it_rounds_no_more_than_plain_products(d: int, d_v: int, groups: int, window: int) -> None:
-    for ours, plain in zip(*errors(bfloat16_heads(TREE, groups, d, d_v), TREE, window), strict=True):
+    for ours, plain in zip(
+        *errors(bfloat16_heads(TREE, groups, d, d_v), TREE, window), strict=True
+    ):
         assert ours <= 1.5 * plain < 0.02
 
 
@@ -68,7 +87,9 @@ def test_any_forest_across_the_borders_of_tiles(segments: Segments, window: int)
     1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, pytest.param(1500, marks=pytest.mark.slow)
 ])  # fmt: skip
 def test_one_sequence_of_any_length(length: int) -> None:
-    for ours, plain in zip(*errors(bfloat16_heads([(0, length, -1)], d=16), [(0, length, -1)], 0), strict=True):
+    for ours, plain in zip(
+        *errors(bfloat16_heads([(0, length, -1)], d=16), [(0, length, -1)], 0), strict=True
+    ):
         assert ours <= max(1.5 * plain, 2**-8)
 
 
@@ -77,14 +98,21 @@ def test_it_says_the_log_sum_exp_of_what_each_query_sees(window: int) -> None:
     q, k, v = (x.detach() for x in bfloat16_heads(TREE, groups=2, d=32))
     scores = 0.2 * q[0].double() @ k[0].double().repeat_interleave(2, 0).transpose(1, 2)
     wanted = scores.masked_fill(~seen(TREE, window), -torch.inf).logsumexp(-1)
-    torch.testing.assert_close(attend(q, k, v, table(TREE), 0.2, window, 0.0)[1].double(), wanted, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        attend(q, k, v, table(TREE), 0.2, window, 0.0)[1].double(), wanted, rtol=1e-5, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("width", "columns"), [(16, 1), (48, 130), (64, 64), (80, 200)])
-def test_what_a_softmax_needs_of_any_number_of_columns(width: int, columns: int, dtype: torch.dtype) -> None:
+def test_what_a_softmax_needs_of_any_number_of_columns(
+    width: int, columns: int, dtype: torch.dtype
+) -> None:
     torch.manual_seed(0)
-    hidden, weight = torch.randn(33, width, dtype=torch.bfloat16), torch.randn(columns, width, dtype=dtype)
+    hidden, weight = (
+        torch.randn(33, width, dtype=torch.bfloat16),
+        torch.randn(columns, width, dtype=dtype),
+    )
     target, found = torch.arange(33) - 1, torch.empty(4, 33)
     kept = native.measure(hidden, weight, target, found, 0.5, True)
     logits = 0.5 * hidden.double() @ weight.bfloat16().double().t()
@@ -108,18 +136,31 @@ def test_the_number_of_threads_changes_no_bit(shared: int) -> None:
             found.append(with_slopes(attend(*given, table(TREE), 0.2, 0, 0.0)[0], given))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True))
+    assert all(
+        torch.equal(a, b) for again in found[1:] for a, b in zip(found[0], again, strict=True)
+    )
 
 
 def test_numbers_that_lie_apart_in_memory_are_found() -> None:
-    """Queries, keys and values as slices of one product, as some models make them; and slopes of another layout."""
+    """Queries, keys and values as slices of one product, as some models make them; and slopes of
+    another layout.
+    """
     whole = torch.randn(1, 335, 8, 3 * 32, generator=torch.Generator().manual_seed(1)).bfloat16()
-    slope = torch.randn(1, 8, 335, 32, generator=torch.Generator().manual_seed(2)).bfloat16().transpose(1, 2)
+    slope = (
+        torch.randn(1, 8, 335, 32, generator=torch.Generator().manual_seed(2))
+        .bfloat16()
+        .transpose(1, 2)
+    )
     found: list[list[Tensor]] = []
-    for parts in (whole.transpose(1, 2).chunk(3, -1), [x.contiguous() for x in whole.transpose(1, 2).chunk(3, -1)]):
+    for parts in (
+        whole.transpose(1, 2).chunk(3, -1),
+        [x.contiguous() for x in whole.transpose(1, 2).chunk(3, -1)],
+    ):
         given = [x.detach().requires_grad_() for x in parts]
         out = attend(*given, table(TREE), 0.2, 0, 0.0)[0]
-        found.append([out, *torch.autograd.grad(out, given, slope if len(found) else slope.contiguous())])
+        found.append(
+            [out, *torch.autograd.grad(out, given, slope if len(found) else slope.contiguous())]
+        )
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
@@ -163,18 +204,29 @@ def test_an_infinite_score_is_not_a_number_unless_it_is_negative() -> None:
     torch.testing.assert_close(out.double(), exact, rtol=0.05, atol=0.05, equal_nan=True)
 
 
-@pytest.mark.parametrize("change", [{"dtype": torch.float32}, {"d": 24}, {"d_v": 24}, {"softcap": 2.0}])
+@pytest.mark.parametrize(
+    "change", [{"dtype": torch.float32}, {"d": 24}, {"d_v": 24}, {"softcap": 2.0}]
+)
 def test_what_it_cannot_do_runs_on_plain_products(change: dict[str, object]) -> None:
     softcap = float(change.pop("softcap", 0.0))  # type: ignore[arg-type]
     q, k, v = heads(40, **{"d": 16, "d_v": 16, "dtype": torch.bfloat16} | change)  # type: ignore[arg-type]
     assert not native.serves(q, v, softcap)
     wanted = dense_attention(*(x.double() for x in (q, k, v)), seen([(0, 40, -1)]), 0.2, softcap)
-    torch.testing.assert_close(attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(), wanted, rtol=0.03, atol=0.03)
+    torch.testing.assert_close(
+        attend(q, k, v, table([(0, 40, -1)]), 0.2, 0, softcap)[0].double(),
+        wanted,
+        rtol=0.03,
+        atol=0.03,
+    )
 
 
 def switched_off() -> None:
     q = torch.ones(1, 1, 3, 16).bfloat16()
-    print(native.library(), native.why_not(), attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item())
+    print(
+        native.library(),
+        native.why_not(),
+        attend(q, q, q, torch.tensor([[0, 3, -1, 1]]), 1.0, 0, 0.0)[0].sum().item(),
+    )
 
 
 @pytest.mark.slow

@@ -1,4 +1,6 @@
-"""The engine against the oracle: one sequence at a time, unpadded, through the model's own forward, in float64."""
+"""The engine against the oracle: one sequence at a time, unpadded, through the model's own forward,
+in float64.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def sequences(vocabulary: int = 97) -> list[Tensor]:
 def oracle(model: nn.Module, tokens: Tensor) -> Tensor:
     """log p of every token but the first, from nothing but the model's logits: [n-1]."""
     logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].double()
-    return (logits - torch.logsumexp(logits, -1, keepdim=True))[torch.arange(len(tokens) - 1), tokens[1:]]
+    return (logits - torch.logsumexp(logits, -1, keepdim=True))[
+        torch.arange(len(tokens) - 1), tokens[1:]
+    ]
 
 
 def gradients(model: nn.Module, value: Tensor) -> dict[str, Tensor]:
@@ -54,17 +58,22 @@ def one_by_one(engine: PolicyModel, batch: MicroBatch) -> Tensor:
             rows = batch.rows(s)
             read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
             if len(read):
-                found = found.index_put((rows[read],), oracle(engine.model, batch.tokens[rows])[read - 1])
+                found = found.index_put(
+                    (rows[read],), oracle(engine.model, batch.tokens[rows])[read - 1]
+                )
     return found
 
 
 def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> None:
     """Values, and gradients of what trains, whatever way the sequences that are only measured take.
 
-    Gradients are looser because many models' norms are in float32, which rounds what a shared token gets once instead of
-    once for each sequence."""
+    Gradients are looser because many models' norms are in float32, which rounds what a shared token
+    gets once instead of once for each sequence.
+    """
     tolerance = 2e-5 if rough else 1e-12
-    slopes = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    slopes = torch.randn(
+        len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     wanted = one_by_one(engine, batch)
     trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
     with engine.stock():
@@ -79,13 +88,20 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
             ours = gradients(engine.model, (out * slopes).sum()) if trains.any() else {}
             assert ours.keys() == theirs.keys()
             for key in ours:
-                torch.testing.assert_close(ours[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+                torch.testing.assert_close(
+                    ours[key],
+                    theirs[key],
+                    rtol=1e-3 if rough else 1e-6,
+                    atol=1e-4 if rough else 1e-6,
+                )
     finally:
         engine.along = type(engine).along
     if measured is not None:
         apart = engine(measured).logp
         assert not apart.requires_grad
-        torch.testing.assert_close(apart.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10)
+        torch.testing.assert_close(
+            apart.double(), torch.where(trains, 0, wanted), rtol=tolerance, atol=tolerance * 10
+        )
 
 
 def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> MicroBatch:
@@ -95,10 +111,18 @@ def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> Mic
 
 
 def policy(name: str, how: str = "full") -> PolicyModel:
-    dtype = torch.float32 if name == "qwen3_moe" else torch.float64  # its grouped products refuse float64
-    lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"}) if how == "lora" else None
+    # its grouped products refuse float64
+    dtype = torch.float32 if name == "qwen3_moe" else torch.float64
+    lora = (
+        type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+        if how == "lora"
+        else None
+    )
     engine = build_policy(
-        tiny(name, dtype=dtype), dtype=dtype, lora=lora, checkpointing="full" if how == "checkpointed" else "off"
+        tiny(name, dtype=dtype),
+        dtype=dtype,
+        lora=lora,
+        checkpointing="full" if how == "checkpointed" else "off",
     )
     assert engine.packs
     for key, p in engine.named_parameters():
@@ -108,8 +132,10 @@ def policy(name: str, how: str = "full") -> PolicyModel:
 
 
 FAST = ("llama", "gemma2", "gpt2")
-"""Rotary positions and shared keys; local layers and soft-caps; learnt positions. The others have no part of their own that is
-not in one of these, and are slow tests."""
+"""Rotary positions and shared keys; local layers and soft-caps; learnt positions.
+
+The others have no part of their own that is not in one of these, and are slow tests.
+"""
 
 
 def named(names: Sequence[str], fast: Sequence[str] = FAST) -> list[Any]:
@@ -118,7 +144,9 @@ def named(names: Sequence[str], fast: Sequence[str] = FAST) -> list[Any]:
 
 
 ROUGH = ("qwen3_moe", "gemma2")  # float32, or a softmax in float32 in the model's own attention
-PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk's first and second turn, and of two others
+# which sequences train: of a prompt with three answers, of a talk's first and second turn, and of
+# two others
+PATTERNS = (
     (True, True, True, True, True, True, True),
     (True, False, True, True, False, True, False),
     (False, True, False, False, True, False, True),
@@ -127,7 +155,9 @@ PATTERNS = (  # which sequences train: of a prompt with three answers, of a talk
 
 @pytest.mark.parametrize("name", named(list(ARCHITECTURES)))
 @pytest.mark.parametrize("how", ["full", "lora", "checkpointed", "sdpa"])
-def test_a_forest_equals_one_by_one_in_values_and_gradients(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forest_equals_one_by_one_in_values_and_gradients(
+    name: str, how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(head, "CHUNK", 5)  # so that several chunks are crossed
     if how == "sdpa":  # as on devices other than a CPU
         monkeypatch.setattr(attention, "attend", lambda *given: attention.attend_by_sdpa(*given))
@@ -143,7 +173,9 @@ def kept_policy(name: str) -> PolicyModel:
     return policy(name)
 
 
-@pytest.mark.parametrize("name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["llama", "gemma2"]))
+@pytest.mark.parametrize(
+    "name", named(["llama", "mistral-window", "gemma2", "gpt2"], ["llama", "gemma2"])
+)
 @settings(max_examples=12)
 @given(strand_sets(), st.integers(1, 4), st.integers(0, 2**7 - 1), st.integers(3, 40))
 def test_any_tree_of_prompts_and_completions(
@@ -153,11 +185,17 @@ def test_any_tree_of_prompts_and_completions(
     assume(any(any(strand.loss_mask) for strand in strands))
     with sharing(least):
         batch = make_micro_batch([encoded(strand) for strand in strands])
-    batch = replace(batch, tokens=3 + stride * batch.tokens, trains=tuple(bool(trains >> s & 1) for s in range(len(strands))))
+    batch = replace(
+        batch,
+        tokens=3 + stride * batch.tokens,
+        trains=tuple(bool(trains >> s & 1) for s in range(len(strands))),
+    )
     compare(kept_policy(name), batch, rough=name in ROUGH)
 
 
-@pytest.mark.parametrize("name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"]))
+@pytest.mark.parametrize(
+    "name", named(["llama", "mistral-window", "qwen3_moe", "gpt2"], ["llama", "qwen3_moe"])
+)
 def test_one_by_one_is_the_same_of_the_same_forest(name: str) -> None:
     engine = policy(name)
     engine.lay_out(packed=False)
@@ -209,15 +247,22 @@ def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
         torch.testing.assert_close(found[rows[read]], wanted, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(("name", "backend"), [
-    pytest.param("llama", "inductor", marks=pytest.mark.slow), pytest.param("gemma2", "aot_eager", marks=pytest.mark.slow),
-    ("gpt2", "aot_eager"),
-])  # fmt: skip
-def test_compiled_layers_are_the_same_computation(name: str, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For batches of several sizes, and for a pass over what another one kept; and none is compiled for one size alone.
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param("llama", "inductor", marks=pytest.mark.slow),
+        pytest.param("gemma2", "aot_eager", marks=pytest.mark.slow),
+        ("gpt2", "aot_eager"),
+    ],
+)
+def test_compiled_layers_are_the_same_computation(
+    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For batches of several sizes, and for a pass over what another one kept; and none is compiled
+    for one size alone.
 
-    How a layer becomes a graph is looked at for each, at no more than the cost of tracing; what is made of graphs, which takes a
-    minute where a layer has more to it, for one.
+    How a layer becomes a graph is looked at for each, at no more than the cost of tracing; what is
+    made of graphs, which takes a minute where a layer has more to it, for one.
     """
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
@@ -226,11 +271,18 @@ def test_compiled_layers_are_the_same_computation(name: str, backend: str, monke
     assert compile_layers(engine)
     for times, trains in ((1, PATTERNS[0]), (3, PATTERNS[0] * 3), (2, PATTERNS[1] * 2)):
         batch = forest_of(
-            [replace(u, prompt_ids=(50 + k, *u.prompt_ids[1:])) for k in range(times) for u in conversations()], trains
+            [
+                replace(u, prompt_ids=(50 + k, *u.prompt_ids[1:]))
+                for k in range(times)
+                for u in conversations()
+            ],
+            trains,
         )
         compare(engine, batch, rough=True)
     compiled = counters["stats"]["unique_graphs"]
-    compare(engine, forest_of(conversations()[:2] * 5, PATTERNS[0] * 2 + PATTERNS[1][:6]), rough=True)
+    compare(
+        engine, forest_of(conversations()[:2] * 5, PATTERNS[0] * 2 + PATTERNS[1][:6]), rough=True
+    )
     assert counters["stats"]["unique_graphs"] == compiled, "another size was compiled again"
 
 
@@ -246,12 +298,16 @@ def test_a_token_of_another_sequence_changes_nothing() -> None:
 
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) -> None:
-    """Also when activations are computed again; and gradients are those of the run that keeps them."""
+    """Also when activations are computed again; and gradients are those of the run that keeps
+    them.
+    """
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
     found: list[dict[str, Tensor]] = []
     for checkpointing in ("off", "full"):
         torch.manual_seed(0)
-        policy = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing)
+        policy = build_policy(
+            tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora, checkpointing=checkpointing
+        )
         policy.lay_out(packed=packed)
         batch = plain_batch(sequences())
         logp = policy(batch).logp
@@ -265,7 +321,9 @@ def test_an_adapter_in_bfloat16_starts_at_its_reference_exactly(packed: bool) ->
 
 
 def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
-    """Masters stay float32; log-probabilities come out in float32 and near those of the float32 model."""
+    """Masters stay float32; log-probabilities come out in float32 and near those of the float32
+    model.
+    """
     exact = PolicyModel(tiny(dtype=torch.float32))(plain_batch(sequences())).logp
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16)
     out = engine(plain_batch(sequences())).logp
@@ -276,7 +334,10 @@ def test_bfloat16_over_float32_masters_keeps_float32_logits() -> None:
 
 def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
     made = torch.Generator().manual_seed(0)
-    logits, target = torch.randn(36, 49152, generator=made) * 4, torch.randint(0, 49152, (36,), generator=made)
+    logits, target = (
+        torch.randn(36, 49152, generator=made) * 4,
+        torch.randint(0, 49152, (36,), generator=made),
+    )
     exact = torch.log_softmax(logits.double(), -1).gather(1, target[:, None]).squeeze(1)
     found: Tensor = head.TargetLogProb.apply(logits, target)  # type: ignore[assignment]
     assert abs((found.double() - exact).sum()) < 2e-5
@@ -285,4 +346,6 @@ def test_rounding_does_not_add_up_over_a_large_vocabulary() -> None:
 def test_the_slope_of_a_log_probability() -> None:
     made = torch.Generator().manual_seed(0)
     logits = torch.randn(5, 11, generator=made, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(head.TargetLogProb.apply, (logits, torch.tensor([3, 0, 10, 3, 7])))
+    assert torch.autograd.gradcheck(
+        head.TargetLogProb.apply, (logits, torch.tensor([3, 0, 10, 3, 7]))
+    )

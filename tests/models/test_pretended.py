@@ -1,4 +1,6 @@
-"""On a CUDA device, here a pretended one, the engine packs, says and learns what it does on the host, and waits for nothing."""
+"""On a CUDA device, here a pretended one, the engine packs, says and learns what it does on the
+host, and waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +22,16 @@ from valence.types import MicroBatch
 
 HOW: list[Any] = [("llama", "off", PATTERNS[0]), ("llama", "full", PATTERNS[1])]
 HOW += [
-    pytest.param(name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow)
+    pytest.param(
+        name, "off", PATTERNS[1], marks=[] if name in ("gemma2", "qwen3_moe") else pytest.mark.slow
+    )
     for name in ARCHITECTURES
 ]
 
 
-def built(name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device) -> tuple[PolicyModel, MicroBatch]:
+def built(
+    name: str, checkpointing: Any, trains: tuple[bool, ...], device: torch.device
+) -> tuple[PolicyModel, MicroBatch]:
     model = tiny(name, dtype=torch.float32).to(device)
     engine = build_policy(model, dtype=torch.float32, checkpointing=checkpointing)
     engine.along = 0
@@ -38,11 +44,15 @@ def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:
     """Log-probabilities, and the gradient of their sum."""
     logp = engine(batch).logp
     logp.sum().backward()
-    return logp.detach(), torch.cat([p.grad.flatten() for p in engine.parameters() if p.grad is not None])
+    return logp.detach(), torch.cat(
+        [p.grad.flatten() for p in engine.parameters() if p.grad is not None]
+    )
 
 
 @pytest.mark.parametrize(("name", "checkpointing", "trains"), HOW)
-def test_a_device_says_what_the_host_does(name: str, checkpointing: Any, trains: tuple[bool, ...]) -> None:
+def test_a_device_says_what_the_host_does(
+    name: str, checkpointing: Any, trains: tuple[bool, ...]
+) -> None:
     wanted = measured(*built(name, checkpointing, trains, HOST))
     with pretended() as waits:
         engine, batch = built(name, checkpointing, trains, CUDA)

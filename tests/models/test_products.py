@@ -26,7 +26,10 @@ def hasty() -> Iterator[None]:
 
 
 def test_it_is_as_before_when_all_threads_have_left(hasty: None) -> None:
-    """Two reward models may be asked at once. Left behind, products of a float32 model would be rounded from then on."""
+    """Two reward models may be asked at once.
+
+    Left behind, products of a float32 model would be rounded from then on.
+    """
     before, a = precision(), torch.ones(8, 8)
 
     def run(_: int) -> set[str]:

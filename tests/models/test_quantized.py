@@ -1,4 +1,6 @@
-"""An adapter over frozen weights of 4 bits: what it learns, what it is compared with, what is saved of it."""
+"""An adapter over frozen weights of 4 bits: what it learns, what it is compared with, what is saved
+of it.
+"""
 
 from __future__ import annotations
 
@@ -39,12 +41,27 @@ from valence.training.plan import describe, make_plan
 from valence.training.restore import restore
 from valence.training.setup import Prepared, prepare
 
-THUMBS = [{"prompt": f"question {i} ", "completion": f"answer {'at length ' * (i % 3)}{i}", "label": i % 2} for i in range(8)]
-PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(8)]
-STARS = [{"prompt": f"question {i} ", "completion": f"answer {i}", "score": i % 2} for i in range(8)]
+THUMBS = [
+    {
+        "prompt": f"question {i} ",
+        "completion": f"answer {'at length ' * (i % 3)}{i}",
+        "label": i % 2,
+    }
+    for i in range(8)
+]
+PAIRS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(8)
+]
+STARS = [
+    {"prompt": f"question {i} ", "completion": f"answer {i}", "score": i % 2} for i in range(8)
+]
 ROWS = {"kto": THUMBS, "dpo": PAIRS, "pointwise": STARS}
 DEVICE = best_device()
-BATCH = plain_batch([torch.arange(*ends, device=DEVICE) for ends in ((3, 20), (30, 70))], torch.arange(5, 9, device=DEVICE))
+BATCH = plain_batch(
+    [torch.arange(*ends, device=DEVICE) for ends in ((3, 20), (30, 70))],
+    torch.arange(5, 9, device=DEVICE),
+)
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +69,13 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of models."""
     folder, tokenizer = tmp_path_factory.mktemp("models"), tiny_tokenizer()
     for name, seed in (("llama", 0), ("other", 1)):
-        model: Any = tiny(seed=seed, vocab_size=len(tokenizer), dtype=torch.float32, hidden_size=64, intermediate_size=96)
+        model: Any = tiny(
+            seed=seed,
+            vocab_size=len(tokenizer),
+            dtype=torch.float32,
+            hidden_size=64,
+            intermediate_size=96,
+        )
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     return folder
@@ -104,13 +127,17 @@ def test_a_step_does_not_depend_on_how_it_is_cut(method: str, place: Path, tmp_p
     found = []
     for cut in (4096, 24):
         sections = {"train": {"micro_batch_tokens": cut}, "run": {"dir": str(tmp_path / str(cut))}}
-        found.append(weights(valence.train(recipe(place, tmp_path, method, **sections), quiet=True)))
+        found.append(
+            weights(valence.train(recipe(place, tmp_path, method, **sections), quiet=True))
+        )
     ours, theirs = found
     assert any(weight.abs().max() > 0.005 for name, weight in ours.items() if "lora_B" in name)
     for name, weight in ours.items():
         torch.testing.assert_close(theirs[name], weight, rtol=1e-3, atol=2e-4)
     first, second = records(tmp_path / "4096"), records(tmp_path / "24")
-    assert [row["loss"] for row in first] == pytest.approx([row["loss"] for row in second], rel=1e-4)
+    assert [row["loss"] for row in first] == pytest.approx(
+        [row["loss"] for row in second], rel=1e-4
+    )
 
 
 def test_the_reference_is_the_quantized_model(place: Path, tmp_path: Path) -> None:
@@ -138,22 +165,36 @@ def test_a_reference_of_its_own_is_quantized_alike(place: Path, tmp_path: Path) 
 def test_a_reference_that_follows_shares_the_quantized_weights(place: Path, tmp_path: Path) -> None:
     policy, reference = build_models(prepared(recipe(place, tmp_path, reference={"sync_every": 1})))
     assert isinstance(reference, SyncedReference)
-    ours, theirs = (engine.causal.model.layers[0].mlp.up_proj.base_layer.weight for engine in (policy, reference.engine))
+    ours, theirs = (
+        engine.causal.model.layers[0].mlp.up_proj.base_layer.weight
+        for engine in (policy, reference.engine)
+    )
     assert theirs.data_ptr() == ours.data_ptr()
     with torch.no_grad():
         assert torch.equal(reference(BATCH), policy(BATCH).logp)
 
 
 def test_only_linear_layers_are_quantized_and_nothing_casts_them(place: Path) -> None:
-    lora: Any = type("Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+    lora: Any = type(
+        "Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"}
+    )
     base = loaded(place, dtype=torch.bfloat16)
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     policy = build_policy(base, dtype=torch.bfloat16, lora=lora)
     assert policy.packs
     digest = model_digest(policy, adapter=False)
-    after = {name.replace(".base_layer.", "."): w for name, w in policy.causal.state_dict().items() if "lora_" not in name}
-    assert {name: w.dtype for name, w in after.items()} == {name: w.dtype for name, w in before.items()}
-    assert all(torch.equal(weight.view(torch.uint8), before[name].view(torch.uint8)) for name, weight in after.items())
+    after = {
+        name.replace(".base_layer.", "."): w
+        for name, w in policy.causal.state_dict().items()
+        if "lora_" not in name
+    }
+    assert {name: w.dtype for name, w in after.items()} == {
+        name: w.dtype for name, w in before.items()
+    }
+    assert all(
+        torch.equal(weight.view(torch.uint8), before[name].view(torch.uint8))
+        for name, weight in after.items()
+    )
     narrow = {name.partition(".weight.")[0] for name in states(policy.causal)}
     assert len(narrow) == 14
     assert not any("norm" in name or "lm_head" in name or "embed" in name for name in narrow)
@@ -166,11 +207,16 @@ def test_only_linear_layers_are_quantized_and_nothing_casts_them(place: Path) ->
     assert wider.lm_head.weight.dtype == torch.float32
     for name in narrow:
         kept = wider.get_submodule(name).weight
-        assert torch.equal(kept.view(torch.uint8), before[f"{name.replace('.base_layer', '')}.weight"].view(torch.uint8))
+        assert torch.equal(
+            kept.view(torch.uint8),
+            before[f"{name.replace('.base_layer', '')}.weight"].view(torch.uint8),
+        )
 
 
 @pytest.mark.slow
-def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(place: Path, tmp_path: Path) -> None:
+def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(
+    place: Path, tmp_path: Path
+) -> None:
     class KilledError(BaseException):
         pass
 
@@ -181,7 +227,9 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(place: Path
 
     sections: dict[str, Any] = {"train": {"epochs": 2}, "run": {"save_every": 2}}
     source = recipe(place, tmp_path, **sections)
-    whole = valence.train({**source, "run": {"dir": str(tmp_path / "whole"), "save_every": 2}}, quiet=True)
+    whole = valence.train(
+        {**source, "run": {"dir": str(tmp_path / "whole"), "save_every": 2}}, quiet=True
+    )
     with pytest.raises(KilledError):
         valence.train(source, quiet=True, callbacks=[kill])
     again = valence.train(source, quiet=True)
@@ -191,15 +239,25 @@ def test_a_run_that_was_stopped_ends_bit_for_bit_as_one_that_was_not(place: Path
 
 
 @pytest.mark.parametrize("method", ["dpo", pytest.param("pointwise", marks=pytest.mark.slow)])
-def test_the_exported_model_is_the_whole_one_with_the_adapter(method: str, place: Path, tmp_path: Path) -> None:
+def test_the_exported_model_is_the_whole_one_with_the_adapter(
+    method: str, place: Path, tmp_path: Path
+) -> None:
     run = valence.train(recipe(place, tmp_path, method), quiet=True)
     trained = weights(run)
     settings = json.loads((tmp_path / "run/model/config.json").read_text())
     assert "quantization_config" not in settings
     attributes = None if method == "dpo" else ("reward",)
-    found = load_model(str(tmp_path / "run/model"), dtype=torch.float32, attributes=attributes).state_dict()
-    for name, base in load_model(str(place / "llama"), dtype=torch.float32, attributes=attributes).state_dict().items():
-        halves = [w for key, w in trained.items() if f".{name.removesuffix('.weight')}.lora_" in key]
+    found = load_model(
+        str(tmp_path / "run/model"), dtype=torch.float32, attributes=attributes
+    ).state_dict()
+    for name, base in (
+        load_model(str(place / "llama"), dtype=torch.float32, attributes=attributes)
+        .state_dict()
+        .items()
+    ):
+        halves = [
+            w for key, w in trained.items() if f".{name.removesuffix('.weight')}.lora_" in key
+        ]
         if halves:
             down, up = halves
             torch.testing.assert_close(found[name], base + 2 * up @ down)  # alpha is twice the rank
@@ -212,7 +270,10 @@ def test_the_exported_model_is_the_whole_one_with_the_adapter(method: str, place
 
 @pytest.mark.slow
 def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) -> None:
-    run = valence.train(recipe(place, tmp_path, "dpo", data={"eval": [{"path": str(tmp_path / "dpo.jsonl")}]}), quiet=True)
+    run = valence.train(
+        recipe(place, tmp_path, "dpo", data={"eval": [{"path": str(tmp_path / "dpo.jsonl")}]}),
+        quiet=True,
+    )
     found = restore(tmp_path / "run", quiet=True)
     assert found.evaluate().metrics["loss"] == run.evaluate().metrics["loss"]
     write_model(found, tmp_path / "adapter", "adapter")
@@ -228,8 +289,9 @@ def test_a_run_is_measured_and_exported_afterwards(place: Path, tmp_path: Path) 
 def test_an_adapter_goes_on(place: Path, tmp_path: Path) -> None:
     first = valence.train(recipe(place, tmp_path, run={"export": "adapter"}), quiet=True)
     sections: dict[str, Any] = {
-        "model": {"lora": None, "adapter": str(tmp_path / "run/model")}, "run": {"dir": str(tmp_path / "second")},
-    }  # fmt: skip
+        "model": {"lora": None, "adapter": str(tmp_path / "run/model")},
+        "run": {"dir": str(tmp_path / "second")},
+    }
     policy, reference = build_models(prepared(recipe(place, tmp_path, **sections)))
     assert reference is not None
     with torch.no_grad():
@@ -239,9 +301,13 @@ def test_an_adapter_goes_on(place: Path, tmp_path: Path) -> None:
 
 
 def test_memory_is_planned(tmp_path: Path, place: Path) -> None:
-    large: Any = tiny(dtype=torch.bfloat16, hidden_size=256, intermediate_size=512, num_attention_heads=32)
+    large: Any = tiny(
+        dtype=torch.bfloat16, hidden_size=256, intermediate_size=512, num_attention_heads=32
+    )
     large.save_pretrained(tmp_path / "large")
-    lora: Any = type("Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
+    lora: Any = type(
+        "Lora", (), {"rank": 2, "alpha": None, "dropout": 0.0, "targets": "all-linear"}
+    )
     shape = shape_of(skeleton(str(tmp_path / "large")), lora=lora, quantize=True)
     found: Any = load_model(str(tmp_path / "large"), dtype=torch.bfloat16, quantize=True)
     held = sum(weight.nbytes for weight in found.state_dict().values())
@@ -262,7 +328,9 @@ def test_memory_is_planned(tmp_path: Path, place: Path) -> None:
         ({"train": {"compile": "on"}}, "train.compile", "train.compile"),
     ],
 )
-def test_what_does_not_go_together_is_said(sections: dict[str, Any], where: str, fix: str, place: Path, tmp_path: Path) -> None:
+def test_what_does_not_go_together_is_said(
+    sections: dict[str, Any], where: str, fix: str, place: Path, tmp_path: Path
+) -> None:
     with raises_error("setting-conflict", where=where, fix=fix):
         prepared(recipe(place, tmp_path, **sections))
 
@@ -279,23 +347,35 @@ def test_models_are_in_4_bits_where_the_recipe_says_so(place: Path, tmp_path: Pa
     with raises_error("model-quantized", where="model.quantize"):
         build_models(prepared(recipe(place, tmp_path)), model=loaded(place, quantize=False))
     with raises_error("model-quantized", where="model.name"):
-        build_models(prepared(recipe(place, tmp_path, model={"quantize": None})), model=loaded(place))
+        build_models(
+            prepared(recipe(place, tmp_path, model={"quantize": None})), model=loaded(place)
+        )
     loaded(place).save_pretrained(tmp_path / "narrow")
     with raises_error("model-quantized-already", where=str(tmp_path / "narrow")):
         load_model(str(tmp_path / "narrow"), dtype=torch.float32, quantize=True)
 
 
-NEAR: dict[str, dict[str, float]] = {"float32": {"rtol": 1e-3, "atol": 2e-4}, "bfloat16": {"rtol": 0.05, "atol": 0.02}}
+NEAR: dict[str, dict[str, float]] = {
+    "float32": {"rtol": 1e-3, "atol": 2e-4},
+    "bfloat16": {"rtol": 0.05, "atol": 0.02},
+}
 
 
 def trained(group: Group, place: Path, tmp_path: Path) -> dict[str, Any]:
-    """What two steps on this group's processes, which split the weights if there are several, lead to."""
-    return {dtype: _trained(group, place, tmp_path / f"{dtype}-{group.size}", dtype) for dtype in NEAR}
+    """What two steps on this group's processes, which split the weights if there are several, lead
+    to.
+    """
+    return {
+        dtype: _trained(group, place, tmp_path / f"{dtype}-{group.size}", dtype) for dtype in NEAR
+    }
 
 
 def _trained(group: Group, place: Path, folder: Path, dtype: str) -> dict[str, Any]:
     folder.mkdir(exist_ok=True)
-    sections: dict[str, Any] = {"model": {"dtype": dtype}, "parallel": {"shard": "full"} if group.size > 1 else {}}
+    sections: dict[str, Any] = {
+        "model": {"dtype": dtype},
+        "parallel": {"shard": "full"} if group.size > 1 else {},
+    }
     if dtype == "bfloat16":
         sections["train"] = {"checkpointing": "full"}
     run = valence.train(recipe(place, folder, **sections), quiet=True, group=group)
@@ -322,7 +402,10 @@ def test_split_over_processes_it_trains_as_on_one(place: Path, tmp_path: Path) -
             assert found["held"] <= 0.51 * alone["held"]
             for name, weight in alone["weights"].items():
                 torch.testing.assert_close(found["weights"][name], weight, **near)
-        one, two = (load_model(str(tmp_path / f"{dtype}-{n}/run/model"), dtype=torch.float32).state_dict() for n in (1, 2))
+        one, two = (
+            load_model(str(tmp_path / f"{dtype}-{n}/run/model"), dtype=torch.float32).state_dict()
+            for n in (1, 2)
+        )
         for name, weight in one.items():
             torch.testing.assert_close(two[name], weight, **near)
 

@@ -40,7 +40,9 @@ UNPAIRED = [
 ]
 
 
-def policy(*, checkpointing: Checkpointing = "off", name: str = "qwen3_moe", **more: Any) -> PolicyModel:
+def policy(
+    *, checkpointing: Checkpointing = "off", name: str = "qwen3_moe", **more: Any
+) -> PolicyModel:
     model = tiny(name, dtype=torch.float32)
     return build_policy(model, dtype=torch.float32, checkpointing=checkpointing, **more)
 
@@ -50,15 +52,25 @@ def sequences(units: list[TokenizedExample]) -> list[tuple[int, ...]]:
 
 
 def plain_loss(engine: PolicyModel, units: list[TokenizedExample]) -> Tensor:
-    """transformers' own function over the router logits of every sequence by itself, with its gradient."""
+    """transformers' own function over the router logits of every sequence by itself, with its
+    gradient.
+    """
     with engine.stock():
-        runs = [engine.causal(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits for ids in sequences(units)]
+        runs = [
+            engine.causal(input_ids=torch.tensor([ids]), output_router_logits=True).router_logits
+            for ids in sequences(units)
+        ]
     gates = tuple(torch.cat(layer) for layer in zip(*runs, strict=True))
     return modeling_qwen3_moe.load_balancing_loss_func(gates, 4, 2)  # type: ignore[return-value]
 
 
 def gradients(engine: PolicyModel) -> Tensor:
-    return torch.cat([torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten() for p in weights(engine)])
+    return torch.cat(
+        [
+            torch.zeros_like(p).flatten() if p.grad is None else p.grad.flatten()
+            for p in weights(engine)
+        ]
+    )
 
 
 def weights(engine: PolicyModel) -> list[torch.nn.Parameter]:
@@ -101,10 +113,13 @@ def test_the_value_is_that_of_transformers_on_one_sequence(packed: bool) -> None
     found = engine(plain_batch([tokens]), WANT).router_aux_loss
     assert found is not None
     assert found.item() == pytest.approx(aux_loss.item(), rel=1e-6)
-    assert abs(found.item() - 2) > 1e-3  # the load is not uniform, where any routing would have this value
+    # the load is not uniform, where any routing would have this value
+    assert abs(found.item() - 2) > 1e-3
 
 
-@pytest.mark.parametrize("checkpointing", ["off", pytest.param("selective", marks=pytest.mark.slow), "full"])
+@pytest.mark.parametrize(
+    "checkpointing", ["off", pytest.param("selective", marks=pytest.mark.slow), "full"]
+)
 @pytest.mark.parametrize("packed", [True, False])
 def test_the_gradient_is_that_of_plain_autograd(packed: bool, checkpointing: Checkpointing) -> None:
     plain = policy()
@@ -138,7 +153,10 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
     engine = policy()
     engine.lay_out(packed=packed)
     engine.along = along
-    ours, measured = UNPAIRED[:2], [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2
+    ours, measured = (
+        UNPAIRED[:2],
+        [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2,
+    )
     batch: MicroBatch = make_micro_batch(ours, kl_pairs=measured)
     assert not all(batch.trains)
     found, alone = (engine(each, WANT).router_aux_loss for each in (batch, make_micro_batch(ours)))
@@ -172,10 +190,14 @@ def test_micro_batches_are_averaged_by_their_tokens() -> None:
     with_router, metrics, its_gradient, micro_batches = step(engine, WEIGHT, ROWS, budget=40)
     assert micro_batches > 1
     made = objective("cpo", engine, None, budget=40)
-    parts = [[ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in made.divide(ROWS).local]
+    parts = [
+        [ROWS[i] for i in sorted(set(batch.unit.tolist()))] for batch in made.divide(ROWS).local
+    ]
     total = sum(row.tokens for row in ROWS)
     engine.zero_grad()
-    wanted = torch.stack([sum(row.tokens for row in part) / total * plain_loss(engine, part) for part in parts]).sum()
+    wanted = torch.stack(
+        [sum(row.tokens for row in part) / total * plain_loss(engine, part) for part in parts]
+    ).sum()
     wanted.backward()
     assert metrics["router_aux_loss"] == pytest.approx(wanted.item(), rel=1e-6)
     assert float(with_router) == pytest.approx(float(loss) + WEIGHT * wanted.item(), rel=1e-6)
@@ -189,7 +211,9 @@ def test_a_loss_over_all_micro_batches_together_has_the_term_too() -> None:
     engine = policy()
 
     def run(weight: float) -> tuple[Tensor, Tensor, dict[str, float]]:
-        reference = build_reference(policy(), fresh_adapter=False, model=tiny("qwen3_moe", dtype=torch.float32, seed=5))
+        reference = build_reference(
+            policy(), fresh_adapter=False, model=tiny("qwen3_moe", dtype=torch.float32, seed=5)
+        )
         made = objective("aot", engine, reference, budget=40)
         made.router_aux_loss = weight
         engine.zero_grad()
@@ -198,7 +222,11 @@ def test_a_loss_over_all_micro_batches_together_has_the_term_too() -> None:
         meter = Meter()
         meter.pool(outcome.metrics)
         found = gradients(engine).clone()
-        return found, torch.zeros(()) if outcome.router_aux_loss is None else outcome.router_aux_loss, meter.reduce(made.group)
+        return (
+            found,
+            torch.zeros(()) if outcome.router_aux_loss is None else outcome.router_aux_loss,
+            meter.reduce(made.group),
+        )
 
     gradient, nothing, _ = run(0.0)
     its_gradient, loss, metrics = run(WEIGHT)
@@ -225,7 +253,10 @@ def test_mixed_methods_share_one_average() -> None:
     with_router, metrics, its_gradient, _ = run(WEIGHT)
     counts = [sum(row.tokens for row in rows) for rows in (ROWS, mixed)]
     engine.zero_grad()
-    wanted = sum(n / sum(counts) * plain_loss(engine, rows) for n, rows in zip(counts, (ROWS, mixed), strict=True))
+    wanted = sum(
+        n / sum(counts) * plain_loss(engine, rows)
+        for n, rows in zip(counts, (ROWS, mixed), strict=True)
+    )
     assert isinstance(wanted, Tensor)
     wanted.backward()
     assert float(with_router) == pytest.approx(float(loss) + WEIGHT * wanted.item(), rel=1e-6)
@@ -234,13 +265,16 @@ def test_mixed_methods_share_one_average() -> None:
 
 
 @pytest.mark.parametrize("packed", [True, False])
-def test_without_the_setting_no_router_logits_are_asked_for_and_nothing_changes(packed: bool) -> None:
+def test_without_the_setting_no_router_logits_are_asked_for_and_nothing_changes(
+    packed: bool,
+) -> None:
     engine = policy()
     engine.lay_out(packed=packed)
     decoder = getattr(engine.causal, engine.causal.base_model_prefix)
     asked: list[bool] = []
     handle = decoder.register_forward_pre_hook(
-        lambda _module, _inputs, kwargs: asked.append(bool(kwargs.get("output_router_logits"))), with_kwargs=True
+        lambda _module, _inputs, kwargs: asked.append(bool(kwargs.get("output_router_logits"))),
+        with_kwargs=True,
     )
     loss, metrics, gradient, _ = step(engine, 0.0, ROWS)
     assert asked
@@ -282,7 +316,9 @@ def test_a_reward_model_has_it_too(packed: bool) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
 def test_a_model_without_such_a_router_is_an_error(name: str) -> None:
-    """deepseek_v3 has routers, which balance their load by a bias: transformers has no loss for them."""
+    """deepseek_v3 has routers, which balance their load by a bias: transformers has no loss for
+    them.
+    """
     engine = PolicyModel(tiny(name, dtype=torch.float32))
     with raises_error("router-missing", where="train.router_aux_loss"):
         check_router(engine)

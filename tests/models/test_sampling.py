@@ -23,10 +23,16 @@ PROMPTS = [(5, 6, 7), (8, 9, 10, 11, 12, 13, 14)]
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("lora", "narrow"), [(None, False), (None, True), (LORA, True)])
-def test_answers_come_from_the_products_of_training(name: str, lora: Any, narrow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bfloat16, keys and values too; but on a CPU float32 masters are multiplied as they are (elsewhere: ``narrow``)."""
+def test_answers_come_from_the_products_of_training(
+    name: str, lora: Any, narrow: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In bfloat16, keys and values too; but on a CPU float32 masters are multiplied as they are
+    (elsewhere: ``narrow``).
+    """
     tokenizer = tiny_tokenizer()
-    engine = build_policy(tiny(name, vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
+    engine = build_policy(
+        tiny(name, vocab_size=len(tokenizer), dtype=torch.float32), dtype=torch.bfloat16, lora=lora
+    )
     before = [weights.clone() for weights in engine.parameters()]
     products, caches, give_room = set[torch.dtype](), list[Any](), kv.give_room
     for module in engine.modules():
@@ -47,5 +53,9 @@ def test_answers_come_from_the_products_of_training(name: str, lora: Any, narrow
     for prompt, answers in zip(PROMPTS, rows, strict=True):
         for answer in answers:
             found = engine(plain_batch([torch.tensor(prompt + answer.tokens)])).logp[len(prompt) :]
-            assert found.tolist() == pytest.approx(answer.logps, abs=0.02 if lora or not narrow else 0.1)
-    assert all(torch.equal(one, other) for one, other in zip(engine.parameters(), before, strict=True))
+            assert found.tolist() == pytest.approx(
+                answer.logps, abs=0.02 if lora or not narrow else 0.1
+            )
+    assert all(
+        torch.equal(one, other) for one, other in zip(engine.parameters(), before, strict=True)
+    )

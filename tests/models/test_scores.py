@@ -1,4 +1,6 @@
-"""Reward models: scores against the stock model one sequence at a time, and what is saved against what stock loading gives."""
+"""Reward models: scores against the stock model one sequence at a time, and what is saved against
+what stock loading gives.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerBase,
+)
 
 from tests.errors import raises_error
 from tests.models.test_check import Leaky, codes
@@ -33,15 +40,25 @@ from valence.types import MicroBatch
 KINDS = ARCHITECTURES | {
     "llama-dynamic": OTHERS["llama-dynamic"],
     "phi": ("phi", {}),
-    "gpt_neo": ("gpt_neo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]], "window_size": 4}),
-}  # fmt: skip
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": 4,
+        },
+    ),
+}
 WITHOUT_SCORES = ("llama-tied", "llama-dynamic", "cohere", "granite")
 """Those that have a head of their own for tokens alone, or cannot have one for scores."""
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 LORA = SimpleNamespace(rank=3, alpha=None, dropout=0.0, targets="all-linear")
 
 
-def reward_model(name: str = "llama", *, dtype: torch.dtype = F64, attributes: int = 2, **changes: Any) -> nn.Module:
+def reward_model(
+    name: str = "llama", *, dtype: torch.dtype = F64, attributes: int = 2, **changes: Any
+) -> nn.Module:
     """A random model with a head for attributes, of weights large enough for a leak to show."""
     kind, settings = KINDS[name]
     torch.manual_seed(0)
@@ -54,10 +71,18 @@ def reward_model(name: str = "llama", *, dtype: torch.dtype = F64, attributes: i
     return model.to(dtype).eval()
 
 
-def scorer(name: str = "llama", how: str = "full", *, dtype: torch.dtype = F64, **more: Any) -> Scorer:
+def scorer(
+    name: str = "llama", how: str = "full", *, dtype: torch.dtype = F64, **more: Any
+) -> Scorer:
     model = reward_model(name, dtype=F32 if dtype == BF16 else dtype)
     checkpointing: Any = "full" if how == "checkpointed" else "off"
-    engine = build_policy(model, dtype=dtype, lora=LORA if how == "lora" else None, checkpointing=checkpointing, **more)
+    engine = build_policy(
+        model,
+        dtype=dtype,
+        lora=LORA if how == "lora" else None,
+        checkpointing=checkpointing,
+        **more,
+    )
     assert isinstance(engine, Scorer)
     for key, p in engine.named_parameters():
         if "lora_B" in key:
@@ -66,19 +91,33 @@ def scorer(name: str = "llama", how: str = "full", *, dtype: torch.dtype = F64, 
 
 
 def stock_scores(engine: Scorer, batch: MicroBatch) -> Tensor:
-    """[S, A] of the Hugging Face model's own forward, each sequence by itself; inside ``engine.stock()``."""
-    return torch.cat([engine.model(input_ids=batch.tokens[batch.rows(s)][None]).logits for s in range(batch.sequences)])
+    """[S, A] of the Hugging Face model's own forward, each sequence by itself; inside
+    ``engine.stock()``.
+    """
+    return torch.cat(
+        [
+            engine.model(input_ids=batch.tokens[batch.rows(s)][None]).logits
+            for s in range(batch.sequences)
+        ]
+    )
 
 
-@pytest.mark.parametrize("how", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]))
+@pytest.mark.parametrize(
+    "how", ["full", "lora", pytest.param("checkpointed", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize(
+    "name",
+    named([kind for kind in KINDS if kind not in WITHOUT_SCORES], ["llama", "gpt2", "gpt_neo"]),
+)
 def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> None:
     rough = name in ROUGH or name == "gpt_neo"  # whose attention is in float32
     engine = scorer(name, how, dtype=F32 if name == "qwen3_moe" else F64)
     assert engine.packs is (name != "gpt_neo")
     for trains in PATTERNS:
         batch = forest_of(conversations(), trains)
-        slopes = torch.randn(batch.sequences, 2, generator=torch.Generator().manual_seed(3), dtype=F64)
+        slopes = torch.randn(
+            batch.sequences, 2, generator=torch.Generator().manual_seed(3), dtype=F64
+        )
         ours = torch.tensor(trains)
         with engine.stock():
             wanted = stock_scores(engine, batch)
@@ -87,12 +126,16 @@ def test_a_forest_scores_as_the_stock_model_one_by_one(name: str, how: str) -> N
         assert out.score is not None
         assert out.score.shape == (batch.sequences, 2)
         assert not out.logp.any()
-        torch.testing.assert_close(out.score, wanted, rtol=1e-4 if rough else 1e-10, atol=1e-4 if rough else 1e-10)
+        torch.testing.assert_close(
+            out.score, wanted, rtol=1e-4 if rough else 1e-10, atol=1e-4 if rough else 1e-10
+        )
         found = gradients(engine.model, (out.score * slopes).sum())
         assert found.keys() == theirs.keys()
         assert any("score" in key for key in found)
         for key in found:
-            torch.testing.assert_close(found[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+            torch.testing.assert_close(
+                found[key], theirs[key], rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6
+            )
 
 
 def test_one_by_one_is_the_same() -> None:
@@ -159,7 +202,9 @@ def saved(folder: Path, name: str = "llama", **changes: Any) -> str:
     return str(folder)
 
 
-def test_a_fresh_head_is_zero_and_a_saved_one_is_kept(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_fresh_head_is_zero_and_a_saved_one_is_kept(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     name = saved(tmp_path / "causal")
     model: Any = load_model(name, dtype=F32, attributes=("helpful", "honest"))
     assert model.score.weight.shape == (2, 32)
@@ -191,9 +236,15 @@ def test_what_cannot_be_a_reward_model_is_said(tmp_path: Path) -> None:
 
 def test_an_adapter_of_a_language_model_would_freeze_the_head(tmp_path: Path) -> None:
     name = saved(tmp_path / "base")
-    build_policy(load_model(name, dtype=F32), dtype=F32, lora=LORA).model.save_pretrained(tmp_path / "sft")  # type: ignore[operator]
+    build_policy(load_model(name, dtype=F32), dtype=F32, lora=LORA).model.save_pretrained(
+        tmp_path / "sft"
+    )  # type: ignore[operator]
     with raises_error("adapter-kind", where="model.adapter"):
-        build_policy(load_model(name, dtype=F32, attributes=("reward",)), dtype=F32, adapter=str(tmp_path / "sft"))
+        build_policy(
+            load_model(name, dtype=F32, attributes=("reward",)),
+            dtype=F32,
+            adapter=str(tmp_path / "sft"),
+        )
 
 
 def told(rows: list[tuple[int, ...]]) -> MicroBatch:
@@ -224,7 +275,12 @@ def test_the_saved_folder_scores_the_same_in_padded_batches(
     for key, p in engine.named_parameters():
         if "lora_B" in key or "score" in key:
             torch.nn.init.normal_(p, std=0.3)
-    rows = [(5, 300, 17, end), (9, 12, 44, 60, 61, end, 33, 80, end), (7, end), (30, 31, 32, 33, 34)]
+    rows = [
+        (5, 300, 17, end),
+        (9, 12, 44, 60, 61, end, 33, 80, end),
+        (7, end),
+        (30, 31, 32, 33, 34),
+    ]
     wanted = engine(told(rows)).score.detach()
     write(engine, tmp_path / "reward", with_padding(tokenizer, {end}, len(tokenizer)), wanted)
     capfd.readouterr()
@@ -257,8 +313,15 @@ def test_what_the_card_says_to_run_scores_as_trained(chat: bool, tmp_path: Path)
     user, answer = "What is the capital of France?", "Paris."
     chat_text = f"<|im_start|>user\n{user}<|im_end|>\n<|im_start|>assistant\n{answer}"
     text = chat_text if chat else "The capital of France is Paris."
-    wanted = engine(told([(*tokenizer(text, add_special_tokens=False)["input_ids"], end)])).score.item()
-    write(engine, tmp_path / "reward", with_padding(tokenizer, {end}, len(tokenizer)), torch.tensor([[1.0], [2.0]]))
+    wanted = engine(
+        told([(*tokenizer(text, add_special_tokens=False)["input_ids"], end)])
+    ).score.item()
+    write(
+        engine,
+        tmp_path / "reward",
+        with_padding(tokenizer, {end}, len(tokenizer)),
+        torch.tensor([[1.0], [2.0]]),
+    )
     said: list[Any] = []
     code = usage(chat, reward_model=True)
     exec(code.replace("path/to/this/folder", str(tmp_path / "reward")), {"print": said.append})
@@ -269,7 +332,9 @@ def test_levels_are_saved_with_the_model(tmp_path: Path) -> None:
     path = saved(tmp_path / "causal")
 
     def build(name: str, levels: int = 4) -> Any:
-        return build_policy(load_model(name, dtype=F32, attributes=("stars",)), dtype=F32, levels=levels)
+        return build_policy(
+            load_model(name, dtype=F32, attributes=("stars",)), dtype=F32, levels=levels
+        )
 
     engine = build(path)
     assert torch.sigmoid(engine.thresholds).tolist() == pytest.approx([0.25, 0.5, 0.75])

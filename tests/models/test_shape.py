@@ -1,4 +1,6 @@
-"""What trains is counted as the run would make it, and what a token is multiplied with as the model would do it."""
+"""What trains is counted as the run would make it, and what a token is multiplied with as the model
+would do it.
+"""
 
 from __future__ import annotations
 
@@ -31,11 +33,15 @@ def shape(name: str, **adapters: Any) -> Shape:
 
 
 @pytest.mark.parametrize("kind", ["llama", "llama-tied", "gpt2"])
-@pytest.mark.parametrize("lora", [None, LORA, SimpleNamespace(**vars(LORA) | {"targets": ["o_proj", "c_proj"]})])
+@pytest.mark.parametrize(
+    "lora", [None, LORA, SimpleNamespace(**vars(LORA) | {"targets": ["o_proj", "c_proj"]})]
+)
 def test_the_weights_that_train_are_those_of_the_run(kind: str, lora: Any, tmp_path: Path) -> None:
     name = saved(tmp_path, kind)
     if lora and lora.targets != "all-linear":
-        lora = SimpleNamespace(**vars(lora) | {"targets": ["c_proj" if kind == "gpt2" else "o_proj"]})
+        lora = SimpleNamespace(
+            **vars(lora) | {"targets": ["c_proj" if kind == "gpt2" else "o_proj"]}
+        )
     engine = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=lora)
     found = shape(name, lora=lora)
     assert found.trained == sum(p.numel() for p in engine.parameters() if p.requires_grad)
@@ -47,11 +53,16 @@ def test_an_adapter_to_continue_is_counted_as_it_is(tmp_path: Path) -> None:
     made = build_policy(load_model(name, dtype=torch.float32), dtype=torch.float32, lora=LORA)
     made.model.save_pretrained(tmp_path / "adapter")  # type: ignore[operator]
     other = SimpleNamespace(**vars(LORA) | {"rank": 8})
-    assert shape(name, lora=other, adapter=str(tmp_path / "adapter")).trained == shape(name, lora=LORA).trained
+    assert (
+        shape(name, lora=other, adapter=str(tmp_path / "adapter")).trained
+        == shape(name, lora=LORA).trained
+    )
 
 
 @pytest.mark.parametrize("config", [None, "{", "[]", '{"model_type": "none such"}'])
-def test_a_folder_without_a_model_is_a_mistake_that_names_it(config: str | None, tmp_path: Path) -> None:
+def test_a_folder_without_a_model_is_a_mistake_that_names_it(
+    config: str | None, tmp_path: Path
+) -> None:
     if config is not None:
         (tmp_path / "config.json").write_text(config)
     for load in (skeleton, partial(load_model, dtype=torch.float32)):
@@ -60,10 +71,14 @@ def test_a_folder_without_a_model_is_a_mistake_that_names_it(config: str | None,
         assert str(tmp_path) in raised.error.what
 
 
-@pytest.mark.parametrize("kind", ["llama", "llama-tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "llama-tied", "qwen3", "gemma2", "phi3", "gpt2", "gpt_neox", "opt"]
+)
 def test_operations_are_those_that_pytorch_counts(kind: str) -> None:
-    """Of a forward and a backward pass over one sequence whose every token is scored. PyTorch counts attention as if every token
-    saw every other."""
+    """Of a forward and a backward pass over one sequence whose every token is scored.
+
+    PyTorch counts attention as if every token saw every other.
+    """
     tokens = 24
     model: Any = tiny(kind, dtype=torch.float32).train()
     model.set_attn_implementation("eager")
@@ -78,7 +93,10 @@ def test_operations_are_those_that_pytorch_counts(kind: str) -> None:
 
 
 def test_experts_count_as_often_as_a_token_is_sent_to_one() -> None:
-    few, many = (shape_of(skeleton_of(tiny("qwen3_moe", num_experts=n, num_experts_per_tok=2))) for n in (4, 8))
+    few, many = (
+        shape_of(skeleton_of(tiny("qwen3_moe", num_experts=n, num_experts_per_tok=2)))
+        for n in (4, 8)
+    )
     routers = few.layers * few.hidden * 4
     assert many.linear == few.linear + routers
     assert many.parameters > 1.4 * few.parameters
@@ -93,7 +111,9 @@ def test_what_is_done_again_or_beside_is_counted() -> None:
     alone = speed.step(found, trained)
     assert alone == 3 * ahead
     assert speed.step(adapted, trained) == 2 * ahead
-    assert speed.step(found, trained, measured, trained) == 4 * ahead + speed.forward(found, measured)
+    assert speed.step(found, trained, measured, trained) == 4 * ahead + speed.forward(
+        found, measured
+    )
     decoder = speed.forward(found, Work(100, 0, 2000))
     assert speed.step(found, trained, checkpointing="full") == alone + decoder
     assert speed.step(found, trained, checkpointing="selective") == alone + decoder / 2

@@ -29,10 +29,19 @@ def saved(folder: Path, kind: str, size: str = "20KB", **changes: Any) -> str:
 
 
 def differences(found: nn.Module, wanted: nn.Module) -> list[str]:
-    """Weights and buffers, those that are in no file too, that do not have the same bits and type."""
-    ours, theirs = ({**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())} for m in (found, wanted))
+    """Weights and buffers, those that are in no file too, that do not have the same bits and
+    type.
+    """
+    ours, theirs = (
+        {**dict(m.named_parameters(remove_duplicate=False)), **dict(m.named_buffers())}
+        for m in (found, wanted)
+    )
     assert list(ours) == list(theirs)
-    return [name for name in ours if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])]
+    return [
+        name
+        for name in ours
+        if ours[name].dtype != theirs[name].dtype or not torch.equal(ours[name], theirs[name])
+    ]
 
 
 def own_bytes(model: nn.Module) -> int:
@@ -41,7 +50,9 @@ def own_bytes(model: nn.Module) -> int:
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_read_is_what_would_be_loaded(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_what_is_read_is_what_would_be_loaded(
+    kind: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     name = saved(tmp_path, kind)
     assert len(list(tmp_path.glob("*.safetensors"))) > 1
     model, stream = outline(name, dtype=dtype, device=CPU)
@@ -54,7 +65,10 @@ def test_what_is_read_is_what_would_be_loaded(kind: str, dtype: torch.dtype, tmp
     found: Any = model
     assert found.config.to_dict() == wanted.config.to_dict()
     assert found.generation_config.to_dict() == wanted.generation_config.to_dict()
-    tied = [each.get_input_embeddings().weight is each.get_output_embeddings().weight for each in (found, wanted)]
+    tied = [
+        each.get_input_embeddings().weight is each.get_output_embeddings().weight
+        for each in (found, wanted)
+    ]
     assert tied == [kind == "qwen2"] * 2
 
 
@@ -65,7 +79,11 @@ def test_a_policy_is_the_same(kind: str, dtype: torch.dtype, lora: Any, tmp_path
     name, loaded = saved(tmp_path, kind), F32 if lora is None else dtype
     engines: list[Any] = []
     for streamed in (True, False):
-        model, stream = outline(name, dtype=loaded, device=CPU) if streamed else (load_model(name, dtype=loaded), None)
+        model, stream = (
+            outline(name, dtype=loaded, device=CPU)
+            if streamed
+            else (load_model(name, dtype=loaded), None)
+        )
         torch.manual_seed(3)
         engine = build_policy(model, dtype=dtype, lora=lora, check=False)
         if stream:
@@ -73,7 +91,9 @@ def test_a_policy_is_the_same(kind: str, dtype: torch.dtype, lora: Any, tmp_path
             stream.fill(engine.causal, CPU)
         engines.append(engine)
     assert differences(*engines) == []
-    assert [p.requires_grad for p in engines[0].parameters()] == [p.requires_grad for p in engines[1].parameters()]
+    assert [p.requires_grad for p in engines[0].parameters()] == [
+        p.requires_grad for p in engines[1].parameters()
+    ]
     assert engines[0].compute == engines[1].compute
 
 
@@ -87,7 +107,10 @@ def test_a_stand_in_is_where_the_weight_will_be_and_takes_no_memory(tmp_path: Pa
         (p.shape, p.dtype, p.device) for p in wanted.parameters()
     ]
     engine = build_policy(model, dtype=F32, lora=LORA, check=False)
-    assert sum(p.untyped_storage().nbytes() for p in engine.parameters() if not p.requires_grad) < small
+    assert (
+        sum(p.untyped_storage().nbytes() for p in engine.parameters() if not p.requires_grad)
+        < small
+    )
     stream.forget(engine.causal)
     assert {p.is_meta for p in engine.parameters() if not p.requires_grad} == {True}
     assert {p.is_meta for p in engine.parameters() if p.requires_grad} == {False}
@@ -127,7 +150,9 @@ def rewrite(folder: Path, change: Any) -> None:
 
 def _quantized(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": {"quant_method": "fp8"}}))
+    (folder / "config.json").write_text(
+        json.dumps(config | {"quantization_config": {"quant_method": "fp8"}})
+    )
 
 
 def _pickled(folder: Path) -> None:
@@ -135,21 +160,44 @@ def _pickled(folder: Path) -> None:
     (folder / "model.safetensors").unlink()
 
 
-@pytest.mark.parametrize(("kind", "change", "code"), [
-    ("qwen3_moe", lambda folder: None, "weights-converted"),
-    ("llama", _quantized, "weights-quantized"),
-    ("llama", _pickled, "not-safetensors"),
-    ("llama", lambda folder: rewrite(folder, lambda w: w.pop("lm_head.weight")), "weights-missing"),
-    ("llama", lambda folder: rewrite(folder, lambda w: w.update({"lm_head.weight": torch.ones(3, 32)})), "weight-shape"),
-    ("qwen2", lambda folder: rewrite(folder, lambda w: w.update({"lm_head.weight": torch.ones(97, 32)})), "tied-weights-apart"),
-])  # fmt: skip
-def test_what_cannot_be_read_in_parts_is_told(kind: str, change: Any, code: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "change", "code"),
+    [
+        ("qwen3_moe", lambda folder: None, "weights-converted"),
+        ("llama", _quantized, "weights-quantized"),
+        ("llama", _pickled, "not-safetensors"),
+        (
+            "llama",
+            lambda folder: rewrite(folder, lambda w: w.pop("lm_head.weight")),
+            "weights-missing",
+        ),
+        (
+            "llama",
+            lambda folder: rewrite(
+                folder, lambda w: w.update({"lm_head.weight": torch.ones(3, 32)})
+            ),
+            "weight-shape",
+        ),
+        (
+            "qwen2",
+            lambda folder: rewrite(
+                folder, lambda w: w.update({"lm_head.weight": torch.ones(97, 32)})
+            ),
+            "tied-weights-apart",
+        ),
+    ],
+)
+def test_what_cannot_be_read_in_parts_is_told(
+    kind: str, change: Any, code: str, tmp_path: Path
+) -> None:
     name = saved(tmp_path, kind, "1GB")
     change(tmp_path)
     with pytest.raises(CannotStreamError) as error:
         outline(name, dtype=F32, device=CPU)
     assert error.value.code == code
-    assert ("lm_head.weight" in str(error.value)) is ("weight-" in code or code in ("weights-missing", "tied-weights-apart"))
+    assert ("lm_head.weight" in str(error.value)) is (
+        "weight-" in code or code in ("weights-missing", "tied-weights-apart")
+    )
 
 
 def test_a_gguf_file_is_not_read_in_parts(tmp_path: Path) -> None:
@@ -162,9 +210,11 @@ def test_a_gguf_file_is_not_read_in_parts(tmp_path: Path) -> None:
 def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_path: Path) -> None:
     name = saved(tmp_path, "llama", "1GB" if what == "file" else "20KB")
     index, part = tmp_path / "model.safetensors.index.json", min(tmp_path.glob("*.safetensors"))
-    {"file": lambda: part.write_bytes(part.read_bytes()[:1000]), "index": lambda: index.write_text("{"), "part": part.unlink}[
-        what
-    ]()
+    {
+        "file": lambda: part.write_bytes(part.read_bytes()[:1000]),
+        "index": lambda: index.write_text("{"),
+        "part": part.unlink,
+    }[what]()
     with raises_error("model-not-loadable", where="model") as raised:
         outline(name, dtype=F32, device=CPU)
     assert str(tmp_path) in raised.error.what
@@ -174,11 +224,19 @@ def test_a_damaged_or_missing_file_is_a_mistake_in_the_folder(what: str, tmp_pat
 
 
 class Parted(SimpleNamespace):
-    """What a DTensor tells of itself: how many processes along each axis of a mesh, this one's place, the axis that is cut."""
+    """What a DTensor tells of itself: how many processes along each axis of a mesh, this one's
+    place, the axis that is cut.
+    """
 
-    def __init__(self, whole: Tensor, sizes: list[int], place: list[int], cut: list[int | None]) -> None:
-        mesh = SimpleNamespace(ndim=len(sizes), size=sizes.__getitem__, get_local_rank=place.__getitem__)
-        kinds = [SimpleNamespace(dim=axis, is_replicate=lambda axis=axis: axis is None) for axis in cut]
+    def __init__(
+        self, whole: Tensor, sizes: list[int], place: list[int], cut: list[int | None]
+    ) -> None:
+        mesh = SimpleNamespace(
+            ndim=len(sizes), size=sizes.__getitem__, get_local_rank=place.__getitem__
+        )
+        kinds = [
+            SimpleNamespace(dim=axis, is_replicate=lambda axis=axis: axis is None) for axis in cut
+        ]
         super().__init__(whole=whole, shape=whole.shape, device_mesh=mesh, placements=kinds)
 
     def detach(self) -> Parted:
@@ -196,12 +254,23 @@ class Parted(SimpleNamespace):
         return own
 
 
-@pytest.mark.parametrize(("sizes", "cut"), [
-    ([3], [0]), ([4], [0]), ([9], [0]), ([2, 2], [0, 0]), ([3, 2], [0, 1]), ([2, 3], [0, None]), ([2], [None]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sizes", "cut"),
+    [
+        ([3], [0]),
+        ([4], [0]),
+        ([9], [0]),
+        ([2, 2], [0, 0]),
+        ([3, 2], [0, 1]),
+        ([2, 3], [0, None]),
+        ([2], [None]),
+    ],
+)
 def test_a_part_is_where_it_says(sizes: list[int], cut: list[int | None]) -> None:
     whole = torch.arange(35).view(7, 5)
-    for place in torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes)).tolist():
+    for place in (
+        torch.cartesian_prod(*(torch.arange(size) for size in sizes)).view(-1, len(sizes)).tolist()
+    ):
         own, rows = part_of(Parted(whole, sizes, place, cut))
         assert torch.equal(own, whole[rows])
 

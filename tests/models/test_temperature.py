@@ -1,4 +1,6 @@
-"""Log-probabilities at another temperature than 1: those of softmax(logits / temperature), in every layout, in float64."""
+"""Log-probabilities at another temperature than 1: those of softmax(logits / temperature), in every
+layout, in float64.
+"""
 
 from __future__ import annotations
 
@@ -21,22 +23,32 @@ HEAT = 0.6
 
 
 def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """logp, entropy and sum of squares [T] from the logits of the model's own forward, each sequence by itself."""
+    """logp, entropy and sum of squares [T] from the logits of the model's own forward, each
+    sequence by itself.
+    """
     found = torch.zeros(3, len(batch.tokens), dtype=torch.float64)
     with engine.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
             read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
-            logits = engine.model(input_ids=batch.tokens[rows][None], use_cache=False).logits[0, read - 1]
+            logits = engine.model(input_ids=batch.tokens[rows][None], use_cache=False).logits[
+                0, read - 1
+            ]
             p = torch.softmax(logits / HEAT, -1)
-            told = p.gather(1, batch.tokens[rows][read, None])[:, 0].log(), -(p * p.log()).sum(-1), p.square().sum(-1)
+            told = (
+                p.gather(1, batch.tokens[rows][read, None])[:, 0].log(),
+                -(p * p.log()).sum(-1),
+                p.square().sum(-1),
+            )
             found = found.index_put((torch.arange(3)[:, None], rows[read][None]), torch.stack(told))
     logp, entropy, squares = found
     return logp, entropy, squares
 
 
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize("name", named(["llama", "llama-tied", "gemma2", "cohere", "gpt2"], ["llama", "gemma2"]))
+@pytest.mark.parametrize(
+    "name", named(["llama", "llama-tied", "gemma2", "cohere", "gpt2"], ["llama", "gemma2"])
+)
 @pytest.mark.parametrize("how", ["full", "lora"])
 def test_values_and_gradients_are_those_of_tempered_logits(
     name: str, how: str, packed: bool, monkeypatch: pytest.MonkeyPatch
@@ -55,21 +67,34 @@ def test_values_and_gradients_are_those_of_tempered_logits(
     out = engine(batch, ("entropy", "sum_sq"))
     assert out.entropy is not None
     assert out.sum_sq is not None
-    for one, other in ((out.logp, logp), (out.entropy, entropy), (out.sum_sq, squares), (alone.logp, logp)):
+    for one, other in (
+        (out.logp, logp),
+        (out.entropy, entropy),
+        (out.sum_sq, squares),
+        (alone.logp, logp),
+    ):
         torch.testing.assert_close(one, other, **near)
     assert (out.logp - plain).abs().max() > 0.01
     trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
-    slopes = torch.randn(2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    slopes = torch.randn(
+        2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     weights = [p for p in engine.parameters() if p.requires_grad]
     with engine.stock():
-        wanted = torch.autograd.grad((logp * slopes[0] + entropy * slopes[1])[trains].sum(), weights)
+        wanted = torch.autograd.grad(
+            (logp * slopes[0] + entropy * slopes[1])[trains].sum(), weights
+        )
     found = torch.autograd.grad((out.logp * slopes[0] + out.entropy * slopes[1]).sum(), weights)
     for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6)
+        torch.testing.assert_close(
+            one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6
+        )
 
 
 def test_references_are_computed_at_the_same_temperature_and_known_by_it() -> None:
-    """A frozen copy, a copy that follows, the adapter switched off, and a model of its own with the same weights."""
+    """A frozen copy, a copy that follows, the adapter switched off, and a model of its own with the
+    same weights.
+    """
     batch = forest_of(conversations())
     for how in ("full", "lora"):
         engine = policy("llama", how)

@@ -1,4 +1,6 @@
-"""A critic against the oracle: hidden states of the model's own forward, one sequence at a time, in float64."""
+"""A critic against the oracle: hidden states of the model's own forward, one sequence at a time, in
+float64.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,12 @@ TRUNKS: tuple[Literal["separate", "shared"], ...] = ("separate", "shared")
 LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
 
 
-def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full") -> PolicyModel:
-    """A policy with a critic that says something, and whose trunk has moved away from the policy's."""
+def valued(
+    trunk: Literal["separate", "shared"], name: str = "llama", how: str = "full"
+) -> PolicyModel:
+    """A policy with a critic that says something, and whose trunk has moved away from the
+    policy's.
+    """
     engine = policy(name, how)
     add_values(engine, trunk=trunk)
     assert engine.critic is not None
@@ -35,12 +41,16 @@ def valued(trunk: Literal["separate", "shared"], name: str = "llama", how: str =
     with torch.no_grad():
         for weight in engine.critic.parameters():
             if weight.requires_grad:
-                weight.add_(torch.randn(weight.shape, generator=made, dtype=weight.dtype), alpha=0.1)
+                weight.add_(
+                    torch.randn(weight.shape, generator=made, dtype=weight.dtype), alpha=0.1
+                )
     return engine
 
 
 def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
-    """V [T] of the token before each that is read, from the last hidden states of a stock forward."""
+    """V [T] of the token before each that is read, from the last hidden states of a stock
+    forward.
+    """
     assert engine.critic is not None
     reads = engine.critic.trunk or engine
     head = engine.critic.head
@@ -50,31 +60,55 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
         for s in range(batch.sequences):
             rows = batch.rows(s)
             read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
-            hidden = decoder(input_ids=batch.tokens[rows][None], output_hidden_states=True).hidden_states[-1][0]
+            hidden = decoder(
+                input_ids=batch.tokens[rows][None], output_hidden_states=True
+            ).hidden_states[-1][0]
             found = found.index_put((rows[read],), hidden[read - 1] @ head.weight[0] + head.bias[0])
     return found
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("packed", [True, False])
-@pytest.mark.parametrize(("name", "how"), [
-    ("llama", "lora"), *(pytest.param(*each, marks=pytest.mark.slow) for each in (
-        ("llama", "full"), ("gemma2", "full"), ("llama-tied", "checkpointed"), ("gpt2", "lora"), ("qwen3", "full"))),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "how"),
+    [
+        ("llama", "lora"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (
+                ("llama", "full"),
+                ("gemma2", "full"),
+                ("llama-tied", "checkpointed"),
+                ("gpt2", "lora"),
+                ("qwen3", "full"),
+            )
+        ),
+    ],
+)
 def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
     name: str, how: str, packed: bool, trunk: Literal["separate", "shared"]
 ) -> None:
-    """Together with the log-probabilities, which are those without a critic; only what trains has a gradient."""
+    """Together with the log-probabilities, which are those without a critic; only what trains has a
+    gradient.
+    """
     engine = valued(trunk, name, how)
     engine.lay_out(packed=packed)
     batch = forest_of(conversations(), PATTERNS[1])
     trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
     wanted = by_hand(engine, batch)
-    slopes = torch.randn(len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    slopes = torch.randn(
+        len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
+    )
     weights = {key: p for key, p in engine.named_parameters() if p.requires_grad}
-    whole = engine.critic.trunk if engine.critic is not None and engine.critic.trunk is not None else engine
+    whole = (
+        engine.critic.trunk
+        if engine.critic is not None and engine.critic.trunk is not None
+        else engine
+    )
     with whole.stock():
-        theirs = torch.autograd.grad((wanted * slopes)[trains].sum(), list(weights.values()), allow_unused=True)
+        theirs = torch.autograd.grad(
+            (wanted * slopes)[trains].sum(), list(weights.values()), allow_unused=True
+        )
     rough = name == "gemma2"
     for along in (0, 10_000):
         whole.along = along
@@ -82,12 +116,18 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
         assert out.value is not None
         assert torch.equal(out.logp, engine(batch).logp)
         assert (out.value[~batch.mask] == 0).all()
-        torch.testing.assert_close(out.value, wanted, rtol=1e-5 if rough else 1e-11, atol=1e-5 if rough else 1e-11)
-        ours = torch.autograd.grad((out.value * slopes).sum(), list(weights.values()), allow_unused=True)
+        torch.testing.assert_close(
+            out.value, wanted, rtol=1e-5 if rough else 1e-11, atol=1e-5 if rough else 1e-11
+        )
+        ours = torch.autograd.grad(
+            (out.value * slopes).sum(), list(weights.values()), allow_unused=True
+        )
         for key, one, other in zip(weights, ours, theirs, strict=True):
             assert (one is None) == (other is None), key
             if one is not None:
-                torch.testing.assert_close(one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6, msg=key)
+                torch.testing.assert_close(
+                    one, other, rtol=1e-3 if rough else 1e-6, atol=1e-4 if rough else 1e-6, msg=key
+                )
 
 
 @pytest.mark.parametrize("how", ["full", "lora", "checkpointed"])
@@ -97,17 +137,27 @@ def test_with_a_trunk_of_its_own_a_critic_and_the_policy_do_not_touch_each_other
     assert out.value is not None
     trained = {key: p for key, p in engine.named_parameters() if p.requires_grad}
     for told, own in ((out.value, True), (out.logp, False)):
-        slopes = torch.autograd.grad(told.sum(), list(trained.values()), retain_graph=True, allow_unused=True)
+        slopes = torch.autograd.grad(
+            told.sum(), list(trained.values()), retain_graph=True, allow_unused=True
+        )
         for key, slope in zip(trained, slopes, strict=True):
-            assert (slope is not None and bool((slope != 0).any())) == (key.startswith(PREFIX) is own), key
+            assert (slope is not None and bool((slope != 0).any())) == (
+                key.startswith(PREFIX) is own
+            ), key
 
 
 def test_with_the_trunk_of_the_policy_its_gradient_trains_the_policy() -> None:
     engine, batch = valued("shared"), forest_of(conversations())
     out = engine(batch, ("value",))
     assert out.value is not None
-    slopes = torch.autograd.grad(out.value.sum(), list(engine.model.parameters()), allow_unused=True)
-    unread = [key for (key, _), slope in zip(engine.model.named_parameters(), slopes, strict=True) if slope is None]
+    slopes = torch.autograd.grad(
+        out.value.sum(), list(engine.model.parameters()), allow_unused=True
+    )
+    unread = [
+        key
+        for (key, _), slope in zip(engine.model.named_parameters(), slopes, strict=True)
+        if slope is None
+    ]
     assert unread == ["lm_head.weight"]
 
 
@@ -120,17 +170,28 @@ def test_under_an_adapter_a_trunk_shares_all_weights_that_do_not_train() -> None
     assert engine.critic.trunk is not None
     own = {key.replace("critic.trunk.", "") for key in after if key.startswith("critic.trunk.")}
     assert own == {key for key, trains in before.items() if trains}
-    assert after == before | {f"critic.trunk.{key}": True for key in own} | {"critic.head.weight": True, "critic.head.bias": True}
+    assert after == before | {f"critic.trunk.{key}": True for key in own} | {
+        "critic.head.weight": True,
+        "critic.head.bias": True,
+    }
     theirs = dict(engine.critic.trunk.model.named_parameters())
-    frozen = {key: p for key, p in engine.model.named_parameters() if not p.requires_grad and "lm_head" not in key}
+    frozen = {
+        key: p
+        for key, p in engine.model.named_parameters()
+        if not p.requires_grad and "lm_head" not in key
+    }
     assert len(frozen) == 20
     assert all(theirs[key] is p for key, p in frozen.items())
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("how", ["full", "lora"])
-def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(trunk: Literal["separate", "shared"], how: str) -> None:
-    """What is saved and sampled, what log-probabilities are, and the generator of random numbers."""
+def test_a_critic_begins_at_zero_and_leaves_all_else_as_it_was(
+    trunk: Literal["separate", "shared"], how: str
+) -> None:
+    """What is saved and sampled, what log-probabilities are, and the generator of random
+    numbers.
+    """
     engine, batch = policy("llama", how), forest_of(conversations())
     saved, logp, random = dict(engine.model.state_dict()), engine(batch).logp, torch.get_rng_state()
     digest = model_digest(engine, adapter=True)
@@ -166,7 +227,9 @@ def test_a_trunk_of_its_own_starts_as_the_policys() -> None:
 
 @pytest.mark.parametrize("trunk", TRUNKS)
 @pytest.mark.parametrize("how", [pytest.param("full", marks=pytest.mark.slow), "lora"])
-def test_what_trains_is_all_that_a_saved_state_needs(trunk: Literal["separate", "shared"], how: str) -> None:
+def test_what_trains_is_all_that_a_saved_state_needs(
+    trunk: Literal["separate", "shared"], how: str
+) -> None:
     engine, batch = valued(trunk, how=how), forest_of(conversations())
     saved = {key: p.detach().clone() for key, p in engine.named_parameters() if p.requires_grad}
     other = policy("llama", how)
@@ -182,9 +245,17 @@ def test_what_trains_is_all_that_a_saved_state_needs(trunk: Literal["separate", 
     assert torch.equal(one, two)
 
 
-@pytest.mark.parametrize(("how", "packed"), [
-    ("lora", True), ("full", False), *(pytest.param(*each, marks=pytest.mark.slow) for each in (("full", True), ("lora", False)))
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("how", "packed"),
+    [
+        ("lora", True),
+        ("full", False),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in (("full", True), ("lora", False))
+        ),
+    ],
+)
 def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
     lora = LORA if how == "lora" else None
     engine = build_policy(tiny(dtype=torch.float32), dtype=torch.bfloat16, lora=lora)
@@ -208,7 +279,9 @@ def test_values_over_bfloat16_are_float32(how: str, packed: bool) -> None:
 
 
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(trunk: Literal["separate", "shared"]) -> None:
+def test_a_reference_has_no_critic_and_follows_the_policy_all_the_same(
+    trunk: Literal["separate", "shared"],
+) -> None:
     engine, batch = valued(trunk, how="lora"), forest_of(conversations())
     critic = engine.critic
     frozen = build_reference(engine, fresh_adapter=False)

@@ -1,4 +1,6 @@
-"""The real model and data: fetched once, kept in the cache, skipped with the reason where they cannot be had."""
+"""The real model and data: fetched once, kept in the cache, skipped with the reason where they
+cannot be had.
+"""
 
 from __future__ import annotations
 

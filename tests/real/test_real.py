@@ -1,4 +1,6 @@
-"""KTO and DPO on real judgements with a real model: SmolLM2-135M-Instruct on the sets of 300 rows, for a few steps."""
+"""KTO and DPO on real judgements with a real model: SmolLM2-135M-Instruct on the sets of 300 rows,
+for a few steps.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Trained:
 
     @property
     def log(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        return [
+            json.loads(line) for line in (self.folder / "metrics.jsonl").read_text().splitlines()
+        ]
 
     @property
     def units(self) -> tuple[TokenizedExample, ...]:
@@ -49,14 +53,21 @@ def recipe(method: str, model: Path, **sections: Any) -> dict[str, Any]:
 
 def few(method: str, real_sets: Path) -> list[dict[str, Any]]:
     """The two shortest rows of each class, or the two shortest pairs, as they stand in the file."""
-    rows = sorted(json.loads((real_sets / f"{method}_en_demo.json").read_text()), key=lambda row: len(str(row)))
+    rows = sorted(
+        json.loads((real_sets / f"{method}_en_demo.json").read_text()),
+        key=lambda row: len(str(row)),
+    )
     if method == "dpo":
         return rows[:2]
-    return [row for label in (True, False) for row in [row for row in rows if row["label"] is label][:2]]
+    return [
+        row for label in (True, False) for row in [row for row in rows if row["label"] is label][:2]
+    ]
 
 
 @pytest.fixture(scope="module", params=["kto", "dpo"])
-def trained(request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_path_factory: Any) -> Iterator[Trained]:
+def trained(
+    request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_path_factory: Any
+) -> Iterator[Trained]:
     method = request.param
     rows = few(method, real_sets)
     folder = tmp_path_factory.mktemp(method) / "run"
@@ -64,8 +75,18 @@ def trained(request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_
         method,
         smollm2,
         data={"max_length": 256},
-        train={"batch_size": len(rows), "epochs": STEPS, "learning_rate": 2e-3, "schedule": "constant", "warmup": 0.0},
-        eval={"every": STEPS, "at_start": False},  # the first step measures these rows before any update
+        train={
+            "batch_size": len(rows),
+            "epochs": STEPS,
+            "learning_rate": 2e-3,
+            "schedule": "constant",
+            "warmup": 0.0,
+        },
+        # the first step measures these rows before any update
+        eval={
+            "every": STEPS,
+            "at_start": False,
+        },
         run={"dir": str(folder)},
     )
     yield Trained(valence.train(settings, train=rows, eval=rows, quiet=True), folder)
@@ -73,10 +94,14 @@ def trained(request: pytest.FixtureRequest, smollm2: Path, real_sets: Path, tmp_
 
 
 @pytest.mark.parametrize("method", FORMATS)
-def test_all_rows_of_the_set_are_read_in_their_own_format(method: str, smollm2: Path, real_sets: Path) -> None:
+def test_all_rows_of_the_set_are_read_in_their_own_format(
+    method: str, smollm2: Path, real_sets: Path
+) -> None:
     path = str(real_sets / f"{method}_en_demo.json")
     data = {"train": [{"path": path}], "max_length": 8192}
-    corpus = prepare(load_recipe(recipe(method, smollm2, data=data), method_of=method_of)).corpora["train"]
+    corpus = prepare(load_recipe(recipe(method, smollm2, data=data), method_of=method_of)).corpora[
+        "train"
+    ]
     assert corpus.loaded.formats == {path: FORMATS[method]}
     assert len(corpus.units) == 300
     assert not corpus.loaded.bad
@@ -93,7 +118,9 @@ def test_all_rows_of_the_set_are_read_in_their_own_format(method: str, smollm2: 
 def test_the_implicit_reward_starts_at_zero_and_moves_apart(trained: Trained) -> None:
     log = trained.log
     assert [record["step"] for record in log] == list(range(1, STEPS + 1))
-    assert all(math.isfinite(record["loss"]) and 0 < record["grad_norm"] < float("inf") for record in log)
+    assert all(
+        math.isfinite(record["loss"]) and 0 < record["grad_norm"] < float("inf") for record in log
+    )
     start, end = log[0], log[-1]
     for name in ("rewards/chosen", "rewards/rejected", "rewards/margins"):
         assert start[name] == 0, name
@@ -110,8 +137,12 @@ def test_transformers_loads_the_policy_that_was_trained(trained: Trained) -> Non
     for unit, row in zip(trained.units, rows, strict=True):
         names = ("logp",) if len(unit.answers) == 1 else ("logp_chosen", "logp_rejected")
         for name, answer in zip(names, unit.answers, strict=True):
-            assert log_likelihood(model, unit.prompt_ids, answer.ids) == pytest.approx(row[name], rel=1e-4, abs=1e-3)
-            assert abs(row[name] - row[name.replace("logp", "ref")]) > 0.1, "the adapter must matter for this to say anything"
+            assert log_likelihood(model, unit.prompt_ids, answer.ids) == pytest.approx(
+                row[name], rel=1e-4, abs=1e-3
+            )
+            assert abs(row[name] - row[name.replace("logp", "ref")]) > 0.1, (
+                "the adapter must matter for this to say anything"
+            )
 
 
 @torch.no_grad()

@@ -10,7 +10,14 @@ from typing import Any
 from valence.reports.compared import Compared, find_runs, read_compared
 
 
-def config(method: str = "kto", *, beta: float = 0.1, reward: str = "vader", train: str = "rows.jsonl", seed: int = 0) -> str:
+def config(
+    method: str = "kto",
+    *,
+    beta: float = 0.1,
+    reward: str = "vader",
+    train: str = "rows.jsonl",
+    seed: int = 0,
+) -> str:
     return json.dumps(
         {
             "method": method,
@@ -42,30 +49,71 @@ def thumbs(step: int, rewards: Mapping[str, float] | None = None, **more: Any) -
             "prompt": f"Ask {id}",
             "completion": "Yes.",
         }
-        for i, (id, reward) in enumerate((rewards or {"a": 0.1, "b": 0.2, "c": 0.3}).items(), start=1)
+        for i, (id, reward) in enumerate(
+            (rewards or {"a": 0.1, "b": 0.2, "c": 0.3}).items(), start=1
+        )
     ]
     return {"step": step, "metrics": metrics, "rows": rows}
 
 
 def own(step: int, reward: float, kl: float, said: str = "An answer.") -> dict[str, Any]:
-    row = {"origin": "prompts.jsonl:1", "stop": "end", "tokens": 3, "prompt": "Ask", "completion": said}
+    row = {
+        "origin": "prompts.jsonl:1",
+        "stop": "end",
+        "tokens": 3,
+        "prompt": "Ask",
+        "completion": said,
+    }
     rows = [{"id": id, **row, "reward": worth} for id, worth in (("a", reward), ("b", 0.5))]
-    return {"step": step, "metrics": {"reward/mean": reward, "kl": kl, "rollout/length": 3.0}, "rows": rows}
+    return {
+        "step": step,
+        "metrics": {"reward/mean": reward, "kl": kl, "rollout/length": 3.0},
+        "rows": rows,
+    }
 
 
-def a_run(folder: Path, *evaluations: Mapping[str, Any], settings: str | None = None, seconds: float = 2.0, **facts: Any) -> Path:
+def a_run(
+    folder: Path,
+    *evaluations: Mapping[str, Any],
+    settings: str | None = None,
+    seconds: float = 2.0,
+    **facts: Any,
+) -> Path:
     """A finished run of 20 steps, logged every 10, with these evaluations."""
     (folder / "eval").mkdir(parents=True)
     (folder / "config.yaml").write_text(settings or config())
     log = [
-        {"step": s, "loss": 0.6 - s / 100, "lr": 1e-4, "seconds": seconds, "tokens_seen": 1000 * s, "lag": 1.5} for s in (10, 20)
+        {
+            "step": s,
+            "loss": 0.6 - s / 100,
+            "lr": 1e-4,
+            "seconds": seconds,
+            "tokens_seen": 1000 * s,
+            "lag": 1.5,
+        }
+        for s in (10, 20)
     ]
     for found in evaluations:
         (folder / f"eval/step-{found['step']}.json").write_text(json.dumps(found))
-        log.append({"step": found["step"], **{f"eval/{name}": value for name, value in found["metrics"].items()}})
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in sorted(log, key=lambda r: r["step"])))
+        log.append(
+            {
+                "step": found["step"],
+                **{f"eval/{name}": value for name, value in found["metrics"].items()},
+            }
+        )
+    (folder / "metrics.jsonl").write_text(
+        "".join(json.dumps(r) + "\n" for r in sorted(log, key=lambda r: r["step"]))
+    )
     versions = {"valence": "0.1.0", "torch": "2.13"}
-    told = {"status": "done", "method": "kto", "steps": 20, "total_steps": 20, "seconds": 65.0, "versions": versions, **facts}
+    told = {
+        "status": "done",
+        "method": "kto",
+        "steps": 20,
+        "total_steps": 20,
+        "seconds": 65.0,
+        "versions": versions,
+        **facts,
+    }
     (folder / "run.json").write_text(json.dumps(told))
     return folder
 

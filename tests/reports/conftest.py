@@ -21,5 +21,9 @@ def run_dir(tmp_path: Path) -> Path:
 def two(tmp_path: Path) -> list[Compared]:
     """Two runs that differ in their seed alone; the second is better."""
     first = a_run(tmp_path / "first", thumbs(0), thumbs(20))
-    other = thumbs(20, {"a": 0.9, "b": 0.2, "c": 0.3}, **{"rewards/auc": 0.8, "loss": 0.2, "rewards/margins": 0.4, "grad": 2.0})
+    other = thumbs(
+        20,
+        {"a": 0.9, "b": 0.2, "c": 0.3},
+        **{"rewards/auc": 0.8, "loss": 0.2, "rewards/margins": 0.4, "grad": 2.0},
+    )
     return read(first, a_run(tmp_path / "second", thumbs(0), other, settings=config(seed=1)))

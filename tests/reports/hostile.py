@@ -4,7 +4,10 @@ import json
 import math
 from html.parser import HTMLParser
 
-HOSTILE = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] \x1b[2J \x00 \ud800 é 日本"
+HOSTILE = (
+    "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] "
+    "\x1b[2J \x00 \ud800 é 日本"
+)
 
 CONFIG = """\
 method: kto
@@ -23,7 +26,13 @@ AUDIT = {
         "units": 200,
         "classes": {"up": 104, "down": 96},
         "files": [
-            {"path": "feedback.jsonl", "format": "judgement", "rows": 203, "classes": {"up": 104, "down": 96}, "too_long": 3}
+            {
+                "path": "feedback.jsonl",
+                "format": "judgement",
+                "rows": 203,
+                "classes": {"up": 104, "down": 96},
+                "too_long": 3,
+            }
         ],
         "unused": [
             {
@@ -44,7 +53,13 @@ AUDIT = {
         "ignored_columns": {"judged_by": 203},
         "weights": None,
     },
-    "eval": {"kind": "judgement", "units": 60, "classes": {"up": 30, "down": 30}, "unused": [], "findings": {}},
+    "eval": {
+        "kind": "judgement",
+        "units": 60,
+        "classes": {"up": 30, "down": 30},
+        "unused": [],
+        "findings": {},
+    },
 }
 
 
@@ -85,7 +100,12 @@ def metrics_lines(steps):
             "padding": 0.1 + 0.01 * math.sin(step),
         }
         if step % 20 == 0:
-            yield {"step": step, "eval/loss": 0.5 - 0.08 * grow, "eval/rewards/margins": 0.9 * grow, "eval/auc": 0.5 + 0.3 * grow}
+            yield {
+                "step": step,
+                "eval/loss": 0.5 - 0.08 * grow,
+                "eval/rewards/margins": 0.9 * grow,
+                "eval/auc": 0.5 + 0.3 * grow,
+            }
 
 
 def hostile_run(folder):

@@ -1,4 +1,6 @@
-"""The run page in a real browser, opened from the disk: nothing fails, all can be reached, and no text of the data runs."""
+"""The run page in a real browser, opened from the disk: nothing fails, all can be reached, and no
+text of the data runs.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,21 @@ CHROMIUM = shutil.which("chromium")
 if CHROMIUM is None:
     pytest.skip("chromium is not installed", allow_module_level=True)
 
-QUIET = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update", "--disable-sync",
-         "--no-first-run"]  # fmt: skip
+QUIET = [
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--no-first-run",
+]
 PATIENCE = 90.0
 """Seconds that a machine with much else to do may take; an idle one takes one or two for a page."""
 
-HOSTILE = "</pre></script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> \u202e \x00 <b>"
+HOSTILE = (
+    "</pre></script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> "
+    "\u202e \x00 <b>"
+)
 LONG = "Lorem" * 200
 
 
@@ -43,7 +54,9 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """The pages of some runs; that of thumbs is hostile wherever data comes through, and has words without an end."""
+    """The pages of some runs; that of thumbs is hostile wherever data comes through, and has words
+    without an end.
+    """
     folder = tmp_path_factory.mktemp("pages")
     runs = {kind: write_run(folder / kind, kind) for kind in ("thumbs", "pairs")}
     poison(runs["thumbs"])
@@ -55,29 +68,58 @@ def poison(run: Path) -> None:
     for name in ("eval/step-60.json", "eval/train.json"):
         found = json.loads((run / name).read_text())
         for row in found["rows"]:
-            row |= {"prompt": HOSTILE + LONG, "completion": LONG + HOSTILE, "origin": HOSTILE, "source": HOSTILE}
+            row |= {
+                "prompt": HOSTILE + LONG,
+                "completion": LONG + HOSTILE,
+                "origin": HOSTILE,
+                "source": HOSTILE,
+            }
         (run / name).write_text(json.dumps(found))
     facts = json.loads((run / "run.json").read_text())
     changed = [{"setting": LONG, "value": HOSTILE, "origin": HOSTILE}]
-    (run / "run.json").write_text(json.dumps(facts | {"notes": [HOSTILE, LONG], "command": HOSTILE + LONG, "changed": changed}))
+    (run / "run.json").write_text(
+        json.dumps(
+            facts | {"notes": [HOSTILE, LONG], "command": HOSTILE + LONG, "changed": changed}
+        )
+    )
     with (run / "metrics.jsonl").open("a") as log:
-        log.writelines(json.dumps({"step": step, HOSTILE: step, "seconds/" + HOSTILE: 1.0}) + "\n" for step in (59, 60))
-    (run / "samples.json").write_text(json.dumps([{"prompt": HOSTILE, "before": LONG, "after": HOSTILE}]))
+        log.writelines(
+            json.dumps({"step": step, HOSTILE: step, "seconds/" + HOSTILE: 1.0}) + "\n"
+            for step in (59, 60)
+        )
+    (run / "samples.json").write_text(
+        json.dumps([{"prompt": HOSTILE, "before": LONG, "after": HOSTILE}])
+    )
     audit = json.loads((run / "audit.json").read_text())
-    audit["train"]["distributions"][HOSTILE] = {"edges": [0, 1, 2], "counts": {HOSTILE: [1, 2], LONG: [3, 4]}}
+    audit["train"]["distributions"][HOSTILE] = {
+        "edges": [0, 1, 2],
+        "counts": {HOSTILE: [1, 2], LONG: [3, 4]},
+    }
     (run / "audit.json").write_text(json.dumps(audit))
 
 
 @contextmanager
-def opened(browser: Browser, path: Path, *, width: int = 1280, clock: bool = False, **options: Any) -> Iterator[Page]:
+def opened(
+    browser: Browser, path: Path, *, width: int = 1280, clock: bool = False, **options: Any
+) -> Iterator[Page]:
     """The page, opened; what failed meanwhile fails the test. clock: the test moves it on."""
     context = browser.new_context(viewport={"width": width, "height": 800}, **options)
     page = context.new_page()
     page.set_default_timeout(PATIENCE * 1000)
     failed: list[str] = []
-    page.on("console", lambda said: failed.append(said.text) if said.type in ("error", "warning") else None)
+    page.on(
+        "console",
+        lambda said: failed.append(said.text) if said.type in ("error", "warning") else None,
+    )
     page.on("pageerror", lambda error: failed.append(str(error)))
-    page.on("request", lambda asked: failed.append(asked.url) if not asked.url.startswith(("file:", "data:", "blob:")) else None)
+    page.on(
+        "request",
+        lambda asked: (
+            failed.append(asked.url)
+            if not asked.url.startswith(("file:", "data:", "blob:"))
+            else None
+        ),
+    )
     page.on("requestfailed", lambda asked: failed.append(asked.url))
     if clock:
         page.clock.install()
@@ -88,7 +130,10 @@ def opened(browser: Browser, path: Path, *, width: int = 1280, clock: bool = Fal
 
 
 def until(true: Callable[[], object], seconds: float = PATIENCE) -> None:
-    """Waits for it. (The page's policy forbids the evaluated strings by which the browser would wait itself.)"""
+    """Waits for it.
+
+    (The page's policy forbids the evaluated strings by which the browser would wait itself.)
+    """
     ends = time.monotonic() + seconds
     while not true():
         assert time.monotonic() < ends
@@ -100,10 +145,16 @@ def draw_all(page: Page) -> None:
     The browser needs two frames to see that one is near."""
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.evaluate(
-        "async () => { for (const each of document.querySelectorAll('.chart')) { each.scrollIntoView();"
+        "async () => { for (const each of document.querySelectorAll('.chart')) { "
+        "each.scrollIntoView();"
         "for (let i = 0; i < 2; i++) await new Promise(done => requestAnimationFrame(done)); } }"
     )
-    until(lambda: page.evaluate("[...document.querySelectorAll('.chart')].every(each => each.querySelector('.main-svg'))"))
+    until(
+        lambda: page.evaluate(
+            "[...document.querySelectorAll('.chart')].every(each => "
+            "each.querySelector('.main-svg'))"
+        )
+    )
 
 
 def rgb(said: str) -> tuple[float, ...]:
@@ -112,7 +163,9 @@ def rgb(said: str) -> tuple[float, ...]:
 
 
 @pytest.mark.slow
-def test_hostile_text_neither_runs_nor_fails_nor_widens_the_page_on_a_telephone(browser: Browser, pages: dict[str, Path]) -> None:
+def test_hostile_text_neither_runs_nor_fails_nor_widens_the_page_on_a_telephone(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     with opened(browser, pages["thumbs"], width=390, has_touch=True, is_mobile=True) as page:
         draw_all(page)
         assert page.locator(".chart").count() > 15
@@ -121,10 +174,14 @@ def test_hostile_text_neither_runs_nor_fails_nor_widens_the_page_on_a_telephone(
         assert page.evaluate("window.ran") is None
         assert page.locator("[onerror]").count() == 0
         assert page.locator("body > script").count() == 3
-        assert "</pre></script><script>window.ran" in str(page.locator(".row .ask").first.text_content())
+        assert "</pre></script><script>window.ran" in str(
+            page.locator(".row .ask").first.text_content()
+        )
 
 
-def test_a_script_that_got_past_the_escaping_would_not_run(browser: Browser, tmp_path: Path) -> None:
+def test_a_script_that_got_past_the_escaping_would_not_run(
+    browser: Browser, tmp_path: Path
+) -> None:
     leaky = "<script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
     path = tmp_path / "leaky.html"
     path.write_text(document("A page", "", [("Leaky", leaky)], {}), encoding="utf-8")
@@ -157,7 +214,11 @@ def test_contents_rows_legends_and_colours(browser: Browser, pages: dict[str, Pa
         links = page.locator("nav a")
         assert links.count() >= 8
         links.filter(has_text="Training rows").click()
-        until(lambda: page.evaluate("Math.abs(document.querySelector(':target').getBoundingClientRect().top) < 120"))
+        until(
+            lambda: page.evaluate(
+                "Math.abs(document.querySelector(':target').getBoundingClientRect().top) < 120"
+            )
+        )
         assert page.locator(":target h2").text_content() == "Training rows"
         assert page.evaluate("document.querySelector('nav').getBoundingClientRect().top") == 0
 
@@ -171,7 +232,10 @@ def test_contents_rows_legends_and_colours(browser: Browser, pages: dict[str, Pa
 
 def look_at_colours(page: Page, *, dark: bool) -> None:
     """Of the page, and of the words of its charts, which follow."""
-    ground, words = (rgb(page.evaluate(f"getComputedStyle(document.body).{name}")) for name in ("backgroundColor", "color"))
+    ground, words = (
+        rgb(page.evaluate(f"getComputedStyle(document.body).{name}"))
+        for name in ("backgroundColor", "color")
+    )
     assert (sum(ground) < 150, sum(words) > 600) == (dark, dark)
     label = page.locator(".chart .xtick text").first
     label.wait_for(state="attached")
@@ -179,13 +243,19 @@ def look_at_colours(page: Page, *, dark: bool) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_is_loaded_anew_where_one_was(browser: Browser, pages: dict[str, Path]) -> None:
+def test_a_run_that_goes_on_is_loaded_anew_where_one_was(
+    browser: Browser, pages: dict[str, Path]
+) -> None:
     with opened(browser, pages["running"], clock=True) as page:
         assert page.locator("#reload").is_checked()
         fold = "details[data-key='held out Worst']"
-        page.evaluate(f'document.querySelector("{fold}").open = true; scrollTo(0, 900); window.old = 1')
+        page.evaluate(
+            f'document.querySelector("{fold}").open = true; scrollTo(0, 900); window.old = 1'
+        )
         page.clock.run_for(30_500)
-        as_before = f'window.old === undefined && scrollY === 900 && document.querySelector("{fold}").open'
+        as_before = (
+            f'window.old === undefined && scrollY === 900 && document.querySelector("{fold}").open'
+        )
         until(lambda: settled(page, as_before))
         page.locator("#reload").uncheck()
         page.evaluate("window.old = 1")

@@ -10,9 +10,20 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from transformers.utils import hub
 
-from valence.reports.card import CardFacts, fenced, last_record, license_of, markdown, model_card, table
+from valence.reports.card import (
+    CardFacts,
+    fenced,
+    last_record,
+    license_of,
+    markdown,
+    model_card,
+    table,
+)
 
-HOSTILE = "a | b\n# head\n<script>alert(1)</script> [x](javascript:1) ![i](u) **b** _e_ `c` ``` $m$ a_b \x1b[2J \ud800 \\"
+HOSTILE = (
+    "a | b\n# head\n<script>alert(1)</script> [x](javascript:1) ![i](u) **b** _e_ `c` ``` "
+    "$m$ a_b \x1b[2J \ud800 \\"
+)
 
 FACTS = CardFacts(
     name="first",
@@ -25,12 +36,21 @@ FACTS = CardFacts(
     audit={
         "rows": 203,
         "classes": {"thumbs up": 104, "thumbs down": 96},
-        "unused": [{"kind": "bad", "reason": "no completion", "count": 3, "rows": ("feedback.jsonl:7",)}],
+        "unused": [
+            {"kind": "bad", "reason": "no completion", "count": 3, "rows": ("feedback.jsonl:7",)}
+        ],
         "files": ({"path": "feedback.jsonl", "format": "judgement", "rows": 203},),
     },
     before={"auc": 0.5, "kl": 0.0},
     after={"auc": 0.81, "kl": 0.2},
-    last={"step": 118, "loss": 0.4321, "eval/loss": 0.9, "test/auc": 0.77, "tokens_seen": 9000, "lr": 1e-6},
+    last={
+        "step": 118,
+        "loss": 0.4321,
+        "eval/loss": 0.9,
+        "test/auc": 0.77,
+        "tokens_seen": 9000,
+        "lr": 1e-6,
+    },
     license={"license": "apache-2.0"},
     command="valence train recipe.yaml",
     versions={"valence": "0.1.0", "torch": "2.13"},
@@ -75,20 +95,32 @@ def test_the_card_has_model_method_steps_settings_and_data():
 
 def test_the_head_is_what_the_hub_reads():
     data = ModelCard(model_card(FACTS)).data
-    assert (data.base_model, data.library_name, data.license) == ("org/tiny-chat", "transformers", "apache-2.0")
+    assert (data.base_model, data.library_name, data.license) == (
+        "org/tiny-chat",
+        "transformers",
+        "apache-2.0",
+    )
     assert data.pipeline_tag == "text-generation"
     assert data.tags == ["valence", "kto"]
     adapter = ModelCard(model_card(replace(FACTS, adapter=True, license={}))).data
-    assert (adapter.library_name, adapter.license, adapter.tags) == ("peft", None, ["valence", "kto", "lora"])
+    assert (adapter.library_name, adapter.license, adapter.tags) == (
+        "peft",
+        None,
+        ["valence", "kto", "lora"],
+    )
     assert adapter.to_dict()["base_model_relation"] == "adapter"
 
 
 @pytest.mark.parametrize("folder", ["/models/mine", "./mine", "../mine", "a/b/c", "", "C:\\mine"])
 def test_a_folder_is_not_given_to_the_hub_as_a_base_model(folder):
-    assert "base_model" not in ModelCard(model_card(replace(FACTS, base_model=folder))).data.to_dict()
+    assert (
+        "base_model" not in ModelCard(model_card(replace(FACTS, base_model=folder))).data.to_dict()
+    )
 
 
-@pytest.mark.parametrize(("adapter", "chat"), [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("adapter", "chat"), [(True, True), (True, False), (False, True), (False, False)]
+)
 def test_the_example_is_python_for_this_model(adapter, chat):
     card = model_card(replace(FACTS, adapter=adapter, chat=chat))
     code = card.split("```python\n")[1].split("\n```")[0]
@@ -113,7 +145,9 @@ def test_limitations_are_facts_of_the_run():
     assert "Results on held-out rows" in stopped
     [early] = items(stopped["Limitations"])
     assert "120" in early
-    unmeasured = sections(model_card(replace(FACTS, audit={}, before=None, after=None, finished=False)))
+    unmeasured = sections(
+        model_card(replace(FACTS, audit={}, before=None, after=None, finished=False))
+    )
     assert "Results on held-out rows" not in unmeasured
     assert early in items(unmeasured["Limitations"])
     assert len(items(unmeasured["Limitations"])) == 2
@@ -144,7 +178,11 @@ def test_the_card_names_the_base_model_and_its_licence_where_that_is_known():
 
 
 def test_a_licence_with_a_name_of_its_own_is_passed_on():
-    said = {"license": "other", "license_name": "tiny-licence", "license_link": "https://example.org/licence"}
+    said = {
+        "license": "other",
+        "license_name": "tiny-licence",
+        "license_link": "https://example.org/licence",
+    }
     card = model_card(replace(FACTS, license=said))
     assert ModelCard(card).data.to_dict() | said == ModelCard(card).data.to_dict()
     shown = sections(card)[LICENCE]
@@ -166,7 +204,9 @@ def test_a_licence_with_a_name_of_its_own_is_passed_on():
     ("---\n- a\n---\n", "[]", {}),
     (None, None, {}),
 ])  # fmt: skip
-def test_the_licence_of_a_folder_is_that_of_its_card_or_configuration(tmp_path, readme, config, found):
+def test_the_licence_of_a_folder_is_that_of_its_card_or_configuration(
+    tmp_path, readme, config, found
+):
     for name, content in (("README.md", readme), ("config.json", config)):
         if content is not None:
             (tmp_path / name).write_bytes(content.encode())
@@ -193,7 +233,11 @@ def test_the_card_of_the_hub_is_read_from_the_cache(tmp_path, monkeypatch):
     assert license_of("org/unknown") == {}
     assert license_of("org/unreachable") == {}
     assert license_of("./not/a/hub/id") == {}
-    assert asked == [("org/kept", "README.md"), ("org/unknown", "README.md"), ("org/unreachable", "README.md")]
+    assert asked == [
+        ("org/kept", "README.md"),
+        ("org/unknown", "README.md"),
+        ("org/unreachable", "README.md"),
+    ]
 
 
 def test_the_last_record_is_that_of_training_up_to_the_step(tmp_path):
@@ -213,7 +257,10 @@ def test_the_last_record_is_that_of_training_up_to_the_step(tmp_path):
 
 
 def test_hostile_text_stays_text_and_tables_keep_their_columns():
-    audit = {"rows": [{"a": HOSTILE, HOSTILE: 1}], "findings": {"other": {"count": 1, "rows": [HOSTILE]}}}
+    audit = {
+        "rows": [{"a": HOSTILE, HOSTILE: 1}],
+        "findings": {"other": {"count": 1, "rows": [HOSTILE]}},
+    }
     facts = replace(
         FACTS,
         name=HOSTILE,
@@ -234,7 +281,8 @@ def test_hostile_text_stays_text_and_tables_keep_their_columns():
         assert tag not in out
     assert out.count("<h1>") == 1
     shown = (
-        "a | b # head &lt;script&gt;alert(1)&lt;/script&gt; [x](javascript:1) ![i](u) **b** _e_ `c` ``` $m$ a_b "
+        "a | b # head &lt;script&gt;alert(1)&lt;/script&gt; [x](javascript:1) ![i](u) **b** _e_ "
+        "`c` ``` $m$ a_b "
         "\N{SYMBOL FOR ESCAPE}[2J \N{REPLACEMENT CHARACTER} \\"
     )
     assert f"<td>{shown}</td>\n<td>1</td>\n<td>2</td>\n<td>+1</td>\n</tr>" in out
@@ -243,7 +291,10 @@ def test_hostile_text_stays_text_and_tables_keep_their_columns():
 
 
 def test_distributions_of_the_audit_are_left_to_the_page():
-    audit = {"rows": 3, "distributions": {"prompt tokens": {"edges": [0, 5], "counts": {"all": [3]}}}}
+    audit = {
+        "rows": 3,
+        "distributions": {"prompt tokens": {"edges": [0, 5], "counts": {"all": [3]}}},
+    }
     assert model_card(replace(FACTS, audit=audit)) == model_card(replace(FACTS, audit={"rows": 3}))
 
 

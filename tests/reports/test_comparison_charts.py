@@ -1,4 +1,6 @@
-"""Charts of several runs: what is drawn of them, over what, and that a run looks the same in all."""
+"""Charts of several runs: what is drawn of them, over what, and that a run looks the same in
+all.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from valence.reports.comparison import comparison_page
 from valence.reports.comparison_charts import COLOURS, curves, frontier, look, over_time
 
 
-def test_curves_are_those_that_two_runs_share_and_that_vary(two: list[Compared], tmp_path: Path) -> None:
+def test_curves_are_those_that_two_runs_share_and_that_vary(
+    two: list[Compared], tmp_path: Path
+) -> None:
     third = a_run(tmp_path / "third", own(0, 1.0, 0.0), own(20, 2.0, 1.0))
     runs = [*two, *read(third)]
     held_out, training = curves(runs)
@@ -24,7 +28,12 @@ def test_curves_are_those_that_two_runs_share_and_that_vary(two: list[Compared],
 
 def test_charts_have_words_for_titles_and_a_note_where_sizes_do_not_compare(tmp_path: Path) -> None:
     evaluations = thumbs(0), thumbs(20, {"1": 2.0})
-    runs = read(*(a_run(tmp_path / str(beta), *evaluations, settings=config(beta=beta)) for beta in (0.1, 0.5)))
+    runs = read(
+        *(
+            a_run(tmp_path / str(beta), *evaluations, settings=config(beta=beta))
+            for beta in (0.1, 0.5)
+        )
+    )
     held_out, _ = curves(runs)
     assert held_out["eval/rewards/margins"]["note"].startswith("eval/rewards/margins")
     assert held_out["eval/rewards/margins"]["note"] != "eval/rewards/margins"
@@ -35,7 +44,12 @@ def test_charts_have_words_for_titles_and_a_note_where_sizes_do_not_compare(tmp_
 
 
 def test_a_run_looks_the_same_in_every_chart_and_no_two_are_alike(tmp_path: Path) -> None:
-    runs = read(*(a_run(tmp_path / f"run{i:02}", *([] if i == 1 else [thumbs(0), thumbs(20)])) for i in range(12)))
+    runs = read(
+        *(
+            a_run(tmp_path / f"run{i:02}", *([] if i == 1 else [thumbs(0), thumbs(20)]))
+            for i in range(12)
+        )
+    )
     held_out, training = curves(runs)
     looks = {
         (trace["name"], trace["line"]["color"], trace["line"]["dash"])
@@ -49,7 +63,9 @@ def test_a_run_looks_the_same_in_every_chart_and_no_two_are_alike(tmp_path: Path
 
 def test_time_is_drawn_where_runs_take_different_times(tmp_path: Path) -> None:
     evaluations = thumbs(0), thumbs(20)
-    same = read(a_run(tmp_path / "a", *evaluations), a_run(tmp_path / "b", *evaluations, seconds=2.1))
+    same = read(
+        a_run(tmp_path / "a", *evaluations), a_run(tmp_path / "b", *evaluations, seconds=2.1)
+    )
     assert over_time(same) == {}
     slower = read(tmp_path / "a", a_run(tmp_path / "c", *evaluations, seconds=30.0))
     assert [trace["x"] for trace in over_time(slower)["loss"]["data"]] == [

@@ -1,4 +1,6 @@
-"""The page and the Markdown of several runs: what they say, that text stays text, and what they are written over."""
+"""The page and the Markdown of several runs: what they say, that text stays text, and what they are
+written over.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ from valence.reports.comparison_markdown import comparison_markdown, run_markdow
 from valence.reports.comparison_tables import BEST, tables
 from valence.reports.rundata import read_run
 
-HOSTILE = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> | **b** \x1b[2J \ud800"
+HOSTILE = (
+    "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'> | **b** "
+    "\x1b[2J \ud800"
+)
 
 
 class Page(HTMLParser):
@@ -98,7 +103,9 @@ def test_the_page_asks_nothing_of_the_network_and_has_tables_charts_and_rows(
     assert "held_out.jsonl:1: first 0 %, second 100 %" in page.text
 
 
-def test_without_plotly_the_page_says_how_to_get_the_curves(two: list[Compared], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_plotly_the_page_says_how_to_get_the_curves(
+    two: list[Compared], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(comparison, "plotly_js", lambda: "")
     source = comparison_page(two)
     assert 'class="chart"' not in source
@@ -118,7 +125,13 @@ def test_the_markdown_has_the_same_tables(two: list[Compared]) -> None:
 
 
 def test_a_run_in_markdown_for_a_pull_request(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "first", thumbs(0), thumbs(20), command="valence train x.yaml", warnings=["loss <jumped>"])
+    run = a_run(
+        tmp_path / "first",
+        thumbs(0),
+        thumbs(20),
+        command="valence train x.yaml",
+        warnings=["loss <jumped>"],
+    )
     out = run_markdown(read_run(run))
     [sentence] = [line for line in out.splitlines() if line.startswith("**kto**")]
     assert all(fact in sentence for fact in ("16", "org/tiny-chat", "rows.jsonl", "20", "1m05s"))
@@ -135,7 +148,11 @@ def test_an_audit_of_another_program_in_markdown(tmp_path: Path) -> None:
     run = a_run(tmp_path / "one")
     before = run_markdown(read_run(run)).splitlines()
     (run / "audit.json").write_text('{"train": {"findings": ["none"]}}')
-    [told] = [line for line in run_markdown(read_run(run)).splitlines() if line.startswith("- ") and line not in before]
+    [told] = [
+        line
+        for line in run_markdown(read_run(run)).splitlines()
+        if line.startswith("- ") and line not in before
+    ]
     assert "train" in told
     assert "audit.json" in told
 
@@ -181,20 +198,29 @@ def browser() -> Iterator[Any]:
     if chromium is None:
         pytest.skip("chromium is not installed")
     with playwright.sync_playwright() as play:
-        found = play.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--no-first-run"])
+        found = play.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu", "--no-first-run"]
+        )
         yield found
         found.close()
 
 
 @pytest.mark.slow
 def test_the_page_works_in_a_browser(tmp_path: Path, browser: Any) -> None:
-    own_answers = [a_run(tmp_path / f"own{i}", own(0, 0.1, 0.0), own(20, 0.4 + i, 1.0)) for i in range(2)]
+    own_answers = [
+        a_run(tmp_path / f"own{i}", own(0, 0.1, 0.0), own(20, 0.4 + i, 1.0)) for i in range(2)
+    ]
     path = tmp_path / "comparison.html"
-    path.write_text(comparison_page([*poisoned(tmp_path / "poisoned"), *read(*own_answers)]), encoding="utf-8")
+    path.write_text(
+        comparison_page([*poisoned(tmp_path / "poisoned"), *read(*own_answers)]), encoding="utf-8"
+    )
     for width in (390, 1200):
         page = browser.new_page(viewport={"width": width, "height": 800})
         failed: list[str] = []
-        page.on("console", lambda said: failed.append(said.text) if said.type in ("error", "warning") else None)  # noqa: B023
+        page.on(
+            "console",
+            lambda said: failed.append(said.text) if said.type in ("error", "warning") else None,  # noqa: B023
+        )
         page.on("pageerror", lambda error: failed.append(str(error)))  # noqa: B023
         page.goto(path.as_uri())
         charts = page.locator(".chart")

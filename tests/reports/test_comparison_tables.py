@@ -1,4 +1,6 @@
-"""Several runs compared: which they are, what is read of them, what is marked and what is not, and the rows they disagree on."""
+"""Several runs compared: which they are, what is read of them, what is marked and what is not, and
+the rows they disagree on.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,17 @@ from tests.errors import raises_error
 from tests.reports.comparing import a_run, config, own, read, thumbs
 from valence.reports.compared import Compared, find_runs, shortest_labels
 from valence.reports.comparison import comparison_page
-from valence.reports.comparison_tables import BEST, LONGEST, MOST_ROWS, direction, disagreements, gaps, numbers, settings, summary
+from valence.reports.comparison_tables import (
+    BEST,
+    LONGEST,
+    MOST_ROWS,
+    direction,
+    disagreements,
+    gaps,
+    numbers,
+    settings,
+    summary,
+)
 
 # Which runs
 
@@ -65,10 +77,22 @@ def test_a_number_whose_direction_is_not_known_is_not_marked(two: list[Compared]
     assert lines["rewards/auc"] == ["0.7", f"{BEST} 0.8"]
 
 
-@pytest.mark.parametrize(("name", "sign"), [
-    ("loss", -1), ("sft/loss", -1), ("rewards/auc", 1), ("rewards/pearson/clarity", 1), ("rewards/brier", -1), ("reward/mean", 1),
-    ("reward/std", 0), ("kl", 0), ("grad_norm", 0), ("rewards/chosen", 0), ("value/loss", -1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "sign"),
+    [
+        ("loss", -1),
+        ("sft/loss", -1),
+        ("rewards/auc", 1),
+        ("rewards/pearson/clarity", 1),
+        ("rewards/brier", -1),
+        ("reward/mean", 1),
+        ("reward/std", 0),
+        ("kl", 0),
+        ("grad_norm", 0),
+        ("rewards/chosen", 0),
+        ("value/loss", -1),
+    ],
+)
 def test_directions(name: str, sign: int) -> None:
     assert direction(name) == sign
 
@@ -76,7 +100,11 @@ def test_directions(name: str, sign: int) -> None:
 def test_numbers_on_scales_of_their_own_are_not_marked_and_are_named(tmp_path: Path) -> None:
     runs = read(
         a_run(tmp_path / "one", thumbs(20)),
-        a_run(tmp_path / "two", thumbs(20, None, **{"loss": 0.1, "rewards/auc": 0.9}), settings=config(beta=0.5)),
+        a_run(
+            tmp_path / "two",
+            thumbs(20, None, **{"loss": 0.1, "rewards/auc": 0.9}),
+            settings=config(beta=0.5),
+        ),
     )
     part = summary(runs)
     cells = [dict(zip(part.header, row, strict=True)) for row in part.rows]
@@ -89,7 +117,10 @@ def test_numbers_on_scales_of_their_own_are_not_marked_and_are_named(tmp_path: P
 def test_rewards_that_are_not_the_same_are_not_ranked(tmp_path: Path) -> None:
     def marks(reward: str) -> bool:
         places = (tmp_path / reward / "x", tmp_path / reward / "y")
-        runs = read(a_run(places[0], own(20, 1.0, 2.0)), a_run(places[1], own(20, 2.0, 2.0), settings=config(reward=reward)))
+        runs = read(
+            a_run(places[0], own(20, 1.0, 2.0)),
+            a_run(places[1], own(20, 2.0, 2.0), settings=config(reward=reward)),
+        )
         return any(BEST in cell for row in summary(runs).rows for cell in row)
 
     assert marks("vader")
@@ -103,16 +134,27 @@ def test_with_different_held_out_rows_their_numbers_are_given_and_nothing_is_mar
     runs = read(a_run(tmp_path / "one", thumbs(20)), a_run(tmp_path / "two", other))
     assert gaps(read(tmp_path / "one")) == []
     assert all(fact in gaps(runs)[0] for fact in ("one 3", "two 2", "1 of them"))
-    assert not any(BEST in cell for part in (summary(runs), *numbers(runs)) for row in part.rows for cell in row)
+    assert not any(
+        BEST in cell
+        for part in (summary(runs), *numbers(runs))
+        for row in part.rows
+        for cell in row
+    )
 
 
 @pytest.mark.parametrize(("other", "best"), [("abc", True), ("def", False)])
-def test_the_best_on_test_rows_is_marked_where_they_are_the_same(other: str, best: bool, tmp_path: Path) -> None:
+def test_the_best_on_test_rows_is_marked_where_they_are_the_same(
+    other: str, best: bool, tmp_path: Path
+) -> None:
     for name, digest, auc in (("one", "abc", 0.6), ("two", other, 0.7)):
         run = a_run(tmp_path / name, thumbs(20), rows={"data.test": {"rows": 3, "digest": digest}})
-        (run / "eval" / "test.json").write_text(json.dumps(thumbs(20, None, **{"rewards/auc": auc})))
+        (run / "eval" / "test.json").write_text(
+            json.dumps(thumbs(20, None, **{"rewards/auc": auc}))
+        )
     part = numbers(read(tmp_path / "one", tmp_path / "two"))[-1]
-    assert next(row for row in part.rows if row[0] == "rewards/auc")[2] == (f"{BEST} 0.7" if best else "0.7")
+    assert next(row for row in part.rows if row[0] == "rewards/auc")[2] == (
+        f"{BEST} 0.7" if best else "0.7"
+    )
     # What the mark means, or why there is none.
     assert any(BEST in note for note in part.notes) is best
     assert len(part.notes) == 1
@@ -170,7 +212,9 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
         ("bare", "run.json"),
         ("nan", "eval/loss is nan"),
     ):
-        assert any(each.startswith(f"{run}: ") and all(fact in each for fact in facts) for each in messages), (run, facts)
+        assert any(
+            each.startswith(f"{run}: ") and all(fact in each for fact in facts) for each in messages
+        ), (run, facts)
     by_run = Counter(each.partition(":")[0] for each in messages)
     assert by_run["bare"] == 3  # no run.json, no log, no evaluation
     assert by_run["torn"] == 5  # also that its settings are not compared
@@ -193,35 +237,72 @@ def test_what_a_run_lacks_is_named_and_the_rest_compared(tmp_path: Path) -> None
 
 def test_rows_that_runs_place_differently_come_first(two: list[Compared]) -> None:
     found = disagreements(two)
-    assert [each.origin for each in found] == ["held_out.jsonl:1", "held_out.jsonl:2", "held_out.jsonl:3"]
+    assert [each.origin for each in found] == [
+        "held_out.jsonl:1",
+        "held_out.jsonl:2",
+        "held_out.jsonl:3",
+    ]
     assert found[0].places == {"first": (0.0, 0.1), "second": (1.0, 0.9)}
     assert found[0].texts == {"prompt": "Ask a", "completion": "Yes."}
     assert found[0].answers == {}
 
 
-def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_half(tmp_path: Path) -> None:
+def test_places_are_among_a_runs_own_rows_whatever_the_scale_and_the_same_count_half(
+    tmp_path: Path,
+) -> None:
     runs = read(
         a_run(tmp_path / "one", thumbs(20, {"a": 0.1, "b": 0.2, "c": 0.2})),
         a_run(tmp_path / "two", thumbs(20, {"c": 30.0, "a": -5.0, "b": 30.0, "d": 99.0})),
     )
     found = disagreements(runs)
-    assert [each.origin for each in found] == ["held_out.jsonl:2", "held_out.jsonl:3"]  # both give a the smallest reward
+    # both give a the smallest reward
+    assert [each.origin for each in found] == [
+        "held_out.jsonl:2",
+        "held_out.jsonl:3",
+    ]
     assert [each.places for each in found] == [{"one": (0.75, 0.2), "two": (0.5, 30.0)}] * 2
 
 
 def test_own_answers_are_shown_of_each_run_and_cut(tmp_path: Path) -> None:
-    runs = read(a_run(tmp_path / "x", own(20, 1.0, 0.0, "Short.")), a_run(tmp_path / "y", own(20, 0.0, 0.0, "w" * (LONGEST + 7))))
+    runs = read(
+        a_run(tmp_path / "x", own(20, 1.0, 0.0, "Short.")),
+        a_run(tmp_path / "y", own(20, 0.0, 0.0, "w" * (LONGEST + 7))),
+    )
     first = disagreements(runs)[0]
-    assert first.answers == {"x": "Short.", "y": f"{'w' * LONGEST}\N{HORIZONTAL ELLIPSIS} (7 more characters)"}
+    assert first.answers == {
+        "x": "Short.",
+        "y": f"{'w' * LONGEST}\N{HORIZONTAL ELLIPSIS} (7 more characters)",
+    }
     assert first.texts == {"prompt": "Ask"}
 
 
 def test_of_pairs_the_gap_counts_and_of_several_answers_each(tmp_path: Path) -> None:
     def found(one: float, other: float) -> dict[str, Any]:
         pairs = [
-            {"id": "p", "chosen": "c", "rejected": "r", "reward_chosen": one, "reward_rejected": 1.0, "prompt": "Pair"},
-            {"id": "q", "chosen": "c", "rejected": "r", "reward_chosen": 3.0, "reward_rejected": 0.0, "prompt": "Pair"},
-            {"id": "s", "reward_0": other, "reward_1": 5.0, "completion_0": "zero", "completion_1": "one", "prompt": "Several"},
+            {
+                "id": "p",
+                "chosen": "c",
+                "rejected": "r",
+                "reward_chosen": one,
+                "reward_rejected": 1.0,
+                "prompt": "Pair",
+            },
+            {
+                "id": "q",
+                "chosen": "c",
+                "rejected": "r",
+                "reward_chosen": 3.0,
+                "reward_rejected": 0.0,
+                "prompt": "Pair",
+            },
+            {
+                "id": "s",
+                "reward_0": other,
+                "reward_1": 5.0,
+                "completion_0": "zero",
+                "completion_1": "one",
+                "prompt": "Several",
+            },
         ]
         return {"step": 20, "metrics": {"loss": 1.0}, "rows": pairs}
 

@@ -7,7 +7,17 @@ import re
 import pytest
 from rich.console import Console
 
-from valence.reports.console import Progress, as_tables, compare, duration, evaluation_table, number, rate, text, visible
+from valence.reports.console import (
+    Progress,
+    as_tables,
+    compare,
+    duration,
+    evaluation_table,
+    number,
+    rate,
+    text,
+    visible,
+)
 
 
 class Clock:
@@ -93,7 +103,10 @@ def test_control_characters_become_visible():
 
 def test_no_text_turns_the_direction_of_what_is_behind_it():
     turned = "".join(map(chr, (0x202A, 0x202E, 0x2066, 0x2069)))
-    assert visible(f"שלום {turned}abc\N{RIGHT-TO-LEFT MARK}") == "שלום \ufffd\ufffd\ufffd\ufffdabc\N{RIGHT-TO-LEFT MARK}"
+    assert (
+        visible(f"שלום {turned}abc\N{RIGHT-TO-LEFT MARK}")
+        == "שלום \ufffd\ufffd\ufffd\ufffdabc\N{RIGHT-TO-LEFT MARK}"
+    )
 
 
 def test_plain_lines_are_few_and_hold_the_first_and_the_last():
@@ -117,7 +130,10 @@ def test_the_last_line_is_not_said_twice_and_an_interrupted_phase_says_where():
         clock.now += 1
         progress.update(1)
     assert lines(console) == ["eval 1/1  1 it/s  1.0s"]
-    with contextlib.suppress(KeyboardInterrupt), Progress(console, "train", 9, clock=clock) as progress:
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Progress(console, "train", 9, clock=clock) as progress,
+    ):
         for done in (1, 2):
             clock.now += 1
             progress.update(done)
@@ -183,7 +199,9 @@ def test_quiet_says_nothing():
 
 def test_a_bar_on_a_terminal_shows_rate_time_left_and_metrics_and_gives_way_to_another():
     clock = Clock()
-    console = Console(file=io.StringIO(), force_terminal=True, width=100, legacy_windows=False, _environ={})
+    console = Console(
+        file=io.StringIO(), force_terminal=True, width=100, legacy_windows=False, _environ={}
+    )
     with Progress(console, "[b]train\x1b[2J", 4, clock=clock) as progress:
         for done in (1, 2):
             clock.now += 2
@@ -214,7 +232,13 @@ def test_two_evaluations_side_by_side():
 
 
 def test_a_mapping_of_any_shape_becomes_tables():
-    value = {"a_b": 1, "b_a": {"x": {"n": 1}, "y": {"n": 2, "m": [1]}}, "c": ({"k": 1},), "d": {"e": {"f": {"g": 3}}}, "none": {}}
+    value = {
+        "a_b": 1,
+        "b_a": {"x": {"n": 1}, "y": {"n": 2, "m": [1]}},
+        "c": ({"k": 1},),
+        "d": {"e": {"f": {"g": 3}}},
+        "none": {},
+    }
     assert as_tables(value) == [
         ("", ("", ""), [["a b", 1], ["none", {}]]),
         ("b a", ["", "n", "m"], [["x", 1, ""], ["y", 2, [1]]]),

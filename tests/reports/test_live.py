@@ -17,7 +17,15 @@ from valence.reports import live
 from valence.reports.console import BOARDS, Progress
 from valence.reports.live import ODD, POINTS, Dashboard, sparkline
 
-RECORD = {"step": 3, "loss": 0.25, "rewards/margins": 0.5, "kl": 1e-3, "grad_norm": 1.5, "lr": 2e-4, "tokens/s": 1234.5}
+RECORD = {
+    "step": 3,
+    "loss": 0.25,
+    "rewards/margins": 0.5,
+    "kl": 1e-3,
+    "grad_norm": 1.5,
+    "lr": 2e-4,
+    "tokens/s": 1234.5,
+}
 HELD_OUT = {"eval/loss": 0.75, "eval/rewards/auc": 0.875}
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
@@ -31,7 +39,13 @@ class Clock:
 
 def terminal(width: int = 100, height: int = 30) -> Console:
     return Console(
-        file=io.StringIO(), force_terminal=True, width=width, height=height, legacy_windows=False, _environ={}, color_system=None
+        file=io.StringIO(),
+        force_terminal=True,
+        width=width,
+        height=height,
+        legacy_windows=False,
+        _environ={},
+        color_system=None,
     )
 
 
@@ -103,7 +117,10 @@ def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
     with board:
         board.record({"loss": 1000.0})
         loss, held_out = screen(board)[3:5]
-    assert loss.split()[1:] == ["1,000", sparkline([*map(float, range(POINTS + 1, 2 * POINTS)), 1000.0])]
+    assert loss.split()[1:] == [
+        "1,000",
+        sparkline([*map(float, range(POINTS + 1, 2 * POINTS)), 1000.0]),
+    ]
     assert held_out.split()[2:] == ["0.5", "▅"]
     for damaged in ("{", "[1]\n7\nnull\n"):
         log.write_text(damaged)
@@ -111,7 +128,10 @@ def test_a_run_that_is_taken_up_goes_on_with_its_curves(tmp_path: Path) -> None:
     board_of(terminal()).recall(tmp_path / "none")
 
 
-@pytest.mark.parametrize(("width", "height"), [(200, 60), (100, 30), (80, 24), (60, 24), (60, 12), (40, 6), (20, 4), (8, 3)])
+@pytest.mark.parametrize(
+    ("width", "height"),
+    [(200, 60), (100, 30), (80, 24), (60, 24), (60, 12), (40, 6), (20, 4), (8, 3)],
+)
 def test_it_fits_any_terminal(width: int, height: int) -> None:
     board = board_of(terminal(width, height), warnings=lambda: ["a warning that is long " * 9] * 5)
     with board:
@@ -191,7 +211,11 @@ def test_the_end_leaves_the_last_state_and_lines_of_others_above_it() -> None:
         console.print("printed meanwhile")
         print("printed by a reward")
     text = written(console)
-    assert text.index("printed meanwhile") < text.index("printed by a reward") < text.rindex("training")
+    assert (
+        text.index("printed meanwhile")
+        < text.index("printed by a reward")
+        < text.rindex("training")
+    )
     last = text[text.rindex("training") :]
     assert "2/4" in last
     assert "250 tok/s  4.0s" in last
@@ -210,7 +234,11 @@ def test_it_is_cleaned_up_when_something_stops_it(error: type[BaseException]) ->
     for thread in set(threading.enumerate()) - threads:
         thread.join(10)
         assert not thread.is_alive()
-    assert console.file.getvalue().count("\x1b[?25l") == console.file.getvalue().count("\x1b[?25h") == 1  # type: ignore[attr-defined]
+    assert (
+        console.file.getvalue().count("\x1b[?25l")
+        == console.file.getvalue().count("\x1b[?25h")
+        == 1
+    )  # type: ignore[attr-defined]
     assert console not in BOARDS
     assert "0.25" in written(console)
     with Progress(console, "testing", 2) as after:  # a bar of its own again
@@ -227,17 +255,26 @@ def test_elsewhere_it_is_plain_lines() -> None:
             board.record(RECORD)
             board.answer("x", "y", 1.0)
             board.update(1)
-            with Progress(console, "evaluating (eval)", 2, clock=Clock()) as inner, board.during("saving"):
+            with (
+                Progress(console, "evaluating (eval)", 2, clock=Clock()) as inner,
+                board.during("saving"),
+            ):
                 inner.update(1)
         assert isinstance(console.file, io.StringIO)
         said = console.file.getvalue().splitlines()
-        assert said[:2] == ["training 1/40  loss 0.25  margin 0.5  kl 0.001", "evaluating (eval) 1/2"]
+        assert said[:2] == [
+            "training 1/40  loss 0.25  margin 0.5  kl 0.001",
+            "evaluating (eval) 1/2",
+        ]
         assert len(said) == 4
 
 
 def test_quiet_says_nothing() -> None:
     console = terminal()
-    with board_of(console, quiet=True) as board, Progress(console, "evaluating (eval)", 2, quiet=True):
+    with (
+        board_of(console, quiet=True) as board,
+        Progress(console, "evaluating (eval)", 2, quiet=True),
+    ):
         board.record(RECORD)
         board.update(1)
     assert written(console) == ""
@@ -259,7 +296,9 @@ def test_nothing_is_drawn_again_when_nothing_has_changed(monkeypatch: pytest.Mon
 
 
 def test_a_narrower_terminal_is_drawn_over_although_it_has_wrapped_the_lines() -> None:
-    """Counted by how far up the cursor goes: to the first of the lines that were drawn, each on as many as it takes by now."""
+    """Counted by how far up the cursor goes: to the first of the lines that were drawn, each on as
+    many as it takes by now.
+    """
     console = terminal(width=100)
     with board_of(console) as board:
         assert isinstance(console.file, io.StringIO)

@@ -85,10 +85,20 @@ def test_means_are_pooled_by_count_and_not_averaged() -> None:
 
 def test_a_mean_over_nothing_is_left_out() -> None:
     meter = Meter()
-    meter.add({"rewards/chosen": mean(2.0), "rewards/rejected": mean(), "rewards/auc": Ranked(column(2.0), torch.tensor([True]))})
+    meter.add(
+        {
+            "rewards/chosen": mean(2.0),
+            "rewards/rejected": mean(),
+            "rewards/auc": Ranked(column(2.0), torch.tensor([True])),
+        }
+    )
     assert meter.reduce(Single()) == {"rewards/chosen": 2.0}
     meter.add({"rewards/chosen": mean(), "rewards/rejected": mean(1.0, 2.0)})
-    assert meter.reduce(Single()) == {"rewards/chosen": 2.0, "rewards/rejected": 1.5, "rewards/margins": 0.5}
+    assert meter.reduce(Single()) == {
+        "rewards/chosen": 2.0,
+        "rewards/rejected": 1.5,
+        "rewards/margins": 0.5,
+    }
 
 
 def test_a_number_that_is_not_finite_is_seen() -> None:
@@ -118,11 +128,24 @@ def test_processes_are_pooled_by_count() -> None:
 def test_columns_of_processes_are_ranked_together() -> None:
     """They may be of different lengths, and one may have none of a class."""
     meters = [Meter(), Meter(), Meter()]
-    for meter, values, classes in zip(meters, ((2.0, 1.0), (3.0,), ()), ((True, False), (False,), ()), strict=True):
-        meter.add({"auc": Ranked(column(*values), torch.tensor(classes, dtype=torch.bool)), "x": mean(*values)})
-        meter.add({"other": Ranked(column(*values[:1]), torch.tensor(classes[:1], dtype=torch.bool))})
+    for meter, values, classes in zip(
+        meters, ((2.0, 1.0), (3.0,), ()), ((True, False), (False,), ()), strict=True
+    ):
+        meter.add(
+            {
+                "auc": Ranked(column(*values), torch.tensor(classes, dtype=torch.bool)),
+                "x": mean(*values),
+            }
+        )
+        meter.add(
+            {"other": Ranked(column(*values[:1]), torch.tensor(classes[:1], dtype=torch.bool))}
+        )
     wins = (2 > 1) + (2 > 3)
-    assert together(*meters) == {"auc": pytest.approx(wins / 2), "other": 0.0, "x": pytest.approx(2.0)}
+    assert together(*meters) == {
+        "auc": pytest.approx(wins / 2),
+        "other": 0.0,
+        "x": pytest.approx(2.0),
+    }
 
 
 def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
@@ -132,7 +155,12 @@ def test_a_window_costs_one_message_and_one_way_to_the_host() -> None:
         with pretended() as waits:
             values = torch.zeros(2, device=CUDA)
             for _ in range(micro_batches):
-                meter.pool({"x": [Mean(values.sum(), (values > 0).sum())], "auc": [Ranked(values, values > 0)]})
+                meter.pool(
+                    {
+                        "x": [Mean(values.sum(), (values > 0).sum())],
+                        "auc": [Ranked(values, values > 0)],
+                    }
+                )
                 meter.add({"y": mean(2.0)})
             assert waits == []
             meter.reduce(group)

@@ -1,4 +1,6 @@
-"""The run page: built from whatever a run has left, self-contained, and safe with any text in the data."""
+"""The run page: built from whatever a run has left, self-contained, and safe with any text in the
+data.
+"""
 
 import json
 import re
@@ -26,8 +28,13 @@ def test_the_page_of_a_finished_run_has_everything(run_dir):
     # Rows; lengths of prompts and answers.
     assert re.search(r"\b203\D+\b4\D+\b112\D+\b31\D+\b2\D+\b1,300\b", page.text)
     train = [each for each in page.items if each.startswith("train: ")]
-    assert [each.split("(")[0].strip() for each in train[1:]] == ["train: contradictions", "train: length bias"]
-    assert all(fact in train[0] for fact in ("3 rows", "longer than max_length", "feedback.jsonl:7, "))
+    assert [each.split("(")[0].strip() for each in train[1:]] == [
+        "train: contradictions",
+        "train: length bias",
+    ]
+    assert all(
+        fact in train[0] for fact in ("3 rows", "longer than max_length", "feedback.jsonl:7, ")
+    )
     assert re.search(r"\(2\).*feedback.jsonl:12 against feedback.jsonl:9", train[1])
     assert "prompt lengthmin4median31p9580max112" in page.text
     assert "judged by203" in page.text
@@ -50,15 +57,24 @@ def test_changed_settings_are_exact_and_have_their_place(run_dir):
 def test_hostile_text_stays_text(run_dir):
     with (run_dir / "metrics.jsonl").open("a") as file:
         file.writelines(json.dumps({"step": step, HOSTILE: step}) + "\n" for step in (59, 60))
-    (run_dir / "run.json").write_text(json.dumps({"command": HOSTILE, "status": HOSTILE, "notes": [HOSTILE]}))
+    (run_dir / "run.json").write_text(
+        json.dumps({"command": HOSTILE, "status": HOSTILE, "notes": [HOSTILE]})
+    )
     page = Page(write_page(run_dir))
     assert page.tags.count("script") == 3
     assert "img" not in page.tags
     assert not [a for a in page.attributes if a[1].startswith("on")]
-    shown = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] ␛[2J ␀ \ufffd é 日本"
+    shown = (
+        "</pre><script>alert(1)</script><img src=x onerror=alert(2)> | **b** [red]x[/red] "
+        "␛[2J ␀ \ufffd é 日本"
+    )
     assert page.text.count(shown) >= 5
     assert "<" not in page.source.split('id="charts">')[1].split("</script>")[0]
-    assert any(trace.get("name", "").startswith("&lt;/pre&gt;") for c in charts(page).values() for trace in c["data"])
+    assert any(
+        trace.get("name", "").startswith("&lt;/pre&gt;")
+        for c in charts(page).values()
+        for trace in c["data"]
+    )
 
 
 def test_the_page_asks_nothing_of_the_network(run_dir):
@@ -78,7 +94,10 @@ def test_an_empty_folder_gives_a_page(tmp_path):
     assert charts(page) == {}
 
 
-@pytest.mark.parametrize("name", ["config.yaml", "audit.json", "metrics.jsonl", "samples.json", "run.json", "eval/step-20.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["config.yaml", "audit.json", "metrics.jsonl", "samples.json", "run.json", "eval/step-20.json"],
+)
 @pytest.mark.parametrize("damage", [b'{"rows": [1, ', b"[1]", b"\xff\xfe\x00", b"- [", b""])
 def test_a_damaged_file_leaves_a_gap_and_is_named(run_dir, name, damage):
     (run_dir / name).write_bytes(damage)
@@ -96,9 +115,17 @@ def test_a_torn_last_line_of_metrics_is_named_and_the_rest_is_used(run_dir):
 
 
 def test_a_step_that_is_logged_again_replaces_the_first(tmp_path):
-    lines = ['{"step": 2, "loss": 2.0}', '{"step": 1, "loss": 9.0}', '{"step": 1, "loss": 1.0}', '{"step": 1, "eval/loss": 3.0}']
+    lines = [
+        '{"step": 2, "loss": 2.0}',
+        '{"step": 1, "loss": 9.0}',
+        '{"step": 1, "loss": 1.0}',
+        '{"step": 1, "eval/loss": 3.0}',
+    ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
-    assert read_run(tmp_path).metrics == ({"step": 1, "loss": 1.0, "eval/loss": 3.0}, {"step": 2, "loss": 2.0})
+    assert read_run(tmp_path).metrics == (
+        {"step": 1, "loss": 1.0, "eval/loss": 3.0},
+        {"step": 2, "loss": 2.0},
+    )
 
 
 def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
@@ -106,13 +133,17 @@ def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
     found = json.loads(path.read_text())
     labels = [row["label"] for row in found["rows"]]
     path.write_text(json.dumps(found | {"metrics": {"rewards/auc": 0.75}}))
-    assert f"{labels.count(True)} up, {labels.count(False)} down; " in Page(write_page(run_dir)).text
+    assert (
+        f"{labels.count(True)} up, {labels.count(False)} down; " in Page(write_page(run_dir)).text
+    )
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):
     for step in (20, 60, 100):
         (run_dir / "eval" / f"step-{step}.json").unlink()
-    (run_dir / "eval" / "step-20.json").write_text('{"step": 20, "rows": [], "metrics": {"auc": 0.75}}')
+    (run_dir / "eval" / "step-20.json").write_text(
+        '{"step": 20, "rows": [], "metrics": {"auc": 0.75}}'
+    )
     (run_dir / "eval" / "step-0.json").unlink()
     (run_dir / "eval" / "test.json").write_text('{"step": 60, "rows": [], "metrics": {"auc": 0.5}}')
     text = Page(write_page(run_dir)).text
@@ -172,7 +203,10 @@ def test_a_run_that_goes_on_has_its_progress_and_may_be_loaded_anew(tmp_path):
 def test_answers_of_own_are_shown_beside_the_first_ones_the_largest_change_first(tmp_path):
     folder = write_run(tmp_path, "own")
     rows = json.loads((folder / "eval/step-60.json").read_text())["rows"]
-    first = {row["id"]: row["reward"] for row in json.loads((folder / "eval/step-0.json").read_text())["rows"]}
+    first = {
+        row["id"]: row["reward"]
+        for row in json.loads((folder / "eval/step-0.json").read_text())["rows"]
+    }
     most = max(rows, key=lambda row: abs(row["reward"] - first[row["id"]]))
     _, answer, *_ = re.split(r"(?=Question \d+\?)", Page(write_page(folder)).section("Answers"))
     assert answer.startswith(most["prompt"])
@@ -205,7 +239,9 @@ def test_without_plotly_the_page_says_how_to_get_the_curves(run_dir, monkeypatch
 
 def test_a_page_that_cannot_be_made_leaves_the_old_one(run_dir, monkeypatch):
     first = write_page(run_dir).read_text(encoding="utf-8")
-    monkeypatch.setattr("valence.reports.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk")))
+    monkeypatch.setattr(
+        "valence.reports.html.os.replace", lambda *_: (_ for _ in ()).throw(OSError("disk"))
+    )
     with pytest.raises(OSError, match="disk"):
         write_page(run_dir)
     assert (run_dir / "report.html").read_text(encoding="utf-8") == first
@@ -217,7 +253,9 @@ def test_a_folder_that_is_not_there_is_a_user_error(tmp_path):
 
 
 def test_a_long_list_in_the_audit_is_cut_with_the_number_of_its_rows(tmp_path):
-    (tmp_path / "audit.json").write_text(json.dumps({"train": {"dropped": [{"line": i} for i in range(60)]}}))
+    (tmp_path / "audit.json").write_text(
+        json.dumps({"train": {"dropped": [{"line": i} for i in range(60)]}})
+    )
     page = Page(write_page(tmp_path))
     assert re.search(r"474849\D*\b10\D+audit.json", page.text)
 

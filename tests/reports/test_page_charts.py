@@ -29,9 +29,18 @@ def test_values_that_are_not_finite_are_gaps_in_the_curve_and_a_warning(tmp_path
 def test_charts_hold_known_metrics_together_and_any_other_that_varies(run_dir):
     made = curves(read_run(run_dir))
     named = [t.get("name") for t in made["Learning"]["Rewards by class"]["data"]]
-    assert named == ["chosen", None, "rejected", None]  # each with the band of the evaluations' rows
+    # each with the band of the evaluations' rows
+    assert named == [
+        "chosen",
+        None,
+        "rejected",
+        None,
+    ]
     margin = made["Learning"]["Margin"]["data"]
-    assert [(t["name"], t["x"][:3]) for t in margin] == [("margins", [1, 2, 3]), ("margins, held out", [20, 40, 60])]
+    assert [(t["name"], t["x"][:3]) for t in margin] == [
+        ("margins", [1, 2, 3]),
+        ("margins, held out", [20, 40, 60]),
+    ]
     assert {"padding", "auc"} == set(made["More"])
     assert "Divergence from the reference" not in made["Learning"]  # kl is kto's reference point
 
@@ -43,7 +52,8 @@ def test_every_chart_is_one_that_plotly_knows(tmp_path, kind):
     found = charts(Page(write_page(write_run(tmp_path, kind))))
     assert len(found) > 12
     for chart in found.values():
-        Figure(data=chart["data"], layout=chart["layout"])  # raises for a name or a value that it does not know
+        # raises for a name or a value that it does not know
+        Figure(data=chart["data"], layout=chart["layout"])
 
 
 def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
@@ -56,10 +66,16 @@ def test_the_reward_of_own_answers_and_its_divergence_have_charts(tmp_path):
 
 
 def test_a_band_goes_from_a_tenth_to_nine_tenths_of_the_rows():
-    rows = [{"label": True, "reward": float(i)} for i in range(11)] + [{"label": False, "reward": -2.0}]
+    rows = [{"label": True, "reward": float(i)} for i in range(11)] + [
+        {"label": False, "reward": -2.0}
+    ]
     assert rundata.bands_of(rows) == {"chosen": (1.0, 9.0), "rejected": (-2.0, -2.0)}
     pairs = [{"reward_chosen": float(i), "reward_rejected": -1.0} for i in range(11)]
-    assert rundata.bands_of(pairs) == {"chosen": (1.0, 9.0), "rejected": (-1.0, -1.0), "margins": (2.0, 10.0)}
+    assert rundata.bands_of(pairs) == {
+        "chosen": (1.0, 9.0),
+        "rejected": (-1.0, -1.0),
+        "margins": (2.0, 10.0),
+    }
 
 
 def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
@@ -73,7 +89,10 @@ def test_the_time_of_each_phase_is_stacked_and_nothing_of_it_lost(tmp_path):
 
 def test_seconds_of_a_record_are_means_over_its_rounds(tmp_path):
     """Ten rounds since the record before: a mean of 3 seconds each."""
-    log = [{"step": 10 * i, "rounds": 10 * i, "seconds": 5.0, "seconds/rollout": 3.0} for i in range(1, 4)]
+    log = [
+        {"step": 10 * i, "rounds": 10 * i, "seconds": 5.0, "seconds/rollout": 3.0}
+        for i in range(1, 4)
+    ]
     log.append({"step": 35, "rounds": 30, "seconds": 2.5})
     assert seconds_of_a_step(log[:3]) == 3.5
     assert seconds_of_a_step(log) == pytest.approx(72.5 / 25)
@@ -97,7 +116,9 @@ def test_the_time_of_a_step_has_every_phase_in_it():
 
 
 def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extremes(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text("".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS)))
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"step": {i}, "loss": {i % 2}}}\n' for i in range(4 * POINTS))
+    )
     band, line = curves(read_run(tmp_path))["Learning"]["Loss"]["data"]
     assert len(line["x"]) == POINTS
     assert set(line["y"]) == {0.5}
@@ -106,14 +127,30 @@ def test_a_long_run_is_drawn_as_means_of_neighbouring_steps_between_their_extrem
 
 
 def test_rewards_are_told_apart_by_length_and_by_source():
-    rows = [{"label": True, "reward": float(n), "tokens": n, "origin": f"{'a' if n < 3 else 'b'}.jsonl:{n}"} for n in range(8)]
+    rows = [
+        {
+            "label": True,
+            "reward": float(n),
+            "tokens": n,
+            "origin": f"{'a' if n < 3 else 'b'}.jsonl:{n}",
+        }
+        for n in range(8)
+    ]
     held = by_length(rows)
     assert list(held) == ["0 to 1 tokens", "2 to 3 tokens", "4 to 5 tokens", "6 to 7 tokens"]
     assert held["2 to 3 tokens"] == {"thumbs up": [2.0, 3.0]}
-    assert {name: len(found["thumbs up"]) for name, found in by_source(rows).items()} == {"b.jsonl": 5, "a.jsonl": 3}
-    ends = "_of_a_name_that_is_longer_than_what_is_shown.jsonl"  # the same end: none of them is lost
+    assert {name: len(found["thumbs up"]) for name, found in by_source(rows).items()} == {
+        "b.jsonl": 5,
+        "a.jsonl": 3,
+    }
+    ends = (
+        "_of_a_name_that_is_longer_than_what_is_shown.jsonl"  # the same end: none of them is lost
+    )
     far = [{**row, "source": f"{'a' if i < 3 else 'b'}{ends}"} for i, row in enumerate(rows)]
-    assert {name: len(found["thumbs up"]) for name, found in by_source(far).items()} == {f"b{ends}": 5, f"a{ends}": 3}
+    assert {name: len(found["thumbs up"]) for name, found in by_source(far).items()} == {
+        f"b{ends}": 5,
+        f"a{ends}": 3,
+    }
 
 
 def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(tmp_path):
@@ -122,9 +159,11 @@ def test_histograms_count_every_row_once_and_leave_out_a_start_without_rewards(t
     assert set(made) == {"By class", "By length of the answer", "By source"}
     assert {sum(sum(t["y"]) for t in figure["data"]) for figure in made.values()} == {60}
     own = read_run(write_run(tmp_path / "own", "own"))
-    assert {"By class", "By length of the answer, step 0", "By length of the answer, step 60"} <= set(
-        spreads(own.first, own.last)
-    )
+    assert {
+        "By class",
+        "By length of the answer, step 0",
+        "By length of the answer, step 60",
+    } <= set(spreads(own.first, own.last))
 
 
 def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():
@@ -134,7 +173,13 @@ def test_calibration_is_the_share_that_came_true_in_bins_of_equally_many_rows():
     assert dots["y"] == [0.2, 0.3, 0.7, 0.8]  # of the tens in the order of the rewards
     assert dots["x"][0] == pytest.approx(1 / (1 + math.exp(1.0145)), rel=1e-3)
     assert dots["text"] == ["10 rows"] * 4
-    pairs = [{"reward_chosen": 0.1 * i, "reward_rejected": 0.1 * i - (1 + i / 1000) * (1 if i % 5 else -1)} for i in range(40)]
+    pairs = [
+        {
+            "reward_chosen": 0.1 * i,
+            "reward_rejected": 0.1 * i - (1 + i / 1000) * (1 if i % 5 else -1),
+        }
+        for i in range(40)
+    ]
     assert calibration(pairs)["data"][1]["y"] == [0.8] * 4
     assert calibration(rows[:15]) is None
 
@@ -143,6 +188,10 @@ def test_lengths_of_the_data_are_drawn_and_not_tabled(tmp_path):
     page = Page(write_page(write_run(tmp_path, "thumbs")))
     assert "prompt tokens" in page.text
     assert "edges" not in page.text
-    drawn = [c for c in charts(page).values() if c["layout"].get("xaxis", {}).get("title", {}).get("text") == "tokens"]
+    drawn = [
+        c
+        for c in charts(page).values()
+        if c["layout"].get("xaxis", {}).get("title", {}).get("text") == "tokens"
+    ]
     assert [[t["name"] for t in c["data"]] for c in drawn] == [["all"], ["up", "down"]]
     assert drawn[0]["data"][0]["y"] == [30, 90, 40, 20, 15, 5]

@@ -29,9 +29,23 @@ Json = dict[str, Any]
 
 
 def test_thumbs_surprise_by_their_distance_from_the_midpoint_of_the_classes() -> None:
-    rewards = ((True, 3.0), (True, -1.0), (False, -2.0), (False, 2.0))  # means 1 and 0, midpoint 0.5
-    rows: list[Json] = [{"id": str(i), "label": label, "reward": reward} for i, (label, reward) in enumerate(rewards)]
-    assert [(row["id"], found) for row, found in surprise(rows)] == [("1", 1.5), ("3", 1.5), ("0", -2.5), ("2", -2.5)]
+    # means 1 and 0, midpoint 0.5
+    rewards = (
+        (True, 3.0),
+        (True, -1.0),
+        (False, -2.0),
+        (False, 2.0),
+    )
+    rows: list[Json] = [
+        {"id": str(i), "label": label, "reward": reward}
+        for i, (label, reward) in enumerate(rewards)
+    ]
+    assert [(row["id"], found) for row, found in surprise(rows)] == [
+        ("1", 1.5),
+        ("3", 1.5),
+        ("0", -2.5),
+        ("2", -2.5),
+    ]
 
 
 def test_a_constant_added_to_every_reward_surprises_nobody() -> None:
@@ -53,15 +67,28 @@ def test_pairs_the_wrong_way_round_are_the_most_surprising_ones(seed: int) -> No
     rows = pair_rows(1.0, 200, seed)
     for i in flipped:
         row = rows[i]
-        rows[i] = row | {f"reward_{a}": row[f"reward_{b}"] for a, b in (("chosen", "rejected"), ("rejected", "chosen"))}
+        rows[i] = row | {
+            f"reward_{a}": row[f"reward_{b}"]
+            for a, b in (("chosen", "rejected"), ("rejected", "chosen"))
+        }
     first = surprise(rows)[:20]
-    assert len({int(row["id"], 16) for row, _ in first} & flipped) >= 6  # their spread is nearly as large as the gap
-    assert [found for _, found in first] == sorted((-m for row in rows if (m := margin(row)) is not None), reverse=True)[:20]
+    # their spread is nearly as large as the gap
+    assert len({int(row["id"], 16) for row, _ in first} & flipped) >= 6
+    assert [found for _, found in first] == sorted(
+        (-m for row in rows if (m := margin(row)) is not None), reverse=True
+    )[:20]
 
 
 def test_scores_surprise_by_the_distance_of_their_ranks() -> None:
-    rows: list[Json] = [{"id": str(i), "scores": [i / 10], "target": t} for i, t in enumerate((5.0, 2.0, 3.0, 1.0))]
-    assert [(row["id"], found) for row, found in surprise(rows)] == [("0", 1.0), ("3", 1.0), ("1", 0.0), ("2", 0.0)]
+    rows: list[Json] = [
+        {"id": str(i), "scores": [i / 10], "target": t} for i, t in enumerate((5.0, 2.0, 3.0, 1.0))
+    ]
+    assert [(row["id"], found) for row, found in surprise(rows)] == [
+        ("0", 1.0),
+        ("3", 1.0),
+        ("1", 0.0),
+        ("2", 0.0),
+    ]
 
 
 def test_several_answers_surprise_by_their_worst_inversion() -> None:
@@ -69,30 +96,56 @@ def test_several_answers_surprise_by_their_worst_inversion() -> None:
     wrong = {"id": "wrong", "reward_0": 2.0, "reward_1": 0.0, "reward_2": 5.0, "target": [3, 2, 1]}
     tied = {"id": "tied", "reward_0": 2.0, "reward_1": 1.0, "target": [1, 1]}
     lacking = {"id": "lacking", "reward_0": "nan", "reward_1": 1.0, "target": [1, 2]}
-    assert [(row["id"], found) for row, found in surprise([right, tied, lacking, wrong])] == [("wrong", 5.0), ("right", -1.0)]
+    assert [(row["id"], found) for row, found in surprise([right, tied, lacking, wrong])] == [
+        ("wrong", 5.0),
+        ("right", -1.0),
+    ]
 
 
 def test_demonstrations_surprise_by_nats_a_token() -> None:
-    rows: list[Json] = [{"id": "long", "logp": -100.0, "tokens": 100}, {"id": "odd", "logp": -30.0, "tokens": 10}]
+    rows: list[Json] = [
+        {"id": "long", "logp": -100.0, "tokens": 100},
+        {"id": "odd", "logp": -30.0, "tokens": 10},
+    ]
     assert [(row["id"], found) for row, found in surprise(rows)] == [("odd", 3.0), ("long", 1.0)]
 
 
 def test_own_answers_and_rows_without_numbers_surprise_nobody() -> None:
     assert surprise(own_rows(1.0, 5)) == []
     bare: list[Json] = [
-        {}, {"label": True}, {"label": None, "reward": "nan"}, {"chosen": "a", "reward_chosen": 1.0},
-        {"label": [1], "reward": 1.0}, {"logp": -3.0, "tokens": 0}, {"target": "x", "reward": 1.0},
+        {},
+        {"label": True},
+        {"label": None, "reward": "nan"},
+        {"chosen": "a", "reward_chosen": 1.0},
+        {"label": [1], "reward": 1.0},
+        {"logp": -3.0, "tokens": 0},
+        {"target": "x", "reward": 1.0},
         {"reward": 1.0, "target": math.nan},
-    ]  # fmt: skip
+    ]
     assert surprise(bare) == []
     assert listed([*bare, {"reward_0": 1.0}], bare, 5)[0].title == "Best"
 
 
 def test_rows_move_by_the_change_of_what_they_are_worth() -> None:
-    before: list[Json] = [{"id": "a", "reward": 1.0}, {"id": "b", "reward": 0.0}, {"id": "gone", "reward": 9.0}]
-    after: list[Json] = [{"id": "b", "reward": 0.5}, {"id": "a", "reward": -2.0}, {"id": "new", "reward": 9.0}, {"reward": 3.0}]
-    assert [(row["id"], change) for row, change in moved(after, before)] == [("a", -3.0), ("b", 0.5)]
-    several = [{"id": "c", "reward_0": 1.0, "reward_1": 2.0}], [{"id": "c", "reward_0": 1.5, "reward_1": 0.0}]
+    before: list[Json] = [
+        {"id": "a", "reward": 1.0},
+        {"id": "b", "reward": 0.0},
+        {"id": "gone", "reward": 9.0},
+    ]
+    after: list[Json] = [
+        {"id": "b", "reward": 0.5},
+        {"id": "a", "reward": -2.0},
+        {"id": "new", "reward": 9.0},
+        {"reward": 3.0},
+    ]
+    assert [(row["id"], change) for row, change in moved(after, before)] == [
+        ("a", -3.0),
+        ("b", 0.5),
+    ]
+    several = (
+        [{"id": "c", "reward_0": 1.0, "reward_1": 2.0}],
+        [{"id": "c", "reward_0": 1.5, "reward_1": 0.0}],
+    )
     assert moved(*several) == [(several[0][0], 2.0)]
 
 
@@ -106,12 +159,21 @@ def test_lists_of_each_kind() -> None:
     agreed = [{"label": up, "reward": 2.0 * up - 1, "id": str(up)} for up in (True, False)]
     first = listed(agreed, agreed, 20)[0]
     assert (first.title, first.rows, first.note) == ("Most surprising", [], NONE)
-    assert titles(pair_rows(1.0, 60), pair_rows(0.0, 60)) == ["Most surprising", "Most moved", "Best"]
+    assert titles(pair_rows(1.0, 60), pair_rows(0.0, 60)) == [
+        "Most surprising",
+        "Most moved",
+        "Best",
+    ]
     assert titles(own_rows(1.0, 60), own_rows(0.0, 60)) == ["Best", "Worst", "Longest"]
-    assert titles([{"logp": -3.0, "tokens": 2}, {"logp": -3.0, "tokens": 3}]) == ["Most surprising", "Best"]
+    assert titles([{"logp": -3.0, "tokens": 2}, {"logp": -3.0, "tokens": 3}]) == [
+        "Most surprising",
+        "Best",
+    ]
     assert titles([]) == []
     best = next(each for each in listed(thumbs, None, 5) if each.title == "Largest reward")
-    assert [found for _, found in best.rows] == sorted((row["reward"] for row in thumbs), reverse=True)[:5]
+    assert [found for _, found in best.rows] == sorted(
+        (row["reward"] for row in thumbs), reverse=True
+    )[:5]
     surprising = listed(thumbs, None, 60)[0].rows
     assert 2 <= len(surprising) < 30  # what the model agrees with is left out
     assert min(found for _, found in surprising) > 0
@@ -126,11 +188,21 @@ def test_what_a_row_is_worth() -> None:
     assert worth({"reward": "inf", "label": True}) is None
     assert value({"scores": ["nan", 4.0]}) == 4.0
     assert per_token({"logp_chosen": -6.0, "tokens_chosen": 4}, "_chosen") == -1.5
-    assert [verdict({"label": label}) for label in (True, 0, None, "up", [])] == [True, False, None, None, None]
+    assert [verdict({"label": label}) for label in (True, 0, None, "up", [])] == [
+        True,
+        False,
+        None,
+        None,
+        None,
+    ]
 
 
 def test_answers_are_told_apart_by_class_and_by_side() -> None:
-    rows: list[Json] = [{"label": False, "reward": -1.0}, {"label": True, "reward": 1.0}, {"label": True, "reward": "nan"}]
+    rows: list[Json] = [
+        {"label": False, "reward": -1.0},
+        {"label": True, "reward": 1.0},
+        {"label": True, "reward": "nan"},
+    ]
     assert list(rewards_by_class(rows).items()) == [("thumbs up", [1.0]), ("thumbs down", [-1.0])]
     pairs: list[Json] = [{"label": None, "reward_chosen": 2.0, "reward_rejected": -2.0}]
     assert rewards_by_class(pairs) == {"chosen": [2.0], "rejected": [-2.0]}
@@ -147,7 +219,9 @@ def test_statistics_agree_with_those_of_scipy() -> None:
     b = [x + rng.gauss(0, 4) for x in a]
     assert ranks(a) == [rank - 1 for rank in scipy.rankdata(a)]
     assert spearman(a, b) == pytest.approx(scipy.spearmanr(a, b).statistic)
-    assert wilson(7, 9) == pytest.approx(tuple(scipy.binomtest(7, 9).proportion_ci(method="wilson")), rel=1e-4)
+    assert wilson(7, 9) == pytest.approx(
+        tuple(scipy.binomtest(7, 9).proportion_ci(method="wilson")), rel=1e-4
+    )
     assert spearman([1.0, 1.0], [1.0, 2.0]) is None
 
 
@@ -157,4 +231,8 @@ def test_small_statistics() -> None:
     assert wilson(0, 10)[0] == 0.0
     assert sigmoid(-800.0) == 0.0
     assert sigmoid(800.0) == 1.0
-    assert [finite(each) for each in (1, 1.5, True, "1", math.nan, math.inf, 10**400, None)] == [True, True, *[False] * 6]
+    assert [finite(each) for each in (1, 1.5, True, "1", math.nan, math.inf, 10**400, None)] == [
+        True,
+        True,
+        *[False] * 6,
+    ]

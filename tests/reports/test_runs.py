@@ -34,7 +34,9 @@ def dead(_: Path) -> Process:
     return Process(alive=False)
 
 
-def a_run(folder: Path, *, log: Any = (), checkpoints: Any = (), age: float = 0.0, **facts: Any) -> Path:
+def a_run(
+    folder: Path, *, log: Any = (), checkpoints: Any = (), age: float = 0.0, **facts: Any
+) -> Path:
     """A run's folder as it is ``age`` seconds after it was last written to."""
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text("method: dpo\nmodel:\n  name: m\nmix:\n- method: sft\n")
@@ -48,7 +50,10 @@ def a_run(folder: Path, *, log: Any = (), checkpoints: Any = (), age: float = 0.
 
 
 def steps(*seconds: float, first: int = 1, every: int = 1, **other: Any) -> list[dict[str, Any]]:
-    return [{"step": first + i * every, "seconds": s, "loss": 1 / (i + 1), **other} for i, s in enumerate(seconds)]
+    return [
+        {"step": first + i * every, "seconds": s, "loss": 1 / (i + 1), **other}
+        for i, s in enumerate(seconds)
+    ]
 
 
 def only(folder: Path, holder: Any = nobody) -> RunLine:
@@ -62,7 +67,9 @@ def shown(lines: list[RunLine], width: int = 160) -> list[str]:
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
-def test_runs_are_found_newest_first_and_not_below_runs_links_or_hidden_folders(tmp_path: Path) -> None:
+def test_runs_are_found_newest_first_and_not_below_runs_links_or_hidden_folders(
+    tmp_path: Path,
+) -> None:
     old = a_run(tmp_path / "old", age=50)
     deep = a_run(tmp_path / "a/b/c/deep", age=10)
     a_run(tmp_path / "a/b/c/d/too_deep")
@@ -109,9 +116,17 @@ def test_what_is_known_of_a_running_run(tmp_path: Path) -> None:
     log[2] |= {"eval/loss": 0.5, "eval/rewards/accuracies": 0.75, "rewards/accuracies": 1.0}
     names = ("step-2", "step-10", "step-9", ".step-12.part", "step-x", "best")
     # The number of steps is what an earlier start of the program wrote at its end.
-    run = a_run(tmp_path / "run", log=log, checkpoints=names, status="running", steps=2, total_steps=10)
+    run = a_run(
+        tmp_path / "run", log=log, checkpoints=names, status="running", steps=2, total_steps=10
+    )
     line = only(run, somebody)
-    assert (line.method, line.step, line.total, line.checkpoint, line.changed) == ("dpo", 4, 10, 10, 2e9)
+    assert (line.method, line.step, line.total, line.checkpoint, line.changed) == (
+        "dpo",
+        4,
+        10,
+        10,
+        2e9,
+    )
     assert line.left == 6 * 2.0
     assert line.metrics == {"loss": 0.25, "eval/loss": 0.5, "eval/rewards/accuracies": 0.75}
     assert only(run, dead).left is None
@@ -135,7 +150,10 @@ def test_a_run_that_ended_says_itself_how_far_it_came(tmp_path: Path) -> None:
     (steps(*[1.0] * 12), 0),
 ])  # fmt: skip
 def test_time_left(tmp_path: Path, log: Any, left: float | None) -> None:
-    assert only(a_run(tmp_path / "run", log=log, status="running", total_steps=10), somebody).left == left
+    assert (
+        only(a_run(tmp_path / "run", log=log, status="running", total_steps=10), somebody).left
+        == left
+    )
 
 
 def test_of_a_long_log_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,7 +173,18 @@ def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
     )
     assert only(torn, somebody).step == 2
     for i, content in enumerate(
-        (b"", b"{", b"[]", b"3", b'"status"', b"\xff", b"{}", b'{"status": 4}', b'{"status": []}', b"[" * 9999)
+        (
+            b"",
+            b"{",
+            b"[]",
+            b"3",
+            b'"status"',
+            b"\xff",
+            b"{}",
+            b'{"status": 4}',
+            b'{"status": []}',
+            b"[" * 9999,
+        )
     ):
         run = a_run(tmp_path / f"bad/{i}")
         (run / "run.json").write_bytes(content)
@@ -168,14 +197,19 @@ def test_no_damage_makes_the_list_fail(tmp_path: Path) -> None:
     (bare / "run.json").write_text('{"status": "done"}')
     assert (only(bare).method, only(bare).step, only(bare).checkpoint) == ("", 0, None)
     odd = a_run(
-        tmp_path / "odd", log=[{"step": 1, "seconds": "nan", "loss": "nan", "eval/loss": [1]}], status="running", total_steps=2
+        tmp_path / "odd",
+        log=[{"step": 1, "seconds": "nan", "loss": "nan", "eval/loss": [1]}],
+        status="running",
+        total_steps=2,
     )
     assert only(odd, somebody).metrics == {"loss": "nan"}
     assert json.dumps(as_json(list_runs(tmp_path, somebody)), allow_nan=False)
     assert len(shown(list_runs(tmp_path, somebody))) >= 13
 
 
-def test_a_folder_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_cannot_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     a_run(tmp_path / "run")
     (tmp_path / "locked").mkdir()
     scandir = os.scandir
@@ -207,7 +241,17 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (broken / "run.json").write_text("{")
     os.utime(broken / "run.json", (0, 0))
     header, *lines = shown(list_runs(Path("runs"), somebody))
-    assert header.split() == ["run", "method", "state", "step", "left", "saved", "changed", "last", "numbers"]
+    assert header.split() == [
+        "run",
+        "method",
+        "state",
+        "step",
+        "left",
+        "saved",
+        "changed",
+        "last",
+        "numbers",
+    ]
     assert lines[0].split() == [
         "runs/one",
         "dpo",
@@ -228,10 +272,24 @@ def test_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_plain_values(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "run", log=steps(2.0, 2.0), checkpoints=["step-2"], status="running", total_steps=50)
+    run = a_run(
+        tmp_path / "run",
+        log=steps(2.0, 2.0),
+        checkpoints=["step-2"],
+        status="running",
+        total_steps=50,
+    )
     assert as_json(list_runs(tmp_path, somebody)) == [
         {
-            "path": str(run), "state": "running", "problem": None, "method": "dpo", "step": 2, "total_steps": 50,
-            "seconds_left": 96.0, "checkpoint": 2, "changed": "2033-05-18T03:33:20+00:00", "metrics": {"loss": 0.5},
+            "path": str(run),
+            "state": "running",
+            "problem": None,
+            "method": "dpo",
+            "step": 2,
+            "total_steps": 50,
+            "seconds_left": 96.0,
+            "checkpoint": 2,
+            "changed": "2033-05-18T03:33:20+00:00",
+            "metrics": {"loss": 0.5},
         }
-    ]  # fmt: skip
+    ]

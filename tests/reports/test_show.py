@@ -32,7 +32,9 @@ HOSTILE = "[bold red]x[/bold red] \x1b[31m \x07 \x9b \u202e \u200b \ud800 [/noth
 
 def shown(what: RenderableType, *, colour: bool = False) -> str:
     out = StringIO()
-    Console(file=out, width=300, force_terminal=colour, color_system="standard" if colour else None).print(what)
+    Console(
+        file=out, width=300, force_terminal=colour, color_system="standard" if colour else None
+    ).print(what)
     return out.getvalue()
 
 
@@ -41,7 +43,9 @@ def ids_of(text: str) -> tuple[int, ...]:
 
 
 def encoded(
-    *answers: TokenizedCompletion, prompt: str = "<|im_start|>user\nhello<|im_end|>\n", **rest: object
+    *answers: TokenizedCompletion,
+    prompt: str = "<|im_start|>user\nhello<|im_end|>\n",
+    **rest: object,
 ) -> TokenizedExample:
     ids = ids_of(prompt)
     fields: dict[str, object] = {"kind": "judgement", "prompt_mask": (False,) * len(ids), **rest}
@@ -58,25 +62,51 @@ def answer(text: str, trained: int | None = None) -> TokenizedCompletion:
 
 
 def test_a_row_shows_columns_types_and_values():
-    text = shown(show_row({"prompt": "hello", "label": True, "score": None, "turns": [{"role": "user"}]}, AT))
+    text = shown(
+        show_row({"prompt": "hello", "label": True, "score": None, "turns": [{"role": "user"}]}, AT)
+    )
     assert "rows.jsonl:3" in text
-    for line in (["prompt", "str", "hello"], ["label", "bool", "true"], ["score", "NoneType", "null"]):
+    for line in (
+        ["prompt", "str", "hello"],
+        ["label", "bool", "true"],
+        ["score", "NoneType", "null"],
+    ):
         assert any(all(word in printed for word in line) for printed in text.splitlines())
     assert '"role": "user"' in text
 
 
-CHAT = Chat(({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi", "name": "Ann"}), tools=({"type": "f"},))
+CHAT = Chat(
+    ({"role": "system", "content": "be kind"}, {"role": "user", "content": "hi", "name": "Ann"}),
+    tools=({"type": "f"},),
+)
 EXAMPLES: list[tuple[Example, list[str]]] = [
-    (Judgement(prompt="Why?", completion="Because.", label=False, origin=AT), ["judgement", "Why?", "Because.", "label=False"]),
+    (
+        Judgement(prompt="Why?", completion="Because.", label=False, origin=AT),
+        ["judgement", "Why?", "Because.", "label=False"],
+    ),
     (
         Preference(prompt=CHAT, chosen="yes", rejected=Ids((7, 8)), margin=2.0, origin=AT),
-        ["preference", "system", "be kind", '"name": "Ann"', '{"type": "f"}', "yes", "7 8", "margin=2.0"],
+        [
+            "preference",
+            "system",
+            "be kind",
+            '"name": "Ann"',
+            '{"type": "f"}',
+            "yes",
+            "7 8",
+            "margin=2.0",
+        ],
     ),
     (
-        Demonstration(prompt="a", completion=Chat(({"role": "assistant", "content": None},)), origin=AT),
+        Demonstration(
+            prompt="a", completion=Chat(({"role": "assistant", "content": None},)), origin=AT
+        ),
         ["demonstration", "assistant", "null"],
     ),
-    (Ranking(prompt="a", completions=("b", "c"), scores=(1.0, 0.5), origin=AT), ["completion 1", "scores=(1.0, 0.5)"]),
+    (
+        Ranking(prompt="a", completions=("b", "c"), scores=(1.0, 0.5), origin=AT),
+        ["completion 1", "scores=(1.0, 0.5)"],
+    ),
     (Prompt(prompt="a", info={"answer": 4}, origin=AT), ["prompt", "info={'answer': 4}"]),
 ]
 
@@ -105,8 +135,12 @@ def assert_tame(text: str) -> None:
     [
         show_row({HOSTILE: HOSTILE}, At(HOSTILE, 1)),
         show_row({"a": [{HOSTILE: HOSTILE}]}),
-        show_example(Judgement(prompt=HOSTILE, completion=HOSTILE, label=True, origin=At(HOSTILE, 1))),
-        show_example(Prompt(prompt=Chat(({"role": HOSTILE, "content": HOSTILE, "x": HOSTILE},)), origin=AT)),
+        show_example(
+            Judgement(prompt=HOSTILE, completion=HOSTILE, label=True, origin=At(HOSTILE, 1))
+        ),
+        show_example(
+            Prompt(prompt=Chat(({"role": HOSTILE, "content": HOSTILE, "x": HOSTILE},)), origin=AT)
+        ),
     ],
 )
 def test_data_cannot_steer_the_terminal(what: RenderableType):
@@ -139,7 +173,9 @@ def test_counts_of_tokens_and_of_trained_tokens():
 def test_both_sides_of_a_pair():
     def pair(*, complete: bool) -> str:
         cut = TokenizedCompletion(ids_of("no"), (True,) * len(ids_of("no")), complete=complete)
-        return shown(show_encoded(encoded(answer("yes"), cut, kind="preference", margin=1.5), TOKENIZER))
+        return shown(
+            show_encoded(encoded(answer("yes"), cut, kind="preference", margin=1.5), TOKENIZER)
+        )
 
     text = pair(complete=False)
     assert text.index("chosen: ") < text.index("rejected: ")
@@ -152,7 +188,9 @@ def test_both_sides_of_a_pair():
 
 def test_a_prompt_has_no_answer_and_a_ranking_has_several():
     assert "answer:" not in shown(show_encoded(encoded(kind="prompt"), TOKENIZER))
-    assert "answer 2: " in shown(show_encoded(encoded(*[answer("a")] * 3, kind="ranking"), TOKENIZER))
+    assert "answer 2: " in shown(
+        show_encoded(encoded(*[answer("a")] * 3, kind="ranking"), TOKENIZER)
+    )
 
 
 def test_colours_say_what_is_trained():
@@ -160,12 +198,16 @@ def test_colours_say_what_is_trained():
     unit_text = shown(show_encoded(unit, TOKENIZER), colour=True)
     codes = {"C": "\x1b[2m", "A": "\x1b[32m", "B": "\x1b[4;33m"}
     assert (PROMPT, TRAINED) == ("dim", "green")
-    assert [letter for letter, code in codes.items() if f"{code}{letter}\x1b[0m" not in unit_text] == []
+    assert [
+        letter for letter, code in codes.items() if f"{code}{letter}\x1b[0m" not in unit_text
+    ] == []
 
 
 def test_trained_turns_inside_the_prompt_are_coloured():
     ids = ids_of("AB")
-    unit = encoded(prompt="AB", prompt_mask=(False,) * (len(ids) - 1) + (True,), kind="demonstration")
+    unit = encoded(
+        prompt="AB", prompt_mask=(False,) * (len(ids) - 1) + (True,), kind="demonstration"
+    )
     assert "\x1b[4;32mB\x1b[0m" in shown(show_encoded(unit, TOKENIZER), colour=True)
 
 
@@ -174,7 +216,9 @@ def test_pieces_are_whole_characters_and_add_up(text: str):
     parts = list(pieces(answer(text), TOKENIZER))
     assert "".join(words for _, words in parts) == text
     assert all("\ufffd" not in words for _, words in parts) or "\ufffd" in text
-    assert [i for piece, _ in parts for i in range(piece.start, piece.stop)] == list(range(len(ids_of(text))))
+    assert [i for piece, _ in parts for i in range(piece.start, piece.stop)] == list(
+        range(len(ids_of(text)))
+    )
 
 
 def test_pieces_break_where_training_starts():
@@ -184,12 +228,18 @@ def test_pieces_break_where_training_starts():
 
 
 def test_an_unfinished_character_and_an_unknown_id_still_show():
-    assert "\ufffd" in shown(show_encoded(encoded(TokenizedCompletion(ids_of("漢")[:2], (True, True))), TOKENIZER))
-    assert "<id 99999>" in shown(show_encoded(encoded(TokenizedCompletion((99999,), (True,))), TOKENIZER))
+    assert "\ufffd" in shown(
+        show_encoded(encoded(TokenizedCompletion(ids_of("漢")[:2], (True, True))), TOKENIZER)
+    )
+    assert "<id 99999>" in shown(
+        show_encoded(encoded(TokenizedCompletion((99999,), (True,))), TOKENIZER)
+    )
 
 
 def test_tokens_cannot_steer_the_terminal():
-    text = shown(show_encoded(encoded(answer(HOSTILE.replace("\ud800", "")), source=HOSTILE), TOKENIZER))
+    text = shown(
+        show_encoded(encoded(answer(HOSTILE.replace("\ud800", "")), source=HOSTILE), TOKENIZER)
+    )
     assert "[bold·red]x[/bold·red]" in text
     assert not set("\x1b\x07\x9b\u202e\u200b\ud800") & set(text)
 

@@ -33,13 +33,20 @@ def healthy(tmp_path_factory: pytest.TempPathFactory) -> dict[str, RunData]:
 def logged(run: RunData, change: Change) -> RunData:
     """The run with another log. change: of a record, and of how far the run was then (0 to 1)."""
     last = run.metrics[-1]["step"]
-    return replace(run, metrics=tuple({**record, **change(dict(record), record["step"] / last)} for record in run.metrics))
+    return replace(
+        run,
+        metrics=tuple(
+            {**record, **change(dict(record), record["step"] / last)} for record in run.metrics
+        ),
+    )
 
 
 def ended(run: RunData, change: Callable[[Json], Json]) -> RunData:
     """The run with another last evaluation."""
     assert run.last is not None
-    return replace(run, last={**run.last, "rows": [{**row, **change(row)} for row in run.last["rows"]]})
+    return replace(
+        run, last={**run.last, "rows": [{**row, **change(row)} for row in run.last["rows"]]}
+    )
 
 
 def only(run: RunData) -> Sign:
@@ -59,9 +66,13 @@ def test_a_healthy_run_shows_no_sign(kind: str, healthy: dict[str, RunData]) -> 
 
 
 @pytest.mark.parametrize("seed", range(1, 6))
-def test_healthy_runs_of_other_random_numbers_show_none_either(seed: int, healthy: dict[str, RunData]) -> None:
+def test_healthy_runs_of_other_random_numbers_show_none_either(
+    seed: int, healthy: dict[str, RunData]
+) -> None:
     for kind, make in (("thumbs", thumbs_rows), ("pairs", pair_rows), ("own", own_rows)):
-        first, last = ({"step": step, "metrics": {}, "rows": make(step / 60, 40, seed)} for step in (0, 60))
+        first, last = (
+            {"step": step, "metrics": {}, "rows": make(step / 60, 40, seed)} for step in (0, 60)
+        )
         run = replace(healthy[kind], first=first, last=last)
         if kind == "own":
             run = replace(run, metrics=tuple(own_log(100, [], seed)))
@@ -80,13 +91,21 @@ def test_numbers_that_are_not_finite(healthy: dict[str, RunData]) -> None:
     assert sign.name == "not finite"
     assert numbers(sign.said) == [5, 31, 5, 31]
     assert sign.said.index("loss") < sign.said.index("grad_norm")
-    skipped = only(logged(healthy["thumbs"], lambda record, at: {"skipped": 1.0} if record["step"] in (7, 9) else {}))
+    skipped = only(
+        logged(
+            healthy["thumbs"],
+            lambda record, at: {"skipped": 1.0} if record["step"] in (7, 9) else {},
+        )
+    )
     assert (skipped.name, numbers(skipped.said)) == ("skipped", [2, 7])
 
 
 def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> None:
     rng = random.Random(0)
-    longer = ended(healthy["own"], lambda row: {"tokens": 2 * row["tokens"], "reward": row["tokens"] / 30 + rng.gauss(0, 0.1)})
+    longer = ended(
+        healthy["own"],
+        lambda row: {"tokens": 2 * row["tokens"], "reward": row["tokens"] / 30 + rng.gauss(0, 0.1)},
+    )
     sign = only(longer)
     assert sign.name == "length"
     correlation, before, after = numbers(sign.said)
@@ -97,7 +116,9 @@ def test_own_answers_that_are_paid_for_length(healthy: dict[str, RunData]) -> No
     assert signs(ended(healthy["own"], lambda row: {"reward": row["tokens"] / 30})) == []
 
 
-def test_rounds_that_are_paid_for_length_where_nothing_was_held_out(healthy: dict[str, RunData]) -> None:
+def test_rounds_that_are_paid_for_length_where_nothing_was_held_out(
+    healthy: dict[str, RunData],
+) -> None:
     alone = replace(healthy["own"], first=None, last=None)
     assert signs(alone) == []
     sign = only(logged(alone, lambda _, at: {"rollout/length": 30 * (1 + at)}))
@@ -112,7 +133,11 @@ def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData])
 
     def by_length(row: Json) -> Json:
         tokens = int(rng.gauss(60 if row["label"] else 40, 10))
-        return {"tokens": tokens, "reward": (tokens - 50) / 20 + rng.gauss(0, 0.1), "logp": -1.6 * tokens}
+        return {
+            "tokens": tokens,
+            "reward": (tokens - 50) / 20 + rng.gauss(0, 0.1),
+            "logp": -1.6 * tokens,
+        }
 
     run = ended(healthy["thumbs"], by_length)
     sign = only(run)
@@ -120,20 +145,36 @@ def test_stored_answers_whose_reward_follows_length(healthy: dict[str, RunData])
     preferred, others, *correlations = numbers(sign.said)
     assert preferred > 1.2 * others
     assert min(correlations) > 0.45
-    pairs = ended(healthy["pairs"], lambda row: {
-        f"{name}_{side}": value
-        for side, tokens in (("chosen", int(rng.gauss(60, 10))), ("rejected", int(rng.gauss(40, 10))))
-        for name, value in (("tokens", tokens), ("reward", (tokens - 50) / 20), ("logp", -1.4 * tokens))
-    })  # fmt: skip
+    pairs = ended(
+        healthy["pairs"],
+        lambda row: {
+            f"{name}_{side}": value
+            for side, tokens in (
+                ("chosen", int(rng.gauss(60, 10))),
+                ("rejected", int(rng.gauss(40, 10))),
+            )
+            for name, value in (
+                ("tokens", tokens),
+                ("reward", (tokens - 50) / 20),
+                ("logp", -1.4 * tokens),
+            )
+        },
+    )
     assert only(pairs).name == "length"
 
 
-def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(healthy: dict[str, RunData]) -> None:
+def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(
+    healthy: dict[str, RunData],
+) -> None:
     rng = random.Random(0)
 
     def shorter(row: Json, lost: float) -> Json:
         tokens = int(rng.gauss(40 if row["label"] else 60, 10))
-        return {"tokens": tokens, "reward": (50 - tokens) / 20 + rng.gauss(0, 0.1), "logp": -(1.6 + lost) * tokens}
+        return {
+            "tokens": tokens,
+            "reward": (50 - tokens) / 20 + rng.gauss(0, 0.1),
+            "logp": -(1.6 + lost) * tokens,
+        }
 
     sign = only(ended(healthy["thumbs"], lambda row: shorter(row, 0.0)))
     assert sign.name == "length"
@@ -143,83 +184,148 @@ def test_short_answers_gain_where_all_become_rare_and_that_is_one_sign(healthy: 
     assert only(ended(healthy["thumbs"], lambda row: shorter(row, 0.3))).name == "rarer"
 
 
-def test_verdicts_that_go_with_length_are_no_sign_by_themselves(healthy: dict[str, RunData]) -> None:
-    """The reward of a long answer is a sum over more tokens, in whichever direction its verdict points."""
+def test_verdicts_that_go_with_length_are_no_sign_by_themselves(
+    healthy: dict[str, RunData],
+) -> None:
+    """The reward of a long answer is a sum over more tokens, in whichever direction its verdict
+    points.
+    """
     rng = random.Random(0)
 
     def by_verdict(row: Json) -> Json:
         tokens = int(rng.gauss(60 if row["label"] else 40, 10))
-        return {"tokens": tokens, "reward": (0.01 if row["label"] else -0.01) * tokens, "logp": -1.6 * tokens}
+        return {
+            "tokens": tokens,
+            "reward": (0.01 if row["label"] else -0.01) * tokens,
+            "logp": -1.6 * tokens,
+        }
 
     assert signs(ended(healthy["thumbs"], by_verdict)) == []
 
 
 def test_preferred_answers_that_become_rare(healthy: dict[str, RunData]) -> None:
-    sign = only(ended(healthy["pairs"], lambda row: {"logp_chosen": row["ref_chosen"] - 0.3 * row["tokens_chosen"]}))
+    sign = only(
+        ended(
+            healthy["pairs"],
+            lambda row: {"logp_chosen": row["ref_chosen"] - 0.3 * row["tokens_chosen"]},
+        )
+    )
     assert sign.name == "rarer"
     assert numbers(sign.said)[:2] == [-1.4, -1.7]
-    assert signs(ended(healthy["pairs"], lambda row: {"logp_rejected": row["ref_rejected"] - 1.0 * row["tokens_rejected"]})) == []
+    assert (
+        signs(
+            ended(
+                healthy["pairs"],
+                lambda row: {"logp_rejected": row["ref_rejected"] - 1.0 * row["tokens_rejected"]},
+            )
+        )
+        == []
+    )
     fallen = ended(healthy["thumbs"], lambda row: {"logp": row["logp"] - 0.3 * row["tokens"]})
     assert only(fallen).name == "rarer"
 
 
 def test_a_divergence_that_has_not_settled(healthy: dict[str, RunData]) -> None:
     assert only(logged(healthy["own"], lambda _, at: {"kl": 25 * at * at})).name == "divergence"
-    assert signs(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []  # far, and held there
+    # far, and held there
+    assert signs(logged(healthy["own"], lambda _, at: {"kl": min(15.0, 60 * at)})) == []
 
 
 def test_a_policy_that_moves_as_a_whole(healthy: dict[str, RunData]) -> None:
     assert only(logged(healthy["thumbs"], lambda _, at: {"kl/raw": 20 * at})).name == "drift"
-    assert signs(logged(healthy["thumbs"], lambda _, at: {"kl/raw": -20 * at})) == []  # kl is 0 then, and the loss as usual
+    # kl is 0 then, and the loss as usual
+    assert signs(logged(healthy["thumbs"], lambda _, at: {"kl/raw": -20 * at})) == []
     gentle = replace(healthy["thumbs"], config={**healthy["thumbs"].config, "loss": {"beta": 0.01}})
     assert signs(logged(gentle, lambda _, at: {"kl/raw": 20 * at})) == []
 
 
-@pytest.mark.parametrize(("still", "weight"), [(True, "desirable_weight"), (False, "undesirable_weight")])
+@pytest.mark.parametrize(
+    ("still", "weight"), [(True, "desirable_weight"), (False, "undesirable_weight")]
+)
 def test_a_class_that_is_left_behind(still: bool, weight: str, healthy: dict[str, RunData]) -> None:
-    sign = only(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]} if row["label"] is still else {}))
+    sign = only(
+        ended(
+            healthy["thumbs"],
+            lambda row: {"reward": 0.02 * row["reward"]} if row["label"] is still else {},
+        )
+    )
     assert sign.name == "one class"
     assert f"loss.{weight}" in sign.do
-    assert signs(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]})) == []  # neither has moved yet
+    # neither has moved yet
+    assert signs(ended(healthy["thumbs"], lambda row: {"reward": 0.02 * row["reward"]})) == []
 
 
 def test_pairs_that_are_all_right_and_only_grow_apart(healthy: dict[str, RunData]) -> None:
-    grown = logged(healthy["pairs"], lambda _, at: {"rewards/accuracies": 1.0 if at > 0.4 else 0.8, "rewards/margins": 4 * at})
+    grown = logged(
+        healthy["pairs"],
+        lambda _, at: {"rewards/accuracies": 1.0 if at > 0.4 else 0.8, "rewards/margins": 4 * at},
+    )
     assert only(grown).name == "stuck at 1"
-    settled = logged(healthy["pairs"], lambda _, at: {"rewards/accuracies": 1.0, "rewards/margins": 2.0})
+    settled = logged(
+        healthy["pairs"], lambda _, at: {"rewards/accuracies": 1.0, "rewards/margins": 2.0}
+    )
     assert signs(settled) == []
 
 
 def test_answers_that_are_cut_off(healthy: dict[str, RunData]) -> None:
-    sign = only(ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"}))
+    sign = only(
+        ended(healthy["own"], lambda row: {"stop": "length" if int(row["id"], 16) % 3 else "end"})
+    )
     assert (sign.name, numbers(sign.said)) == ("cut off", [67, 64])
     assert "rollout.max_new_tokens" in sign.do
-    assert only(logged(healthy["own"], lambda _, at: {"rollout/truncated": 0.4 * at})).name == "cut off"
+    assert (
+        only(logged(healthy["own"], lambda _, at: {"rollout/truncated": 0.4 * at})).name
+        == "cut off"
+    )
 
 
 def test_rows_that_are_too_long(healthy: dict[str, RunData]) -> None:
-    cut = {**AUDIT, "train": {**AUDIT["train"], "truncation": {"rows": 100, "too_long": 9, "max_length": 512, "keeps_99": 700}}}
+    cut = {
+        **AUDIT,
+        "train": {
+            **AUDIT["train"],
+            "truncation": {"rows": 100, "too_long": 9, "max_length": 512, "keeps_99": 700},
+        },
+    }
     sign = only(replace(healthy["thumbs"], audit=cut))
-    assert (sign.name, numbers(sign.said)[:2], numbers(sign.said)[-1]) == ("too long", [9, 100], 512)
+    assert (sign.name, numbers(sign.said)[:2], numbers(sign.said)[-1]) == (
+        "too long",
+        [9, 100],
+        512,
+    )
     assert "data.max_length" in sign.do
     assert 700 in numbers(sign.do)
 
 
 def test_a_held_out_loss_that_rises_while_the_other_falls(healthy: dict[str, RunData]) -> None:
     def course(record: Json, at: float) -> Json:
-        return {"loss": 0.5 - 0.4 * at} | ({"eval/loss": 0.5 - 0.2 * at + 0.3 * at * at} if "eval/loss" in record else {})
+        return {"loss": 0.5 - 0.4 * at} | (
+            {"eval/loss": 0.5 - 0.2 * at + 0.3 * at * at} if "eval/loss" in record else {}
+        )
 
     sign = only(logged(healthy["thumbs"], course))
     assert (sign.name, numbers(sign.said)[0]) == ("overfits", 20)
-    assert signs(logged(healthy["thumbs"], lambda _, at: {"loss": 0.5 - 0.4 * at, "eval/loss": 0.5 - 0.1 * at})) == []
+    assert (
+        signs(
+            logged(
+                healthy["thumbs"],
+                lambda _, at: {"loss": 0.5 - 0.4 * at, "eval/loss": 0.5 - 0.1 * at},
+            )
+        )
+        == []
+    )
 
 
 @pytest.mark.parametrize("least", [0.0, 1e-6])
-def test_a_held_out_loss_that_went_to_nothing_and_stays_there_has_not_turned(least: float, healthy: dict[str, RunData]) -> None:
+def test_a_held_out_loss_that_went_to_nothing_and_stays_there_has_not_turned(
+    least: float, healthy: dict[str, RunData]
+) -> None:
     """As that of a hinge, or of pairs that are all far apart."""
 
     def course(record: Json, at: float) -> Json:
-        return {"loss": 0.5 * (1 - at)} | ({"eval/loss": max(0.5 - 2 * at, least * (1 + at))} if "eval/loss" in record else {})
+        return {"loss": 0.5 * (1 - at)} | (
+            {"eval/loss": max(0.5 - 2 * at, least * (1 + at))} if "eval/loss" in record else {}
+        )
 
     assert signs(logged(healthy["pairs"], course)) == []
 
@@ -237,7 +343,11 @@ def test_warnings_follow_the_answers(tmp_path: Path) -> None:
     page = write_page(folder).read_text(encoding="utf-8")
     [sign] = signs(read_run(folder))
     sections = re.split(r'<section id="s\d+">', page.split("<main>")[1])[1:]
-    assert [each.split("</h2>")[0] for each in sections[:3]] == ["<h2>Answers", "<h2>Warnings", "<h2>Metrics"]
+    assert [each.split("</h2>")[0] for each in sections[:3]] == [
+        "<h2>Answers",
+        "<h2>Warnings",
+        "<h2>Metrics",
+    ]
     assert sections[1].startswith('<h2>Warnings</h2><div class="sign"><p>' + html.escape(sign.said))
     assert html.escape(sign.do) in sections[1]
     assert page.index('id="verdict"') < page.index("<main>")
@@ -249,11 +359,16 @@ def letters_and_digits(text: str) -> str:
 
 
 def test_markdown_has_the_warnings_of_the_page(run_dir: Path) -> None:
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = [
+        json.loads(line)
+        for line in (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     for record in records[len(records) // 2 :]:
         record["kl"] = 400.0 + record["step"]
         record["reward/mean"] = 1.0
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+    )
     facts = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))
     facts["warnings"] = ["step 12: the loss jumped"]
     (run_dir / "run.json").write_text(json.dumps(facts), encoding="utf-8")
@@ -278,13 +393,28 @@ def write_odd(folder: Path, name: str, odd: Sequence[object]) -> None:
     run = read_run(write_run(folder, "thumbs", rows=24, times=2))
     for make in (thumbs_rows, own_rows):
         rows = [{**row, name: odd[i % len(odd)]} for i, row in enumerate(make(1.0, 24))]
-        (folder / "eval" / "step-60.json").write_text(json.dumps({"step": 60, "metrics": {"loss": odd[0]}, "rows": rows}))
+        (folder / "eval" / "step-60.json").write_text(
+            json.dumps({"step": 60, "metrics": {"loss": odd[0]}, "rows": rows})
+        )
         write_page(folder)
     assert run.problems == ()
 
 
 @pytest.mark.parametrize(
-    "name", ["reward", "tokens", "logp", "label", "id", "stop", "scores", "target", "origin", "prompt", "parts"]
+    "name",
+    [
+        "reward",
+        "tokens",
+        "logp",
+        "label",
+        "id",
+        "stop",
+        "scores",
+        "target",
+        "origin",
+        "prompt",
+        "parts",
+    ],
 )
 def test_values_that_a_row_cannot_have_are_passed_over(name: str, tmp_path: Path) -> None:
     """Whatever another program has written there."""
@@ -294,7 +424,20 @@ def test_values_that_a_row_cannot_have_are_passed_over(name: str, tmp_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("odd", ODD)
 @pytest.mark.parametrize(
-    "name", ["reward", "tokens", "logp", "label", "id", "stop", "scores", "target", "origin", "prompt", "parts"]
+    "name",
+    [
+        "reward",
+        "tokens",
+        "logp",
+        "label",
+        "id",
+        "stop",
+        "scores",
+        "target",
+        "origin",
+        "prompt",
+        "parts",
+    ],
 )
 def test_values_that_no_row_can_have_are_passed_over_in_all_rows(
     name: str,

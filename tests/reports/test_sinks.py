@@ -35,7 +35,15 @@ def refuse_constants(name):
 def test_each_line_is_a_strict_json_object_and_is_on_disk_at_once(tmp_path):
     sink = JsonlSink(tmp_path / "new" / "metrics.jsonl")
     sink.log({"step": 1, "loss": 0.5, "note": "a\nb\ud800<é>"})
-    sink.log({"step": 2, "loss": math.nan, "kl": math.inf, "kl/raw": -math.inf, "grad_norm": np.float64(1.5)})
+    sink.log(
+        {
+            "step": 2,
+            "loss": math.nan,
+            "kl": math.inf,
+            "kl/raw": -math.inf,
+            "grad_norm": np.float64(1.5),
+        }
+    )
     lines = (tmp_path / "new" / "metrics.jsonl").read_bytes().decode("utf-8").split("\n")
     first, second = (json.loads(line, parse_constant=refuse_constants) for line in lines[:2])
     assert lines[2:] == [""]
@@ -87,7 +95,9 @@ def test_an_optional_sink_that_fails_is_named_once_and_left_alone():
     for step in range(4):
         sinks.log({"step": step})
     sinks.close()
-    assert [r["step"] for r in required.records] == [r["step"] for r in good.records] == [0, 1, 2, 3]
+    assert (
+        [r["step"] for r in required.records] == [r["step"] for r in good.records] == [0, 1, 2, 3]
+    )
     assert bad.calls == 2
     [message] = said
     assert "Memory" in message
@@ -127,7 +137,16 @@ def test_methods_that_a_sink_has_are_called_and_the_others_are_not_missed(tmp_pa
     sinks = FanOut([], [plain, whole], warn=said.append)
     for _ in range(2):
         sinks.start({"a.b": 1}, tmp_path, True)
-    rows = [{"id": "x", "logp": -1.0, "reward_chosen": 2.0, "chosen": "ab" * 4000, "prompt": "p", "scores": {"a": 1}}] * 30
+    rows = [
+        {
+            "id": "x",
+            "logp": -1.0,
+            "reward_chosen": 2.0,
+            "chosen": "ab" * 4000,
+            "prompt": "p",
+            "scores": {"a": 1},
+        }
+    ] * 30
     sinks.table("eval/samples", 3, rows)
     sinks.close("interrupted")
     start, (name, step, shown), status = whole.told
@@ -195,7 +214,10 @@ def test_sinks_that_hang_at_the_end_are_left_together(monkeypatch):
 
     FanOut([required], [Hangs(), slow], warn=said.append).close()
     assert slow.now < 3 * module.CLOSING
-    assert [name for line in said for name in ("Hangs", "Slow") if name in line] == ["Hangs", "Slow"]
+    assert [name for line in said for name in ("Hangs", "Slow") if name in line] == [
+        "Hangs",
+        "Slow",
+    ]
     assert all(f"{module.CLOSING:g}" in line for line in said)
     assert required.closed
     assert not slow.closed

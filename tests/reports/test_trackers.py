@@ -1,5 +1,6 @@
-"""Trackers, each with its own library and without a network: what they are handed, and that nothing is lacking or twice when a
-run that was killed goes on."""
+"""Trackers, each with its own library and without a network: what they are handed, and that nothing
+is lacking or twice when a run that was killed goes on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ __all__ = ["home"]
 
 
 def steps_of(points: Counter[tuple[str, int]], name: str) -> list[int]:
-    return sorted(step for (each, step), times in points.items() for _ in range(times) if each == name)
+    return sorted(
+        step for (each, step), times in points.items() for _ in range(times) if each == name
+    )
 
 
 def assert_whole(points: Counter[tuple[str, int]], named: Callable[[str], str] = str) -> None:
@@ -45,18 +48,25 @@ def test_tensorboard(tmp_path: Path) -> None:
 
     run = Killed(tmp_path)
     killed_twice(run)
-    events = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0})
+    events = EventAccumulator(
+        str(tmp_path / "tensorboard"), size_guidance={"scalars": 0, "tensors": 0}
+    )
     events.Reload()
     scalars, tensors = events.Tags()["scalars"], events.Tags()["tensors"]
     points = Counter((tag, e.step) for tag in scalars for e in events.Scalars(tag))
-    points += Counter((tag.removesuffix("/text_summary"), e.step) for tag in tensors for e in events.Tensors(tag))
+    points += Counter(
+        (tag.removesuffix("/text_summary"), e.step) for tag in tensors for e in events.Tensors(tag)
+    )
     assert_whole(points)
     assert {e.step: e.value for e in events.Scalars("loss")}[3] == pytest.approx(0.25)
     assert str(events.Scalars("kl")[1].value) == "inf"
     table = events.Tensors(f"{SAMPLES}/text_summary")[0].tensor_proto.string_val[0].decode()
     assert len(table.splitlines()) == 22
     assert table.splitlines()[2] == "| eval.jsonl:0 | why \\| so?<br>x | because | true | 0.5 |"
-    assert b"train.learning_rate" in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+    assert (
+        b"train.learning_rate"
+        in events.Tensors("settings/text_summary")[0].tensor_proto.string_val[0]
+    )
     assert "_hparams_/session_start_info" in events.PluginTagToContent("hparams")
 
 
@@ -69,16 +79,29 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
     run.folder.mkdir()
     killed_twice(run)
     state = json.loads((run.folder / "trackers/mlflow.json").read_text())
-    client = MlflowClient(tracking_uri=state["uri"], registry_uri=state["uri"])  # its small package has no other registry
+    # its small package has no other registry
+    client = MlflowClient(tracking_uri=state["uri"], registry_uri=state["uri"])
     found = client.get_experiment_by_name("mine")
     (each,) = client.search_runs([found.experiment_id])
-    assert (each.info.run_name, each.info.status, each.data.tags["tiny"]) == ("first", "FINISHED", "true")
+    assert (each.info.run_name, each.info.status, each.data.tags["tiny"]) == (
+        "first",
+        "FINISHED",
+        "true",
+    )
     assert each.data.params["train.learning_rate"] == "1e-05"
-    points = Counter((name, m.step) for name in each.data.metrics for m in client.get_metric_history(each.info.run_id, name))
+    points = Counter(
+        (name, m.step)
+        for name in each.data.metrics
+        for m in client.get_metric_history(each.info.run_id, name)
+    )
     tables = [file.path for file in client.list_artifacts(each.info.run_id, "eval")]
-    points += Counter(("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables)
+    points += Counter(
+        ("eval.samples", int(path.removesuffix(".json").rsplit("-", 1)[1])) for path in tables
+    )
     assert_whole(points, lambda name: name.replace("/", "."))
-    table = json.loads(Path(client.download_artifacts(each.info.run_id, f"{SAMPLES}-step-3.json")).read_text())
+    table = json.loads(
+        Path(client.download_artifacts(each.info.run_id, f"{SAMPLES}-step-3.json")).read_text()
+    )
     assert table["columns"] == ["origin", "prompt", "completion", "label", "reward"]
     assert len(table["data"]) == 20
 
@@ -87,13 +110,21 @@ def test_mlflow_in_a_folder(tmp_path: Path) -> None:
 def test_trackio(tmp_path: Path) -> None:
     """In a process of its own, as it has one folder in each."""
     code = (
-        "import sys; from pathlib import Path; from tests.reports.tracked import Killed, killed_twice\n"
+        "import sys; from pathlib import Path; from tests.reports.tracked import Killed, "
+        "killed_twice\n"
         "killed_twice(Killed(Path(sys.argv[1]), kind='trackio', project='mine', name='first'))\n"
         "from trackio.sqlite_storage import SQLiteStorage as S; import json\n"
         "(run,) = S.get_run_records('mine')\n"
-        "print('READ', json.dumps([S.get_logs('mine', run['name'], run_id=run['id']), S.get_run_config('mine', run['name'])]))"
+        "print('READ', json.dumps([S.get_logs('mine', run['name'], run_id=run['id']), "
+        "S.get_run_config('mine', run['name'])]))"
     )
-    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
     assert done.returncode == 0, done.stderr
     said, _, read = done.stdout.partition("READ ")
     assert said == ""
@@ -111,7 +142,9 @@ def test_trackio(tmp_path: Path) -> None:
 
 
 def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], set[str]]:
-    """Numbers by name and step, the summary, and the ids of the runs, of all wandb files below a folder."""
+    """Numbers by name and step, the summary, and the ids of the runs, of all wandb files below a
+    folder.
+    """
     from wandb.proto import wandb_internal_pb2
 
     points, summary, ids = Counter[tuple[str, int]](), dict[str, Any](), set[str]()
@@ -122,10 +155,15 @@ def history_of(folder: Path) -> tuple[Counter[tuple[str, int]], dict[str, Any], 
             if each.HasField("run"):
                 ids.add(each.run.run_id)
             if each.HasField("history"):
-                row = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in each.history.item}
+                row = {
+                    item.key or item.nested_key[0]: json.loads(item.value_json)
+                    for item in each.history.item
+                }
                 points += Counter((name, row["_step"]) for name in row if not name.startswith("_"))
             if each.HasField("summary"):
-                summary |= {i.key or i.nested_key[0]: json.loads(i.value_json) for i in each.summary.update}
+                summary |= {
+                    i.key or i.nested_key[0]: json.loads(i.value_json) for i in each.summary.update
+                }
     return points, summary, ids
 
 
@@ -175,7 +213,9 @@ def trains() -> None:
 def trained(place: Path, run_dir: str, kill: int, sinks: list[Any]) -> tuple[int, str]:
     """Status, and what was said."""
     words, said = (str(place), run_dir, str(kill), json.dumps(sinks)), place / "said"
-    status = Program(*words, main=trains, said=said, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1").wait(600)
+    status = Program(*words, main=trains, said=said, OMP_NUM_THREADS="1", HF_HUB_OFFLINE="1").wait(
+        600
+    )
     return status, said.read_text()
 
 
@@ -186,16 +226,24 @@ def logged(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # three programs that import all of the libraries
-def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tmp_path: Path) -> None:
+def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(
+    tmp_path: Path,
+) -> None:
     import wandb
     from mlflow import MlflowClient
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    wandb.setup().ensure_service()  # programs that are started from here are told of it, as from any that uses wandb itself
+    # programs that are started from here are told of it, as from any that uses wandb itself
+    wandb.setup().ensure_service()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["-c", str(tmp_path), "plain", "-1", "[]"])
         exec(TRAINS, {})
-    kinds = ["tensorboard", {"kind": "wandb", "project": "mine", "mode": "offline"}, "trackio", "mlflow"]
+    kinds = [
+        "tensorboard",
+        {"kind": "wandb", "project": "mine", "mode": "offline"},
+        "trackio",
+        "mlflow",
+    ]
     assert trained(tmp_path, "run", 5, kinds)[0] == -signal.SIGKILL
     status, said = trained(tmp_path, "run", -1, kinds)
     assert status == 0, said
@@ -208,17 +256,30 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
     assert tests
 
     def only(points: Counter[tuple[str, int]]) -> Counter[tuple[str, int]]:
-        return Counter({point: times for point, times in points.items() if point[0] in {name for name, _ in wanted}})
+        return Counter(
+            {
+                point: times
+                for point, times in points.items()
+                if point[0] in {name for name, _ in wanted}
+            }
+        )
 
     events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
-    assert only(Counter((tag, e.step) for tag in events.Tags()["scalars"] for e in events.Scalars(tag))) == wanted
+    assert (
+        only(
+            Counter((tag, e.step) for tag in events.Tags()["scalars"] for e in events.Scalars(tag))
+        )
+        == wanted
+    )
 
     state = json.loads((run / "trackers/mlflow.json").read_text())
     client = MlflowClient(tracking_uri=state["uri"])
     names = {name.replace("/", "."): name for name, _ in wanted}
     held = client.get_run(state["run"]).data.metrics
-    points = Counter((names.get(n, n), m.step) for n in held for m in client.get_metric_history(state["run"], n))
+    points = Counter(
+        (names.get(n, n), m.step) for n in held for m in client.get_metric_history(state["run"], n)
+    )
     assert only(points) == wanted
 
     points, summary, ids = history_of(run / "wandb")
@@ -230,4 +291,7 @@ def test_a_run_that_is_killed_and_taken_up_has_every_step_once_in_all_of_them(tm
 
     with sqlite3.connect(run / "trackio/valence.db") as database:
         rows = database.execute("select step, metrics from metrics").fetchall()
-    assert only(Counter((name, step) for step, metrics in rows for name in json.loads(metrics))) == wanted
+    assert (
+        only(Counter((name, step) for step, metrics in rows for name in json.loads(metrics)))
+        == wanted
+    )

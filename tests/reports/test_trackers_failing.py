@@ -67,7 +67,9 @@ def test_a_library_that_fails_is_reported_once(
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 6
 
 
-def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     never = threading.Event()
     monkeypatch.setattr(sinks_module, "CLOSING", 0.3)
     monkeypatch.setattr(trackers_module, "BEHIND", 50)
@@ -84,7 +86,9 @@ def test_a_library_that_hangs_holds_up_no_step_and_not_the_end(tmp_path: Path, m
     assert "50" in behind
 
 
-def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(backends.OPEN, "tensorboard", Fake("open", fails))
     run = Killed(tmp_path)
     run.go(0, 4)
@@ -95,9 +99,13 @@ def test_what_a_tracker_failed_to_take_it_gets_when_the_run_goes_on(tmp_path: Pa
     assert fake.got[-1] == ("close", "done")
 
 
-def test_a_step_hands_its_record_over_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_hands_its_record_over_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     go_on = threading.Event()
-    monkeypatch.setitem(backends.OPEN, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None))
+    monkeypatch.setitem(
+        backends.OPEN, "tensorboard", fake := Fake("log", lambda: go_on.wait() and None)
+    )
     tracker = Tracker({"kind": "tensorboard"}, print)
     tracker.start(CONFIG, tmp_path, False)
     for step in range(50):

@@ -1,4 +1,6 @@
-"""Trackers that a recipe names: mistakes are errors before the run, and the guide's example runs."""
+"""Trackers that a recipe names: mistakes are errors before the run, and the guide's example
+runs.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,12 @@ def test_wandb_never_asks_for_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def loaded(sinks: Any) -> Any:
-    recipe = {"method": "kto", "model": {"name": "m"}, "data": {"train": []}, "run": {"sinks": sinks}}
+    recipe = {
+        "method": "kto",
+        "model": {"name": "m"},
+        "data": {"train": []},
+        "run": {"sinks": sinks},
+    }
     found = load_recipe(recipe, method_of=method_of, in_memory=["train"])
     return [(sink.kind, sink.project, sink.tags) for sink in found.recipe.run.sinks]
 
@@ -61,14 +68,32 @@ def test_sinks_are_names_or_sections() -> None:
     assert loaded(None) == loaded([]) == []
 
 
-@pytest.mark.parametrize(("sinks", "code", "where", "fix"), [
-    (["tensorbord"], "setting-type", "run.sinks.0.kind", "tensorboard"),
-    ([{"kind": "wandb", "projekt": "mine"}], "setting-unknown", "run.sinks.0.projekt", "run.sinks.0.project?"),
-    ([{"kind": "tensorboard", "project": "mine"}], "setting-no-effect", "run.sinks.0.project", "folder"),
-    ([{"kind": "trackio", "mode": "offline"}], "setting-no-effect", "run.sinks.0.mode", "folder"),
-    (["wandb", {"kind": "wandb"}], "setting-duplicate", "run.sinks.1", None),
-    ([{"project": "mine"}], "setting-missing", "run.sinks.0.kind", "kind"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("sinks", "code", "where", "fix"),
+    [
+        (["tensorbord"], "setting-type", "run.sinks.0.kind", "tensorboard"),
+        (
+            [{"kind": "wandb", "projekt": "mine"}],
+            "setting-unknown",
+            "run.sinks.0.projekt",
+            "run.sinks.0.project?",
+        ),
+        (
+            [{"kind": "tensorboard", "project": "mine"}],
+            "setting-no-effect",
+            "run.sinks.0.project",
+            "folder",
+        ),
+        (
+            [{"kind": "trackio", "mode": "offline"}],
+            "setting-no-effect",
+            "run.sinks.0.mode",
+            "folder",
+        ),
+        (["wandb", {"kind": "wandb"}], "setting-duplicate", "run.sinks.1", None),
+        ([{"project": "mine"}], "setting-missing", "run.sinks.0.kind", "kind"),
+    ],
+)
 def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(
     sinks: Any,
     code: str,
@@ -79,16 +104,24 @@ def test_a_mistake_about_a_sink_is_found_when_the_recipe_is_read(
         loaded(sinks)
 
 
-def test_the_example_in_the_guide_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+def test_the_example_in_the_guide_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
     (block,) = blocks((ROOT / "docs/tracking.md").read_text(encoding="utf-8"), "python")
     monkeypatch.chdir(tmp_path)
     tokenizer = tiny_tokenizer()
     model: Any = tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32)
     model.save_pretrained("model")
     tokenizer.save_pretrained("model")
-    rows = [{"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0} for i in range(8)]
+    rows = [
+        {"prompt": f"question {i} ", "completion": f"answer {i}", "label": i % 2 == 0}
+        for i in range(8)
+    ]
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    recipe = "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, train: {batch_size: 4}}"
+    recipe = (
+        "{method: kto, model: {name: model}, data: {train: rows.jsonl, eval: rows.jsonl}, "
+        "train: {batch_size: 4}}"
+    )
     Path("recipe.yaml").write_text(recipe)
     exec(block.text, {})
     assert re.search(r": 0\.\d{4}\n", capsys.readouterr().out)

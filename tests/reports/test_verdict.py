@@ -1,4 +1,6 @@
-"""The verdict of a report: its state, its number and its interval, for every kind of held-out rows."""
+"""The verdict of a report: its state, its number and its interval, for every kind of held-out
+rows.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,25 @@ Rows = Sequence[dict[str, Any]]
 
 
 def verdict_of(last: Rows | None, first: Rows | None = None) -> Verdict:
-    """The verdict of a run with these rows in its last evaluation, and in its first one if there was another."""
+    """The verdict of a run with these rows in its last evaluation, and in its first one if there
+    was another.
+    """
     after = None if last is None else {"rows": list(last)}
     return held_out_verdict(after if first is None else {"rows": list(first)}, after)
 
 
 def thumbs(ups: Sequence[float], downs: Sequence[float]) -> Rows:
     rated = [(True, reward) for reward in ups] + [(False, reward) for reward in downs]
-    return [{"id": str(i), "label": label, "reward": reward} for i, (label, reward) in enumerate(rated)]
+    return [
+        {"id": str(i), "label": label, "reward": reward} for i, (label, reward) in enumerate(rated)
+    ]
 
 
 def pairs(margins: Sequence[float]) -> Rows:
-    return [{"id": str(i), "reward_chosen": each, "reward_rejected": 0.0} for i, each in enumerate(margins)]
+    return [
+        {"id": str(i), "reward_chosen": each, "reward_rejected": 0.0}
+        for i, each in enumerate(margins)
+    ]
 
 
 def completions(rewards: Sequence[float]) -> Rows:
@@ -43,7 +52,9 @@ def test_thumbs_are_compared_with_chance() -> None:
     found = verdict_of(thumbs(up, down))
     assert found.state == "improved"
     assert found.baseline == 0.5
-    assert found.value == pytest.approx(sum((a > b) + (a == b) / 2 for a in up for b in down) / 1600)
+    assert found.value == pytest.approx(
+        sum((a > b) + (a == b) / 2 for a in up for b in down) / 1600
+    )
     assert verdict_of(thumbs(down, up)).state == "worse"
     assert verdict_of(thumbs([0.1, 0.3], [0.2, 0.25])).state == "unclear"
 
@@ -64,7 +75,9 @@ def test_pairs() -> None:
 
 def test_rewards_of_completions_are_paired_by_prompt() -> None:
     before = [0.0, 5.0, 10.0, 15.0]
-    found = verdict_of(completions([each + 0.5 + 0.01 * i for i, each in enumerate(before)]), completions(before))
+    found = verdict_of(
+        completions([each + 0.5 + 0.01 * i for i, each in enumerate(before)]), completions(before)
+    )
     assert found.state == "improved"
     assert found.value == pytest.approx(0.515)
     assert verdict_of(completions([1.0, 4.0, 11.0, 14.0]), completions(before)).state == "unclear"
@@ -96,7 +109,9 @@ def test_the_interval_of_an_auc_covers_the_true_value(shift: float, ups: int, do
     true = 0.5 * (1 + math.erf(shift / 2))
     hits = 0
     for _ in range(600):
-        value = auc([draw.gauss(shift, 1) for _ in range(ups)], [draw.gauss(0, 1) for _ in range(downs)])
+        value = auc(
+            [draw.gauss(shift, 1) for _ in range(ups)], [draw.gauss(0, 1) for _ in range(downs)]
+        )
         low, high = auc_interval(value, ups, downs)
         hits += low <= true <= high
     assert 0.93 < hits / 600 < 0.99
@@ -105,6 +120,8 @@ def test_the_interval_of_an_auc_covers_the_true_value(shift: float, ups: int, do
 def test_intervals_of_extreme_values() -> None:
     low, high = auc_interval(1.0, 4, 4)
     assert (low < 0.7, high) == (True, pytest.approx(1.0))
-    assert auc_interval(0.3, 20, 20) == pytest.approx(tuple(1 - each for each in reversed(auc_interval(0.7, 20, 20))))
+    assert auc_interval(0.3, 20, 20) == pytest.approx(
+        tuple(1 - each for each in reversed(auc_interval(0.7, 20, 20)))
+    )
     assert auc([1.0, 2.0, 2.0], [2.0, 0.0]) == pytest.approx((0 + 1 + 0.5 + 1 + 0.5 + 1) / 6)
     assert mean_interval([1.0, 3.0]) == pytest.approx((2 - 1.959964, 2 + 1.959964))

@@ -14,19 +14,39 @@ from valence.reports.sinks import SAMPLES, FanOut, JsonlSink
 from valence.reports.trackers import Tracker
 
 ROOT = Path(__file__).parents[2]
-CONFIG = {"method": "kto", "train.learning_rate": 1e-5, "model.lora.rank": None, "train.betas": [0.9, 0.999]}
+CONFIG = {
+    "method": "kto",
+    "train.learning_rate": 1e-5,
+    "model.lora.rank": None,
+    "train.betas": [0.9, 0.999],
+}
 ROWS = [
-    {"id": str(i), "origin": f"eval.jsonl:{i}", "prompt": "why | so?\nx", "completion": "because", "label": i % 2 == 0,
-     "reward": 0.5 - i, "logp": -3.0, "tokens": 4}
+    {
+        "id": str(i),
+        "origin": f"eval.jsonl:{i}",
+        "prompt": "why | so?\nx",
+        "completion": "because",
+        "label": i % 2 == 0,
+        "reward": 0.5 - i,
+        "logp": -3.0,
+        "tokens": 4,
+    }
     for i in range(30)
-]  # fmt: skip
+]
 
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is read from or written to the folders of who runs the tests."""
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL", "NETRC", "MLFLOW_TRACKING_URI", "TRACKIO_DIR"):
+    for name in (
+        "WANDB_API_KEY",
+        "WANDB_MODE",
+        "WANDB_BASE_URL",
+        "NETRC",
+        "MLFLOW_TRACKING_URI",
+        "TRACKIO_DIR",
+    ):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # set here so that it is taken back
     for name, value in trackers_module.PRIVATE.items():
@@ -34,19 +54,41 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def record(step: int) -> dict[str, Any]:
-    odd = {"grad_norm": float("nan"), "kl": float("inf")} if step == 1 else {"grad_norm": 0.5, "kl": 0.25}
-    evaluation = {"eval/loss": 1 / (step + 1), "eval/kl": 0.0, "eval/kl/raw": -0.1} if step % 3 == 0 else {}
+    odd = (
+        {"grad_norm": float("nan"), "kl": float("inf")}
+        if step == 1
+        else {"grad_norm": 0.5, "kl": 0.25}
+    )
+    evaluation = (
+        {"eval/loss": 1 / (step + 1), "eval/kl": 0.0, "eval/kl/raw": -0.1} if step % 3 == 0 else {}
+    )
     return {"step": step, "loss": 1 / (step + 1), "tokens/s": 100, **odd, **evaluation}
 
 
 class Killed:
-    """A run without a model: a log, evaluations and one tracker, killed and taken up as real ones are."""
+    """A run without a model: a log, evaluations and one tracker, killed and taken up as real ones
+    are.
+    """
 
     def __init__(self, folder: Path, **settings: Any) -> None:
-        self.folder, self.settings, self.said = folder, {"kind": "tensorboard", **settings}, list[str]()
+        self.folder, self.settings, self.said = (
+            folder,
+            {"kind": "tensorboard", **settings},
+            list[str](),
+        )
 
-    def go(self, first: int, last: int, *, keep: int | None = None, closes: bool = True, test: bool = False) -> Tracker:
-        """Logs steps first..last. keep: the log is cut to as many records before, as a checkpoint would have it."""
+    def go(
+        self,
+        first: int,
+        last: int,
+        *,
+        keep: int | None = None,
+        closes: bool = True,
+        test: bool = False,
+    ) -> Tracker:
+        """Logs steps first..last. keep: the log is cut to as many records before, as a checkpoint
+        would have it.
+        """
         log = JsonlSink(self.folder / "metrics.jsonl")
         if keep is not None:
             lines = (self.folder / "metrics.jsonl").read_bytes().splitlines(keepends=True)
@@ -57,7 +99,9 @@ class Killed:
         (self.folder / "eval").mkdir(exist_ok=True)
         for step in range(first, last + 1):
             if step % 3 == 0:
-                (self.folder / "eval" / f"step-{step}.json").write_text(json.dumps({"step": step, "rows": ROWS}))
+                (self.folder / "eval" / f"step-{step}.json").write_text(
+                    json.dumps({"step": step, "rows": ROWS})
+                )
                 fan.table(SAMPLES, step, ROWS)
             fan.log(record(step))
         if test:
@@ -74,11 +118,14 @@ class Killed:
 
 
 def killed_twice(run: Killed) -> None:
-    """Killed when it was ahead of its checkpoint, then when it was behind, then to the end, and taken up once more after it."""
+    """Killed when it was ahead of its checkpoint, then when it was behind, then to the end, and
+    taken up once more after it.
+    """
     run.go(0, 5, closes=False)  # the checkpoint is that of step 4
     run.go(5, 6, keep=5)
     log = run.folder / "metrics.jsonl"
-    log.write_text(log.read_text() + json.dumps(record(7)) + "\n")  # the tracker was behind: it never saw this
+    # the tracker was behind: it never saw this
+    log.write_text(log.read_text() + json.dumps(record(7)) + "\n")
     run.go(8, 8, keep=8, test=True, closes=False)
     run.go(9, 8, keep=9, test=True)
     assert run.said == []

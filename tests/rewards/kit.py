@@ -19,11 +19,23 @@ from valence.types import Completion, Message, Score
 
 
 def answer(
-    text: str, prompt: str | tuple[Message, ...] = "q ", *, tokens: Sequence[int] | None = None, rendered: str = "", **info: Any
+    text: str,
+    prompt: str | tuple[Message, ...] = "q ",
+    *,
+    tokens: Sequence[int] | None = None,
+    rendered: str = "",
+    **info: Any,
 ) -> Completion:
     ids = tuple(range(len(text.split()))) if tokens is None else tuple(tokens)
     return Completion(
-        prompt_id="p", tokens=ids, logps=(-1.0,) * len(ids), text=text, stop="eos", prompt=prompt, rendered=rendered, info=info
+        prompt_id="p",
+        tokens=ids,
+        logps=(-1.0,) * len(ids),
+        text=text,
+        stop="eos",
+        prompt=prompt,
+        rendered=rendered,
+        info=info,
     )
 
 
@@ -164,7 +176,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             return
         self.send_response(reply.status)
-        for name, value in {"Content-Length": str(len(reply.body) + reply.cut), **reply.headers}.items():
+        for name, value in {
+            "Content-Length": str(len(reply.body) + reply.cut),
+            **reply.headers,
+        }.items():
             self.send_header(name, value)
         self.end_headers()
         for i in range(len(reply.body)) if reply.drip else ():
@@ -180,8 +195,15 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def server(script: Script | Reply | None = None, port: int = 0) -> Iterator[Told]:
-    """A server on a port of this host. Without a script a reward is the number in the answer, as of ``answers``."""
-    given = script if script is not None else lambda request, _: Reply([float(q.rpartition("a")[2]) for q in request["query"]])
+    """A server on a port of this host.
+
+    Without a script a reward is the number in the answer, as of ``answers``.
+    """
+    given = (
+        script
+        if script is not None
+        else lambda request, _: Reply([float(q.rpartition("a")[2]) for q in request["query"]])
+    )
     told = Told((lambda *_: given) if isinstance(given, Reply) else given, port)
     thread = threading.Thread(target=told.serve_forever, args=(0.01,), daemon=True)
     thread.start()

@@ -1,8 +1,11 @@
-"""Runs published code of OpenRLHF in a process of its own: its clients for a server of ours, its server for a client of ours.
+"""Runs published code of OpenRLHF in a process of its own: its clients for a server of ours, its
+server for a client of ours.
 
-python openrlhf_side.py clients URL,URL FOLDER... asks with the client of each version, prints what each had as JSON
+python openrlhf_side.py clients URL,URL FOLDER... asks with the client of each version, prints what
+each had as JSON
 python openrlhf_side.py server FOLDER PORT        serves with its server
-Ray and the language model are stand-ins: neither speaks on the wire. Of its packages, the ``__init__`` files are not run.
+Ray and the language model are stand-ins: neither speaks on the wire. Of its packages, the
+``__init__`` files are not run.
 """
 
 from __future__ import annotations
@@ -50,7 +53,9 @@ def remote(thing: Any) -> Any:
 def _names_of(client: ModuleType) -> Iterator[Callable[[str], Any]]:
     """Ways to ask that a version has."""
     if not hasattr(client, "remote_rm_fn"):
-        yield lambda url: client.RemoteRewardModel(SimpleNamespace(), url).get_rewards(QUERIES, PROMPTS, LABELS)
+        yield lambda url: client.RemoteRewardModel(SimpleNamespace(), url).get_rewards(
+            QUERIES, PROMPTS, LABELS
+        )
     elif client.remote_rm_fn.__code__.co_argcount == 3:
         yield lambda url: client.remote_rm_fn(url, QUERIES).tolist()
     else:
@@ -74,7 +79,9 @@ class Policy:
         self.answer = answer
 
     async def generate(self, *_: Any, **__: Any) -> Any:
-        said = SimpleNamespace(token_ids=[*self.answer.encode(), END], finish_reason="stop", logprobs=None)
+        said = SimpleNamespace(
+            token_ids=[*self.answer.encode(), END], finish_reason="stop", logprobs=None
+        )
         return SimpleNamespace(outputs=[said])
 
 
@@ -84,7 +91,10 @@ def rollouts(agent: ModuleType, url: str) -> list[Any]:
     async def all_of_them() -> list[Any]:
         executor = agent.SingleTurnAgentExecutor(url)
         sampling = SimpleNamespace(max_tokens=64, logprobs=None)
-        answers = [query[len(prompt) :].removesuffix("<|im_end|>") for query, prompt in zip(QUERIES, PROMPTS, strict=True)]
+        answers = [
+            query[len(prompt) :].removesuffix("<|im_end|>")
+            for query, prompt in zip(QUERIES, PROMPTS, strict=True)
+        ]
         return [
             await executor.execute(prompt, label, sampling, 512, Letters(), Policy(answer))
             for prompt, label, answer in zip(PROMPTS, LABELS, answers, strict=True)

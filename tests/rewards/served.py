@@ -70,19 +70,30 @@ class Served:
 
 @contextmanager
 def served(
-    reward: Any, limits: Limits = Limits(), web: Mapping[str, Any] = {}, *, is_ready: bool = True, **settings: Any
+    reward: Any,
+    limits: Limits = Limits(),
+    web: Mapping[str, Any] = {},
+    *,
+    is_ready: bool = True,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """A server of the reward at a free port. web: settings of the web server. is_ready: what it says."""
+    """A server of the reward at a free port. web: settings of the web server. is_ready: what it
+    says.
+    """
     with served_service(Service(reward, limits, **settings), is_ready, **web) as server:
         yield server
 
 
 @contextmanager
-def served_as_command(target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST) -> Iterator[Served]:
+def served_as_command(
+    target: str, *overrides: str, limits: Limits = Limits(max_wait=0.0), keep: int = MOST
+) -> Iterator[Served]:
     """A server of what the command would serve."""
     from valence.cli.serve import reward_service
 
-    with served_service(reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)) as server:
+    with served_service(
+        reward_service(target, list(overrides), limits, token=None, ends=None, keep=keep)
+    ) as server:
         yield server
 
 

@@ -1,4 +1,7 @@
-"""Rewards that worker processes import: they score, fail, hang, crash and print. Light, so that workers start soon."""
+"""Rewards that worker processes import: they score, fail, hang, crash and print.
+
+Light, so that workers start soon.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,10 @@ def dislikes_bad(completions: Sequence[Completion], file: str = os.devnull) -> l
 
 
 def obeys(completions: Sequence[Completion], **_: Any) -> list[float]:
-    """Does what each answer asks for. Its score is ``number``; that of "pid" is the process's id."""
+    """Does what each answer asks for.
+
+    Its score is ``number``; that of "pid" is the process's id.
+    """
     for text in (c.text for c in completions):
         _obey(text)
     return [float(os.getpid()) if c.text == "pid" else number(c.text) for c in completions]

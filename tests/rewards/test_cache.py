@@ -21,7 +21,9 @@ from valence.rewards import reward_of
 from valence.rewards.cache import HEAD, MOST, Kept, digest, key_of
 from valence.types import Completion, Score
 
-COUNTS = "def f(completions, step=1.0):\n    f.calls = getattr(f, 'calls', []) + [len(completions)]\n"
+COUNTS = (
+    "def f(completions, step=1.0):\n    f.calls = getattr(f, 'calls', []) + [len(completions)]\n"
+)
 COUNTS += "    return [step * sum(f.calls)] * len(completions)\n"
 
 
@@ -69,11 +71,15 @@ def test_only_what_is_declared_to_be_the_same_is_kept(counting: Any) -> None:
 
 BASE = answer("text", "prompt ", tokens=(1, 2), rendered="<prompt>", who="x")
 OTHERS: dict[str, Completion] = {
-    "text": replace(BASE, text="texts"), "prompt": replace(BASE, prompt="prompts "), "tokens": replace(BASE, tokens=(1, 3)),
-    "rendered": replace(BASE, rendered="<other>"), "stop": replace(BASE, stop="length"), "info": replace(BASE, info={"who": "y"}),
-    "chat": replace(BASE, prompt=({"role": "user", "content": "prompt "},)), 
+    "text": replace(BASE, text="texts"),
+    "prompt": replace(BASE, prompt="prompts "),
+    "tokens": replace(BASE, tokens=(1, 3)),
+    "rendered": replace(BASE, rendered="<other>"),
+    "stop": replace(BASE, stop="length"),
+    "info": replace(BASE, info={"who": "y"}),
+    "chat": replace(BASE, prompt=({"role": "user", "content": "prompt "},)),
     "more info": replace(BASE, info={"who": "x", "n": 1}),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", OTHERS)
@@ -196,18 +202,24 @@ def test_what_a_killed_process_left_of_a_line_is_ignored(cut: int, tmp_path: Pat
     whole = first.path.read_bytes()
     first.path.write_bytes(whole[:-cut])
     second = Kept(tmp_path, {"a": 1})
-    assert len(second) == (3 if cut == 1 else 2) - (cut == 1)  # the last line counts with its line break
+    # the last line counts with its line break
+    assert len(second) == (3 if cut == 1 else 2) - (cut == 1)
     second.add(scores_of(3, 3))
     third = Kept(tmp_path, {"a": 1})
-    assert [third.get(f"k{i}") for i in (0, 1, 3, 4, 5)] == [Score(float(i), {"p": i / 2}) for i in (0, 1, 3, 4, 5)]
+    assert [third.get(f"k{i}") for i in (0, 1, 3, 4, 5)] == [
+        Score(float(i), {"p": i / 2}) for i in (0, 1, 3, 4, 5)
+    ]
     assert third.get("k2") in (None, Score(2.0, {"p": 1.0}))
 
 
 @pytest.mark.filterwarnings("ignore:.*jsonl:UserWarning")
 @pytest.mark.parametrize("line", [
-    "{}", "[]", "1", '{"key": "x", "value": "1.0", "parts": {}}', '{"key": "x", "value": null, "parts": {}}',
-    '{"key": "x", "value": NaN, "parts": {}}', '{"key": "x", "value": true, "parts": {}}', '{"key": 1, "value": 1, "parts": {}}',
-    '{"key": "x", "value": 1, "parts": {"a": Infinity}}', '{"key": "x", "value": 1, "parts": [1]}', "\ufffd{", "[" * 10000,
+    "{}", "[]", "1", '{"key": "x", "value": "1.0", "parts": '
+                     '{}}', '{"key": "x", "value": null, "parts": {}}',
+    '{"key": "x", "value": NaN, "parts": '
+    '{}}', '{"key": "x", "value": true, "parts": {}}', '{"key": 1, "value": 1, "parts": {}}',
+    '{"key": "x", "value": 1, "parts": {"a": '
+    'Infinity}}', '{"key": "x", "value": 1, "parts": [1]}', "\ufffd{", "[" * 10000,
 ])  # fmt: skip
 def test_a_line_that_is_no_score_is_none(line: str, tmp_path: Path) -> None:
     made = Kept(tmp_path, {})
@@ -242,7 +254,11 @@ def test_a_damaged_line_is_named_once_and_replaced(tmp_path: Path) -> None:
     made = Kept(tmp_path, {"a": 1})
     made.add(scores_of(3))
     assert made.path is not None
-    made.path.write_text(made.path.read_text().replace('"value": 1.0', '"value": 9.0').replace('"value": 2.0', '"value": 8.0'))
+    made.path.write_text(
+        made.path.read_text()
+        .replace('"value": 1.0', '"value": 9.0')
+        .replace('"value": 2.0', '"value": 8.0')
+    )
     with pytest.warns(UserWarning, match=f"^{re.escape(str(made.path))}:5: ") as told:
         again = Kept(tmp_path, {"a": 1})
     assert len(told) == 1
@@ -275,14 +291,18 @@ for i in range(200):
 
 
 def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
-    running = [subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), str(n)]) for n in range(3)]
+    running = [
+        subprocess.Popen([sys.executable, "-c", WRITES, str(tmp_path), str(n)]) for n in range(3)
+    ]
     assert [process.wait(60) for process in running] == [0, 0, 0]
     found = Kept(tmp_path, {})
     assert len(found) == 3 * 200 * 3
     assert found.get("2-199-2") == Score(199 / 7, {"part" * 20: 2 / 3})
 
 
-def test_a_disk_that_is_full_costs_the_file_and_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_costs_the_file_and_no_score(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Kept(tmp_path, {})
 
     def full(*_: Any, **__: Any) -> None:

@@ -30,7 +30,9 @@ class Fixed:
 
 
 def fixed(name: str, *values: float | None) -> Fixed:
-    return Fixed(name, [Score(value, error="" if value is not None else "broken") for value in values])
+    return Fixed(
+        name, [Score(value, error="" if value is not None else "broken") for value in values]
+    )
 
 
 def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
@@ -42,21 +44,28 @@ def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
 
 
 def test_a_clip_acts_before_the_weight_and_shows_in_the_parts() -> None:
-    found = scores(Combined((Part(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3))
+    found = scores(
+        Combined((Part(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3)
+    )
     assert [score.value for score in found] == [1.0, -2.0, 0.5]
     assert [score.parts["a"] for score in found] == [0.5, -1.0, 0.25]
 
 
 def test_below_a_gate_only_the_gate_counts() -> None:
     """Two gates: where both are shut, both count, and nothing else."""
-    made = Combined((
-        Part(fixed("form", 1.0, 0.0, 1.0, 0.0), 0.5, gate=1.0), Part(fixed("safe", 0.5, 0.5, -3.0, -3.0), 2.0, gate=0.0),
-        Part(fixed("good", 8.0, 8.0, 8.0, 8.0)),
-    ))  # fmt: skip
+    made = Combined(
+        (
+            Part(fixed("form", 1.0, 0.0, 1.0, 0.0), 0.5, gate=1.0),
+            Part(fixed("safe", 0.5, 0.5, -3.0, -3.0), 2.0, gate=0.0),
+            Part(fixed("good", 8.0, 8.0, 8.0, 8.0)),
+        )
+    )
     found = scores(made, answers(4))
     assert [score.value for score in found] == [0.5 + 1.0 + 8.0, 0.0, -6.0, -6.0]
     assert [score.parts["good"] for score in found] == [8.0] * 4
-    at_the_gate = Combined((Part(fixed("a", 1.0), gate=1.0, clip=(0.0, 1.0)), Part(fixed("b", 5.0))))
+    at_the_gate = Combined(
+        (Part(fixed("a", 1.0), gate=1.0, clip=(0.0, 1.0)), Part(fixed("b", 5.0)))
+    )
     assert scores(at_the_gate, answers(1))[0].value == 6.0
 
 
@@ -70,7 +79,9 @@ def test_one_that_failed_fails_the_whole_and_is_named() -> None:
 
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (1e308, -1e308)])
 def test_a_sum_that_is_not_finite_is_an_error(weights: tuple[float, float]) -> None:
-    made = Combined(tuple(Part(fixed(name, 10.0), weight) for name, weight in zip("ab", weights, strict=True)))
+    made = Combined(
+        tuple(Part(fixed(name, 10.0), weight) for name, weight in zip("ab", weights, strict=True))
+    )
     score = scores(made, answers(1))[0]
     assert score.value is None
     assert score.error
@@ -81,11 +92,18 @@ def test_it_is_the_formula_for_any_numbers() -> None:
     for _ in range(50):
         numbers = [[draw.gauss(0, 2) for _ in range(5)] for _ in range(3)]
         weights, gate = [draw.gauss(0, 1) for _ in range(3)], draw.gauss(0, 1)
-        parts = tuple(Part(fixed(f"r{k}", *numbers[k]), weights[k], (-1.5, 1.5), gate if k == 1 else None) for k in range(3))
+        parts = tuple(
+            Part(fixed(f"r{k}", *numbers[k]), weights[k], (-1.5, 1.5), gate if k == 1 else None)
+            for k in range(3)
+        )
         for i, score in enumerate(scores(Combined(parts), answers(5))):
             clipped = [sorted((-1.5, numbers[k][i], 1.5))[1] for k in range(3)]
             own = weights[1] * clipped[1]
-            whole = own if clipped[1] < gate else sum(w * c for w, c in zip(weights, clipped, strict=True))
+            whole = (
+                own
+                if clipped[1] < gate
+                else sum(w * c for w, c in zip(weights, clipped, strict=True))
+            )
             assert score.value == pytest.approx(whole, abs=1e-12)
 
 
@@ -120,7 +138,12 @@ def test_names_are_short() -> None:
 
         return Backend()
 
-    entries = [Entry("length"), Entry("http://10.0.0.1:80/get_reward,http://b/x"), Entry("org/judge-1b"), Entry("x/y/", name="z")]
+    entries = [
+        Entry("length"),
+        Entry("http://10.0.0.1:80/get_reward,http://b/x"),
+        Entry("org/judge-1b"),
+        Entry("x/y/", name="z"),
+    ]
     made = reward_of(entries, model=backend)
     assert [part.reward.name for part in made.parts] == ["length", "10.0.0.1-80", "judge-1b", "z"]
     assert [part.reward.deterministic for part in made.parts] == [True, False, True, True]

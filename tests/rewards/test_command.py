@@ -9,7 +9,9 @@ from valence import cli
 from valence.rewards.rules import RULES, settings_of
 
 
-def test_rules_are_listed_and_explained(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rules_are_listed_and_explained(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cli.console, "width", 200)
     assert command("rewards") == 0
     listed = capsys.readouterr().out

@@ -1,4 +1,6 @@
-"""Functions as rewards: the signatures, what they may give, and everything that may go wrong with other people's code."""
+"""Functions as rewards: the signatures, what they may give, and everything that may go wrong with
+other people's code.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,17 @@ import pytest
 import torch
 
 from tests.errors import raises_error
-from tests.rewards.kit import answer, answers, calls_of, error, has_words, reward, scores, values, wait_for
+from tests.rewards.kit import (
+    answer,
+    answers,
+    calls_of,
+    error,
+    has_words,
+    reward,
+    scores,
+    values,
+    wait_for,
+)
 from valence.rewards import threads
 from valence.rewards.calls import Calls
 from valence.rewards.functions import MOST_ABANDONED, Function, columns_of, scores_of
@@ -51,7 +63,10 @@ def test_a_function_gets_completions_and_settings(write: Any) -> None:
             return [scale * len(c.tokens) + len(c.prompt) + len(c.info["who"]) for c in completions]
     """)
     made = reward(f"{module}:concise", settings={"scale": 2.0, "other": "x"})
-    assert values(made, [answer("one two", who="ab"), answer("one", "question", who="")]) == [2 * 2 + 2 + 2, 2 + 8]
+    assert values(made, [answer("one two", who="ab"), answer("one", "question", who="")]) == [
+        2 * 2 + 2 + 2,
+        2 + 8,
+    ]
     assert made.name == "concise"
 
 
@@ -70,9 +85,20 @@ def test_a_function_of_trl_gets_columns(write: Any) -> None:
     seen = sys.modules[module].f.seen
     assert seen["prompts"] == ["q ", [{"role": "user", "content": "hi"}]]
     assert seen["completions"] == ["a b", [{"role": "assistant", "content": "c"}]]
-    assert (seen["completion_ids"], seen["answer"], seen["columns"]) == ([[0, 1], [0]], ["x", "y"], {"level": [1, None]})
-    assert values(reward(f"{module}:g"), [answer("4", ground_truth="4"), answer("5", ground_truth="4")]) == [1.0, 0.0]
-    assert has_words(error(reward(f"{module}:g"), [answer("4", other=1)]), "'ground_truth'", f"{module}.py:5", "other")
+    assert (seen["completion_ids"], seen["answer"], seen["columns"]) == (
+        [[0, 1], [0]],
+        ["x", "y"],
+        {"level": [1, None]},
+    )
+    assert values(
+        reward(f"{module}:g"), [answer("4", ground_truth="4"), answer("5", ground_truth="4")]
+    ) == [1.0, 0.0]
+    assert has_words(
+        error(reward(f"{module}:g"), [answer("4", other=1)]),
+        "'ground_truth'",
+        f"{module}.py:5",
+        "other",
+    )
 
 
 def test_columns_do_not_hand_out_the_messages_themselves() -> None:
@@ -107,12 +133,17 @@ CHANGES = """
 
 
 @pytest.mark.parametrize("name", ["plain", "in_a_loop", "of_trl"])
-def test_what_a_function_changes_reaches_neither_the_rows_nor_other_completions(name: str, write: Any) -> None:
+def test_what_a_function_changes_reaches_neither_the_rows_nor_other_completions(
+    name: str, write: Any
+) -> None:
     """Two completions of one row, which share its columns, scored twice."""
     row: dict[str, Any] = {"answers": ["4"], "nested": {"deep": [1]}}
     turns: Any = ({"role": "user", "content": "2 + 2?"},)
     tools, weights = ({"name": "clock"},), [1]
-    both = [Completion("p", (1,), (0.0,), "4", "eos", index=i, prompt=turns, info=row, tools=tools) for i in range(2)]
+    both = [
+        Completion("p", (1,), (0.0,), "4", "eos", index=i, prompt=turns, info=row, tools=tools)
+        for i in range(2)
+    ]
     function = reward(f"{write(CHANGES)}:{name}", settings={"weights": weights})
     for _ in range(2):
         assert values(function, both) == [1.0, 1.0]
@@ -172,7 +203,12 @@ def test_objects_partials_and_wrapped_functions_are_functions() -> None:
         def __call__(self, completions: list[Completion]) -> list[float]:
             return [2.0] * len(completions)
 
-    for fn, value in ((lambda c: late(c), 1.0), (Object(), 2.0), (partial(late), 1.0), (partial(Object()), 2.0)):
+    for fn, value in (
+        (lambda c: late(c), 1.0),
+        (Object(), 2.0),
+        (partial(late), 1.0),
+        (partial(Object()), 2.0),
+    ):
         function = Function(fn, "f")
         assert values(Calls("f", function, False), answers(2)) == [value] * 2
 
@@ -198,7 +234,9 @@ def test_what_is_no_score_is_an_error(given: str, words: list[object], write: An
     assert has_words(message, f"{module}.py:1", *words)
 
 
-@pytest.mark.parametrize(("given", "shown"), [("float('nan')", "nan"), ("float('inf')", "inf"), ("-1e400", "-inf")])
+@pytest.mark.parametrize(
+    ("given", "shown"), [("float('nan')", "nan"), ("float('inf')", "inf"), ("-1e400", "-inf")]
+)
 def test_a_score_that_is_not_finite_is_an_error(given: str, shown: str, write: Any) -> None:
     module = write(f"def f(completions):\n    return [{given}] * 2\n")
     message = error(reward(f"{module}:f"), answers(2))
@@ -211,10 +249,16 @@ def test_one_answer_without_a_score_leaves_the_others_theirs(write: Any) -> None
     assert values(reward(f"{module}:f"), answers(6)) == [0.5, None, None, None, 3.0, 1.0]
 
 
-@pytest.mark.parametrize("given", [
-    numpy.array([0.5, 2.0], numpy.float32), torch.tensor([0.5, 2.0]), [numpy.float32(0.5), torch.tensor(2.0)], (0.5, 2),
-    [Score(0.5), Score(numpy.float32(2.0))],
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "given",
+    [
+        numpy.array([0.5, 2.0], numpy.float32),
+        torch.tensor([0.5, 2.0]),
+        [numpy.float32(0.5), torch.tensor(2.0)],
+        (0.5, 2),
+        [Score(0.5), Score(numpy.float32(2.0))],
+    ],
+)
 def test_arrays_and_tensors_are_lists(given: Any) -> None:
     assert [score.value for score in scores_of(given, 2, "f.py:1")] == [0.5, 2.0]
 
@@ -238,9 +282,16 @@ def test_parts_of_a_score_are_kept_and_a_bad_part_fails_it(write: Any) -> None:
 # What goes wrong
 
 
-@pytest.mark.parametrize(("kind", "await_"), [("def", ""), ("async def", "await __import__('asyncio').sleep(0);")])
-@pytest.mark.parametrize("raised", ["ValueError('no')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "StopIteration"])
-def test_whatever_is_raised_is_an_error_with_its_line(raised: str, kind: str, await_: str, write: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "await_"), [("def", ""), ("async def", "await __import__('asyncio').sleep(0);")]
+)
+@pytest.mark.parametrize(
+    "raised",
+    ["ValueError('no')", "SystemExit(3)", "KeyboardInterrupt", "GeneratorExit", "StopIteration"],
+)
+def test_whatever_is_raised_is_an_error_with_its_line(
+    raised: str, kind: str, await_: str, write: Any
+) -> None:
     module = write(f"""
         {kind} f(completions):
             print("printed")
@@ -329,8 +380,12 @@ def test_a_function_that_changes_the_working_directory_does_not_move_the_program
     assert os.getcwd() == str(tmp_path)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a working directory of their own on Linux alone")
-def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(write: Any, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="threads have a working directory of their own on Linux alone"
+)
+def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(
+    write: Any, tmp_path: Path
+) -> None:
     """A run writes its checkpoints meanwhile, and afterwards."""
     with ThreadPoolExecutor(1) as thread:
         if not thread.submit(threads.own_working_directory).result():
@@ -358,7 +413,9 @@ def test_a_call_that_is_under_way_or_given_up_does_not_move_the_program(write: A
     assert os.getcwd() == str(tmp_path)
 
 
-def test_the_program_may_change_its_working_directory(write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_program_may_change_its_working_directory(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = write("""
         import os
         seen = []
@@ -486,7 +543,9 @@ def test_time_outs_of_a_function_are_tried_again_while_there_is_time(write: Any)
 
 
 def test_who_takes_completions_for_texts_is_told(write: Any) -> None:
-    module = write("def f(completions, **kwargs):\n    return [float(c.strip() == 'x') for c in completions]\n")
+    module = write(
+        "def f(completions, **kwargs):\n    return [float(c.strip() == 'x') for c in completions]\n"
+    )
     assert has_words(error(reward(f"{module}:f"), answers(1)), "AttributeError", "prompts")
 
 
@@ -501,7 +560,8 @@ def test_who_takes_completions_for_texts_is_told(write: Any) -> None:
     ("@:f", "x = 1\nimport no_such_library\n", "reward-import-failed",
      ["@.py:2", "ModuleNotFoundError", "'no_such_library'"], "install"),
     ("@:f", "x = 1\ndef f(:\n", "reward-import-failed", ["@.py:2", "SyntaxError"], ""),
-    ("@:f", "def g():\n    raise ValueError('no')\n\ng()\n", "reward-import-failed", ["@.py:2", "ValueError: no"], ""),
+    ("@:f", "def g():\n    raise "
+            "ValueError('no')\n\ng()\n", "reward-import-failed", ["@.py:2", "ValueError: no"], ""),
     ("@:f", "raise SystemExit(2)", "reward-import-failed", ["@.py:1", "SystemExit"], ""),
     ("no_such_package.rewards:f", "", "reward-module-not-found", ["'no_such_package'"], ""),
     ("@.rewards:f", "", "reward-module-not-found", ["'@.rewards'"], ""),
@@ -526,7 +586,9 @@ def test_what_cannot_be_called_is_a_mistake(
 
 def test_settings_that_a_function_does_not_take_are_refused(write: Any) -> None:
     module = write("def f(completions, scale=1): ...")
-    with raises_error("reward-setting-unknown", where="reward.0.settings", fix="completions, scale") as raised:
+    with raises_error(
+        "reward-setting-unknown", where="reward.0.settings", fix="completions, scale"
+    ) as raised:
         reward(f"{module}:f", settings={"sale": 1})
     assert has_words(raised.error.what, "'sale'")
 
@@ -537,6 +599,8 @@ def test_the_current_folder_hides_nothing_afterwards(write: Any) -> None:
     assert sys.path[-1] == str(Path.cwd())
     assert sys.path[0] != str(Path.cwd())
     Path("package").mkdir()
-    Path("package/__init__.py").write_text("def f(completions): return [2.0]\nclass A:\n    g = staticmethod(f)\n")
+    Path("package/__init__.py").write_text(
+        "def f(completions): return [2.0]\nclass A:\n    g = staticmethod(f)\n"
+    )
     assert values(reward("package:A.g"), answers(1)) == [2.0]
     del sys.modules["package"]

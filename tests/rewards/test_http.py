@@ -1,4 +1,6 @@
-"""The client of reward servers, against servers on this host that do everything wrong that a server can do."""
+"""The client of reward servers, against servers on this host that do everything wrong that a server
+can do.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,19 @@ from typing import Any
 import pytest
 
 from tests.errors import raises_error
-from tests.rewards.kit import Entry, Reply, answer, answers, calls_of, error, has_words, reward, scores, server, values
+from tests.rewards.kit import (
+    Entry,
+    Reply,
+    answer,
+    answers,
+    calls_of,
+    error,
+    has_words,
+    reward,
+    scores,
+    server,
+    values,
+)
 from tests.rewards.served import Numbers, number, served
 from valence.rewards import http as module
 from valence.rewards import reward_of
@@ -48,7 +62,11 @@ def free_port() -> int:
 
 def test_what_is_sent_and_what_comes_back() -> None:
     chat = ({"role": "user", "content": "hi"},)
-    given = [answer("yes", label="y"), answer("no", chat, rendered="<user>hi<assistant>", label=3), answer("", "q? ")]
+    given = [
+        answer("yes", label="y"),
+        answer("no", chat, rendered="<user>hi<assistant>", label=3),
+        answer("", "q? "),
+    ]
     with server(Reply([1, -0.5, 2e3])) as told:
         assert values(reward(told.url), given) == [1.0, -0.5, 2000.0]
     assert told.seen == [
@@ -62,13 +80,19 @@ def test_what_is_sent_and_what_comes_back() -> None:
 
 
 def test_scores_is_another_name() -> None:
-    assert [score.value for score in scores_in(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [1.0, 2.0]
+    assert [score.value for score in scores_in(b'{"scores": [1, 2], "extra_logs": {}}', 2)] == [
+        1.0,
+        2.0,
+    ]
     assert [score.value for score in scores_in(b'{"rewards": [3], "scores": [1]}', 1)] == [3.0]
 
 
 def test_the_column_of_labels_can_be_named() -> None:
     with server(Reply([1.0])) as told:
-        found = scores(reward(told.url, settings={"label": "solution"}), [answer("a", solution="4"), answer("b", label="4")])
+        found = scores(
+            reward(told.url, settings={"label": "solution"}),
+            [answer("a", solution="4"), answer("b", label="4")],
+        )
     assert told.seen[0]["labels"] == ["4"]
     assert found[0].value == 1.0
     assert "'solution'" in found[1].error
@@ -79,7 +103,9 @@ def test_what_cannot_be_sent_makes_no_request() -> None:
     with server() as told:
         assert values(reward(told.url), []) == []
         assert "rendered" in error(reward(told.url), [answer("a", chat)])
-        assert has_words(error(reward(told.url), [answer("a", label=float("nan"))]), "label", "float")
+        assert has_words(
+            error(reward(told.url), [answer("a", label=float("nan"))]), "label", "float"
+        )
         assert has_words(error(reward(told.url), [answer("a", label=object())]), "label", "object")
     assert told.seen == []
 
@@ -158,17 +184,24 @@ def test_a_server_may_say_why_it_has_no_number() -> None:
     assert found[1].value == 1.0
 
 
-@pytest.mark.parametrize(("reply", "words", "again"), [
-    (Reply([0.0, 0.0], status=500), [500], True),
-    (Reply([0.0, 0.0], status=503), [503], True),
-    (Reply([0.0, 0.0], status=429), [429], True),
-    (Reply(raw=b"who are you", status=401), [401, "who are you"], False),
-    (Reply([0.0, 0.0], status=422), [422], False),
-    (Reply([0.0, 0.0], status=201), [201], False),
-    (Reply(raw=b"", status=307, headers={"Location": "http://127.0.0.1:1/x"}), [307, "http://127.0.0.1:1/x"], False),
-    (Reply([0.0, 0.0], cut=20), ["RemoteProtocolError"], True),
-    (Reply(drop=True), ["RemoteProtocolError"], True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reply", "words", "again"),
+    [
+        (Reply([0.0, 0.0], status=500), [500], True),
+        (Reply([0.0, 0.0], status=503), [503], True),
+        (Reply([0.0, 0.0], status=429), [429], True),
+        (Reply(raw=b"who are you", status=401), [401, "who are you"], False),
+        (Reply([0.0, 0.0], status=422), [422], False),
+        (Reply([0.0, 0.0], status=201), [201], False),
+        (
+            Reply(raw=b"", status=307, headers={"Location": "http://127.0.0.1:1/x"}),
+            [307, "http://127.0.0.1:1/x"],
+            False,
+        ),
+        (Reply([0.0, 0.0], cut=20), ["RemoteProtocolError"], True),
+        (Reply(drop=True), ["RemoteProtocolError"], True),
+    ],
+)
 def test_only_failures_that_may_pass_are_tried_again(
     reply: Reply,
     words: list[object],
@@ -199,7 +232,9 @@ def test_a_server_in_trouble_is_warned_of_once() -> None:
 @pytest.mark.parametrize("reply", [Reply([1.0], hangs=True), Reply([1.0], drip=0.1)])
 def test_a_server_that_hangs_or_trickles_has_a_deadline(reply: Reply) -> None:
     with server(reply) as told:
-        assert has_words(error(client(told.url, timeout=0.2, retries=1), answers(1)), told.url, "0.2 s")
+        assert has_words(
+            error(client(told.url, timeout=0.2, retries=1), answers(1)), told.url, "0.2 s"
+        )
     assert len(told.seen) <= 2
 
 
@@ -211,10 +246,18 @@ def test_a_server_that_hangs_is_given_two_time_outs_however_many_retries() -> No
     assert len(told.seen) == 2
 
 
-@pytest.mark.parametrize(("statuses", "seconds", "tries"), [
-    ([504] * 4, 60.0, 2), ([408] * 4, 60.0, 2), ([504] * 4, 10.0, 4), ([503] * 4, 60.0, 4), ([503, 504, 503, 504], 40.0, 4),
-    ([503, 503, 503, 504, 503], 59.0, 4), ([504, 503, 504, 503], 60.0, 3),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("statuses", "seconds", "tries"),
+    [
+        ([504] * 4, 60.0, 2),
+        ([408] * 4, 60.0, 2),
+        ([504] * 4, 10.0, 4),
+        ([503] * 4, 60.0, 4),
+        ([503, 504, 503, 504], 40.0, 4),
+        ([503, 503, 503, 504, 503], 59.0, 4),
+        ([504, 503, 504, 503], 60.0, 3),
+    ],
+)
 def test_only_time_outs_use_up_the_time(statuses: list[int], seconds: float, tries: int) -> None:
     now = [0.0]
 
@@ -242,7 +285,9 @@ def test_nobody_listens() -> None:
 
 
 def test_pauses_grow_are_drawn_and_end_growing() -> None:
-    assert [pause(n, 0.0, lambda: 0.0) for n in range(3)] == [FIRST_PAUSE / 2 * 2**n for n in range(3)]
+    assert [pause(n, 0.0, lambda: 0.0) for n in range(3)] == [
+        FIRST_PAUSE / 2 * 2**n for n in range(3)
+    ]
     assert pause(3, 0.0, lambda: 0.5) == pytest.approx(FIRST_PAUSE * 8 * 0.75)
     assert pause(1000, 0.0, lambda: 1.0) == LONGEST_PAUSE
     assert pause(0, 9.0, lambda: 0.0) == 9.0 + FIRST_PAUSE / 2
@@ -252,7 +297,11 @@ def test_pauses_grow_are_drawn_and_end_growing() -> None:
             error(client(told.url, retries=5, pauses=each), answers(1))
     assert random.getstate() == before
     assert pauses[0] != pauses[1]
-    assert all(FIRST_PAUSE * 2**n / 2 <= seconds <= FIRST_PAUSE * 2**n for each in pauses for n, seconds in enumerate(each))
+    assert all(
+        FIRST_PAUSE * 2**n / 2 <= seconds <= FIRST_PAUSE * 2**n
+        for each in pauses
+        for n, seconds in enumerate(each)
+    )
 
 
 def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -278,10 +327,16 @@ def test_retry_after_is_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def in_part(failed: Any, scored: Any, status: int = 500) -> Reply:
-    return Reply(raw=json.dumps({"error": "some", "failed": failed, "scored": scored}).encode(), status=status)
+    return Reply(
+        raw=json.dumps({"error": "some", "failed": failed, "scored": scored}).encode(),
+        status=status,
+    )
 
 
-ONE_FAILED, TWO_SCORED = [{"index": 1, "error": "too long"}], [{"index": 2, "reward": 2.5}, {"index": 0, "reward": -1}]
+ONE_FAILED, TWO_SCORED = (
+    [{"index": 1, "error": "too long"}],
+    [{"index": 2, "reward": 2.5}, {"index": 0, "reward": -1}],
+)
 
 
 def test_scores_of_some_answers_are_taken_by_their_index() -> None:
@@ -338,13 +393,21 @@ def test_that_all_have_failed_is_an_answer_too() -> None:
 
 def test_our_own_server_and_client_agree_on_what_failed() -> None:
     def judge(completion: Completion) -> Score:
-        return Score(None, error="it says so") if completion.text in ("a1", "a4") else Score(number(completion.text))
+        return (
+            Score(None, error="it says so")
+            if completion.text in ("a1", "a4")
+            else Score(number(completion.text))
+        )
 
     with served(Numbers(judge)) as made:
         found = scores(client(f"{made.url}/get_reward", batch_size=3, retries=3), answers(6))
         assert made.service.counts.requests == {500: 2}
-    assert [score.value for score in found] == [None if i in (1, 4) else number(f"a{i}") for i in range(6)]
-    assert [score.error.endswith(": it says so") for score in found] == [i in (1, 4) for i in range(6)]
+    assert [score.value for score in found] == [
+        None if i in (1, 4) else number(f"a{i}") for i in range(6)
+    ]
+    assert [score.error.endswith(": it says so") for score in found] == [
+        i in (1, 4) for i in range(6)
+    ]
 
 
 # Several servers
@@ -381,7 +444,9 @@ def test_servers_share_the_calls() -> None:
         return Reply([1.0])
 
     with server(slow) as one, server(slow) as two:
-        assert values(client(one.url, two.url, batch_size=1, concurrency=4), answers(12)) == [1.0] * 12
+        assert (
+            values(client(one.url, two.url, batch_size=1, concurrency=4), answers(12)) == [1.0] * 12
+        )
     assert min(len(one.seen), len(two.seen)) >= 4
     assert all(len(request["query"]) == 1 for told in (one, two) for request in told.seen)
 
@@ -405,7 +470,10 @@ def test_a_server_is_killed_and_started_again_while_answers_are_scored() -> None
     port = free_port()
 
     def run(pauses: Any) -> Sequence[float | None]:
-        return values(client(f"http://127.0.0.1:{port}/get_reward", batch_size=4, retries=4, pauses=pauses), answers(40))
+        return values(
+            client(f"http://127.0.0.1:{port}/get_reward", batch_size=4, retries=4, pauses=pauses),
+            answers(40),
+        )
 
     class Revive(Pauses):
         async def __call__(self, seconds: float) -> None:
@@ -444,7 +512,9 @@ def test_settings_of_a_client() -> None:
         reward("http://host/x", settings={"label": 3})
     with raises_error("reward-setting-unused", where="reward.0.token_env"):
         reward("length", token_env="X")
-    names = [part.reward.name for part in reward_of([Entry("http://user@host:80/get_reward")]).parts]
+    names = [
+        part.reward.name for part in reward_of([Entry("http://user@host:80/get_reward")]).parts
+    ]
     assert names == ["host-80"]
 
 

@@ -32,7 +32,9 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
 
     def made(*names: str, normalised: bool = True) -> Any:
         torch.manual_seed(0)
-        config = AutoConfig.from_pretrained("model", num_labels=len(names), id2label=dict(enumerate(names)))
+        config = AutoConfig.from_pretrained(
+            "model", num_labels=len(names), id2label=dict(enumerate(names))
+        )
         if normalised:
             config.update({"reward_mean": [0.5] * len(names), "reward_std": [2.0] * len(names)})
         model: Any = AutoModelForSequenceClassification.from_config(config)
@@ -43,23 +45,43 @@ def judge(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
     return made
 
 
-def of(target: str = "judge", *, cache: Path | None = None, batch_size: int = 64, **settings: Any) -> Combined:
-    return reward_of([Entry(target, settings=settings, batch_size=batch_size)], model=reward_model, cache=cache)
+def of(
+    target: str = "judge", *, cache: Path | None = None, batch_size: int = 64, **settings: Any
+) -> Combined:
+    return reward_of(
+        [Entry(target, settings=settings, batch_size=batch_size)], model=reward_model, cache=cache
+    )
 
 
 TURNS = ({"role": "user", "content": "What is the capital of France?"},)
-GIVEN = [answer(" Paris", "The capital is"), answer("It is Paris.", TURNS), answer(" Lyon or so", "The capital is")]
+GIVEN = [
+    answer(" Paris", "The capital is"),
+    answer("It is Paris.", TURNS),
+    answer(" Lyon or so", "The capital is"),
+]
 
 
-def expected(model: Any, given: Sequence[Completion] = GIVEN, *, as_chat: bool = True) -> torch.Tensor:
-    """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the tokenizer has a template."""
+def expected(
+    model: Any, given: Sequence[Completion] = GIVEN, *, as_chat: bool = True
+) -> torch.Tensor:
+    """[answers, attributes], by the library alone. as_chat: a text prompt is a user message, as the
+    tokenizer has a template.
+    """
     tokenizer: Any = tiny_tokenizer()
     found: list[torch.Tensor] = []
     for each in given:
         if isinstance(each.prompt, str) and not as_chat:
-            ids = [*tokenizer(each.prompt).input_ids, *tokenizer(each.text).input_ids, tokenizer.eos_token_id]
+            ids = [
+                *tokenizer(each.prompt).input_ids,
+                *tokenizer(each.text).input_ids,
+                tokenizer.eos_token_id,
+            ]
         else:
-            asked = [{"role": "user", "content": each.prompt}] if isinstance(each.prompt, str) else each.prompt
+            asked = (
+                [{"role": "user", "content": each.prompt}]
+                if isinstance(each.prompt, str)
+                else each.prompt
+            )
             turns = [*asked, {"role": "assistant", "content": each.text}]
             text = tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
             ids = tokenizer(text, add_special_tokens=False).input_ids
@@ -76,7 +98,9 @@ def test_its_scores_are_those_of_the_library(judge: Callable[..., Any], tmp_path
     assert values(of(batch_size=1, tokens=1), GIVEN) == pytest.approx(wanted, abs=1e-4)
     as_text = expected(model, as_chat=False)[:, 0].tolist()
     assert values(of(as_chat=False), GIVEN) == pytest.approx(as_text, abs=1e-4)
-    assert values(of(normalised=True), GIVEN) == pytest.approx([(value - 0.5) / 2 for value in wanted], abs=1e-4)
+    assert values(of(normalised=True), GIVEN) == pytest.approx(
+        [(value - 0.5) / 2 for value in wanted], abs=1e-4
+    )
     assert made.deterministic
     again: Any = of(cache=tmp_path / "kept").parts[0].reward
     assert values(again, GIVEN) == values(made, GIVEN)
@@ -94,7 +118,9 @@ def test_the_tools_of_a_prompt_are_read(judge: Callable[..., Any]) -> None:
     """As in the rows that it was trained on, and where scores are kept."""
     judge("reward")
     tokenizer: Any = tiny_tokenizer()
-    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    )
     tokenizer.save_pretrained("judge")
     plain = answer("It is Paris.", TURNS)
     armed = replace(plain, tools=({"name": "clock and map"},))
@@ -107,7 +133,9 @@ def test_attributes_are_chosen_or_weighted_and_kept_as_parts(judge: Callable[...
     wanted = expected(judge("clear", "kind"))
     assert values(of(attribute="kind"), GIVEN) == pytest.approx(wanted[:, 1].tolist(), abs=1e-4)
     found = scores(of(attribute={"clear": 2.0, "kind": -1.0}), GIVEN)
-    assert [score.value for score in found] == pytest.approx((2 * wanted[:, 0] - wanted[:, 1]).tolist(), abs=1e-4)
+    assert [score.value for score in found] == pytest.approx(
+        (2 * wanted[:, 0] - wanted[:, 1]).tolist(), abs=1e-4
+    )
     assert found[0].parts["judge/clear"] == pytest.approx(wanted[0, 0].item(), abs=1e-4)
 
 
@@ -135,17 +163,37 @@ def test_a_score_that_is_not_finite_is_an_error(judge: Callable[..., Any]) -> No
     assert values(of(), GIVEN) == [None] * 3
 
 
-@pytest.mark.parametrize(("target", "settings", "code", "where", "words"), [
-    ("model", {}, "reward-not-a-reward-model", "reward.0.reward: model", []),
-    ("judge", {"atribute": "x"}, "reward-setting-unknown", "reward.0.settings.atribute", []),
-    ("judge", {"max_length": "x"}, "reward-setting-value", "reward.0.settings.max_length", []),
-    ("judge", {"attribute": "honest"}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind", "honest"]),
-    ("judge", {}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind"]),
-    ("judge", {"attribute": "kind", "normalised": True}, "reward-not-normalised", "reward.0.settings.normalised", []),
-    ("nobody/nothing", {}, "model-not-found", "reward.0.reward: nobody/nothing", []),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("target", "settings", "code", "where", "words"),
+    [
+        ("model", {}, "reward-not-a-reward-model", "reward.0.reward: model", []),
+        ("judge", {"atribute": "x"}, "reward-setting-unknown", "reward.0.settings.atribute", []),
+        ("judge", {"max_length": "x"}, "reward-setting-value", "reward.0.settings.max_length", []),
+        (
+            "judge",
+            {"attribute": "honest"},
+            "reward-attribute",
+            "reward.0.settings.attribute",
+            ["clear, kind", "honest"],
+        ),
+        ("judge", {}, "reward-attribute", "reward.0.settings.attribute", ["clear, kind"]),
+        (
+            "judge",
+            {"attribute": "kind", "normalised": True},
+            "reward-not-normalised",
+            "reward.0.settings.normalised",
+            [],
+        ),
+        ("nobody/nothing", {}, "model-not-found", "reward.0.reward: nobody/nothing", []),
+    ],
+)
 def test_what_is_no_reward_model_is_a_mistake(
-    target: str, settings: dict[str, Any], code: str, where: str, words: list[str], judge: Callable[..., Any]
+    target: str,
+    settings: dict[str, Any],
+    code: str,
+    where: str,
+    words: list[str],
+    judge: Callable[..., Any],
 ) -> None:
     judge("clear", "kind", normalised=False)
     with raises_error(code, where=where) as raised:

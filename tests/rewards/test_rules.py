@@ -1,4 +1,6 @@
-"""Rules: what each gives, what it refuses, and that nothing that an answer holds stops the program."""
+"""Rules: what each gives, what it refuses, and that nothing that an answer holds stops the
+program.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,14 @@ from valence.rewards import rules
 from valence.rewards.rules import RULES, settings_of
 
 
-def one(rule: str, text: str, settings: dict[str, Any] | None = None, *, tokens: int | None = None, **info: Any) -> float | None:
+def one(
+    rule: str,
+    text: str,
+    settings: dict[str, Any] | None = None,
+    *,
+    tokens: int | None = None,
+    **info: Any,
+) -> float | None:
     made = reward(rule, settings=settings or {})
     return values(made, [answer(text, tokens=None if tokens is None else range(tokens), **info)])[0]
 
@@ -53,7 +62,9 @@ def one(rule: str, text: str, settings: dict[str, Any] | None = None, *, tokens:
     ("vader", {"part": "neg"}, "This is wonderful, I love it!", {}, 0.0),
     ("vader", {}, "", {}, 0.0),
 ])  # fmt: skip
-def test_what_rules_give(rule: str, settings: dict[str, Any], text: str, info: dict[str, Any], value: float) -> None:
+def test_what_rules_give(
+    rule: str, settings: dict[str, Any], text: str, info: dict[str, Any], value: float
+) -> None:
     assert one(rule, text, settings, **info) == value
 
 
@@ -65,27 +76,45 @@ def test_tokens_are_counted_as_they_were_sampled() -> None:
 
 
 @pytest.mark.parametrize("text", ["some text", " "])
-@pytest.mark.parametrize("settings", [{}, {"least": 0}, {"most": 2, "fall": 3}, {"unit": "tokens", "least": 4}])
+@pytest.mark.parametrize(
+    "settings", [{}, {"least": 0}, {"most": 2, "fall": 3}, {"unit": "tokens", "least": 4}]
+)
 def test_tokens_that_are_not_known_are_not_counted(text: str, settings: dict[str, Any]) -> None:
     assert has_words(error(reward("length", settings=settings), [answer(text, tokens=())]), "unit")
     assert one("length", text, {"unit": "characters", "most": 9}, tokens=0) == 1.0
 
 
 MATHS = [
-    ("The answer is 1/2.", "\\frac{1}{2}", 1.0), ("so $x = 0.5$", "1/2", 1.0), ("\\boxed{42}", 42, 1.0), ("It is 42.", "43", 0.0),
-    ("no idea", "3", 0.0), ("", "3", 0.0), ("$\\frac{\\sqrt{2}}{2}$", "\\frac{1}{\\sqrt{2}}", 1.0), ("1,000", 1000, 1.0),
-    ("$(x+1)^2$", "$x^2+2x+1$", 1.0), ("7", ["6", "7"], 1.0), ("first 3, then 4", "3", 0.0),
-]  # fmt: skip
+    ("The answer is 1/2.", "\\frac{1}{2}", 1.0),
+    ("so $x = 0.5$", "1/2", 1.0),
+    ("\\boxed{42}", 42, 1.0),
+    ("It is 42.", "43", 0.0),
+    ("no idea", "3", 0.0),
+    ("", "3", 0.0),
+    ("$\\frac{\\sqrt{2}}{2}$", "\\frac{1}{\\sqrt{2}}", 1.0),
+    ("1,000", 1000, 1.0),
+    ("$(x+1)^2$", "$x^2+2x+1$", 1.0),
+    ("7", ["6", "7"], 1.0),
+    ("first 3, then 4", "3", 0.0),
+]
 
 
 def test_formulas_are_compared_by_what_they_mean() -> None:
-    found = values(reward("maths", timeout=60.0), [answer(text, answer=right) for text, right, _ in MATHS])
+    found = values(
+        reward("maths", timeout=60.0), [answer(text, answer=right) for text, right, _ in MATHS]
+    )
     assert found == [value for *_, value in MATHS]
 
 
 def test_an_answer_that_no_computer_gets_done_with_is_an_error_and_the_next_one_is_judged() -> None:
-    endless, good, unknown = "$9^{9^{9^{9}}}$", answer("#5 is 5", solution="long #### 5"), answer("5", solution="x #### ")
-    made = reward("maths", timeout=60.0, settings={"seconds": 1.5, "answer": "solution", "after": "####"})
+    endless, good, unknown = (
+        "$9^{9^{9^{9}}}$",
+        answer("#5 is 5", solution="long #### 5"),
+        answer("5", solution="x #### "),
+    )
+    made = reward(
+        "maths", timeout=60.0, settings={"seconds": 1.5, "answer": "solution", "after": "####"}
+    )
     found = scores(made, [answer(endless, solution="#### 3"), good, unknown])
     assert [score.value for score in found] == [None, 1.0, None]
     assert has_words(found[0].error, "1.5 s", "solution", "' 3'")
@@ -95,13 +124,17 @@ def test_an_answer_that_no_computer_gets_done_with_is_an_error_and_the_next_one_
 def test_a_row_that_does_not_say_what_is_right_is_an_error() -> None:
     for rule in ("exact_match", "contains", "maths"):
         assert has_words(error(reward(rule), [answer("x", question="y")]), "'answer'", "question")
-    assert has_words(error(reward("exact_match"), [answer("x", answer={"a": 1})]), "'answer'", "{'a': 1}")
+    assert has_words(
+        error(reward("exact_match"), [answer("x", answer={"a": 1})]), "'answer'", "{'a': 1}"
+    )
     assert has_words(error(reward("exact_match"), [answer("x", answer=[])]), "'answer'", "[]")
 
 
 def test_a_pattern_that_backtracks_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rules, "SECONDS_OF_A_PATTERN", 0.2)
-    assert has_words(error(reward("regex", settings={"pattern": "(a|aa)+$"}), [answer("a" * 80 + "b")]), "0.2 s")
+    assert has_words(
+        error(reward("regex", settings={"pattern": "(a|aa)+$"}), [answer("a" * 80 + "b")]), "0.2 s"
+    )
 
 
 def test_a_schema_may_be_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,9 +168,14 @@ def test_wrong_settings_are_mistakes_before_anything_is_scored(
 def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
 
-    for rule, library in (("vader", "vaderSentiment.vaderSentiment"), ("json_schema", "jsonschema")):
+    for rule, library in (
+        ("vader", "vaderSentiment.vaderSentiment"),
+        ("json_schema", "jsonschema"),
+    ):
         monkeypatch.setitem(sys.modules, library, None)
-        with raises_error("library-missing", where="reward.0.settings", fix=install_command("rewards")) as raised:
+        with raises_error(
+            "library-missing", where="reward.0.settings", fix=install_command("rewards")
+        ) as raised:
             reward(rule, settings={"schema": {}} if rule == "json_schema" else {})
         assert has_words(raised.error.what, rule)
 
@@ -145,4 +183,6 @@ def test_a_library_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("rule", RULES)
 def test_every_setting_of_every_rule_is_explained(rule: str) -> None:
     assert RULES[rule].__doc__
-    assert [name for name, field in settings_of(rule).model_fields.items() if not field.description] == []
+    assert [
+        name for name, field in settings_of(rule).model_fields.items() if not field.description
+    ] == []

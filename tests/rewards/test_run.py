@@ -1,4 +1,6 @@
-"""Scoring from a program that is not asynchronous: order, progress, stopping, and event loops that are already there."""
+"""Scoring from a program that is not asynchronous: order, progress, stopping, and event loops that
+are already there.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def test_stopping_gives_up_what_is_under_way_and_hands_over_what_has_come() -> N
                 ended.append(first)
 
     with pytest.raises(Stopped) as caught:
-        score_all(Numbers(before, batch_size=1), answers(3), progress=came.append, stop=lambda: bool(came))
+        score_all(
+            Numbers(before, batch_size=1), answers(3), progress=came.append, stop=lambda: bool(came)
+        )
     assert caught.value.scores == [None, Score(1.0), None]
     wait_for(lambda: sorted(ended) == [0, 2])
 
@@ -98,7 +102,9 @@ def test_stopping_gives_up_what_is_under_way_and_hands_over_what_has_come() -> N
 def test_what_has_come_completely_is_not_stopped() -> None:
     async def before(first: int) -> None: ...
 
-    assert [score.value for score in score_all(Numbers(before), answers(2), stop=lambda: False)] == [0.0, 1.0]
+    assert [
+        score.value for score in score_all(Numbers(before), answers(2), stop=lambda: False)
+    ] == [0.0, 1.0]
 
 
 def test_a_defect_comes_through_as_it_is_and_ends_the_others() -> None:
@@ -160,7 +166,9 @@ def test_a_reward_awaited_in_a_loop_of_its_own_works_as_well() -> None:
         async def use() -> list[float | None]:
             return [score.value for score in await made(answers(3))]
 
-        assert values(made, answers(3)) == asyncio.run(use()) == asyncio.run(use()) == [0.0, 1.0, 2.0]
+        assert (
+            values(made, answers(3)) == asyncio.run(use()) == asyncio.run(use()) == [0.0, 1.0, 2.0]
+        )
 
 
 HANGS = """
@@ -183,7 +191,9 @@ except KeyboardInterrupt:
 
 
 def test_ctrl_c_comes_through_and_the_program_ends_though_a_function_hangs() -> None:
-    done = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60, check=False
+    )
     assert (done.stdout, done.returncode) == ("interrupted\n", 0), done.stderr
 
 
@@ -201,13 +211,17 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_forked_process_has_a_loop_of_its_own() -> None:
-    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=60, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.filterwarnings("ignore:http.*:UserWarning")
 def test_a_reply_that_comes_late_reaches_nobody() -> None:
-    """What was given up has an error, and what comes for it afterwards is not taken for the next call's."""
+    """What was given up has an error, and what comes for it afterwards is not taken for the next
+    call's.
+    """
     late = threading.Event()
     with server(lambda _, n: Reply([99.0] if n == 0 and late.wait(30) else [1.0])) as told:
         made = reward(told.url, timeout=0.3)

@@ -27,7 +27,9 @@ JSON = {"content-type": "application/json"}
 
 @pytest.fixture(scope="module")
 def plain() -> Iterator[Served]:
-    with served(Numbers(), Limits(max_wait=0.0, max_items=50, max_body=100_000, timeout=5.0)) as server:
+    with served(
+        Numbers(), Limits(max_wait=0.0, max_items=50, max_body=100_000, timeout=5.0)
+    ) as server:
         yield server
 
 
@@ -36,15 +38,24 @@ def plain() -> Iterator[Served]:
 
 def test_each_answer_has_its_own_score_in_order(plain: Served) -> None:
     texts = [f"answer {i}" for i in range(40)]
-    found = plain.post(query=[f"question {t}" for t in texts], prompts=["question "] * 40, labels=list(range(40)))
+    found = plain.post(
+        query=[f"question {t}" for t in texts], prompts=["question "] * 40, labels=list(range(40))
+    )
     assert found.status_code == 200
-    assert found.json() == {"rewards": (expected := [number(t) for t in texts]), "scores": expected, "extra_logs": {}}
+    assert found.json() == {
+        "rewards": (expected := [number(t) for t in texts]),
+        "scores": expected,
+        "extra_logs": {},
+    }
 
 
 def test_without_prompts_the_whole_query_is_the_answer(plain: Served) -> None:
     assert plain.post(query=["one", "two"]).json()["rewards"] == [number("one"), number("two")]
     assert plain.post(query=["one"], prompts=None, labels=None).json()["rewards"] == [number("one")]
-    assert plain.post(query=["one", "two"], prompts=["o", None]).json()["rewards"] == [number("ne"), number("two")]
+    assert plain.post(query=["one", "two"], prompts=["o", None]).json()["rewards"] == [
+        number("ne"),
+        number("two"),
+    ]
 
 
 def test_no_answers_have_no_scores_and_the_reward_is_not_asked(plain: Served) -> None:
@@ -71,14 +82,32 @@ def test_a_reward_of_whole_texts_is_given_the_query_as_it_is() -> None:
         assert (given.prompt, given.rendered, given.text) == ("", "", query)
 
 
-@pytest.mark.parametrize(("query", "prompt", "answer"), [
-    ("abc", "", "abc"), ("abc", "ab", "c"), ("abc", "abc", ""), ("abab", "ab", "ab"),
-    ("<s>abc", "ab", "c"), ("<s> abc", "ab", "c"), ("<|begin_of_text|>abc", "ab", "c"), ("[BOS]abc", "ab", "c"),
-    ("<s>abc", "<s>ab", "c"), ("<s>s!", "s", "!"), ("xabc", "ab", None), ("<not a mark>abc", "ab", None), ("ab", "abc", None),
-    ("ab c<|im_end|>", "ab ", "c"), ("ab c<|im_end|>\n", "ab ", "c"), ("ab c</s></s><pad>", "ab ", "c"),
-    ("ab </s> c", "ab ", "</s> c"), ("ab c \n", "ab ", "c \n"), ("ab <b>c</b>", "ab ", "<b>c</b>"), ("ab</s>", "ab", ""),
-    ("ab</s>", "ab</s>", ""),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("query", "prompt", "answer"),
+    [
+        ("abc", "", "abc"),
+        ("abc", "ab", "c"),
+        ("abc", "abc", ""),
+        ("abab", "ab", "ab"),
+        ("<s>abc", "ab", "c"),
+        ("<s> abc", "ab", "c"),
+        ("<|begin_of_text|>abc", "ab", "c"),
+        ("[BOS]abc", "ab", "c"),
+        ("<s>abc", "<s>ab", "c"),
+        ("<s>s!", "s", "!"),
+        ("xabc", "ab", None),
+        ("<not a mark>abc", "ab", None),
+        ("ab", "abc", None),
+        ("ab c<|im_end|>", "ab ", "c"),
+        ("ab c<|im_end|>\n", "ab ", "c"),
+        ("ab c</s></s><pad>", "ab ", "c"),
+        ("ab </s> c", "ab ", "</s> c"),
+        ("ab c \n", "ab ", "c \n"),
+        ("ab <b>c</b>", "ab ", "<b>c</b>"),
+        ("ab</s>", "ab", ""),
+        ("ab</s>", "ab</s>", ""),
+    ],
+)
 def test_the_answer_is_what_follows_the_prompt(query: str, prompt: str, answer: str | None) -> None:
     assert answer_in(query, prompt, ENDS) == answer
 
@@ -92,7 +121,9 @@ def test_other_texts_may_end_an_answer() -> None:
 
 def test_parts_that_all_answers_have_are_told() -> None:
     def score(c: Completion) -> Score:
-        return Score(1.0, {"length": float(len(c.text)), **({"rare": 2.0} if c.text == "b" else {})})
+        return Score(
+            1.0, {"length": float(len(c.text)), **({"rare": 2.0} if c.text == "b" else {})}
+        )
 
     with served(Numbers(score), Limits(max_wait=0.0)) as server:
         assert server.post(query=["a", "bb"]).json()["extra_logs"] == {"length": [1.0, 2.0]}
@@ -142,17 +173,32 @@ def test_queries_without_their_prompt_are_named(plain: Served) -> None:
     assert [each["index"] for each in found["failed"]] == [1, 3]
 
 
-@pytest.mark.parametrize("kind", [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind",
+    [None, "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"],
+)
 def test_only_json_is_read(plain: Served, kind: str | None) -> None:
     """What a page of another site can have a browser send is none."""
     headers = {} if kind is None else {"content-type": kind}
-    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers).status_code == 415
+    assert (
+        http_post(
+            f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=headers
+        ).status_code
+        == 415
+    )
     named = {"content-type": "Application/JSON; charset=utf-8"}
-    assert http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code == 200
+    assert (
+        http_post(f"{plain.url}/get_reward", content=b'{"query": ["a"]}', headers=named).status_code
+        == 200
+    )
 
 
 def test_other_paths_and_methods(plain: Served) -> None:
-    for method, path, status in (("GET", "/get_reward", 405), ("POST", "/other", 404), ("PUT", "/health", 405)):
+    for method, path, status in (
+        ("GET", "/get_reward", 405),
+        ("POST", "/other", 404),
+        ("PUT", "/health", 405),
+    ):
         found = http_request(method, plain.url + path)
         assert (found.status_code, list(found.json())) == (status, ["error"])
 
@@ -171,8 +217,14 @@ def test_large_bodies_are_not_read_to_their_end(plain: Served) -> None:
             sent += 100_000
             yield b" " * 100_000
 
-    with contextlib.suppress(httpx.WriteError, httpx.ReadError):  # it may be cut off while it writes
-        assert http_post(f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30).status_code == 413
+    # it may be cut off while it writes
+    with contextlib.suppress(httpx.WriteError, httpx.ReadError):
+        assert (
+            http_post(
+                f"{plain.url}/get_reward", content=endless(), headers=JSON, timeout=30
+            ).status_code
+            == 413
+        )
     assert sent < 500 * 100_000
     assert plain.service.reading == 0
     assert plain.post(query=["still there"]).status_code == 200
@@ -183,7 +235,8 @@ def test_many_large_bodies_at_a_time_do_not_fill_the_memory() -> None:
         begun = [server.raw() for _ in range(8)]
         for connection in begun:
             head = (
-                b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 1000\r\n\r\n"
+                b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\n"
+                b"content-type: application/json\r\ncontent-length: 1000\r\n\r\n"
             )
             connection.sendall(head + b" " * 990)
         wait_for(lambda: server.service.reading == 8 * 990)
@@ -202,7 +255,10 @@ def test_too_many_answers(plain: Served) -> None:
 
 def test_a_body_that_does_not_come_is_not_waited_for() -> None:
     with served(Numbers(), Limits(timeout=0.2)) as server, server.raw() as connection:
-        head = b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        head = (
+            b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-type: application/json\r\ncontent-length: 100\r\n\r\n"
+        )
         connection.sendall(head + b'{"query"')
         assert connection.recv(1000).startswith(b"HTTP/1.1 408")
 
@@ -235,8 +291,12 @@ def test_only_so_many_answers_wait() -> None:
     gate = threading.Event()
     with served(Numbers(gate=gate), Limits(max_batch=1, max_wait=0.0, max_waiting=3)) as server:
         found = list[httpx.Response]()
-        threads = [threading.Thread(target=lambda: found.append(server.post(query=["a"] * 2))) for _ in range(2)]
-        for waiting, thread in zip((1, 3), threads, strict=True):  # the first answer is being scored
+        threads = [
+            threading.Thread(target=lambda: found.append(server.post(query=["a"] * 2)))
+            for _ in range(2)
+        ]
+        # the first answer is being scored
+        for waiting, thread in zip((1, 3), threads, strict=True):
             thread.start()
             wait_for(lambda waiting=waiting: len(server.service.batcher.waiting) == waiting)
         busy = server.post(query=["a"])
@@ -257,17 +317,33 @@ def test_a_token_is_needed_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -
     with served(Numbers(), Limits(max_wait=0.0), token="s3cret-é") as server:
 
         def status(path: str, header: bytes | None) -> int:
-            headers = [(b"content-type", b"application/json"), *([(b"authorization", header)] if header is not None else [])]
-            method, content = ("POST", b'{"query": ["a"]}') if path == "/get_reward" else ("GET", None)
-            return http_request(method, server.url + path, content=content, headers=headers).status_code  # fmt: skip
+            headers = [
+                (b"content-type", b"application/json"),
+                *([(b"authorization", header)] if header is not None else []),
+            ]
+            method, content = (
+                ("POST", b'{"query": ["a"]}') if path == "/get_reward" else ("GET", None)
+            )
+            return http_request(
+                method, server.url + path, content=content, headers=headers
+            ).status_code
 
         right = "Bearer s3cret-é".encode()
-        wrong = (None, b"", b"Bearer", b"Bearer s3cret", right + b"x", right[7:], b"Basic " + right[7:])
+        wrong = (
+            None,
+            b"",
+            b"Bearer",
+            b"Bearer s3cret",
+            right + b"x",
+            right[7:],
+            b"Basic " + right[7:],
+        )
         for path in ("/get_reward", "/metrics"):
             assert [status(path, header) for header in wrong] == [401] * len(wrong)
             assert status(path, right) == 200
             assert status(path, b"bearer " + right[7:]) == 200
-        assert {b for _, b in compared} == {right[7:]}  # never by a comparison that ends with the first difference
+        # never by a comparison that ends with the first difference
+        assert {b for _, b in compared} == {right[7:]}
         assert status("/health", None) == status("/ready", None) == 200
         found = http_post(f"{server.url}/get_reward", content=b"x" * 1000)
         assert (found.status_code, found.headers["www-authenticate"]) == (401, "Bearer")
@@ -311,10 +387,16 @@ def test_health_and_metrics() -> None:
         assert found.headers["content-type"].startswith("text/plain; version=0.0.4")
         sample = re.compile(r'[a-z_]+(?:\{[a-z]+="[^"]+"\})? [0-9.e+-]+')
         lines = found.text.splitlines()
-        assert [line for line in lines if not line.startswith("# ") and not sample.fullmatch(line)] == []
+        assert [
+            line for line in lines if not line.startswith("# ") and not sample.fullmatch(line)
+        ] == []
         values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     named = {name.removeprefix("valence_reward_"): float(value) for name, value in values.items()}
-    assert [named[f'requests_total{{status="{status}"}}'] for status in (200, 422, 500)] == [1, 1, 1]
+    assert [named[f'requests_total{{status="{status}"}}'] for status in (200, 422, 500)] == [
+        1,
+        1,
+        1,
+    ]
     assert [named[f'answers_total{{outcome="{name}"}}'] for name in ("scored", "failed")] == [4, 1]
     assert (named["call_answers_total"], named["waiting"]) == (5, 0)
     for name, count in (("request_seconds", 3), ("call_seconds", 2)):
@@ -344,7 +426,14 @@ def test_the_schema_names_every_status(plain: Served) -> None:
 
 
 def test_what_is_no_finite_number_is_never_sent() -> None:
-    values = {"nan": float("nan"), "inf": float("inf"), "-inf": -float("inf"), "none": None, "text": "1.0", "list": [1.0]}
+    values = {
+        "nan": float("nan"),
+        "inf": float("inf"),
+        "-inf": -float("inf"),
+        "none": None,
+        "text": "1.0",
+        "list": [1.0],
+    }
 
     def score(c: Completion) -> Score:
         value: Any = values.get(c.text, number(c.text))
@@ -356,7 +445,10 @@ def test_what_is_no_finite_number_is_never_sent() -> None:
             assert found.status_code == 500
             told = found.json()
             assert [each["index"] for each in told["failed"]] == [1, 3]
-            assert told["scored"] == [{"index": 0, "reward": number("a")}, {"index": 2, "reward": number("b")}]
+            assert told["scored"] == [
+                {"index": 0, "reward": number("a")},
+                {"index": 2, "reward": number("b")},
+            ]
             assert not {"rewards", "scores"} & set(told)
             assert has_words(told["error"], 2, 4)
             assert has_words(server.lines[-1], "HTTP 500", 2, 4)
@@ -387,17 +479,27 @@ class Broken:
 
 @pytest.mark.parametrize("how", ["raises", "leaves", "fewer", "more", "none"])
 def test_a_call_that_fails_as_a_whole_concerns_only_its_request(how: str) -> None:
-    """Three requests are scored in one call. That with the answer that breaks it fails; the others do not notice."""
+    """Three requests are scored in one call.
+
+    That with the answer that breaks it fails; the others do not notice.
+    """
 
     async def ask(url: str) -> list[httpx.Response]:
         async with httpx.AsyncClient(base_url=url, timeout=30) as client:
             queries = (["a", "b"], ["c", "bad"], ["d"])
-            return list(await asyncio.gather(*(client.post("/get_reward", json={"query": q}) for q in queries)))
+            return list(
+                await asyncio.gather(
+                    *(client.post("/get_reward", json={"query": q}) for q in queries)
+                )
+            )
 
     with served(Broken(how), Limits(max_wait=0.3)) as server:
         first, second, third = asyncio.run(ask(server.url))
         assert server.post(query=["e"]).json()["rewards"] == [number("e")]
-    assert [first.json()["rewards"], third.json()["rewards"]] == [[number("a"), number("b")], [number("d")]]
+    assert [first.json()["rewards"], third.json()["rewards"]] == [
+        [number("a"), number("b")],
+        [number("d")],
+    ]
     assert second.status_code == 500
     assert [each["index"] for each in second.json()["failed"]] == [0, 1]
     assert "broken" in json.dumps(second.json())

@@ -1,4 +1,6 @@
-"""Requests made from the server's own OpenAPI description: it keeps to it, and no input makes it fail."""
+"""Requests made from the server's own OpenAPI description: it keeps to it, and no input makes it
+fail.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,16 @@ def test_what_the_description_allows_and_what_it_does_not(valid: bool) -> None:
     with served(Numbers(), Limits(max_wait=0.0, max_body=100_000, max_items=50)) as server:
         schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
         operations = [found.ok() for found in schema.get_all_operations()]
-        assert {operation.path for operation in operations} == {"/get_reward", "/health", "/ready", "/metrics"}
+        assert {operation.path for operation in operations} == {
+            "/get_reward",
+            "/health",
+            "/ready",
+            "/metrics",
+        }
 
         for operation in operations:
-            if valid or operation.path == "/get_reward":  # nothing that the others are sent can be wrong
+            # nothing that the others are sent can be wrong
+            if valid or operation.path == "/get_reward":
                 examined(operation, valid)
         statuses = server.service.counts.requests
     assert 500 not in statuses
@@ -33,14 +41,21 @@ def test_what_the_description_allows_and_what_it_does_not(valid: bool) -> None:
 
 
 def examined(operation: Any, valid: bool) -> None:
-    """Sends it requests, and checks that the replies are as described. Valid ones may still have columns of unequal length, which
-    a JSON schema cannot say."""
+    """Sends it requests, and checks that the replies are as described.
+
+    Valid ones may still have columns of unequal length, which a JSON schema cannot say.
+    """
     from schemathesis import GenerationMode
     from schemathesis.specs.openapi.checks import positive_data_acceptance
 
     mode = GenerationMode.POSITIVE if valid else GenerationMode.NEGATIVE
 
-    @settings(max_examples=EXAMPLES, phases=[Phase.generate], suppress_health_check=list(HealthCheck), database=None)
+    @settings(
+        max_examples=EXAMPLES,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+        database=None,
+    )
     @given(case=operation.as_strategy(generation_mode=mode))
     def ask(case: Any) -> None:
         case.call_and_validate(excluded_checks=[positive_data_acceptance])

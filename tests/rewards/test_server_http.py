@@ -1,4 +1,6 @@
-"""HTTP as clients should not speak it: heads without end, slow, malformed, of other hosts, on many connections."""
+"""HTTP as clients should not speak it: heads without end, slow, malformed, of other hosts, on many
+connections.
+"""
 
 from __future__ import annotations
 
@@ -75,16 +77,27 @@ def endless(server: Served, start: bytes, part: bytes, most: int = 50_000_000) -
     return sent, reply
 
 
-@pytest.mark.parametrize(("start", "part"), [
-    (GET + b"x: ", b"y" * 100_000), (GET, b"x: y\r\n" * 10_000), (b"", b"G" * 100_000), (b"GET /", b"x" * 100_000),
-    (GET + b"x: y\r\n", b" folded\r\n" * 10_000),
-    (POST + b"transfer-encoding: chunked\r\n\r\n1;x=", b"y" * 100_000),
-    (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: y\r\n" * 10_000),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("start", "part"),
+    [
+        (GET + b"x: ", b"y" * 100_000),
+        (GET, b"x: y\r\n" * 10_000),
+        (b"", b"G" * 100_000),
+        (b"GET /", b"x" * 100_000),
+        (GET + b"x: y\r\n", b" folded\r\n" * 10_000),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1;x=", b"y" * 100_000),
+        (POST + b"transfer-encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n", b"x: y\r\n" * 10_000),
+    ],
+)
 def test_a_head_without_end_is_not_read(plain: Served, start: bytes, part: bytes) -> None:
     sent, reply = endless(plain, start, part)
     assert sent < 20_000_000  # what the buffers of two sockets on one machine hold
-    assert status(reply) in (0, 400, 431)  # the reply may be lost with the connection, as more had been sent
+    # the reply may be lost with the connection, as more had been sent
+    assert status(reply) in (
+        0,
+        400,
+        431,
+    )
     wait_for(lambda: plain.service.reading == 0)
     still_serves(plain)
 
@@ -98,7 +111,10 @@ def test_heads_have_so_many_bytes_and_so_many_headers(plain: Served) -> None:
     assert reply(b"x: " + b"y" * 200_000 + b"\r\n") == 431
     assert reply(*[b"x: y\r\n"] * (MAX_HEADERS - 2)) == 200
     assert reply(*[b"x: y\r\n"] * (MAX_HEADERS - 1)) == 431
-    assert status(exchange(plain, b"GET /" + b"x" * 66_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n")) == 431
+    assert (
+        status(exchange(plain, b"GET /" + b"x" * 66_000 + b" HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+        == 431
+    )
 
 
 def test_the_limit_holds_before_the_token_is_asked_for() -> None:
@@ -157,8 +173,12 @@ def test_a_client_that_does_not_read_is_left(hasty: Served) -> None:
 
 
 def test_idle_connections_do_not_keep_others_out() -> None:
-    """Beyond what may be open at a time the one that has been idle for longest is closed, never one with a request."""
-    with served(Numbers(), Limits(max_wait=0.0, timeout=30.0), web={"max_connections": 20}) as server:
+    """Beyond what may be open at a time the one that has been idle for longest is closed, never one
+    with a request.
+    """
+    with served(
+        Numbers(), Limits(max_wait=0.0, timeout=30.0), web={"max_connections": 20}
+    ) as server:
         with contextlib.ExitStack() as stack:
             slow = stack.enter_context(server.raw())
             slow.sendall(GOOD[:-1])
@@ -183,13 +203,34 @@ def _is_reset(connection: socket.socket) -> bool:
 # Whose name the server answers to
 
 
-@pytest.mark.parametrize(("header", "is_allowed"), [
-    ("localhost", True), ("localhost:5000", True), ("LocalHost.", True), ("app.localhost:80", True), ("127.0.0.1:5000", True),
-    ("10.1.2.3", True), ("[::1]:5000", True), ("[2001:db8::1]", True), ("judge:5000", True), ("judge.example", True),
-    ("evil.example", False), ("evil.example:5000", False), ("localhost.evil.example", False), ("127.0.0.1.evil.example", False),
-    ("evil.example#localhost", False), ("localhost@evil.example", False), ("judge.evil.example", False), ("", False),
-    ("localhost:evil", False), ("[evil]", False), ("::1", False), ("127.0.0.1:5000:1", False), ("localhost, evil", False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("header", "is_allowed"),
+    [
+        ("localhost", True),
+        ("localhost:5000", True),
+        ("LocalHost.", True),
+        ("app.localhost:80", True),
+        ("127.0.0.1:5000", True),
+        ("10.1.2.3", True),
+        ("[::1]:5000", True),
+        ("[2001:db8::1]", True),
+        ("judge:5000", True),
+        ("judge.example", True),
+        ("evil.example", False),
+        ("evil.example:5000", False),
+        ("localhost.evil.example", False),
+        ("127.0.0.1.evil.example", False),
+        ("evil.example#localhost", False),
+        ("localhost@evil.example", False),
+        ("judge.evil.example", False),
+        ("", False),
+        ("localhost:evil", False),
+        ("[evil]", False),
+        ("::1", False),
+        ("127.0.0.1:5000:1", False),
+        ("localhost, evil", False),
+    ],
+)
 def test_names_of_the_server(header: str, is_allowed: bool) -> None:
     assert is_allowed_host(header, host_names("judge", ["Judge.Example"])) == is_allowed
     assert is_allowed_host(header, host_names("", ["*"]))
@@ -205,7 +246,10 @@ def test_requests_to_other_names_are_refused(plain: Served) -> None:
     """As a page does whose name was made to point to this machine."""
     asked = len(plain.reward.calls)
     for path in ("/get_reward", "/health", "/ready", "/metrics", "/openapi.json", "/other"):
-        reply = exchange(plain, GOOD.replace(b"localhost", b"evil.example").replace(b"/get_reward", path.encode()))
+        reply = exchange(
+            plain,
+            GOOD.replace(b"localhost", b"evil.example").replace(b"/get_reward", path.encode()),
+        )
         assert status(reply) == 421
         assert "--allowed-host" in json.loads(reply.partition(b"\r\n\r\n")[2])["error"]
     assert len(plain.reward.calls) == asked
@@ -213,7 +257,9 @@ def test_requests_to_other_names_are_refused(plain: Served) -> None:
     assert status(exchange(plain, two)) in (400, 421)
     assert status(exchange(plain, GOOD.replace(b"host: localhost\r\n", b""))) == 400
     assert status(exchange(plain, b"GET /health HTTP/1.0\r\n\r\n")) == 200  # as load balancers ask
-    with served(Numbers(), Limits(max_wait=0.0), web={"allowed_hosts": ["judge.example"]}) as server:
+    with served(
+        Numbers(), Limits(max_wait=0.0), web={"allowed_hosts": ["judge.example"]}
+    ) as server:
         for name, expected in ((b"judge.example:80", 200), (b"evil.example", 421)):
             request = GET.replace(b"localhost", name) + b"connection: close\r\n\r\n"
             assert status(exchange(server, request)) == expected
@@ -241,17 +287,28 @@ def test_malformed_requests_end_nothing(hasty: Served) -> None:
             connection.sendall(bytes(request))
             connection.shutdown(socket.SHUT_WR)
             reply = connection.recv(65536)
-            assert status(reply) in (0, 200, 400, 404, 405, 408, 413, 415, 421, 422, 431, 501), (request, reply)
+            assert status(reply) in (0, 200, 400, 404, 405, 408, 413, 415, 421, 422, 431, 501), (
+                request,
+                reply,
+            )
     wait_for(lambda: not hasty.server.server_state.tasks)
     assert 500 not in hasty.service.counts.requests
     still_serves(hasty)
 
 
-@pytest.mark.parametrize("head", [
-    b"content-length: -1\r\n", b"content-length: 1\r\ncontent-length: 2\r\n", b"content-length: 1e3\r\n",
-    b"transfer-encoding: gzip\r\n", b"content-length: 99999999999999999999999\r\ncontent-length: 1\r\n",
-    b"x y: z\r\n", b"\0: z\r\n", b"x: \0\r\n",
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: -1\r\n",
+        b"content-length: 1\r\ncontent-length: 2\r\n",
+        b"content-length: 1e3\r\n",
+        b"transfer-encoding: gzip\r\n",
+        b"content-length: 99999999999999999999999\r\ncontent-length: 1\r\n",
+        b"x y: z\r\n",
+        b"\0: z\r\n",
+        b"x: \0\r\n",
+    ],
+)
 def test_contradictory_heads_are_refused(plain: Served, head: bytes) -> None:
     assert status(exchange(plain, POST + head + b"\r\n" + BODY)) in (400, 501)
     still_serves(plain)
@@ -260,6 +317,8 @@ def test_contradictory_heads_are_refused(plain: Served, head: bytes) -> None:
 def test_smuggled_requests_are_not_answered(plain: Served) -> None:
     """Two lengths that contradict each other: what is behind the body is no request."""
     asked = len(plain.reward.calls)
-    exchange(plain, POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GOOD)
+    exchange(
+        plain, POST + b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n" + GOOD
+    )
     assert len(plain.reward.calls) == asked
     assert http_get(f"{plain.url}/health").status_code == 200

@@ -1,4 +1,6 @@
-"""A reward server under load, with slow rewards, with clients that leave, and with its process killed."""
+"""A reward server under load, with slow rewards, with clients that leave, and with its process
+killed.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,9 @@ def answer(text: str) -> Completion:
 
 @pytest.mark.slow
 def test_two_hundred_clients_at_a_time_have_their_own_scores() -> None:
-    """Each asks several times, for different numbers of answers, over one connection; some requests are malformed,
-    some have an answer that fails."""
+    """Each asks several times, for different numbers of answers, over one connection; some requests
+    are malformed, some have an answer that fails.
+    """
 
     def score(c: Completion) -> Score:
         return Score(float("nan")) if "bad" in c.text else Score(number(c.text))
@@ -96,15 +99,20 @@ async def rounds_of_the_loop(number: int) -> None:
 
 @settings(max_examples=40)
 @given(
-    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12), max_batch=st.integers(1, 8), concurrency=st.integers(1, 3),
-    bad=st.sets(st.integers(0, 100), max_size=6), fails=st.sampled_from(["raises", "failed call", "failed scores"]),
+    sizes=st.lists(st.integers(0, 9), min_size=1, max_size=12),
+    max_batch=st.integers(1, 8),
+    concurrency=st.integers(1, 3),
+    bad=st.sets(st.integers(0, 100), max_size=6),
+    fails=st.sampled_from(["raises", "failed call", "failed scores"]),
     seed=st.integers(0, 1000),
-)  # fmt: skip
+)
 def test_whatever_the_batches_each_request_has_its_own_scores(
     sizes: list[int], max_batch: int, concurrency: int, bad: set[int], fails: str, seed: int
 ) -> None:
-    """Requests come in any number and size at any time; calls end in any order; some answers fail, or make a call fail with an
-    error that quotes all of them. No request gets an error of another's, and no answer is given to the reward often."""
+    """Requests come in any number and size at any time; calls end in any order; some answers fail,
+    or make a call fail with an error that quotes all of them. No request gets an error of
+    another's, and no answer is given to the reward often.
+    """
     draw = random.Random(seed)
     times = Counter[int]()
 
@@ -132,7 +140,9 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
         return job.scores
 
     async def run() -> list[tuple[Sequence[int], list[Score | None]]]:
-        batcher = Batcher(Any_(), Limits(max_batch=max_batch, max_wait=0.0005, concurrency=concurrency))
+        batcher = Batcher(
+            Any_(), Limits(max_batch=max_batch, max_wait=0.0005, concurrency=concurrency)
+        )
         await batcher.start()
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         asked = [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
@@ -158,7 +168,10 @@ def test_whatever_the_batches_each_request_has_its_own_scores(
 
 @pytest.mark.parametrize("blocks", [False, True])
 def test_a_slow_reward_has_a_deadline(blocks: bool) -> None:
-    """The server answers all the while. What comes too late is nobody's score, and the next request has its own."""
+    """The server answers all the while.
+
+    What comes too late is nobody's score, and the next request has its own.
+    """
     gate = threading.Event()
     with served(Numbers(gate=gate, blocks=blocks), Limits(max_wait=0.0, timeout=0.4)) as server:
         late = server.post(query=["late", "later"])
@@ -169,17 +182,29 @@ def test_a_slow_reward_has_a_deadline(blocks: bool) -> None:
         assert server.post(query=["waits behind it"]).status_code == 504
         gate.set()
         wait_for(lambda: http_get(f"{server.url}/ready").status_code == 200)
-        assert server.post(query=["next", "one"]).json()["rewards"] == [number("next"), number("one")]
+        assert server.post(query=["next", "one"]).json()["rewards"] == [
+            number("next"),
+            number("one"),
+        ]
     texts = [[c.text for c in call] for call in server.reward.calls]
-    assert texts == [["late", "later"], ["next", "one"]]  # nobody waited any more for what stood behind
+    # nobody waited any more for what stood behind
+    assert texts == [
+        ["late", "later"],
+        ["next", "one"],
+    ]
 
 
 def test_why_a_server_is_not_ready_is_shown_to_those_who_have_the_token() -> None:
     async def probe() -> str:
         return "it failed: secret.py:7"
 
-    with served(Numbers(), Limits(max_wait=0.0), token="s3cret", is_ready=False, probe=probe) as server:
-        for headers, shown in ({}, {}), ({"authorization": "Bearer s3cret"}, {"reason": "it failed: secret.py:7"}):
+    with served(
+        Numbers(), Limits(max_wait=0.0), token="s3cret", is_ready=False, probe=probe
+    ) as server:
+        for headers, shown in (
+            ({}, {}),
+            ({"authorization": "Bearer s3cret"}, {"reason": "it failed: secret.py:7"}),
+        ):
             reply = http_get(f"{server.url}/ready", headers=headers)
             assert (reply.status_code, reply.json()) == (503, {"status": "not ready", **shown})
 
@@ -187,8 +212,9 @@ def test_why_a_server_is_not_ready_is_shown_to_those_who_have_the_token() -> Non
 def test_answers_of_a_client_that_left_are_not_scored() -> None:
     gate = threading.Event()
     body = json.dumps({"query": ["nobody waits"]}).encode()
-    head = b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(
-        body
+    head = (
+        b"POST /get_reward HTTP/1.1\r\nhost: localhost\r\n"
+        b"content-type: application/json\r\ncontent-length: %d\r\n\r\n" % len(body)
     )
     with served(Numbers(gate=gate), Limits(max_wait=0.0)) as server:
         first = threading.Thread(target=lambda: server.post(query=["first"]))
@@ -234,9 +260,13 @@ class Command:
 
     def __init__(self, *words: str, function: str = FUNCTION, **environment: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "valence", "serve-reward", function, *words], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, env={**os.environ, **environment},
-        )  # fmt: skip
+            [sys.executable, "-m", "valence", "serve-reward", function, *words],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+        )
         assert self.process.stdout is not None
         self.line = self.process.stdout.readline()
         found = re.search(r"http://\S+?/get_reward", self.line)
@@ -253,8 +283,14 @@ class Command:
 def test_a_signal_waits_for_requests_that_are_under_way(tmp_path: Path) -> None:
     server = Command("--port", "0", function="tests.rewards.served_functions:obeys")
     assert server.url.startswith("http://127.0.0.1:")
-    query, begun, found = [f"touch {tmp_path / 'begun'}", "wait 1"], tmp_path / "begun", list[httpx.Response]()
-    thread = threading.Thread(target=lambda: found.append(http_post(server.url, json={"query": query}, timeout=30)))
+    query, begun, found = (
+        [f"touch {tmp_path / 'begun'}", "wait 1"],
+        tmp_path / "begun",
+        list[httpx.Response](),
+    )
+    thread = threading.Thread(
+        target=lambda: found.append(http_post(server.url, json={"query": query}, timeout=30))
+    )
     thread.start()
     wait_for(begun.exists)
     status, rest = server.end(signal.SIGTERM)
@@ -307,17 +343,38 @@ def test_a_token_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 FUNCTIONS = "tests.rewards.served_functions"
 
 
-@pytest.mark.parametrize(("words", "options", "code", "where", "fix"), [
-    (["exact_match"], {"host": "0.0.0.0"}, "server-token-missing", "--host", "--token-env"),
-    (["exact_match"], {"token_env": "NOT_SET"}, "environment-variable-missing", "--token-env", None),
-    (["exact_mach"], {}, "reward-not-found", "exact_mach", "exact_match"),
-    (["http://localhost:1/get_reward"], {}, "reward-not-servable", "http://localhost:1/get_reward", None),
-    (["length"], {}, "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
-    (["exact_match", "setings.answer=label"], {}, "setting-unknown", "setings", "settings?"),
-    (["no_such.module:fn"], {}, "reward-module-not-found", "no_such.module:fn", None),
-    ([f"{FUNCTIONS}:of_tokens"], {}, "reward-needs-tokens", f"{FUNCTIONS}:of_tokens", "completion_ids"),
-    (["exact_match", "token_env=HOME"], {}, "reward-setting-unused", "token_env", None),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("words", "options", "code", "where", "fix"),
+    [
+        (["exact_match"], {"host": "0.0.0.0"}, "server-token-missing", "--host", "--token-env"),
+        (
+            ["exact_match"],
+            {"token_env": "NOT_SET"},
+            "environment-variable-missing",
+            "--token-env",
+            None,
+        ),
+        (["exact_mach"], {}, "reward-not-found", "exact_mach", "exact_match"),
+        (
+            ["http://localhost:1/get_reward"],
+            {},
+            "reward-not-servable",
+            "http://localhost:1/get_reward",
+            None,
+        ),
+        (["length"], {}, "reward-needs-tokens", "settings.unit", "settings.unit=characters"),
+        (["exact_match", "setings.answer=label"], {}, "setting-unknown", "setings", "settings?"),
+        (["no_such.module:fn"], {}, "reward-module-not-found", "no_such.module:fn", None),
+        (
+            [f"{FUNCTIONS}:of_tokens"],
+            {},
+            "reward-needs-tokens",
+            f"{FUNCTIONS}:of_tokens",
+            "completion_ids",
+        ),
+        (["exact_match", "token_env=HOME"], {}, "reward-setting-unused", "token_env", None),
+    ],
+)
 def test_what_cannot_be_served_is_a_mistake(
     words: list[str], options: dict[str, Any], code: str, where: str | None, fix: str | None
 ) -> None:
@@ -326,7 +383,9 @@ def test_what_cannot_be_served_is_a_mistake(
 
 
 def test_the_command_ends_with_the_status_of_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("serve-reward", "exact_match", "--host", "0.0.0.0", "--token-env", "NOT_SET") == 2
+    assert (
+        command("serve-reward", "exact_match", "--host", "0.0.0.0", "--token-env", "NOT_SET") == 2
+    )
     assert has_words(capsys.readouterr().err, "NOT_SET")
 
 
@@ -335,10 +394,21 @@ def test_the_command_ends_with_the_status_of_a_mistake(capsys: pytest.CaptureFix
 
 def test_a_rule_reads_the_label() -> None:
     with served_as_command("exact_match", "settings.answer=label") as server:
-        body = {"query": ["Capital? Paris<|im_end|>", "Capital? Rome", "Sum? 4"], "prompts": ["Capital? ", "Capital? ", "Sum? "]}
-        assert server.post(**body, labels=["Paris", "Paris", "4"]).json()["rewards"] == [1.0, 0.0, 1.0]
-        assert [each["index"] for each in server.post(**body, labels=["Paris", None, "4"]).json()["failed"]] == [1]
-        assert server.post(**body).status_code == 500  # without labels there is nothing to compare with, and so no number
+        body = {
+            "query": ["Capital? Paris<|im_end|>", "Capital? Rome", "Sum? 4"],
+            "prompts": ["Capital? ", "Capital? ", "Sum? "],
+        }
+        assert server.post(**body, labels=["Paris", "Paris", "4"]).json()["rewards"] == [
+            1.0,
+            0.0,
+            1.0,
+        ]
+        assert [
+            each["index"]
+            for each in server.post(**body, labels=["Paris", None, "4"]).json()["failed"]
+        ] == [1]
+        # without labels there is nothing to compare with, and so no number
+        assert server.post(**body).status_code == 500
 
 
 def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> None:
@@ -346,14 +416,18 @@ def test_the_command_keeps_no_more_scores_than_it_is_told(tmp_path: Path) -> Non
     for keep, again in ((1, ["x", "y"]), (0, ["x", "y", "x", "y", "y"])):
         file = tmp_path / f"{keep}.txt"
         words = ("deterministic=true", f"settings.file={file}")
-        with served_as_command("tests.rewards.served_functions:counted", *words, keep=keep) as server:
+        with served_as_command(
+            "tests.rewards.served_functions:counted", *words, keep=keep
+        ) as server:
             for text in ("x", "y", "x", "y", "y") if not keep else ("x", "x", "y", "y", "y"):
                 assert server.post(query=[text]).json()["rewards"] == [1.0]
         assert file.read_text().split() == again
 
 
 def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:
-    """Token for token, without a start or an end that it does not have; as the model of transformers scores it."""
+    """Token for token, without a start or an end that it does not have; as the model of
+    transformers scores it.
+    """
     torch.manual_seed(0)
     tokenizer = tiny_tokenizer(adds_bos=True)
     config: Any = tiny(vocab_size=len(tokenizer)).config
@@ -367,7 +441,10 @@ def test_a_reward_model_reads_a_query_as_it_is(tmp_path: Path) -> None:
         "x y",
         "The sun is a star. " * 9,
     ]
-    with served_as_command(str(tmp_path / "judge"), "settings.dtype=float32") as server, torch.no_grad():
+    with (
+        served_as_command(str(tmp_path / "judge"), "settings.dtype=float32") as server,
+        torch.no_grad(),
+    ):
         found = server.post(query=queries, prompts=["other"] * 4, labels=[None] * 4)
         assert found.status_code == 200, found.text
         refused = server.post(query=["", "word " * 3000]).json()

@@ -1,4 +1,6 @@
-"""The wire of OpenRLHF, with its published code at the other end: fetched once into the cache, run from there."""
+"""The wire of OpenRLHF, with its published code at the other end: fetched once into the cache, run
+from there.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,20 @@ pytestmark = pytest.mark.slow
 SIDE = Path(__file__).with_name("openrlhf_side.py")
 CACHE = cache_folder() / "openrlhf"
 VERSIONS = ("0.5.7", "0.6.4", "0.8.5", "0.11.2")
-"""Clients that send queries alone; prompts and labels too; that read all of the reply; that ask for one answer at a time."""
-PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "--retries", "0", "--timeout", "20")
+"""Clients that send queries alone; prompts and labels too; that read all of the reply; that ask for
+one answer at a time.
+"""
+PIP = (
+    sys.executable,
+    "-m",
+    "pip",
+    "--disable-pip-version-check",
+    "-q",
+    "--retries",
+    "0",
+    "--timeout",
+    "20",
+)
 
 
 def pip(*words: str) -> None:
@@ -63,9 +77,13 @@ def ask(aiohttp: str, *urls: str) -> list[list[Any]]:
     """What the clients of all versions have of each server."""
     folders = [published(version) for version in VERSIONS]
     done = subprocess.run(
-        [sys.executable, str(SIDE), "clients", ",".join(urls), *folders], capture_output=True, text=True, check=True, timeout=120,
+        [sys.executable, str(SIDE), "clients", ",".join(urls), *folders],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
         env={**os.environ, "PYTHONPATH": aiohttp},
-    )  # fmt: skip
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -80,17 +98,29 @@ def fails(c: Completion) -> Score:
 
 def test_its_clients_have_our_scores_or_none(aiohttp: str) -> None:
     """Where an answer has no score they ask five times and raise, or leave it without a reward."""
-    with served(Numbers(judged), Limits(max_wait=0.0)) as good, served(Numbers(fails), Limits(max_wait=0.0)) as bad:
+    with (
+        served(Numbers(judged), Limits(max_wait=0.0)) as good,
+        served(Numbers(fails), Limits(max_wait=0.0)) as bad,
+    ):
         found, failed = ask(aiohttp, f"{good.url}/get_reward", f"{bad.url}/get_reward")
         calls = [(c.prompt, c.text, dict(c.info)) for call in good.reward.calls for c in call]
         assert bad.service.counts.requests == {500: 4 * 5, 200: 2}
     answers = ("Paris", "Rome", "\U0001f600 ")
-    known = [(prompt, text, {"label": label}) for prompt, text, label in zip(PROMPTS, answers, LABELS, strict=True)]
+    known = [
+        (prompt, text, {"label": label})
+        for prompt, text, label in zip(PROMPTS, answers, LABELS, strict=True)
+    ]
     assert calls == [("", query.removesuffix("<|im_end|>"), {}) for query in QUERIES] + known * 3
     oldest, older, old, newest = found
     assert oldest == [0.0, 0.0, 0.0]
     assert older == [1.0, 0.0, 1.0]
-    assert old == [{"rewards": [1.0, 0.0, 1.0], "scores": [1.0, 0.0, 1.0], "extra_logs": {"length": [5.0, 4.0, 2.0]}}]
+    assert old == [
+        {
+            "rewards": [1.0, 0.0, 1.0],
+            "scores": [1.0, 0.0, 1.0],
+            "extra_logs": {"length": [5.0, 4.0, 2.0]},
+        }
+    ]
     assert newest == [
         {"reward": [value], "scores": [value], "extra_logs": {"length": [length]}}
         for value, length in ((1.0, 5.0), (0.0, 4.0), (1.0, 2.0))
@@ -109,7 +139,9 @@ def theirs() -> Iterator[dict[str, str]]:
         with socket.create_server(("127.0.0.1", 0)) as place:
             port = place.getsockname()[1]
         words = [sys.executable, str(SIDE), "server", published(version), str(port)]
-        processes.append(subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        processes.append(
+            subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        )
         urls[version] = f"http://127.0.0.1:{port}"
 
     def answers(url: str) -> bool:
@@ -130,10 +162,20 @@ def theirs() -> Iterator[dict[str, str]]:
 
 def test_our_client_has_the_scores_of_its_servers(theirs: dict[str, str]) -> None:
     completions = [
-        Completion(str(i), (1,), (0.0,), "word " * i, "eos", prompt=f"question {i} ", rendered=f"<s>question {i} ")
+        Completion(
+            str(i),
+            (1,),
+            (0.0,),
+            "word " * i,
+            "eos",
+            prompt=f"question {i} ",
+            rendered=f"<s>question {i} ",
+        )
         for i in range(40)
     ]
     for version, url in theirs.items():
         found = score_all(reward_of([load_reward(url, ["batch_size=7", "retries=0"])]), completions)
         end = len("</s>") if version == "0.5.7" else 0  # which that version puts behind a text
-        assert [score.value for score in found] == [len(c.rendered + c.text) + end for c in completions]
+        assert [score.value for score in found] == [
+            len(c.rendered + c.text) + end for c in completions
+        ]

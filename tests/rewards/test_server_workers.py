@@ -1,4 +1,6 @@
-"""Served functions: they fail, hang, crash and print in processes of their own, and only their own requests notice."""
+"""Served functions: they fail, hang, crash and print in processes of their own, and only their own
+requests notice.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def parallel(url: str, queries: list[list[str]]) -> list[tuple[int, Any]]:
     """Status and reply of each request, sent at the same time."""
 
     async def ask(query: list[str]) -> tuple[int, Any]:
-        status, _, reply = await Connection(f"{url}/get_reward").post(json.dumps({"query": query}).encode())
+        status, _, reply = await Connection(f"{url}/get_reward").post(
+            json.dumps({"query": query}).encode()
+        )
         return status, json.loads(reply)
 
     async def ask_all() -> list[tuple[int, Any]]:
@@ -60,7 +64,9 @@ def is_alive(pid: int) -> bool:
 
 @pytest.mark.slow
 def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path) -> None:
-    """Of 200 clients every eighth always sends an answer for which the function raises an error that quotes the whole call."""
+    """Of 200 clients every eighth always sends an answer for which the function raises an error
+    that quotes the whole call.
+    """
     file = tmp_path / "calls.txt"
 
     async def client(url: str, k: int) -> None:
@@ -83,13 +89,19 @@ def test_failing_requests_of_many_clients_concern_no_other_client(tmp_path: Path
         await asyncio.gather(*(client(url, k) for k in range(200)))
 
     limits = Limits(timeout=120.0)
-    with served_as_command(f"{FUNCTIONS}:dislikes_bad", f"settings.file={file}", limits=limits) as server:
+    with served_as_command(
+        f"{FUNCTIONS}:dislikes_bad", f"settings.file={file}", limits=limits
+    ) as server:
         asyncio.run(clients(server.url))
         assert server.service.counts.requests == {200: 175 * 6, 500: 25 * 6}
-    assert max(Counter(file.read_text().splitlines()).values()) == 3  # an answer is given to the function at most so often
+    # an answer is given to the function at most so often
+    assert max(Counter(file.read_text().splitlines()).values()) == 3
 
 
-@pytest.mark.parametrize("text", ["crash", *(pytest.param(text, marks=pytest.mark.slow) for text in ("exit", "leave", "huge"))])
+@pytest.mark.parametrize(
+    "text",
+    ["crash", *(pytest.param(text, marks=pytest.mark.slow) for text in ("exit", "leave", "huge"))],
+)
 def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
     with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_wait=0.3)) as server:
         replies = parallel(server.url, [["a"], [text], ["b", "c"]])
@@ -105,8 +117,12 @@ def test_a_request_that_ends_the_process_fails_alone(text: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("text", ["hang", "hang holding the interpreter"])
 def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
-    """More of them than a process can abandon; requests that come with one are scored all the same."""
-    with served_as_command(f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(max_wait=0.2, timeout=60)) as server:
+    """More of them than a process can abandon; requests that come with one are scored all the
+    same.
+    """
+    with served_as_command(
+        f"{FUNCTIONS}:obeys", "timeout=0.3", limits=Limits(max_wait=0.2, timeout=60)
+    ) as server:
         pids = set[float]()
         for _ in range(2 if " " in text else 10):
             (hung, reply), (status, other) = parallel(server.url, [[text], ["pid"]])
@@ -116,7 +132,9 @@ def test_hanging_calls_are_killed_and_the_function_goes_on(text: str) -> None:
         assert len(pids) > 1
         wait_for(lambda: ready(server)[0] == 200)
         assert server.post(query=["next"]).json()["rewards"] == [number("next")]
-        assert not any(is_alive(int(pid)) for pid in pids - {server.post(query=["pid"]).json()["rewards"][0]})
+        assert not any(
+            is_alive(int(pid)) for pid in pids - {server.post(query=["pid"]).json()["rewards"][0]}
+        )
 
 
 def hangs_for_long(server: Served, number: int) -> None:
@@ -130,11 +148,15 @@ def hangs_for_long(server: Served, number: int) -> None:
 @pytest.mark.slow
 def test_a_server_all_of_whose_calls_hang_is_not_ready() -> None:
     limits = Limits(max_wait=0.0, timeout=4.0, concurrency=2)
-    with served_as_command(f"{FUNCTIONS}:obeys", "timeout=4", "concurrency=2", limits=limits) as server:
+    with served_as_command(
+        f"{FUNCTIONS}:obeys", "timeout=4", "concurrency=2", limits=limits
+    ) as server:
         assert ready(server) == (200, "")
         with httpx.Client(timeout=30) as first, httpx.Client(timeout=30) as second:
             threads = [
-                threading.Thread(target=lambda c=c: c.post(f"{server.url}/get_reward", json={"query": ["hang"]}))
+                threading.Thread(
+                    target=lambda c=c: c.post(f"{server.url}/get_reward", json={"query": ["hang"]})
+                )
                 for c in (first, second)
             ]
             threads[0].start()
@@ -153,10 +175,14 @@ def test_a_server_all_of_whose_calls_hang_is_not_ready() -> None:
 
 @pytest.mark.slow
 def test_a_server_whose_queue_is_full_is_not_ready() -> None:
-    with served_as_command(f"{FUNCTIONS}:obeys", limits=Limits(max_batch=1, max_wait=0.0, max_waiting=2)) as server:
+    with served_as_command(
+        f"{FUNCTIONS}:obeys", limits=Limits(max_batch=1, max_wait=0.0, max_waiting=2)
+    ) as server:
         replies = list[Any]()
 
-        thread = threading.Thread(target=lambda: replies.append(server.post(query=["wait 1.5", "a", "b"])))
+        thread = threading.Thread(
+            target=lambda: replies.append(server.post(query=["wait 1.5", "a", "b"]))
+        )
         thread.start()
         wait_for(lambda: len(server.service.batcher.waiting) == 2)
         code, reason = ready(server)
@@ -198,8 +224,13 @@ def test_a_worker_that_does_not_answer_a_probe_is_replaced() -> None:
 
 @pytest.mark.slow
 def test_workers_killed_during_calls_are_replaced() -> None:
-    """Somebody kills them all the time. Every reply is the right score or a failure, and in the end all is well."""
-    with served_as_command(f"{FUNCTIONS}:obeys", "concurrency=2", limits=Limits(concurrency=2, timeout=60)) as server:
+    """Somebody kills them all the time.
+
+    Every reply is the right score or a failure, and in the end all is well.
+    """
+    with served_as_command(
+        f"{FUNCTIONS}:obeys", "concurrency=2", limits=Limits(concurrency=2, timeout=60)
+    ) as server:
         backend = server.reward.parts[0].reward.backend
         statuses = Counter[int]()
         for turn in range(12):
@@ -207,11 +238,14 @@ def test_workers_killed_during_calls_are_replaced() -> None:
                 for worker in list(backend.workers):
                     os.kill(worker.process.pid, signal.SIGKILL)
             texts = [f"{turn} {i}" for i in range(8)]
-            for text, (status, reply) in zip(texts, parallel(server.url, [[t, "wait 0.01"] for t in texts]), strict=True):
+            for text, (status, reply) in zip(
+                texts, parallel(server.url, [[t, "wait 0.01"] for t in texts]), strict=True
+            ):
                 statuses[status] += 1
-                assert (status, reply.get("rewards")) in {200: [(200, [number(text), number("wait 0.01")])], 500: [(500, None)]}[
-                    status
-                ]
+                assert (status, reply.get("rewards")) in {
+                    200: [(200, [number(text), number("wait 0.01")])],
+                    500: [(500, None)],
+                }[status]
         assert statuses[200] >= 60
         wait_for(lambda: ready(server)[0] == 200)
         wait_for(lambda: len(backend.workers) == 2)
@@ -236,7 +270,9 @@ def test_calls_of_an_asynchronous_function_run_together_and_one_that_hangs_ends_
 # What workers print, what they import, and how they end
 
 
-def test_what_a_function_prints_reaches_the_log_and_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_a_function_prints_reaches_the_log_and_nothing_else(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     with served_as_command(f"{FUNCTIONS}:obeys") as server:
         assert server.post(query=["print"]).json()["rewards"] == [number("print")]
         (pid,) = server.post(query=["pid"]).json()["rewards"]
@@ -260,22 +296,34 @@ def test_what_a_function_prints_reaches_the_log_and_nothing_else(capfd: pytest.C
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize(("source", "code", "words"), [
-    ("raise RuntimeError('no license')", "reward-import-failed", ["wrong_function.py:1", "no license"]),
-    ("import os; os._exit(3)", "reward-worker-failed", []),
-    pytest.param("import os; os.kill(os.getpid(), 11)", "reward-worker-failed", [], marks=SLOW),
-    pytest.param("import sys; sys.exit(3)", "reward-import-failed", ["SystemExit"], marks=SLOW),
-    pytest.param("syntax error", "reward-import-failed", ["SyntaxError"], marks=SLOW),
-    pytest.param("g = 1", "reward-not-found", ["'f'"], marks=SLOW),
-    pytest.param("def f(a, b): pass", "reward-signature", ["b"], marks=SLOW),
-    pytest.param("def f(completions, completion_ids): pass", "reward-needs-tokens", [], marks=SLOW),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("source", "code", "words"),
+    [
+        (
+            "raise RuntimeError('no license')",
+            "reward-import-failed",
+            ["wrong_function.py:1", "no license"],
+        ),
+        ("import os; os._exit(3)", "reward-worker-failed", []),
+        pytest.param("import os; os.kill(os.getpid(), 11)", "reward-worker-failed", [], marks=SLOW),
+        pytest.param("import sys; sys.exit(3)", "reward-import-failed", ["SystemExit"], marks=SLOW),
+        pytest.param("syntax error", "reward-import-failed", ["SyntaxError"], marks=SLOW),
+        pytest.param("g = 1", "reward-not-found", ["'f'"], marks=SLOW),
+        pytest.param("def f(a, b): pass", "reward-signature", ["b"], marks=SLOW),
+        pytest.param(
+            "def f(completions, completion_ids): pass", "reward-needs-tokens", [], marks=SLOW
+        ),
+    ],
+)
 def test_a_function_that_cannot_be_imported_is_a_mistake_at_the_start(
     source: str, code: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wrong_function.py").write_text(source + "\n")
-    with raises_error(code, where="wrong_function:f") as raised, served_as_command("wrong_function:f"):
+    with (
+        raises_error(code, where="wrong_function:f") as raised,
+        served_as_command("wrong_function:f"),
+    ):
         pass
     assert has_words(raised.error.what, *words)
 
@@ -283,9 +331,21 @@ def test_a_function_that_cannot_be_imported_is_a_mistake_at_the_start(
 @contextmanager
 def command(*words: str, cwd: Path = ROOT) -> Iterator[tuple[subprocess.Popen[str], str]]:
     process = subprocess.Popen(
-        [sys.executable, "-m", "valence", "serve-reward", f"{FUNCTIONS}:obeys", "--port", "0", *words], cwd=cwd, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "valence",
+            "serve-reward",
+            f"{FUNCTIONS}:obeys",
+            "--port",
+            "0",
+            *words,
+        ],
+        cwd=cwd,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+    )
     assert process.stdout is not None
     url = process.stdout.readline().partition(" at ")[2].partition(",")[0]
     try:

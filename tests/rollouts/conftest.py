@@ -1,4 +1,6 @@
-"""Fixtures that several files of this folder use: a stand-in for a vLLM server, and a client of it."""
+"""Fixtures that several files of this folder use: a stand-in for a vLLM server, and a client of
+it.
+"""
 
 from __future__ import annotations
 

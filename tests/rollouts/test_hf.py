@@ -42,19 +42,24 @@ def tiny(kind: str = "llama") -> Any:
     }
     configs = {
         "llama": lambda: LlamaConfig(**small, **heads, intermediate_size=48),
-        "gemma2": lambda: Gemma2Config(**small, **heads, intermediate_size=48, head_dim=8, sliding_window=4),
+        "gemma2": lambda: Gemma2Config(
+            **small, **heads, intermediate_size=48, head_dim=8, sliding_window=4
+        ),
         "gpt2": lambda: GPT2Config(**small, n_layer=2, n_embd=32, n_head=4, n_positions=64),
     }
     model = AutoModelForCausalLM.from_config(configs[kind](), dtype=torch.float32)
     with torch.no_grad():
         for p in model.parameters():
-            # A fresh model's tiny weights predict nearly the same everywhere, and the tests would see nothing.
+            # A fresh model's tiny weights predict nearly the same everywhere, and the tests would
+            # see nothing.
             if p.dim() == 2:
                 p.mul_(8)
     return model
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["llama", "gemma2", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def model(request: pytest.FixtureRequest) -> Any:
     return tiny(request.param)
 
@@ -63,18 +68,30 @@ def generator(model: Any, **settings: Any) -> HFGenerator:
     return HFGenerator(model, Words(), **settings)  # type: ignore[arg-type]
 
 
-def oracle(model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float) -> list[float]:
-    """Log-probabilities of ``tokens`` from one forward over the whole row, without cache and padding."""
+def oracle(
+    model: Any, prompt: tuple[int, ...], tokens: tuple[int, ...], temperature: float
+) -> list[float]:
+    """Log-probabilities of ``tokens`` from one forward over the whole row, without cache and
+    padding.
+    """
     model.eval()
     with torch.no_grad():
         logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(tokens)[:, None]).squeeze(1).tolist()
+    return (
+        (logits / temperature)
+        .log_softmax(-1)
+        .gather(1, torch.tensor(tokens)[:, None])
+        .squeeze(1)
+        .tolist()
+    )
 
 
 def test_logps_are_those_of_one_forward_over_the_whole_row(model: Any) -> None:
     for prompt, answers in zip(PROMPTS, generator(model).generate(PROMPTS, 3, FREE), strict=True):
         for answer in answers:
-            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
+            assert answer.logps == pytest.approx(
+                oracle(model, prompt, answer.tokens, 0.9), abs=2e-4
+            )
 
 
 def test_greedy_answers_do_not_depend_on_the_batch(model: Any) -> None:
@@ -90,7 +107,9 @@ def test_greedy_takes_the_most_likely_token(model: Any) -> None:
     answer = generator(model).generate([PROMPTS[0]], 1, GREEDY)[0][0]
     model.eval()
     with torch.no_grad():
-        logits = model(torch.tensor([PROMPTS[0] + answer.tokens])).logits[0, len(PROMPTS[0]) - 1 : -1]
+        logits = model(torch.tensor([PROMPTS[0] + answer.tokens])).logits[
+            0, len(PROMPTS[0]) - 1 : -1
+        ]
     assert tuple(logits.argmax(-1).tolist()) == answer.tokens
     assert answer.logps == pytest.approx(oracle(model, PROMPTS[0], answer.tokens, 1.0), abs=2e-4)
 
@@ -104,9 +123,13 @@ def test_sampled_answers_do_not_depend_on_the_batch_size() -> None:
 
 def test_the_padding_token_has_no_influence() -> None:
     model = tiny()
-    first, second = (generator(model, end_ids=[pad, END]).generate(PROMPTS, 1, GREEDY) for pad in (0, 2))
+    first, second = (
+        generator(model, end_ids=[pad, END]).generate(PROMPTS, 1, GREEDY) for pad in (0, 2)
+    )
     ends = {0, 2}
-    assert not any(ends & set(a.tokens) for row in (*first, *second) for a in row), "needs answers without them"
+    assert not any(ends & set(a.tokens) for row in (*first, *second) for a in row), (
+        "needs answers without them"
+    )
     assert first == second
 
 
@@ -158,7 +181,9 @@ def test_adapter_on_and_off() -> None:
         return [row[0].tokens for row in generator(model).generate(PROMPTS, 1, GREEDY)]
 
     plain = tokens(tiny())
-    model = get_peft_model(tiny(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))  # type: ignore[arg-type]
+    model = get_peft_model(
+        tiny(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    )  # type: ignore[arg-type]
     assert tokens(model) != plain
     with model.disable_adapter():
         assert tokens(model) == plain
@@ -236,8 +261,12 @@ def test_a_model_without_a_cache_of_keys_is_refused() -> None:
         "num_hidden_layers": 1,
         "state_size": 4,
     }
-    model = AutoModelForCausalLM.from_config(MambaConfig(**small, eos_token_id=END), dtype=torch.float32)
-    with raises_error("sampling-unsupported", where="model.name", fix="run.samples.prompts") as raised:
+    model = AutoModelForCausalLM.from_config(
+        MambaConfig(**small, eos_token_id=END), dtype=torch.float32
+    )
+    with raises_error(
+        "sampling-unsupported", where="model.name", fix="run.samples.prompts"
+    ) as raised:
         generator(model).generate(PROMPTS, 1, GREEDY)
     assert type(model).__name__ in raised.error.what
 
@@ -274,9 +303,13 @@ def test_a_token_without_probability_is_never_drawn() -> None:
 
 @pytest.mark.parametrize("size", [4, 256, 768, 700])
 def test_any_vocabulary_is_drawn_from_by_its_distribution(size: int) -> None:
-    """Against the inverse of the distribution function in float64, in which most tokens have next to no probability."""
+    """Against the inverse of the distribution function in float64, in which most tokens have next
+    to no probability.
+    """
     made = torch.Generator().manual_seed(size)
-    logits = (torch.randn(size, generator=made) * 4).masked_fill(torch.rand(size, generator=made) < 0.3, -math.inf)
+    logits = (torch.randn(size, generator=made) * 4).masked_fill(
+        torch.rand(size, generator=made) < 0.3, -math.inf
+    )
     n = 2000
     uniform = torch.rand(n, generator=made)
     uniform[:2] = torch.tensor([0.0, 1 - 2**-24])
@@ -303,7 +336,9 @@ def test_drawing_leaves_the_logits_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("room", [pytest.param(1, marks=pytest.mark.slow), 3, 64])
-def test_keys_and_values_are_kept_where_they_belong(model: Any, room: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_and_values_are_kept_where_they_belong(
+    model: Any, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whenever memory has to grow, and whichever rows end before."""
     monkeypatch.setattr(kv, "ROOM", room)
     rows = generator(model, end_ids=ENDS).generate(PROMPTS, 8, FREE)
@@ -311,7 +346,9 @@ def test_keys_and_values_are_kept_where_they_belong(model: Any, room: int, monke
     for prompt, answers in zip(PROMPTS, rows, strict=True):
         assert [a.index for a in answers] == list(range(8))
         for answer in answers:
-            assert answer.logps == pytest.approx(oracle(model, prompt, answer.tokens, 0.9), abs=2e-4)
+            assert answer.logps == pytest.approx(
+                oracle(model, prompt, answer.tokens, 0.9), abs=2e-4
+            )
 
 
 def test_a_token_is_written_behind_those_that_are_there_and_an_end_moves_one_row() -> None:
@@ -348,11 +385,17 @@ def test_slices_of_a_list_of_prompts_are_answered_as_the_whole() -> None:
             sample.generate(PROMPTS[:cut], 3, FREE),
             sample.generate(PROMPTS[cut:], 3, FREE, first=cut),
         )
-        assert [[a.tokens for a in row] for part in parts for row in part] == [[a.tokens for a in row] for row in whole]
+        assert [[a.tokens for a in row] for part in parts for row in part] == [
+            [a.tokens for a in row] for row in whole
+        ]
     elsewhere = sample.generate(PROMPTS[1:], 3, FREE)
-    assert [[a.tokens for a in row] for row in elsewhere] != [[a.tokens for a in row] for row in whole[1:]]
+    assert [[a.tokens for a in row] for row in elsewhere] != [
+        [a.tokens for a in row] for row in whole[1:]
+    ]
     same = sample.generate([PROMPTS[0]] * 2, 2, FREE)
-    assert len({a.tokens for row in same for a in row}) == 4, "the same prompt twice, and each has answers of its own"
+    assert len({a.tokens for row in same for a in row}) == 4, (
+        "the same prompt twice, and each has answers of its own"
+    )
 
 
 def test_more_answers_or_longer_ones_begin_as_fewer_and_shorter_ones() -> None:
@@ -370,7 +413,10 @@ def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
     told: list[int] = []
     answers = sample.generate(PROMPTS, 4, FREE, progress=told.append)
     assert sum(told) == 16
-    ends = [max(len(a.tokens) for row in (answers[i] for i in pair) for a in row) for pair in ((1, 3), (0, 2))]
+    ends = [
+        max(len(a.tokens) for row in (answers[i] for i in pair) for a in row)
+        for pair in ((1, 3), (0, 2))
+    ]
     assert len(told) == sum(ends), "after each token, in two batches"
     assert 0 in told
 
@@ -384,7 +430,9 @@ def test_progress_is_told_of_every_answer_once_and_may_end_it() -> None:
 
 
 @pytest.mark.parametrize("most", [pytest.param(1, marks=pytest.mark.slow), 9, 512])
-def test_answers_are_measured_as_one_forward_measures_them(model: Any, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_measured_as_one_forward_measures_them(
+    model: Any, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(hf, "LOGITS", most)
     answers = [(7, 8, 9, 10), (), (11,), (12, 13, 14, 15, 16, 17)]
     pairs = list(zip(PROMPTS, answers, strict=True))
@@ -392,7 +440,9 @@ def test_answers_are_measured_as_one_forward_measures_them(model: Any, most: int
         found = generator(model).logps(pairs, temperature=temperature)
         assert [len(each) for each in found] == [4, 0, 1, 6]
         for (prompt, answer), each in zip(pairs, found, strict=True):
-            assert each == pytest.approx(oracle(model, prompt, answer, temperature) if answer else [], abs=2e-4)
+            assert each == pytest.approx(
+                oracle(model, prompt, answer, temperature) if answer else [], abs=2e-4
+            )
     assert generator(model).logps([]) == []
     with raises_error("prompt-empty", where="prompt 1"):
         generator(model).logps([((4,), (5,)), ((), (5,))])

@@ -14,7 +14,9 @@ from valence.reports.stats import auc, auc_interval
 def test_share_is_wilsons(ups: int, n: int) -> None:
     found = share([True] * ups + [False] * (n - ups))
     expected = stats.binomtest(ups, n).proportion_ci(method="wilson")
-    assert (found.value, found.low, found.high) == pytest.approx((ups / n, expected.low, expected.high), abs=1e-6)
+    assert (found.value, found.low, found.high) == pytest.approx(
+        (ups / n, expected.low, expected.high), abs=1e-6
+    )
 
 
 def test_auc_is_mann_whitneys_u() -> None:
@@ -29,12 +31,17 @@ def test_auc_is_mann_whitneys_u() -> None:
 def test_auc_interval_covers() -> None:
     rng = np.random.default_rng(1)
     truth = stats.norm.cdf(1 / np.sqrt(2))
-    found = [auc_interval(auc(rng.normal(1, 1, 40).tolist(), rng.normal(0, 1, 50).tolist()), 40, 50) for _ in range(300)]
+    found = [
+        auc_interval(auc(rng.normal(1, 1, 40).tolist(), rng.normal(0, 1, 50).tolist()), 40, 50)
+        for _ in range(300)
+    ]
     covered = np.mean([low <= truth <= high for low, high in found])
     assert 0.9 <= covered <= 0.98
 
 
-@pytest.mark.parametrize(("better", "worse", "same"), [(0, 0, 10), (9, 2, 30), (2, 9, 30), (40, 0, 0), (5, 5, 5)])
+@pytest.mark.parametrize(
+    ("better", "worse", "same"), [(0, 0, 10), (9, 2, 30), (2, 9, 30), (40, 0, 0), (5, 5, 5)]
+)
 def test_mcnemar_is_an_exact_sign_test(better: int, worse: int, same: int) -> None:
     before = [False] * better + [True] * worse + [True] * same
     after = [True] * better + [False] * worse + [True] * same

@@ -1,4 +1,6 @@
-"""Sampling from a completions endpoint: with token ids where the server speaks them, with text elsewhere."""
+"""Sampling from a completions endpoint: with token ids where the server speaks them, with text
+elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,19 @@ def test_answers(server: Completions) -> None:
     asked = [body for path, body in server.asked if path == "/v1/completions"][1:]
     assert {body["model"] for body in asked} == {"base"}
     assert len({body["seed"] for body in asked}) == 6
-    assert {str(body["prompt"]) for body in asked} == ({"[5, 6, 7]", "[8, 9]"} if server.speaks else {"5 6 7", "8 9"})
+    assert {str(body["prompt"]) for body in asked} == (
+        {"[5, 6, 7]", "[8, 9]"} if server.speaks else {"5 6 7", "8 9"}
+    )
     for row in rows:
         assert [answer.index for answer in row] == [0, 1, 2]
         for answer in row:
             first = answer.tokens[0]
-            # What ends an answer is one of its tokens, also where the server only says that it ended.
+            # What ends an answer is one of its tokens, also where the server only says that it
+            # ended.
             assert (answer.tokens[-1] == END) == (answer.stop == "eos")
-            assert answer.text == (str(first) if server.speaks and answer.stop == "eos" else f"{first} 8")
+            assert answer.text == (
+                str(first) if server.speaks and answer.stop == "eos" else f"{first} 8"
+            )
             assert len(answer.logps) == (len(answer.tokens) if server.speaks else 0)
     assert {answer.stop for row in rows for answer in row} == {"eos", "length"}
     again = generator(server).generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
@@ -49,7 +56,9 @@ def test_answers(server: Completions) -> None:
 
 
 def test_the_first_end_token_is_the_most_important(server: Completions) -> None:
-    """It stands for an end of which only the text is known, and is among the strings that a server may be given."""
+    """It stands for an end of which only the text is known, and is among the strings that a server
+    may be given.
+    """
     ends = [9, END, 6, 7, 5]
     sampler = OpenAIGenerator(server.url + "/v1", Words(), end_ids=ends, timeout=5.0)  # type: ignore[arg-type]
     rows = sampler.generate(PROMPTS, 3, Sampling(temperature=0.5, seed=1))
@@ -78,7 +87,9 @@ def test_answers_where_an_event_loop_runs(server: Completions) -> None:
 def test_a_busy_server_is_asked_again(server: Completions) -> None:
     sampler, busy = generator(server), [1, 1, 1]
     sampler.gives_tokens  # noqa: B018 (asks once)
-    server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}}) if busy and busy.pop() else None
+    server.on["/v1/completions"] = lambda body: (
+        (429, {"error": {"message": "slow down"}}) if busy and busy.pop() else None
+    )
     assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
     server.on["/v1/completions"] = lambda body: (429, {"error": {"message": "slow down"}})
     server.asked.clear()

@@ -26,17 +26,42 @@ def read(name: str) -> list[dict]:
 @pytest.mark.parametrize(
     ("question", "answer", "up", "reason"),
     [
-        ("What is the capital of Canada? Keep it short.", "The capital of Canada is Ottawa.", True, "short"),
-        ("How do I keep bread fresh?", "Store the loaf in a paper bag; breads dry out in the fridge.", True, "short"),
+        (
+            "What is the capital of Canada? Keep it short.",
+            "The capital of Canada is Ottawa.",
+            True,
+            "short",
+        ),
+        (
+            "How do I keep bread fresh?",
+            "Store the loaf in a paper bag; breads dry out in the fridge.",
+            True,
+            "short",
+        ),
         ("How do I decline?", 'You could say, "I must decline, but thank you."', True, "short"),
         ("What is a haiku?", "A haiku has three lines", False, "sentence"),
         ("What is a haiku?", "Japanese haiku.", False, "too little"),
         ("What is a haiku?", "", False, "too little"),
         ("What is a haiku?", "I am happy to help with that.", False, "ignores"),
-        ("Why do cats purr? Keep it short.", "A short answer is one that is kept in two sentences.", False, "ignores"),
+        (
+            "Why do cats purr? Keep it short.",
+            "A short answer is one that is kept in two sentences.",
+            False,
+            "ignores",
+        ),
         ("Why do cats purr loudly?", "Why do cats purr loudly, cats purr.", False, "restates"),
-        ("Why do cats purr?", "Cats purr when they rest, and cats purr when they eat.", False, "repeats"),
-        ("Why do cats purr?", "Cats purr. " + " ".join(f"reason{i}" for i in range(MOST_WORDS)) + ".", False, "rambles"),
+        (
+            "Why do cats purr?",
+            "Cats purr when they rest, and cats purr when they eat.",
+            False,
+            "repeats",
+        ),
+        (
+            "Why do cats purr?",
+            "Cats purr. " + " ".join(f"reason{i}" for i in range(MOST_WORDS)) + ".",
+            False,
+            "rambles",
+        ),
     ],
 )
 def test_the_rule(question: str, answer: str, up: bool, reason: str) -> None:
@@ -46,8 +71,12 @@ def test_the_rule(question: str, answer: str, up: bool, reason: str) -> None:
 
 
 def test_a_cut_off_answer_is_a_thumbs_down() -> None:
-    assert judge("Why do cats purr?", "Cats purr to calm themselves and their kittens.", finished=True)[0]
-    assert not judge("Why do cats purr?", "Cats purr to calm themselves and their kittens.", finished=False)[0]
+    assert judge(
+        "Why do cats purr?", "Cats purr to calm themselves and their kittens.", finished=True
+    )[0]
+    assert not judge(
+        "Why do cats purr?", "Cats purr to calm themselves and their kittens.", finished=False
+    )[0]
 
 
 def test_the_limit_is_inclusive() -> None:
@@ -78,10 +107,20 @@ def answer(text: str, stop: Literal["eos", "length"] = "eos") -> Completion:
 
 def test_cut_off_answers_become_no_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chat = Chat(({"role": "user", "content": "Why do cats purr?"},))
-    texts = answer("Cats purr to calm themselves."), answer("Cats purr and", "length"), answer("No.")
+    texts = (
+        answer("Cats purr to calm themselves."),
+        answer("Cats purr and", "length"),
+        answer("No."),
+    )
     write_judged(tmp_path / "rows.jsonl", [(chat, a) for a in texts])
-    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [(row["completion"][0]["content"], row["label"]) for row in rows] == [(texts[0].text, True), ("No.", False)]
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "rows.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
+    assert [(row["completion"][0]["content"], row["label"]) for row in rows] == [
+        (texts[0].text, True),
+        ("No.", False),
+    ]
     assert "1 cut-off" in capsys.readouterr().out
 
 

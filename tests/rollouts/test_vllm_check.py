@@ -1,4 +1,6 @@
-"""The comparison of a server's log-probabilities with the trainer's: the known causes of a difference, told from each other."""
+"""The comparison of a server's log-probabilities with the trainer's: the known causes of a
+difference, told from each other.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_the_mean_difference_over_tokens() -> None:
     ],
 )
 def test_the_fix_is_that_of_the_cause_that_fits(theirs: Any, evidence: Any, setting: str) -> None:
-    with raises_error("rollout-logps-mismatch", where="rollout.max_mismatch", fix=setting) as raised:
+    with raises_error(
+        "rollout-logps-mismatch", where="rollout.max_mismatch", fix=setting
+    ) as raised:
         compare(OURS, theirs, 0.01, evidence=Evidence(**evidence))
     assert f"{difference(OURS, theirs):.3g}" in raised.error.what
 
@@ -62,7 +66,9 @@ class Server:
     def __init__(self, logp: float) -> None:
         self.logp, self.asked, self.scored = logp, [], 0
 
-    def generate(self, prompts: Sequence[Any], n: int, sampling: Sampling, **_: Any) -> list[list[Completion]]:
+    def generate(
+        self, prompts: Sequence[Any], n: int, sampling: Sampling, **_: Any
+    ) -> list[list[Completion]]:
         self.asked.append(sampling)
         return [[Completion("p", (7,), (self.logp,), "", "length")] for _ in prompts]
 

@@ -1,4 +1,6 @@
-"""A vLLM server that restarts, dies, hangs or stays away, played by a stand-in: what the client does and says."""
+"""A vLLM server that restarts, dies, hangs or stays away, played by a stand-in: what the client
+does and says.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from valence.rollouts.transports import Disk
 from valence.rollouts.vllm import ROUTE, VLLMGenerator
 
 
-def test_a_restarted_server_is_sent_the_weights_before_it_samples(fake: Fake, sampler: VLLMGenerator, notes: list[str]) -> None:
+def test_a_restarted_server_is_sent_the_weights_before_it_samples(
+    fake: Fake, sampler: VLLMGenerator, notes: list[str]
+) -> None:
     sampler.sync(1, weights)
     fake.version = "default"
     fake.asked.clear()
@@ -29,7 +33,9 @@ def test_a_restarted_server_is_sent_the_weights_before_it_samples(fake: Fake, sa
     assert "version 1" in note
 
 
-def test_a_server_killed_while_it_answers(fake: Fake, sampler: VLLMGenerator, notes: list[str]) -> None:
+def test_a_server_killed_while_it_answers(
+    fake: Fake, sampler: VLLMGenerator, notes: list[str]
+) -> None:
     sampler.sync(1, weights)
     died: list[int] = []
 
@@ -99,7 +105,9 @@ def test_a_server_that_stays_away(tmp_path: Path) -> None:
     assert "0.3 s" in raised.error.what
 
 
-def test_a_server_that_takes_connections_and_never_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_takes_connections_and_never_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("valence.rollouts.wire.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"

@@ -1,4 +1,6 @@
-"""Weights to a vLLM server over NCCL, with both sides of the group played here: what is sent and waited for, in which order."""
+"""Weights to a vLLM server over NCCL, with both sides of the group played here: what is sent and
+waited for, in which order.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,10 @@ DEADLINE = 5.0
 
 
 class Group:
-    """NCCL between two: each call waits for that of the other side, as on devices. ``calls``: those of this side, in order."""
+    """NCCL between two: each call waits for that of the other side, as on devices.
+
+    ``calls``: those of this side, in order.
+    """
 
     def __init__(self) -> None:
         self.ticket = bytes(range(128))
@@ -40,7 +45,13 @@ class Group:
         self.meet.wait()
         return "this side"
 
-    def all_reduce(self, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], *, comms: Sequence[str]) -> None:
+    def all_reduce(
+        self,
+        inputs: Sequence[torch.Tensor],
+        outputs: Sequence[torch.Tensor],
+        *,
+        comms: Sequence[str],
+    ) -> None:
         self.calls.append(f"sum of {inputs[0].numel()}")
         assert list(comms) == ["this side"]
         self.meet.wait()
@@ -61,7 +72,9 @@ class Group:
         self.meet.wait()  # adds up one number, which shows that all have joined
 
     def receive(self, info: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, dtype, shape in zip(info["names"], info["dtype_names"], info["shapes"], strict=True):
+        for name, dtype, shape in zip(
+            info["names"], info["dtype_names"], info["shapes"], strict=True
+        ):
             self.meet.wait()
             value = self.passed.pop(0)
             assert (value.dtype, list(value.shape)) == (getattr(torch, dtype), shape)
@@ -85,8 +98,12 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
     sampler = generator(fake.url, Nccl(DEADLINE, torch.device("cpu")))
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, live.items)
-    assert all(torch.equal(got[name], value) and got[name].dtype == value.dtype for name, value in WEIGHTS.items())
-    # One joins, then the sum that vLLM's side waits for; weights one by one; the device has read them when the call is over.
+    assert all(
+        torch.equal(got[name], value) and got[name].dtype == value.dtype
+        for name, value in WEIGHTS.items()
+    )
+    # One joins, then the sum that vLLM's side waits for; weights one by one; the device has read
+    # them when the call is over.
     assert group.calls == ["join 0 of 2", "sum of 1", "wait", *["broadcast"] * 3, "wait"]
     assert [path for path in fake.paths() if path in UPDATE] == UPDATE
 
@@ -94,7 +111,8 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
     sampler.sync(2, live.items)
     assert torch.equal(got["a"], WEIGHTS["a"] + 1)
     assert group.calls.count("join 0 of 2") == 1
-    # Training goes on; a server that was started again joins anew, and is given the weights of its version.
+    # Training goes on; a server that was started again joins anew, and is given the weights of its
+    # version.
     live["a"].zero_()
     fake.version = "default"
     sampler.logps([((5, 6), (7,))])
@@ -115,12 +133,18 @@ def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> N
 @needs_vllm
 def test_the_fields_are_those_that_vllm_knows() -> None:
     """Read from its source: without CUDA its module cannot be run."""
-    source = next(HERE.parents[1].glob("lib/python*/site-packages/vllm/distributed/weight_transfer"))
+    source = next(
+        HERE.parents[1].glob("lib/python*/site-packages/vllm/distributed/weight_transfer")
+    )
     fields = {
-        node.name: {ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)}
+        node.name: {
+            ast.unparse(each.target) for each in node.body if isinstance(each, ast.AnnAssign)
+        }
         for file in ("nccl_common.py", "nccl_engine.py")
         for node in ast.parse((source / file).read_text(encoding="utf-8")).body
         if isinstance(node, ast.ClassDef)
     }
-    assert {"rank_offset", "world_size", "nccl_unique_id_b64", "packed"} <= fields["NCCLWeightTransferInitInfo"]
+    assert {"rank_offset", "world_size", "nccl_unique_id_b64", "packed"} <= fields[
+        "NCCLWeightTransferInitInfo"
+    ]
     assert fields["NCCLWeightTransferUpdateInfo"] == {"names", "dtype_names", "shapes"}

@@ -18,7 +18,11 @@ def test_tokens_in_and_out(fake: Fake, sampler: VLLMGenerator) -> None:
     heard: list[int] = []
     rows = sampler.generate(PROMPTS, 3, FREE, progress=heard.append)
     assert sum(heard) == 6
-    bodies = {tuple(body["token_ids"]): body for path, body in fake.asked[-2:] if path == "/inference/v1/generate"}
+    bodies = {
+        tuple(body["token_ids"]): body
+        for path, body in fake.asked[-2:]
+        if path == "/inference/v1/generate"
+    }
     assert set(bodies) == set(PROMPTS)
     for prompt, row in zip(PROMPTS, rows, strict=True):
         assert [answer.index for answer in row] == [0, 1, 2]
@@ -45,7 +49,11 @@ def test_seeds_differ_by_prompt_and_seed_and_repeat(fake: Fake, sampler: VLLMGen
     def seeds(seed: int) -> list[int]:
         fake.asked.clear()
         sampler.generate(PROMPTS, 2, Sampling(seed=seed))
-        return sorted(body["sampling_params"]["seed"] for path, body in fake.asked if path == "/inference/v1/generate")
+        return sorted(
+            body["sampling_params"]["seed"]
+            for path, body in fake.asked
+            if path == "/inference/v1/generate"
+        )
 
     first = seeds(1)
     assert seeds(1) == first
@@ -65,7 +73,9 @@ def test_log_probabilities_of_given_answers(sampler: VLLMGenerator) -> None:
     assert sampler.logps([((1, 2, 3), (4, 5)), ((1,), (9,))]) == [[-2.5, -3.5], [-0.5]]
 
 
-def test_log_probabilities_of_another_distribution_are_refused(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_log_probabilities_of_another_distribution_are_refused(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     fake.mode = "raw_logprobs"
     fix = "--logprobs-mode processed_logprobs"
     with raises_error("rollout-logps-unprocessed", where=fake.url, fix=fix):
@@ -106,7 +116,11 @@ def test_an_aborted_answer_is_asked_for_again(fake: Fake, sampler: VLLMGenerator
 
     def aborted(settings: Any, index: int) -> dict[str, Any]:
         given.append(1)
-        return plain(settings, index) if len(given) > 1 else {**plain(settings, index), "finish_reason": "abort"}
+        return (
+            plain(settings, index)
+            if len(given) > 1
+            else {**plain(settings, index), "finish_reason": "abort"}
+        )
 
     fake.choice = aborted  # type: ignore[method-assign]
     assert len(sampler.generate([(5,)], 1, Sampling())[0][0].tokens) == 2
@@ -126,7 +140,9 @@ def test_refusals_are_passed_on(fake: Fake, sampler: VLLMGenerator) -> None:
 
 
 def test_addresses() -> None:
-    assert {address(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")} == {"http://a:1"}
+    assert {
+        address(url) for url in ("http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/")
+    } == {"http://a:1"}
     for wrong in ("localhost:8000", "ftp://a", ""):
         with raises_error("rollout-url-invalid", where="rollout.url"):
             address(wrong)

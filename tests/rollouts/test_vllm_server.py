@@ -1,8 +1,9 @@
-"""A real vLLM server: tokens in and out, and new weights of tiny models, which must be the trainer's to the last digits.
+"""A real vLLM server: tokens in and out, and new weights of tiny models, which must be the
+trainer's to the last digits.
 
-Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The first and the last are started as
-docs/vllm.md shows. Their processes are forked (see ``forked/``); one that starts them as it does by itself is in
-tests/training/online/test_vllm_run.py.
+Three servers at once: tied weights through a folder, untied weights through gloo, adapters. The
+first and the last are started as docs/vllm.md shows. Their processes are forked (see ``forked/``);
+one that starts them as it does by itself is in tests/training/online/test_vllm_run.py.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ FORKED = Path(__file__).parent / "forked"
 
 TOKENIZER = tiny_tokenizer()
 END = int(TOKENIZER.eos_token_id)  # type: ignore[arg-type]
-PROMPTS = [tuple(range(5 + i, 25 + i)) for i in range(3)] + [tuple((7 * i) % 300 + 5 for i in range(300))]
+PROMPTS = [tuple(range(5 + i, 25 + i)) for i in range(3)] + [
+    tuple((7 * i) % 300 + 5 for i in range(300))
+]
 """The last one is longer than the blocks in which prefixes are cached."""
 OFFLINE = ("VLLM_NO_USAGE_STATS", "DO_NOT_TRACK", "HF_HUB_OFFLINE", "TOKENIZERS_PARALLELISM")
 """Of what Valence tells every server: what only keeps it from the network, and quiet."""
@@ -87,30 +90,48 @@ class Side:
         self.generator.sync(self.version, lambda: self.model.named_parameters(), self.save)
 
     def trained(self) -> list[torch.Tensor]:
-        return [weights for weights in self.model.parameters() if weights.requires_grad and weights.ndim == 2]
+        return [
+            weights
+            for weights in self.model.parameters()
+            if weights.requires_grad and weights.ndim == 2
+        ]
 
-    def measure(self, pairs: Sequence[Any], temperature: float, model: Any = None) -> list[list[float]]:
+    def measure(
+        self, pairs: Sequence[Any], temperature: float, model: Any = None
+    ) -> list[list[float]]:
         """Log-probabilities as the library has them."""
         rows = []
         for prompt, answer in pairs:
             with torch.no_grad():
-                logits = (model or self.model)(torch.tensor([[*prompt, *answer]])).logits[0].float() / temperature
+                logits = (model or self.model)(torch.tensor([[*prompt, *answer]])).logits[
+                    0
+                ].float() / temperature
             before = logits.log_softmax(-1)[len(prompt) - 1 : -1]
             rows.append(before.gather(1, torch.tensor(answer)[:, None])[:, 0].tolist())
         return rows
 
     def furthest(self, rows: list[list[Completion]], temperature: float) -> float:
         """Largest difference of a sampled token's log-probability."""
-        pairs = [(prompt, answer.tokens) for prompt, row in zip(PROMPTS, rows, strict=True) for answer in row]
+        pairs = [
+            (prompt, answer.tokens)
+            for prompt, row in zip(PROMPTS, rows, strict=True)
+            for answer in row
+        ]
         ours, theirs = (
             self.measure(pairs, temperature),
             [answer.logps for row in rows for answer in row],
         )
-        return max(abs(a - b) for mine, other in zip(ours, theirs, strict=True) for a, b in zip(mine, other, strict=True))
+        return max(
+            abs(a - b)
+            for mine, other in zip(ours, theirs, strict=True)
+            for a, b in zip(mine, other, strict=True)
+        )
 
 
 class Shown(Server):
-    """A server with the variables and arguments that docs/vllm.md shows, and those that it names for a CPU."""
+    """A server with the variables and arguments that docs/vllm.md shows, and those that it names
+    for a CPU.
+    """
 
     def __init__(self, line: str, model: Path, **given: Any) -> None:
         super().__init__(model, **given)
@@ -128,7 +149,9 @@ class Shown(Server):
 
     def variables(self) -> dict[str, str]:
         found = super().variables()
-        return {name: value for name, value in found.items() if name not in ANYWHERE or name in OFFLINE} | self.named
+        return {
+            name: value for name, value in found.items() if name not in ANYWHERE or name in OFFLINE
+        } | self.named
 
 
 def tiny(*, tied: bool) -> LlamaForCausalLM:
@@ -168,10 +191,11 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
     )
 
     def start(name: str) -> Server:
+        # they share two cores
         few = {
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
-        }  # they share two cores
+        }
         given: dict[str, Any] = {"folder": root / f"{name}-log", "python": HERE, "environment": few}
         if name in shown:
             server = Shown(shown[name], root / name, **given)
@@ -188,11 +212,15 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
         starts = {name: pool.submit(start, name) for name in models}
     try:
         servers = {name: started.result() for name, started in starts.items()}
-        adapted = get_peft_model(models["lora"], LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)).eval()  # type: ignore[arg-type]
+        adapted = get_peft_model(
+            models["lora"], LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        ).eval()  # type: ignore[arg-type]
         yield {
             "disk": Side(models["disk"], servers["disk"], Disk(root / "weights")),
             "gloo": Side(models["gloo"], servers["gloo"], Gloo(60)),
-            "lora": Side(adapted, servers["lora"], Lora(root / "adapters"), adapted.save_pretrained),
+            "lora": Side(
+                adapted, servers["lora"], Lora(root / "adapters"), adapted.save_pretrained
+            ),
         }
     finally:
         for started in starts.values():
@@ -235,11 +263,15 @@ def test_tokens_in_and_out(sides: dict[str, Side], monkeypatch: pytest.MonkeyPat
         assert answer.text == TOKENIZER.decode(list(answer.tokens), skip_special_tokens=True)
     assert len({answer.tokens for answer in answers}) > 30
     again = side.generator.generate(PROMPTS, 10, warm)
-    assert [answer.tokens for row in again for answer in row] == [answer.tokens for answer in answers]
+    assert [answer.tokens for row in again for answer in row] == [
+        answer.tokens for answer in answers
+    ]
 
 
 def test_more_prompts_than_are_read_at_once(sides: dict[str, Side]) -> None:
-    """A seeded answer whose prompt is read in two parts ends the engine of a server on a CPU that is told nothing about it."""
+    """A seeded answer whose prompt is read in two parts ends the engine of a server on a CPU that
+    is told nothing about it.
+    """
     side = sides["disk"]
     prompts = [tuple((7 * i + k) % 300 + 5 for i in range(300)) for k in range(40)]
     rows = side.generator.generate(prompts, 1, Sampling(temperature=0.8, max_new_tokens=2))
@@ -253,10 +285,19 @@ def test_a_part_of_the_vocabulary(sides: dict[str, Side]) -> None:
     from valence.rollouts.hf import nucleus
 
     side = sides["disk"]
-    (answer,) = side.generator.generate([PROMPTS[0]], 1, Sampling(temperature=0.9, top_p=0.5, max_new_tokens=12))[0]
+    (answer,) = side.generator.generate(
+        [PROMPTS[0]], 1, Sampling(temperature=0.9, top_p=0.5, max_new_tokens=12)
+    )[0]
     with torch.no_grad():
-        logits = side.model(torch.tensor([[*PROMPTS[0], *answer.tokens]])).logits[0, len(PROMPTS[0]) - 1 : -1] / 0.9
-    kept = nucleus(logits.log_softmax(-1), 0.5).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        logits = (
+            side.model(torch.tensor([[*PROMPTS[0], *answer.tokens]])).logits[
+                0, len(PROMPTS[0]) - 1 : -1
+            ]
+            / 0.9
+        )
+    kept = nucleus(logits.log_softmax(-1), 0.5).gather(1, torch.tensor(answer.tokens)[:, None])[
+        :, 0
+    ]
     assert answer.logps == pytest.approx(kept.tolist(), abs=CLOSE)
 
 
@@ -269,13 +310,19 @@ def test_greedy_answers_are_the_librarys(sides: dict[str, Side]) -> None:
     ):
         with torch.no_grad():
             ids = torch.tensor([prompt])
-            out = side.model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False)
+            out = side.model.generate(
+                ids, attention_mask=torch.ones_like(ids), max_new_tokens=8, do_sample=False
+            )
         assert list(row[0].tokens) == out[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("name", ["disk", "gloo"])
-def test_updates_in_the_middle_of_answers(sides: dict[str, Side], name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each token is labelled with the weights that it came from, and has their log-probability, whatever came before it."""
+def test_updates_in_the_middle_of_answers(
+    sides: dict[str, Side], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is labelled with the weights that it came from, and has their log-probability,
+    whatever came before it.
+    """
     side = sides[name]
     monkeypatch.setattr(side.generator, "end_ids", [])  # answers last for as long as they may
     mixed = 0
@@ -287,8 +334,12 @@ def test_updates_in_the_middle_of_answers(sides: dict[str, Side], name: str, mon
             assert list(versions) == sorted(versions)
             assert answer.version == versions[0]
             mixed += len(set(versions)) > 1
-            said = {v: side.measure([(prompt, answer.tokens)], 1.0, models[v])[0] for v in set(versions)}
-            assert answer.logps == pytest.approx([said[v][t] for t, v in enumerate(versions)], abs=CLOSE)
+            said = {
+                v: side.measure([(prompt, answer.tokens)], 1.0, models[v])[0] for v in set(versions)
+            }
+            assert answer.logps == pytest.approx(
+                [said[v][t] for t, v in enumerate(versions)], abs=CLOSE
+            )
         if mixed:
             return
     pytest.fail("no update came in the middle of an answer")
@@ -297,14 +348,17 @@ def test_updates_in_the_middle_of_answers(sides: dict[str, Side], name: str, mon
 def updated_meanwhile(
     side: Side, prompts: list[tuple[int, ...]]
 ) -> tuple[dict[int, Any], list[tuple[tuple[int, ...], Completion]]]:
-    """Long answers to each prompt, during which the weights change several times; and the model of each version."""
+    """Long answers to each prompt, during which the weights change several times; and the model of
+    each version.
+    """
     side.step()
     models = {side.version: copy.deepcopy(side.model)}
     answers: list[tuple[tuple[int, ...], Completion]] = []
     long = Sampling(temperature=1.0, max_new_tokens=480, seed=side.version)
 
     def answer() -> None:
-        while not answers or len(models) == 1:  # on a busy machine all may be said before an update gets its turn
+        # on a busy machine all may be said before an update gets its turn
+        while not answers or len(models) == 1:
             rows = side.generator.generate(prompts, 1, long)
             answers.extend((prompt, row[0]) for prompt, row in zip(prompts, rows, strict=True))
 
@@ -333,7 +387,11 @@ def test_another_models_weights_are_noticed(sides: dict[str, Side]) -> None:
 
 def test_weights_that_do_not_fit_are_refused_and_the_server_goes_on(sides: dict[str, Side]) -> None:
     side = sides["disk"]
-    lacking = [(name, weights) for name, weights in side.model.named_parameters() if "down_proj" not in name]
+    lacking = [
+        (name, weights)
+        for name, weights in side.model.named_parameters()
+        if "down_proj" not in name
+    ]
     with raises_error("rollout-weights-refused", where=side.server.url) as raised:
         side.generator.sync(99, lambda: lacking)
     assert "down_proj" in raised.error.what
@@ -372,7 +430,9 @@ def num_running(server: Server) -> float:
 
 
 def test_killed_and_started_again(sides: dict[str, Side]) -> None:
-    """Answers under way when a server dies are asked for again, of the newest weights: all that shows is the time it takes."""
+    """Answers under way when a server dies are asked for again, of the newest weights: all that
+    shows is the time it takes.
+    """
     side = sides["gloo"]
     side.step()
     expected = side.generator.generate(PROMPTS, 2, FREE)
@@ -391,6 +451,8 @@ def test_killed_and_started_again(sides: dict[str, Side]) -> None:
     assert {answer.version for row in rows for answer in row} == {side.version}
     again = side.generator.generate(PROMPTS, 2, FREE)
     assert any(f"version {side.version}" in note for note in side.notes)
-    assert [[a.tokens for a in row] for row in again] == [[a.tokens for a in row] for row in expected]
+    assert [[a.tokens for a in row] for row in again] == [
+        [a.tokens for a in row] for row in expected
+    ]
     side.step()
     assert side.furthest(side.generator.generate(PROMPTS, 1, FREE), FREE.temperature) < CLOSE

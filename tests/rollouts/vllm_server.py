@@ -1,4 +1,6 @@
-"""Stand-ins for servers of models, a client of them, and the environment in which a real vLLM server runs."""
+"""Stand-ins for servers of models, a client of them, and the environment in which a real vLLM
+server runs.
+"""
 
 from __future__ import annotations
 
@@ -23,17 +25,22 @@ from valence.rollouts.vllm import VLLMGenerator
 
 HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
 """The Python of the environment with vLLM, which has its own torch and transformers."""
-needs_vllm = pytest.mark.skipif(not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one")
+needs_vllm = pytest.mark.skipif(
+    not HERE.exists(), reason="there is no environment with vLLM: `make vllm` builds one"
+)
 
 Reply = tuple[int, Any]
 END = 3
 
 
 class Fake:
-    """A server with the same routes, and tokens that follow from the seed. It can hang, fail and forget.
+    """A server with the same routes, and tokens that follow from the seed.
+
+    It can hang, fail and forget.
 
     State that a test looks at and changes. ``on``: what to do at a route first; it may raise Drop,
-    or return the reply. ``stopped``: set once it serves no longer."""
+    or return the reply. ``stopped``: set once it serves no longer.
+    """
 
     def __init__(self) -> None:
         self.version, self.adapters, self.mode = "default", ["base"], "processed_logprobs"
@@ -63,7 +70,11 @@ class Fake:
             "/v1/models": lambda: (200, {"data": [{"id": name} for name in self.adapters]}),
             "/server_info": lambda: (
                 200,
-                {"vllm_config": {"model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}}},
+                {
+                    "vllm_config": {
+                        "model_config": {"dtype": "torch.float32", "logprobs_mode": self.mode}
+                    }
+                },
             ),
             "/get_world_size": lambda: (200, {"world_size": 1}),
             "/init_weight_transfer_engine": lambda: (200, {}),
@@ -117,7 +128,10 @@ class Fake:
         if "prompt_logprobs" in settings:
             rows = [
                 None,
-                *({str(token): {"logprob": -0.5 - k}} for k, token in enumerate(body["token_ids"][1:])),
+                *(
+                    {str(token): {"logprob": -0.5 - k}}
+                    for k, token in enumerate(body["token_ids"][1:])
+                ),
             ]
             return 200, {"choices": [], "prompt_logprobs": rows}
         return 200, {"choices": [self.choice(settings, k) for k in range(settings["n"])]}
@@ -131,7 +145,12 @@ class Fake:
             "index": index,
             "finish_reason": "stop" if index % 2 else "length",
             "token_ids": tokens,
-            "logprobs": {"content": [{"token_id": token, "logprob": 0.0 if certain else -float(token)} for token in tokens]},
+            "logprobs": {
+                "content": [
+                    {"token_id": token, "logprob": 0.0 if certain else -float(token)}
+                    for token in tokens
+                ]
+            },
             "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
         }
 
@@ -149,7 +168,9 @@ class Completions(Fake):
         first = 10 + body["seed"] % 50
         ended = body["seed"] % 2 == 0
         if not self.speaks:
-            return 200, {"choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]}
+            return 200, {
+                "choices": [{"finish_reason": "stop" if ended else "length", "text": f"{first} 8"}]
+            }
         tokens = [first, END if ended else 8][: body["max_tokens"]]
         choice = {
             "finish_reason": "length",
@@ -171,7 +192,9 @@ def serving(fake: Fake, port: int = 0) -> Iterator[Fake]:
         def _any(self) -> None:
             raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             try:
-                status, body = fake.answer(urlsplit(self.path).path, json.loads(raw) if raw else None)
+                status, body = fake.answer(
+                    urlsplit(self.path).path, json.loads(raw) if raw else None
+                )
             except Drop:
                 self.close_connection = True
                 return
@@ -225,7 +248,9 @@ class Words:
         return [int(word) for word in text.split()]
 
 
-def generator(url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any) -> VLLMGenerator:
+def generator(
+    url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any
+) -> VLLMGenerator:
     return VLLMGenerator(url, transport, Words(), end_ids=[END], timeout=timeout, **settings)  # type: ignore[arg-type]
 
 

@@ -27,7 +27,9 @@ def two_models(folder: Path) -> None:
     """The folders of two tiny models that differ in their weights alone: `model` and `other`."""
     tokenizer = tiny_tokenizer()
     for name, seed in (("model", 0), ("other", 1)):
-        tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, seed=seed).save_pretrained(folder / name)  # type: ignore[operator]
+        tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, seed=seed).save_pretrained(
+            folder / name
+        )  # type: ignore[operator]
         tokenizer.save_pretrained(folder / name)
 
 
@@ -41,7 +43,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with two models and a file of each kind of rows, which is the current one. Windows are small."""
+    """A folder with two models and a file of each kind of rows, which is the current one.
+
+    Windows are small.
+    """
     shutil.copytree(models, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "WINDOW", 4)

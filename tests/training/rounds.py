@@ -1,4 +1,6 @@
-"""What the tests of offline rounds share: a folder with a model, prompts and rewards, and the ways to call."""
+"""What the tests of offline rounds share: a folder with a model, prompts and rewards, and the ways
+to call.
+"""
 
 from __future__ import annotations
 
@@ -38,23 +40,41 @@ def down(completions, **context):
 
 def prompts(name: str = "prompts.jsonl", count: int = 7) -> str:
     """Texts and chats of different lengths, some with other columns."""
-    rows: list[dict[str, Any]] = [{"prompt": f"question {'x' * (3 * i % 7)} {i} is ", "answer": i} for i in range(count)]
-    rows[2] = {"prompt": [{"role": "user", "content": "hello"}], "answer": 2, "label": True, "weight": 0.5}
+    rows: list[dict[str, Any]] = [
+        {"prompt": f"question {'x' * (3 * i % 7)} {i} is ", "answer": i} for i in range(count)
+    ]
+    rows[2] = {
+        "prompt": [{"role": "user", "content": "hello"}],
+        "answer": 2,
+        "label": True,
+        "weight": 0.5,
+    }
     return write(name, rows)
 
 
-def sample(out: str = "answers.jsonl", target: str = "model", data: Sequence[str] = ("prompts.jsonl",), **how: Any) -> Counted:
+def sample(
+    out: str = "answers.jsonl",
+    target: str = "model",
+    data: Sequence[str] = ("prompts.jsonl",),
+    **how: Any,
+) -> Counted:
     drawn = {name: how.pop(name) for name in Draws.__dataclass_fields__ if name in how}
     draws = Draws(**{"n": 3, "max_new_tokens": 6, "at_once": 6, **drawn})
     return sample_rows(target, Path(out), draws, data=data, quiet=True, **how)
 
 
-def judge(*rewards: str, out: str = "scored.jsonl", data: Sequence[str] = ("answers.jsonl",), **how: Any) -> Tally:
-    return score_by_reward(data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **how)
+def judge(
+    *rewards: str, out: str = "scored.jsonl", data: Sequence[str] = ("answers.jsonl",), **how: Any
+) -> Tally:
+    return score_by_reward(
+        data, Path(out), rewards=rewards or ("rewards:short",), quiet=True, **how
+    )
 
 
 def killed(*words: str, out: str, lines: int) -> int:
-    """Lines that the command has written before it was killed, which is as soon as it has so many."""
+    """Lines that the command has written before it was killed, which is as soon as it has so
+    many.
+    """
     program, path = Program(*words), Path(out)
     program.wait_until(lambda: path.exists() and path.read_bytes().count(b"\n") >= lines)
     assert program.kill() == -signal.SIGKILL

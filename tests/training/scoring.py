@@ -11,17 +11,30 @@ from valence.training.score_rows import Tally, score_rows
 
 ASKED = [{"role": "user", "content": "What is the capital of France?"}]
 FILES: dict[str, list[dict[str, Any]]] = {
-    "judgement": [{"prompt": ASKED, "completion": f"answer {i}", "label": i % 2 == 0, "who": i} for i in range(5)],
-    "preference": [{"prompt": f"question {i} ", "chosen": f"good {i} " * 3, "rejected": "bad"} for i in range(4)],
-    "demonstration": [{"messages": [*ASKED, {"role": "assistant", "content": f"Paris {i}"}]} for i in range(3)],
-    "ranking": [{"prompt": "1 + 1 = ", "completions": ["2", "3 or so", "hello"], "scores": [2.5, 1, 0]} for _ in range(2)],
+    "judgement": [
+        {"prompt": ASKED, "completion": f"answer {i}", "label": i % 2 == 0, "who": i}
+        for i in range(5)
+    ],
+    "preference": [
+        {"prompt": f"question {i} ", "chosen": f"good {i} " * 3, "rejected": "bad"}
+        for i in range(4)
+    ],
+    "demonstration": [
+        {"messages": [*ASKED, {"role": "assistant", "content": f"Paris {i}"}]} for i in range(3)
+    ],
+    "ranking": [
+        {"prompt": "1 + 1 = ", "completions": ["2", "3 or so", "hello"], "scores": [2.5, 1, 0]}
+        for _ in range(2)
+    ],
     "scored": [{"prompt": f"hello {i} ", "completion": "world", "score": i / 2} for i in range(3)],
 }
 ALL = [f"{name}.jsonl" for name in FILES]
 
 
 def write(name: str, rows: list[Any]) -> str:
-    Path(name).write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    Path(name).write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows)
+    )
     return name
 
 

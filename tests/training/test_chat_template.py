@@ -1,4 +1,6 @@
-"""Training, sampling, scoring and the exported model agree on plain text, on the chat template and on end tokens."""
+"""Training, sampling, scoring and the exported model agree on plain text, on the chat template and
+on end tokens.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,21 @@ from valence.training.restore import restore
 from valence.training.sample_rows import Draws, sample_rows
 from valence.training.setup import Prepared, prepare
 
-PAIRS = [{"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)]
+PAIRS = [
+    {"prompt": f"question {i}", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)
+]
 CHATS = [{**pair, "prompt": [{"role": "user", "content": pair["prompt"]}]} for pair in PAIRS]
-SWITCHED = CHATML.replace("assistant\n' }}", "assistant\n' }}{% if not think %}{{ '<think></think>' }}{% endif %}")
+SWITCHED = CHATML.replace(
+    "assistant\n' }}", "assistant\n' }}{% if not think %}{{ '<think></think>' }}{% endif %}"
+)
 """ChatML whose generation prompt has an empty block of reasoning unless ``think`` is true."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with the models `chat` and `base`, of which only one has a chat template, and rows."""
+    """The current folder, with the models `chat` and `base`, of which only one has a chat template,
+    and rows.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli.console, "width", 200)
     saved("chat", CHATML)
@@ -72,7 +80,9 @@ def prepared(**given: Any) -> Prepared:
 def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     """What a chat is sampled from, by the library alone."""
     chat = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, **kwargs)["input_ids"]
+    return tokenizer.apply_chat_template(
+        chat, add_generation_prompt=True, return_dict=True, **kwargs
+    )["input_ids"]
 
 
 # --- plain text
@@ -83,7 +93,9 @@ def asked(tokenizer: Any, text: str, **kwargs: Any) -> list[int]:
     pytest.param(True, marks=pytest.mark.slow),
     pytest.param(False, marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any, place: Path) -> None:
+def test_training_sampling_scoring_and_the_card_agree_on_plain_text(
+    as_chat: Any, place: Path
+) -> None:
     run = valence.train(recipe(as_chat=as_chat), quiet=True)
     tokenizer: Any = tiny_tokenizer()
     wanted = asked(tokenizer, "question 0") if as_chat else tokenizer("question 0")["input_ids"]
@@ -92,7 +104,10 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any
     drawn = Draws(n=1, max_new_tokens=2)
     sample_rows("run", Path("asked.jsonl"), drawn, questions=["question 0"], quiet=True)
     sample_rows("run", Path("rows.jsonl"), drawn, data=["pairs.jsonl"], quiet=True)
-    assert [row["prompt_ids"] for row in read("asked.jsonl") + read("rows.jsonl")[:1]] == [wanted, wanted]
+    assert [row["prompt_ids"] for row in read("asked.jsonl") + read("rows.jsonl")[:1]] == [
+        wanted,
+        wanted,
+    ]
     measured = restore(Path("run"), overrides=["data.train=[]"]).prepared
     assert measured.encoder.encode_prompt("question 0") == tuple(wanted)
     score("pairs.jsonl", target="run", out="scores.jsonl")
@@ -104,7 +119,11 @@ def test_training_sampling_scoring_and_the_card_agree_on_plain_text(as_chat: Any
 
 def test_without_a_template_plain_text_stays_and_chats_name_the_setting(place: Path) -> None:
     found = prepared(model="base")
-    assert (found.encoder.as_chat, found.uses_template, found.recipe.data.as_chat) == (False, False, False)
+    assert (found.encoder.as_chat, found.uses_template, found.recipe.data.as_chat) == (
+        False,
+        False,
+        False,
+    )
     assert found.source.settings["data.as_chat"].is_automatic
     with raises_error(
         "chat-template-missing",
@@ -117,7 +136,10 @@ def test_without_a_template_plain_text_stays_and_chats_name_the_setting(place: P
 
 
 def test_text_that_holds_the_templates_markup_is_an_error_with_both_choices(place: Path) -> None:
-    rendered = [{**pair, "prompt": f"<|im_start|>user\n{pair['prompt']}<|im_end|>\n<|im_start|>assistant\n"} for pair in PAIRS]
+    rendered = [
+        {**pair, "prompt": f"<|im_start|>user\n{pair['prompt']}<|im_end|>\n<|im_start|>assistant\n"}
+        for pair in PAIRS
+    ]
     write("rendered.jsonl", rendered)
     with raises_error(
         "row-template-in-text",
@@ -128,8 +150,13 @@ def test_text_that_holds_the_templates_markup_is_an_error_with_both_choices(plac
     assert "<|im_start|>" in raised.error.what
     raw = prepared(rows="rendered.jsonl", as_chat=False).corpora["train"].units
     chats = prepared(rows="chats.jsonl").corpora["train"].units
-    assert [(unit.prompt_ids, unit.answers) for unit in raw] == [(unit.prompt_ids, unit.answers) for unit in chats]
-    write("spoken.jsonl", [{**pair, "prompt": f"What is <b>{pair['prompt']}</b>, or </s>?"} for pair in PAIRS])
+    assert [(unit.prompt_ids, unit.answers) for unit in raw] == [
+        (unit.prompt_ids, unit.answers) for unit in chats
+    ]
+    write(
+        "spoken.jsonl",
+        [{**pair, "prompt": f"What is <b>{pair['prompt']}</b>, or </s>?"} for pair in PAIRS],
+    )
     assert prepared(rows="spoken.jsonl").encoder.as_chat
 
 
@@ -147,7 +174,9 @@ def test_a_resumed_run_keeps_its_choice(place: Path) -> None:
     assert "data.as_chat: true -> false" in raised.error.what
 
 
-def test_check_inspect_and_train_say_what_was_chosen(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_inspect_and_train_say_what_was_chosen(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("recipe.yaml").write_text(json.dumps(recipe()))
     end = tiny_tokenizer().eos_token_id
     for words in (["check"], ["inspect"], ["train"]):
@@ -163,17 +192,27 @@ def test_check_inspect_and_train_say_what_was_chosen(place: Path, capsys: pytest
 
 
 @pytest.mark.parametrize("chosen", ["chatml", "templates/own.jinja"])
-def test_a_chosen_template_is_kept_with_the_run_and_the_exported_tokenizer(chosen: str, place: Path) -> None:
+def test_a_chosen_template_is_kept_with_the_run_and_the_exported_tokenizer(
+    chosen: str, place: Path
+) -> None:
     Path("recipes/templates").mkdir(parents=True)
-    Path("recipes/templates/own.jinja").write_text(CHATML.replace("<|im_end|>", "</s>"), encoding="utf-8")
-    Path("recipes/recipe.yaml").write_text(json.dumps(recipe("base", rows="../chats.jsonl", chat_template=chosen)))
+    Path("recipes/templates/own.jinja").write_text(
+        CHATML.replace("<|im_end|>", "</s>"), encoding="utf-8"
+    )
+    Path("recipes/recipe.yaml").write_text(
+        json.dumps(recipe("base", rows="../chats.jsonl", chat_template=chosen))
+    )
     run = valence.train("recipes/recipe.yaml", quiet=True)
     Path("recipes/templates/own.jinja").unlink()
     exported: Any = AutoTokenizer.from_pretrained("run/model")
     assert exported.chat_template == run.prepared.tokenizer.chat_template
     assert ("</s>" in exported.chat_template) == (chosen != "chatml")
     again = restore(Path("run"), overrides=["data.train=[]"]).prepared.encoder
-    assert again.encode_prompt("hello") == run.prepared.encoder.encode_prompt("hello") == tuple(asked(exported, "hello"))
+    assert (
+        again.encode_prompt("hello")
+        == run.prepared.encoder.encode_prompt("hello")
+        == tuple(asked(exported, "hello"))
+    )
     card = Path("run/model/README.md").read_text()
     assert "apply_chat_template" in card
     assert "im_start" not in card  # the template's text is not a line of its table of settings
@@ -197,8 +236,16 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     run = valence.train(recipe(chat_template_kwargs={"think": True}), quiet=True)
     on, off = asked(tokenizer, "question 0", think=True), asked(tokenizer, "question 0")
     assert on != off
-    assert [list(u.prompt_ids) for u in run.prepared.corpora["train"].units if u.origin.line == 1] == [on]
-    sample_rows("run", Path("asked.jsonl"), Draws(n=1, max_new_tokens=2), questions=["question 0"], quiet=True)
+    assert [
+        list(u.prompt_ids) for u in run.prepared.corpora["train"].units if u.origin.line == 1
+    ] == [on]
+    sample_rows(
+        "run",
+        Path("asked.jsonl"),
+        Draws(n=1, max_new_tokens=2),
+        questions=["question 0"],
+        quiet=True,
+    )
     assert read("asked.jsonl")[0]["prompt_ids"] == on
     code = re.search(r"apply_chat_template\((.*)\)\n", Path("run/model/README.md").read_text())
     assert code
@@ -206,7 +253,8 @@ def test_the_templates_variables_reach_every_rendering(place: Path) -> None:
     rows = [{"prompt": "question 0", "completion": "good 0"}]
     model = run.policy.causal
     with_it, without = (
-        valence.logprobs(model, rows, tokenizer=tokenizer, chat_template_kwargs=kwargs) for kwargs in ({"think": True}, None)
+        valence.logprobs(model, rows, tokenizer=tokenizer, chat_template_kwargs=kwargs)
+        for kwargs in ({"think": True}, None)
     )
     assert with_it[0].logps != pytest.approx(without[0].logps, abs=1e-6)
     with raises_error("run-differs", where="run.dir") as raised:
@@ -225,28 +273,38 @@ def test_variables_without_effect_are_errors(place: Path) -> None:
 # --- end tokens
 
 LLAMA = (
-    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m['role'] + "
+    "'<|end_header_id|>\n\n' }}"
     "{{ m['content'] + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
 GLM = (
     "{% for m in messages %}{{ '<|' + m['role'] + '|>\n' + m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"
 )
 HARMONY = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ '<|start|>assistant<|channel|>final<|message|>' + m['content'] }}"
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}{{ "
+    "'<|start|>assistant<|channel|>final<|message|>' + m['content'] }}"
     "{{ '<|return|>' if loop.last else '<|end|>' }}{% else %}"
     "{{ '<|start|>' + m['role'] + '<|message|>' + m['content'] + '<|end|>' }}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|start|>assistant' }}{% endif %}"
 )
 FAMILIES = {
     "llama": (LLAMA, "<|eot_id|>", "<|eot_id|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
-    "llama base tokenizer": (LLAMA, "<|eot_id|>", "<|end_of_text|>", ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"]),
+    "llama base tokenizer": (
+        LLAMA,
+        "<|eot_id|>",
+        "<|end_of_text|>",
+        ["<|end_of_text|>", "<|eom_id|>", "<|eot_id|>"],
+    ),
     "qwen2.5": (CHATML, "<|im_end|>", "<|im_end|>", ["<|im_end|>", "<|endoftext|>"]),
     "gpt-oss": (HARMONY, "<|return|>", "<|return|>", ["<|return|>", "<|endoftext|>", "<|call|>"]),
     "glm": (GLM, "<|user|>", "<|endoftext|>", ["<|endoftext|>", "<|user|>", "<|observation|>"]),
 }
-"""Template, the token that ends a turn, the tokenizer's end-of-sequence token, and the generation config's."""
+"""Template, the token that ends a turn, the tokenizer's end-of-sequence token, and the generation
+config's.
+"""
 
 
 @pytest.mark.parametrize(("family", "rows"), [
@@ -274,7 +332,10 @@ def test_every_end_token_is_used_everywhere(family: str, rows: str, place: Path)
     assert set(encoder.end_ids) == {*stops, tokenizer.eos_token_id, last}
     assert encoder.end_ids[0] == last
     for unit in run.prepared.corpora["train"].units:
-        assert all(answer.ids[-1] == last and answer.mask[-1] and answer.complete for answer in unit.answers)
+        assert all(
+            answer.ids[-1] == last and answer.mask[-1] and answer.complete
+            for answer in unit.answers
+        )
     write_model(run, Path("out"), "auto")
     assert set(GenerationConfig.from_pretrained("out").eos_token_id) == set(encoder.end_ids)
     assert f"{end} ({last})" in _shown(run.prepared)
@@ -298,7 +359,9 @@ def test_an_answer_that_ends_at_any_of_them_is_finished(place: Path) -> None:
     answers = [answer for several in found for answer in several if answer.tokens[-1] in stops]
     assert answers
     assert {answer.stop for answer in answers} == {"eos"}
-    given = valence.api.build_run({**recipe(), "run": {"dir": "given"}}, model=model, tokenizer=tokenizer, quiet=True)
+    given = valence.api.build_run(
+        {**recipe(), "run": {"dir": "given"}}, model=model, tokenizer=tokenizer, quiet=True
+    )
     assert {*stops} <= {*given.prepared.encoder.end_ids}
 
 
@@ -306,10 +369,14 @@ def test_plain_text_ends_with_the_tokenizers_end_token(place: Path) -> None:
     found = prepared(as_chat=False)
     eos = tiny_tokenizer().eos_token_id
     assert found.encoder.end_ids[0] == eos
-    assert all(answer.ids[-1] == eos for unit in found.corpora["train"].units for answer in unit.answers)
+    assert all(
+        answer.ids[-1] == eos for unit in found.corpora["train"].units for answer in unit.answers
+    )
 
 
-def test_the_models_configuration_names_them_where_there_is_no_generation_config(place: Path) -> None:
+def test_the_models_configuration_names_them_where_there_is_no_generation_config(
+    place: Path,
+) -> None:
     folder = Path("chat")
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9, 7]}))
     assert generation_stops("chat") == (7, 9)

@@ -18,7 +18,10 @@ from valence.training.build import build_models
 from valence.training.methods import method_of
 from valence.training.setup import prepare
 
-ROWS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(6)]
+ROWS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(6)
+]
 
 
 @pytest.fixture
@@ -28,7 +31,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
     tiny(vocab_size=len(tokenizer)).save_pretrained(tmp_path / "model")  # type: ignore[operator]
     tokenizer.save_pretrained(tmp_path / "model")
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "recipe.yaml").write_text("method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n")
+    (tmp_path / "recipe.yaml").write_text(
+        "method: dpo\nmodel: {name: ./model}\ndata: {train: rows.jsonl, max_length: 128}\n"
+    )
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(building, "why_not", lambda device: None)
     found: list[PolicyModel] = []
@@ -43,7 +48,9 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[PolicyMode
 
 def build(*overrides: str, training: bool = True) -> list[PolicyModel]:
     """The policy and the reference's engine."""
-    prepared = prepare(load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"], method_of=method_of))
+    prepared = prepare(
+        load_recipe(Path("recipe.yaml"), [*overrides, "reference.cache=off"], method_of=method_of)
+    )
     policy, reference = build_models(prepared, fills=training)
     assert isinstance(reference, FrozenReference)
     return [policy, reference.engine]
@@ -58,7 +65,9 @@ def test_only_what_trains_is_compiled(compiled: list[PolicyModel]) -> None:
     assert compiled == []
 
 
-def test_auto_compiles_what_is_long_enough(compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_compiles_what_is_long_enough(
+    compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     build()
     build("train.compile=off")
     assert compiled == []
@@ -66,7 +75,9 @@ def test_auto_compiles_what_is_long_enough(compiled: list[PolicyModel], monkeypa
     assert build() == compiled
 
 
-def test_asked_for_without_a_compiler_is_an_error(compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_asked_for_without_a_compiler_is_an_error(
+    compiled: list[PolicyModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(building, "why_not", lambda device: "there is no C++ compiler")
     with raises_error("compile-unavailable", where="train.compile") as raised:
         build("train.compile=on")

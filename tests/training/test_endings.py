@@ -75,7 +75,9 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
     with monkeypatch.context() as patch:
         patch.setattr(
             "valence.training.build.load_model",
-            lambda *_, **__: (_ for _ in ()).throw(UserError("no weights", code="model-not-loadable")),
+            lambda *_, **__: (_ for _ in ()).throw(
+                UserError("no weights", code="model-not-loadable")
+            ),
         )
         with raises_error("model-not-loadable"):
             valence.train(recipe(folder, tmp_path, train={"epochs": 1}), quiet=True)
@@ -86,7 +88,9 @@ def test_a_run_that_failed_before_its_first_step_leaves_its_folder_free(
 def test_an_adapter_is_not_put_on_other_weights(finished: FinishedRuns, tmp_path: Path) -> None:
     run = finished("kto", True).directory
     other = tmp_path / "other"
-    tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=8).save_pretrained(other)
+    tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=8).save_pretrained(
+        other
+    )
     tiny_tokenizer().save_pretrained(other)
     with raises_error("base-model-changed", where="checkpoint"):
         restore(run, overrides=[f"model.name={other}"], quiet=True)
@@ -119,8 +123,13 @@ def test_a_state_is_saved_unless_the_weights_were_changing(
     tmp_path: Path,
     monkeypatch: Any,
 ) -> None:
-    """Interrupted before the update the state is that of the last step; amid it, it is that of no step."""
-    calls = {"forward": "valence.training.step.Objective.run", "update": "valence.training.optim.AdamW.step"}
+    """Interrupted before the update the state is that of the last step; amid it, it is that of no
+    step.
+    """
+    calls = {
+        "forward": "valence.training.step.Objective.run",
+        "update": "valence.training.optim.AdamW.step",
+    }
     target, name = calls[where].rsplit(".", 1)
     module, kind = target.rsplit(".", 1)
     owner = getattr(__import__(module, fromlist=[kind]), kind)

@@ -17,7 +17,9 @@ from valence.losses import LOSSES
 from valence.reports.metrics import Meter
 
 
-def measured(name: str, budget: int, *, backward: bool, entropy: bool = True) -> tuple[dict[str, float], torch.Tensor]:
+def measured(
+    name: str, budget: int, *, backward: bool, entropy: bool = True
+) -> tuple[dict[str, float], torch.Tensor]:
     policy, reference = models_for(name)
     made = objective(name, policy, reference, budget=budget)
     outcome = made.run(units_for(name), backward=backward, entropy=entropy)
@@ -29,7 +31,12 @@ def measured(name: str, budget: int, *, backward: bool, entropy: bool = True) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["kto", "ppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "aot", "sft", "grpo"))]
+    "name",
+    [
+        "kto",
+        "ppo",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("dpo", "aot", "sft", "grpo")),
+    ],
 )
 def test_entropy_is_that_of_the_whole_vocabulary_for_every_split(name: str) -> None:
     """Against the softmax of the model's own logits, one sequence at a time in float64."""
@@ -45,7 +52,9 @@ def test_entropy_is_that_of_the_whole_vocabulary_for_every_split(name: str) -> N
     wanted = sum(entropies) / len(entropies)
     for budget in (40, 10_000):
         for backward in (False, True):
-            assert measured(name, budget, backward=backward)[0]["entropy"] == pytest.approx(wanted, rel=1e-9)
+            assert measured(name, budget, backward=backward)[0]["entropy"] == pytest.approx(
+                wanted, rel=1e-9
+            )
 
 
 def test_measuring_entropy_changes_neither_gradient_nor_other_numbers() -> None:
@@ -62,7 +71,9 @@ def test_reward_models_have_no_entropy(name: str) -> None:
 
 
 @pytest.mark.parametrize("method", ["grpo", pytest.param("online_dpo", marks=pytest.mark.slow)])
-def test_records_of_a_run_have_it(method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_of_a_run_have_it(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the steps that are logged compute it."""
     from valence.training import step
 
@@ -76,8 +87,15 @@ def test_records_of_a_run_have_it(method: str, tmp_path: Path, monkeypatch: pyte
         return run(self, *rest, **how)
 
     monkeypatch.setattr(step.Objective, "run", note)
-    settings = recipe(tmp_path, method, run={"log_every": 3}, train={"max_steps": 5}, data={"eval": []})
+    settings = recipe(
+        tmp_path, method, run={"log_every": 3}, train={"max_steps": 5}, data={"eval": []}
+    )
     valence.train(settings | {"eval": {}}, quiet=True)
-    records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
     assert asked == [False, False, True, False, True]
-    assert [(record["step"], 0 < record["entropy"] < 7) for record in records] == [(3, True), (5, True)]
+    assert [(record["step"], 0 < record["entropy"] < 7) for record in records] == [
+        (3, True),
+        (5, True),
+    ]

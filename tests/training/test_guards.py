@@ -1,4 +1,6 @@
-"""What goes wrong while a run trains: bad steps, jumps, memory that runs out, disks that are full."""
+"""What goes wrong while a run trains: bad steps, jumps, memory that runs out, disks that are
+full.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,11 @@ def test_too_many_bad_steps_leave_a_checkpoint_from_before_them(
         make_gradients_nan(patch, 5)
         with raises_error("loss-not-finite", where="step 8", fix="train.learning_rate"):
             train(settings)
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-4", "step-5"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-2",
+        "step-4",
+        "step-5",
+    ]
     warnings = facts(tmp_path / "run")["warnings"][:3]
     assert numbers(warnings) == ["6", "7", "8"]
     run, _ = train(settings)  # with the cause removed
@@ -120,7 +126,11 @@ def test_when_memory_runs_out_half_as_much_runs_at_once(
     passes: list[int] = []
 
     def fail(objective: Objective, step: int, backward: bool) -> None:
-        if objective.micro_batch_tokens > 100 and backward is (phase == "training") and len(passes) < 3:
+        if (
+            objective.micro_batch_tokens > 100
+            and backward is (phase == "training")
+            and len(passes) < 3
+        ):
             passes.append(step)
             if len(passes) == 3:
                 raise error
@@ -154,7 +164,11 @@ def test_a_resumed_run_keeps_the_step_from_which_the_smaller_number_holds(
         whole, _ = train({**settings, "run": {**settings["run"], "dir": str(tmp_path / "whole")}})
         killed(settings, 6)
     again, _ = train(settings)
-    assert again.budget.state_dict() == whole.budget.state_dict() == [[0, "evaluation", 60], [5, "training", 30]]
+    assert (
+        again.budget.state_dict()
+        == whole.budget.state_dict()
+        == [[0, "evaluation", 60], [5, "training", 30]]
+    )
     assert records(tmp_path / "run") == records(tmp_path / "whole")
     assert all(torch.equal(p, weights(again)[name]) for name, p in weights(whole).items())
 

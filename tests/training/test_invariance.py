@@ -1,4 +1,6 @@
-"""One training step is the same however it is cut into micro-batches, laid out in memory, or ordered."""
+"""One training step is the same however it is cut into micro-batches, laid out in memory, or
+ordered.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,10 @@ WHOLE = 10_000
 TOLERANCE = {
     # Sums of some hundred terms in another order: a few units in the last of 53 bits.
     torch.float64: 1e-10,
-    # The last of 24 bits is 6e-8 of a number. z0 is a mean of differences between log-probabilities of some tens of nats, which
-    # rounding can move by some 1e-6 of a nat. The test at the end shows that a mistake moves these numbers by far more.
+    # The last of 24 bits is 6e-8 of a number. z0 is a mean of differences between log-probabilities
+    # of some tens of nats, which
+    # rounding can move by some 1e-6 of a nat. The test at the end shows that a mistake moves these
+    # numbers by far more.
     torch.float32: 1e-5,
 }
 
@@ -47,10 +51,15 @@ class Pair:
 
 
 def models(dtype: torch.dtype) -> Pair:
-    """Two different random models. Their roles are such that z0 is above its clamp. Their norms round as ``dtype`` does (those of
-    many models are in float32 whatever the rest is, which rounds what a shared token gets once)."""
+    """Two different random models.
+
+    Their roles are such that z0 is above its clamp. Their norms round as ``dtype`` does (those of
+    many models are in float32 whatever the rest is, which rounds what a shared token gets once).
+    """
     policy = build_policy(tiny("gpt2", seed=3, dtype=dtype), dtype=dtype)
-    reference = build_reference(policy, fresh_adapter=False, model=tiny("gpt2", seed=8, dtype=dtype), name="another")
+    reference = build_reference(
+        policy, fresh_adapter=False, model=tiny("gpt2", seed=8, dtype=dtype), name="another"
+    )
     assert isinstance(reference, FrozenReference)
     return Pair(policy, reference)
 
@@ -64,12 +73,20 @@ def num_micro_batches_of(rows: list[TokenizedExample], max_tokens: int) -> int:
 
 
 def budget_for(rows: list[TokenizedExample], micro_batches: int) -> int:
-    """A large token budget that cuts these rows into so many micro-batches, or more where that many cannot be."""
-    return next(budget for budget in range(tokens(rows), 0, -5) if num_micro_batches_of(rows, budget) >= micro_batches)
+    """A large token budget that cuts these rows into so many micro-batches, or more where that many
+    cannot be.
+    """
+    return next(
+        budget
+        for budget in range(tokens(rows), 0, -5)
+        if num_micro_batches_of(rows, budget) >= micro_batches
+    )
 
 
 def related(kind: Kind) -> list[TokenizedExample]:
-    """Several verdicts on answers to one prompt, turns of one talk that are judged one by one, and prompts that begin alike."""
+    """Several verdicts on answers to one prompt, turns of one talk that are judged one by one, and
+    prompts that begin alike.
+    """
     draw = random.Random(3)
 
     def ids(length: int) -> tuple[int, ...]:
@@ -84,16 +101,34 @@ def related(kind: Kind) -> list[TokenizedExample]:
     made: list[TokenizedExample] = []
     for i, prompt in enumerate(prompts):
         after = next(
-            (p for p in prompts[i + 1 :] if len(p) > len(prompt) and p[: len(prompt)] == prompt and prompt != system), ()
+            (
+                p
+                for p in prompts[i + 1 :]
+                if len(p) > len(prompt) and p[: len(prompt)] == prompt and prompt != system
+            ),
+            (),
         )
         first = after[len(prompt) : len(prompt) + 6] or ids(draw.randint(1, 9))
         sides = (first, ids(4))[: 2 if kind == "preference" else 1]
-        made.append(unit(f"row{i}", kind, prompt, *sides, label=i % 3 != 0 if kind == "judgement" else None, weight=1.0 + i % 2))
+        made.append(
+            unit(
+                f"row{i}",
+                kind,
+                prompt,
+                *sides,
+                label=i % 3 != 0 if kind == "judgement" else None,
+                weight=1.0 + i % 2,
+            )
+        )
     return made
 
 
-def step(pair: Pair, method: str, rows: list[TokenizedExample], budget: int, **settings: Any) -> tuple[dict[str, float], int]:
-    """Loss, z0 (with kto) and gradient norm of a step over all rows as they arrive, and its micro-batches."""
+def step(
+    pair: Pair, method: str, rows: list[TokenizedExample], budget: int, **settings: Any
+) -> tuple[dict[str, float], int]:
+    """Loss, z0 (with kto) and gradient norm of a step over all rows as they arrive, and its
+    micro-batches.
+    """
     sampler = Sampler(tuple(rows), batch_size=len(rows))
     chosen, following = sampler.step(0)
     made = objective(method, pair.policy, pair.reference, budget=budget, max_length=200, **settings)
@@ -106,7 +141,9 @@ def step(pair: Pair, method: str, rows: list[TokenizedExample], budget: int, **s
     for name in ("kl", "kl/raw"):
         for part in outcome.metrics.get(name, []):
             meter.add({name: part})
-    return {"loss": float(outcome.loss), "grad_norm": norm} | meter.reduce(made.group), outcome.micro_batches
+    return {"loss": float(outcome.loss), "grad_norm": norm} | meter.reduce(
+        made.group
+    ), outcome.micro_batches
 
 
 @dataclass(frozen=True)
@@ -126,13 +163,21 @@ class Way:
 
 
 NEVER = 10**9
-LAYOUTS = ((prefix_tree.MIN_SHARED_TOKENS, True), (3, True), (NEVER, True), (prefix_tree.MIN_SHARED_TOKENS, False))
+LAYOUTS = (
+    (prefix_tree.MIN_SHARED_TOKENS, True),
+    (3, True),
+    (NEVER, True),
+    (prefix_tree.MIN_SHARED_TOKENS, False),
+)
 CUTS = ((WHOLE, None), (0, None), (0, 1), (0, 2), (0, 7))
 ALL_WAYS = [Way(*layout, *cut, order) for layout in LAYOUTS for cut in CUTS for order in (None, 1)]
 FEW_WAYS = [
-    Way(prefix_tree.MIN_SHARED_TOKENS, True, WHOLE, None, 1), Way(3, True, 0, None, None), Way(3, True, 0, 2, 1),
-    Way(NEVER, True, 0, 7, None), Way(prefix_tree.MIN_SHARED_TOKENS, False, 0, 7, 1),
-]  # fmt: skip
+    Way(prefix_tree.MIN_SHARED_TOKENS, True, WHOLE, None, 1),
+    Way(3, True, 0, None, None),
+    Way(3, True, 0, 2, 1),
+    Way(NEVER, True, 0, 7, None),
+    Way(prefix_tree.MIN_SHARED_TOKENS, False, 0, 7, 1),
+]
 APART, RELATED = "apart", "related"
 
 
@@ -153,7 +198,9 @@ def test_a_step_is_the_same_however_it_is_run(
     expected, num_micro_batches = step(pair, method, rows, WHOLE)
     assert num_micro_batches == 1
     assert expected["grad_norm"] > 1e-3
-    assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, "z0 must not be clamped for this to say anything"
+    assert method != "kto" or expected["kl"] == expected["kl/raw"] > 0.1, (
+        "z0 must not be clamped for this to say anything"
+    )
     for way in ways:
         monkeypatch.setattr(prefix_tree, "MIN_SHARED_TOKENS", way.share)
         budget = WHOLE if way.micro_batches is None else budget_for(rows, way.micro_batches)
@@ -174,10 +221,14 @@ def test_related_rows_share_much(kind: Kind) -> None:
 
 
 def test_the_tolerance_is_far_below_what_a_mistake_amounts_to() -> None:
-    """A reference point for each half of the step, as if it were estimated in every micro-batch, is seen at once."""
+    """A reference point for each half of the step, as if it were estimated in every micro-batch, is
+    seen at once.
+    """
     pair = models(torch.float32)
     rows = units("judgement", ROWS)
     right, _ = step(pair, "kto", rows, WHOLE)
     wrong, _ = step(pair, "kto", rows, WHOLE, z0_scope={"group": ROWS // 2, "pairing": "next"})
     for name in ("loss", "grad_norm", "kl"):
-        assert abs(wrong[name] - right[name]) > 100 * TOLERANCE[torch.float32] * abs(right[name]), name
+        assert abs(wrong[name] - right[name]) > 100 * TOLERANCE[torch.float32] * abs(right[name]), (
+            name
+        )

@@ -26,10 +26,16 @@ NO_BETTER = {"metric": "eval/loss", "mode": "max", "patience": 2, "min_delta": 1
 
 
 def test_the_best_checkpoint_stays_and_is_found(settings: dict[str, Any], tmp_path: Path) -> None:
-    settings["run"] |= {"save_every": 1, "keep": 1, "keep_best": {"metric": "eval/rewards/margins", "mode": "min"}}
+    settings["run"] |= {
+        "save_every": 1,
+        "keep": 1,
+        "keep_best": {"metric": "eval/rewards/margins", "mode": "min"},
+    }
     train(settings)
     margins = {
-        row["step"]: row["eval/rewards/margins"] for row in records(tmp_path / "run") if "eval/loss" in row and row["step"]
+        row["step"]: row["eval/rewards/margins"]
+        for row in records(tmp_path / "run")
+        if "eval/loss" in row and row["step"]
     }
     best = min(margins, key=lambda step: margins[step])
     assert best != 9
@@ -48,7 +54,18 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
 ) -> None:
     """A disk that was full for a moment, just when the best evaluation had been."""
     settings["run"] |= {"save_every": 2, "keep": 1, "keep_best": {}}
-    losses = [9.0, 4.0, 3.0, 5.0, 1.0, 4.0, 3.5, 4.0, 4.0, 4.0]  # that of step 4 is the best, and of step 2 before
+    losses = [
+        9.0,
+        4.0,
+        3.0,
+        5.0,
+        1.0,
+        4.0,
+        3.5,
+        4.0,
+        4.0,
+        4.0,
+    ]  # that of step 4 is the best, and of step 2 before
     monkeypatch.setattr(measure, "due", lambda run, step=None: True)
     monkeypatch.setattr(measure, "evaluate_and_keep", lambda run: {"eval/loss": losses[run.step]})
     really = store.save_file
@@ -60,7 +77,10 @@ def test_a_best_one_that_could_not_be_saved_gives_way_to_the_one_before(
         monkeypatch.setattr(store, "save_file", none_left if record["step"] == 4 else really)
 
     train(settings, callbacks=[full])
-    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == ["step-2", "step-9"]
+    assert sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir()) == [
+        "step-2",
+        "step-9",
+    ]
     assert restore(tmp_path / "run", at="best", quiet=True).step == 2
     warned = json.loads((tmp_path / "run/run.json").read_text())["warnings"]
     assert sum(re.findall(r"step (\d+)", warning) == ["4", "2"] for warning in warned) == 1
@@ -76,7 +96,9 @@ def test_the_best_of_other_rows_is_forgotten(settings: dict[str, Any], tmp_path:
     assert run.best.step > 4  # the highest loss of all was the first
 
 
-def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(settings: dict[str, Any]) -> None:
+def test_a_number_that_no_evaluation_has_is_named_at_the_first_one(
+    settings: dict[str, Any],
+) -> None:
     settings["run"]["keep_best"] = {"metric": "eval/los"}
     with raises_error("metric-unknown", where="run.keep_best", fix="eval/loss") as raised:
         train(settings)
@@ -139,7 +161,9 @@ def test_a_run_that_was_made_longer_and_killed_at_once_is_still_longer(
     assert run.step == 10
 
 
-def test_models_alone_may_be_saved_and_are_not_gone_on_with(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_models_alone_may_be_saved_and_are_not_gone_on_with(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     settings["run"] |= {"save_state": False, "save_hf": True}
     killed(settings, 3)
     (saved,) = (tmp_path / "run/checkpoints").iterdir()

@@ -1,4 +1,6 @@
-"""Symbolic links inside a run's folder are refused: what a run writes stays in its folder, whoever filled that before."""
+"""Symbolic links inside a run's folder are refused: what a run writes stays in its folder, whoever
+filled that before.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def outside(tmp_path: Path) -> Path:
 
 
 def is_untouched(outside: Path) -> bool:
-    return [path.name for path in outside.iterdir()] == ["file"] and (outside / "file").read_bytes() == CONTENT
+    return [path.name for path in outside.iterdir()] == ["file"] and (
+        outside / "file"
+    ).read_bytes() == CONTENT
 
 
 def put_link(place: Path, target: Path) -> None:
@@ -116,7 +120,9 @@ def test_a_link_in_place_of_a_finished_file_is_replaced(
 
 
 @pytest.mark.slow
-def test_the_folder_of_a_run_may_be_reached_through_links(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_the_folder_of_a_run_may_be_reached_through_links(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     """People keep runs on other disks."""
     (tmp_path / "disk/first").mkdir(parents=True)
     (tmp_path / "runs").symlink_to(tmp_path / "disk")

@@ -1,4 +1,6 @@
-"""Several methods in one step, and a reference that moves: what they add up to, and that a run is taken up as it was."""
+"""Several methods in one step, and a reference that moves: what they add up to, and that a run is
+taken up as it was.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,15 @@ from valence.training.methods import method_of
 from valence.training.saving import load_weights
 from valence.training.step import AuxiliaryLoss, optimizer_step
 
-THUMBS = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
+THUMBS = [
+    {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}
+    for i in range(12)
+]
 SHOWN = [{"prompt": f"ask {i} ", "completion": f"good {i}"} for i in range(5)]
-PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(8)]
+PAIRS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(8)
+]
 
 
 def written(path: Path, rows: list[dict[str, Any]]) -> str:
@@ -36,7 +44,12 @@ def written(path: Path, rows: list[dict[str, Any]]) -> str:
 
 def recipe(tmp_path: Path, **sections: Any) -> dict[str, Any]:
     data = {"train": [{"path": written(tmp_path / "train.jsonl", THUMBS)}], "max_length": 64}
-    base = {"method": "kto", "model": {"name": "tiny"}, "data": data, "train": {"batch_size": 4, "learning_rate": 1e-2}}
+    base = {
+        "method": "kto",
+        "model": {"name": "tiny"},
+        "data": data,
+        "train": {"batch_size": 4, "learning_rate": 1e-2},
+    }
     return base | sections
 
 
@@ -60,17 +73,25 @@ def run_of(
 
 @pytest.mark.parametrize("budget", [10_000, 25])
 def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
-    """The gradient of the step is the weighted sum of those of two steps of their own, however many rows each has."""
+    """The gradient of the step is the weighted sum of those of two steps of their own, however many
+    rows each has.
+    """
     policy, reference = policy_and_reference()
     judged, shown = units("judgement", 7), units("demonstration", 3, seed=1)
     alone: list[torch.Tensor] = []
     losses: list[float] = []
     for name, rows in (("kto", judged), ("sft", shown)):
         policy.zero_grad()
-        losses.append(float(objective(name, policy, reference, budget=budget).run(rows, backward=True).loss))
-        alone.append(torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]))
+        losses.append(
+            float(objective(name, policy, reference, budget=budget).run(rows, backward=True).loss)
+        )
+        alone.append(
+            torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+        )
     before = torch.cat([p.detach().flatten() for p in policy.parameters() if p.grad is not None])
-    share = AuxiliaryLoss("sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ())
+    share = AuxiliaryLoss(
+        "sft", objective("sft", policy, reference, budget=budget), 0.25, shown, ()
+    )
     sgd = torch.optim.SGD(policy.parameters(), lr=1.0)
     main = objective("kto", policy, reference, budget=budget)
     outcome, _, applied = optimizer_step(main, sgd, judged, (), None, [share])
@@ -82,7 +103,14 @@ def test_each_method_is_averaged_over_its_own_rows(budget: int) -> None:
 
 
 def test_a_run_trains_with_a_mix_and_logs_it(tmp_path: Path) -> None:
-    mix = [{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN), "weight": 0.5, "batch_size": 2}]
+    mix = [
+        {
+            "method": "sft",
+            "train": written(tmp_path / "shown.jsonl", SHOWN),
+            "weight": 0.5,
+            "batch_size": 2,
+        }
+    ]
     run = run_of(tmp_path, mix=mix)
     last = run.fit()
     assert run.step == 3
@@ -98,7 +126,9 @@ def test_a_mixed_method_trains_at_a_temperature_of_one() -> None:
     wanted = float(objective("sft", policy, reference).run(shown, backward=False).loss)
     policy.temperature = 0.5
     sgd = torch.optim.SGD(policy.parameters(), lr=0.0)
-    outcome, _, _ = optimizer_step(objective("kto", policy, reference), sgd, judged, (), None, [share])
+    outcome, _, _ = optimizer_step(
+        objective("kto", policy, reference), sgd, judged, (), None, [share]
+    )
     (found,) = outcome.metrics["sft/loss"]
     assert float(found.total) == pytest.approx(wanted, rel=1e-12)
     assert policy.temperature == 0.5
@@ -138,7 +168,9 @@ def test_class_weights_auto_make_both_classes_count_the_same(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 2}])
-def test_a_reference_that_follows_is_the_policy_of_the_last_sync(tmp_path: Path, lora: dict[str, int] | None) -> None:
+def test_a_reference_that_follows_is_the_policy_of_the_last_sync(
+    tmp_path: Path, lora: dict[str, int] | None
+) -> None:
     weights: dict[int, dict[str, torch.Tensor]] = {}
 
     def compare(run: Run, record: Any) -> None:
@@ -173,15 +205,25 @@ def test_a_soft_sync_goes_part_of_the_way(tmp_path: Path) -> None:
         assert not torch.equal(p, before[name])
     expected = {name: 0.5 * before[name] + 0.5 * run.trained[name].detach() for name in before}
     run.reference.follow({n: 2 * expected[n] - p for n, p in run.reference.weights.items()}, 0.5)
-    assert all(torch.allclose(p, expected[name], atol=1e-6) for name, p in run.reference.weights.items())
+    assert all(
+        torch.allclose(p, expected[name], atol=1e-6) for name, p in run.reference.weights.items()
+    )
 
 
 def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None:
     """A run taken up after two steps ends as one that was never left."""
     sections: dict[str, Any] = {
-        "method": "bco", "reference": {"sync_every": 1, "sync_mix": 0.5}, "loss": {"humanline": [-1.0, 1.5]},
-        "mix": [{"method": "bco_pair", "train": written(tmp_path / "pairs.jsonl", PAIRS), "batch_size": 3}],
-    }  # fmt: skip
+        "method": "bco",
+        "reference": {"sync_every": 1, "sync_mix": 0.5},
+        "loss": {"humanline": [-1.0, 1.5]},
+        "mix": [
+            {
+                "method": "bco_pair",
+                "train": written(tmp_path / "pairs.jsonl", PAIRS),
+                "batch_size": 3,
+            }
+        ],
+    }
     whole = run_of(tmp_path, **sections)
     whole.fit()
     assert whole.objective.shift.steps == 3
@@ -199,7 +241,10 @@ def test_state_holds_the_moved_reference_and_every_delta(tmp_path: Path) -> None
         assert torch.equal(one, other)
     assert isinstance(whole.reference, SyncedReference)
     assert isinstance(second.reference, SyncedReference)
-    assert all(torch.equal(p, second.reference.weights[name]) for name, p in whole.reference.weights.items())
+    assert all(
+        torch.equal(p, second.reference.weights[name])
+        for name, p in whole.reference.weights.items()
+    )
 
 
 def test_a_finished_run_is_measured_with_its_own_threshold(tmp_path: Path) -> None:
@@ -227,11 +272,16 @@ def test_settings_of_a_mixed_loss_are_checked_like_those_of_the_main_one(
     tmp_path: Path, part: dict[str, Any], code: str, where: str
 ) -> None:
     with raises_error(code, where=where):
-        load_recipe(recipe(tmp_path, mix=[{**part, "train": written(tmp_path / "more.jsonl", THUMBS)}]), method_of=method_of)
+        load_recipe(
+            recipe(tmp_path, mix=[{**part, "train": written(tmp_path / "more.jsonl", THUMBS)}]),
+            method_of=method_of,
+        )
 
 
 def test_all_turns_of_demonstrations_in_a_mix_may_train(tmp_path: Path) -> None:
-    made = recipe(tmp_path, mix=[{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN)}])
+    made = recipe(
+        tmp_path, mix=[{"method": "sft", "train": written(tmp_path / "shown.jsonl", SHOWN)}]
+    )
     made["data"]["train_on"] = "assistant"
     assert load_recipe(made, method_of=method_of).recipe.data.train_on == "assistant"
 

@@ -16,7 +16,11 @@ from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 
 ROWS = [
-    {"prompt": f"question {i} ", "completion": f"{'good' if i % 2 else 'bad'} answer {i}", "label": "yes" if i % 2 else "no"}
+    {
+        "prompt": f"question {i} ",
+        "completion": f"{'good' if i % 2 else 'bad'} answer {i}",
+        "label": "yes" if i % 2 else "no",
+    }
     for i in range(8)
 ]
 
@@ -36,7 +40,12 @@ def losses(folder: Path, rows: Any, held_out: Any) -> list[float]:
         quiet=True,
     )
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [value for record in records for name, value in record.items() if name in ("loss", "eval/loss")]
+    return [
+        value
+        for record in records
+        for name, value in record.items()
+        if name in ("loss", "eval/loss")
+    ]
 
 
 def test_frames_data_sets_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

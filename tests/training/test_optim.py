@@ -17,7 +17,13 @@ from tests.errors import raises_error
 from valence.checkpoint import store
 from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
 
-MOMENTS = ("exp_avg", "exp_avg_sq", "state1", "state2")  # PyTorch's names for them, and those of bitsandbytes
+# PyTorch's names for them, and those of bitsandbytes
+MOMENTS = (
+    "exp_avg",
+    "exp_avg_sq",
+    "state1",
+    "state2",
+)
 
 
 def rates(kind: str, warmup: float, total: int, steps: int | None = None) -> list[float]:
@@ -32,23 +38,45 @@ def rates(kind: str, warmup: float, total: int, steps: int | None = None) -> lis
     return found
 
 
-@pytest.mark.parametrize(("warmup", "total", "expected"), [
-    (0.0, 100, 0), (0.1, 100, 10), (0.03, 100, 3), (0.03, 10, 1), (0.5, 3, 2), (1, 100, 1), (20.0, 10, 20), (0.03, 1, 1),
-])  # fmt: skip
-def test_warm_up_is_a_share_of_all_steps_or_a_number_of_steps(warmup: float, total: int, expected: int) -> None:
+@pytest.mark.parametrize(
+    ("warmup", "total", "expected"),
+    [
+        (0.0, 100, 0),
+        (0.1, 100, 10),
+        (0.03, 100, 3),
+        (0.03, 10, 1),
+        (0.5, 3, 2),
+        (1, 100, 1),
+        (20.0, 10, 20),
+        (0.03, 1, 1),
+    ],
+)
+def test_warm_up_is_a_share_of_all_steps_or_a_number_of_steps(
+    warmup: float, total: int, expected: int
+) -> None:
     assert warmup_steps(warmup, total) == expected
 
 
-@pytest.mark.parametrize(("kind", "expected"), [
-    ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
-    ("cosine", [0.5, 1.0, 1.0, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2]),
-    ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        ("linear", [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]),
+        (
+            "cosine",
+            [0.5, 1.0, 1.0, (1 + math.cos(math.pi / 4)) / 2, 0.5, (1 - math.cos(math.pi / 4)) / 2],
+        ),
+        ("constant", [0.5, 1.0, 1.0, 1.0, 1.0, 1.0]),
+    ],
+)
 def test_schedules_by_hand(kind: str, expected: list[float]) -> None:
     assert rates(kind, 2, 6) == pytest.approx(expected)
 
 
-@given(st.sampled_from(["linear", "cosine", "constant"]), st.sampled_from([0.0, 0.03, 0.5, 0.99, 1, 3, 50]), st.integers(1, 60))
+@given(
+    st.sampled_from(["linear", "cosine", "constant"]),
+    st.sampled_from([0.0, 0.03, 0.5, 0.99, 1, 3, 50]),
+    st.integers(1, 60),
+)
 def test_every_step_trains_and_none_above_the_peak(kind: str, warmup: float, total: int) -> None:
     found = rates(kind, warmup, total)
     assert all(0 < rate <= 1 + 1e-12 for rate in found)
@@ -63,14 +91,23 @@ def test_the_rate_reaches_its_end_at_the_last_step_and_stays(kind: str, last: fl
 
 
 def test_only_matrices_that_train_decay() -> None:
-    model = nn.ModuleDict({"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2), "frozen": nn.Linear(2, 2)})
+    model = nn.ModuleDict(
+        {"linear": nn.Linear(3, 2), "norm": nn.LayerNorm(2), "frozen": nn.Linear(2, 2)}
+    )
     model["frozen"].requires_grad_(False)
     made = adamw(model, learning_rate=0.1, weight_decay=0.5, betas=(0.8, 0.9))
     found = {id(p): group["weight_decay"] for group in made.param_groups for p in group["params"]}
     names = {name: found.get(id(p)) for name, p in model.named_parameters()}
     assert {name for name, decay in names.items() if decay == 0.5} == {"linear.weight"}
-    assert {name for name, decay in names.items() if decay == 0} == {"linear.bias", "norm.weight", "norm.bias"}
-    assert {name for name, decay in names.items() if decay is None} == {"frozen.weight", "frozen.bias"}
+    assert {name for name, decay in names.items() if decay == 0} == {
+        "linear.bias",
+        "norm.weight",
+        "norm.bias",
+    }
+    assert {name for name, decay in names.items() if decay is None} == {
+        "frozen.weight",
+        "frozen.bias",
+    }
     assert all(group["betas"] == (0.8, 0.9) and group["lr"] == 0.1 for group in made.param_groups)
 
 
@@ -87,7 +124,14 @@ def test_decay_is_decoupled_from_the_gradient() -> None:
 
 
 def test_a_model_with_matrices_alone_has_one_group() -> None:
-    assert len(adamw(nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)).param_groups) == 1
+    assert (
+        len(
+            adamw(
+                nn.Linear(2, 2, bias=False), learning_rate=0.1, weight_decay=0.0, betas=(0.9, 0.999)
+            ).param_groups
+        )
+        == 1
+    )
 
 
 def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
@@ -95,9 +139,16 @@ def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
     model = nn.ModuleDict({"critic": nn.Linear(2, 1), "model": nn.Linear(3, 2)})
     how: dict[str, Any] = {"learning_rate": 0.1, "weight_decay": 0.5, "betas": (0.9, 0.99)}
     made = adamw(model, **how, value_learning_rate=0.4)
-    wanted = [("model.weight", 0.1, 0.5), ("model.bias", 0.1, 0.0), ("critic.weight", 0.4, 0.5), ("critic.bias", 0.4, 0.0)]
+    wanted = [
+        ("model.weight", 0.1, 0.5),
+        ("model.bias", 0.1, 0.0),
+        ("critic.weight", 0.4, 0.5),
+        ("critic.bias", 0.4, 0.0),
+    ]
     names = {id(p): name for name, p in model.named_parameters()}
-    assert [(names[id(p)], g["lr"], g["weight_decay"]) for g in made.param_groups for p in g["params"]] == wanted
+    assert [
+        (names[id(p)], g["lr"], g["weight_decay"]) for g in made.param_groups for p in g["params"]
+    ] == wanted
     assert [group["lr"] for group in adamw(model, **how).param_groups] == [0.1] * 4
     falls = schedule(made, kind="linear", warmup=0, total=4)
     found: list[list[float]] = []
@@ -105,7 +156,9 @@ def test_a_critic_has_groups_and_a_rate_of_its_own_under_one_schedule() -> None:
         found.append([group["lr"] for group in made.param_groups])
         made.step()
         falls.step()
-    assert found == [pytest.approx([rate * part for _, rate, _ in wanted]) for part in (1, 0.75, 0.5, 0.25)]
+    assert found == [
+        pytest.approx([rate * part for _, rate, _ in wanted]) for part in (1, 0.75, 0.5, 0.25)
+    ]
 
 
 def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
@@ -113,12 +166,16 @@ def test_a_share_of_a_round_number_of_steps_is_exact() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
-def test_the_state_of_an_optimizer_survives_its_file(kind: Literal["adamw", "adamw_8bit"], tmp_path: Path) -> None:
+def test_the_state_of_an_optimizer_survives_its_file(
+    kind: Literal["adamw", "adamw_8bit"], tmp_path: Path
+) -> None:
     """Stopped, saved and taken up, it makes the steps that it would have made, bit for bit."""
     through, stopped, other = (_model_and_optimizer(kind) for _ in range(3))
     _train(through, range(5))
     _train(stopped, range(3))
-    store.Snapshot({"weights": dict(stopped[0].state_dict()), "optimizer": stopped[1].state_dict()}).write(tmp_path)
+    store.Snapshot(
+        {"weights": dict(stopped[0].state_dict()), "optimizer": stopped[1].state_dict()}
+    ).write(tmp_path)
     saved = store.load(tmp_path)
     other[0].load_state_dict(saved["weights"])
     other[1].load_state_dict(saved["optimizer"])
@@ -128,7 +185,9 @@ def test_the_state_of_an_optimizer_survives_its_file(kind: Literal["adamw", "ada
     assert not torch.equal(next(through[0].parameters()), next(stopped[0].parameters()))
 
 
-def _model_and_optimizer(kind: Literal["adamw", "adamw_8bit"]) -> tuple[nn.Module, torch.optim.Optimizer]:
+def _model_and_optimizer(
+    kind: Literal["adamw", "adamw_8bit"],
+) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 128), nn.LayerNorm(128))
     return model, adamw(model, learning_rate=1e-2, weight_decay=0.1, betas=(0.9, 0.99), kind=kind)
@@ -151,7 +210,13 @@ def test_moments_of_8_bits_train_as_those_of_32_do() -> None:
         before = next(model.parameters()).detach().clone()
         _train(made, range(4))
         found.append(next(model.parameters()).detach() - before)
-        sizes.append(sum(t.nbytes for name, t in optimizer.state[next(model.parameters())].items() if name in MOMENTS))
+        sizes.append(
+            sum(
+                t.nbytes
+                for name, t in optimizer.state[next(model.parameters())].items()
+                if name in MOMENTS
+            )
+        )
     assert 0 < (found[0] - found[1]).norm() < 0.1 * found[0].norm()
     assert sizes[1] == sizes[0] // 4 > 0
 

@@ -1,4 +1,6 @@
-"""The page as a run goes, what the log says of the machine, and training rows measured for the page."""
+"""The page as a run goes, what the log says of the machine, and training rows measured for the
+page.
+"""
 
 from __future__ import annotations
 
@@ -78,12 +80,17 @@ def test_a_page_that_fails_is_told_of_once(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path) -> None:  # noqa: F811
-    valence.train(recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 5}}, quiet=True)
+    valence.train(
+        recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 5}}, quiet=True
+    )
     found = json.loads((tmp_path / "run" / "eval" / "train.json").read_text())
     assert len(found["rows"]) == 5
     assert {row["source"] for row in found["rows"]} == {str(tmp_path / "train.jsonl")}
     texts = {row["completion"] for row in ROWS}
-    assert all(row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys() for row in found["rows"])
+    assert all(
+        row["completion"] in texts and {"reward", "label", "tokens"} <= row.keys()
+        for row in found["rows"]
+    )
     run = restore(tmp_path / "run", quiet=True)
     rewards = {row["id"]: row["reward"] for row in run.evaluate(name="train").rows}
     for row in found["rows"]:
@@ -92,7 +99,9 @@ def test_training_rows_are_measured_after_training(folder: Path, tmp_path: Path)
 
 def test_rows_that_cannot_be_measured_alone_are_told_of(folder: Path, tmp_path: Path) -> None:  # noqa: F811
     """One thumb alone has no mismatched answer."""
-    run = valence.train(recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True)
+    run = valence.train(
+        recipe(folder, tmp_path) | {"eval": {"every": 2, "train_examples": 1}}, quiet=True
+    )
     assert not (tmp_path / "run" / "eval" / "train.json").exists()
     assert sum(f"{tmp_path / 'train.jsonl'}:1" in note for note in run.facts["notes"]) == 1
 
@@ -105,13 +114,19 @@ def test_the_log_tells_of_time_and_memory(shared_runs: SharedRuns, tmp_path: Pat
     assert evaluated
     assert all(record["seconds/evaluation"] > 0 for record in evaluated)
     assert any(record.get("seconds/saving", 0) > 0 for record in records)
-    assert not any(name.startswith(("seconds", "memory")) for record in records for name in repeatable(record))
+    assert not any(
+        name.startswith(("seconds", "memory")) for record in records for name in repeatable(record)
+    )
 
 
 def test_a_cpu_without_bfloat16_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     for knows, said in ((True, ""), (False, "bfloat16")):
-        monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda knows=knows: knows)
+        monkeypatch.setattr(
+            torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda knows=knows: knows
+        )
         assert said in speed.slow(cpu, torch.bfloat16)
         assert bool(speed.slow(cpu, torch.bfloat16)) == bool(said)
-        assert speed.slow(cpu, torch.float32) == speed.slow(torch.device("cuda"), torch.bfloat16) == ""
+        assert (
+            speed.slow(cpu, torch.float32) == speed.slow(torch.device("cuda"), torch.bfloat16) == ""
+        )

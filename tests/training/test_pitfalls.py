@@ -1,4 +1,6 @@
-"""What other systems got wrong about steps, averages and runs, where no other test says it (see docs/pitfalls.md)."""
+"""What other systems got wrong about steps, averages and runs, where no other test says it (see
+docs/pitfalls.md).
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,25 @@ from valence.types import PolicyOutput, TokenizedExample
 
 def rows(count: int, offset: int = 0) -> list[dict[str, Any]]:
     return [
-        {"prompt": f"question {i} ", "completion": f"{'good' if i % 2 else 'bad'} answer {i}", "label": bool(i % 2)}
+        {
+            "prompt": f"question {i} ",
+            "completion": f"{'good' if i % 2 else 'bad'} answer {i}",
+            "label": bool(i % 2),
+        }
         for i in range(offset, offset + count)
     ]
 
 
-def train(tmp_path: Path, given: list[dict[str, Any]], **sections: Any) -> tuple[Run, list[dict[str, Any]]]:
+def train(
+    tmp_path: Path, given: list[dict[str, Any]], **sections: Any
+) -> tuple[Run, list[dict[str, Any]]]:
     """A run on a tiny model, and its log."""
     held_out = sections.pop("held_out", None)
-    recipe = {"method": "kto", "model": {"name": "tiny", **sections.pop("model", {})}, "run": {"dir": str(tmp_path / "run")}}
+    recipe = {
+        "method": "kto",
+        "model": {"name": "tiny", **sections.pop("model", {})},
+        "run": {"dir": str(tmp_path / "run")},
+    }
     run = valence.train(
         recipe | sections,
         model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32),
@@ -45,7 +57,9 @@ def train(tmp_path: Path, given: list[dict[str, Any]], **sections: Any) -> tuple
         eval=held_out,
         quiet=True,
     )
-    return run, [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    return run, [
+        json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()
+    ]
 
 
 # The reference point
@@ -67,7 +81,9 @@ def test_the_reference_point_is_clamped_once_after_the_sum() -> None:
 
 
 class WithAnother(Single):
-    """A process beside another one, whose rows are its own, and which always adds the same to every sum."""
+    """A process beside another one, whose rows are its own, and which always adds the same to every
+    sum.
+    """
 
     def __init__(self, sums: dict[tuple[int, ...], Tensor]) -> None:
         self.sums = sums
@@ -87,14 +103,24 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
         outcome = made.run(step, backward=True)
         assert (outcome.micro_batches == 1) is (budget == 10_000)
         means = {key: parts[0] for key, parts in outcome.metrics.items() if key.startswith("kl")}
-        return float(outcome.loss), {key: float(mean.total / mean.count) for key, mean in means.items()}  # type: ignore[union-attr]
+        return float(outcome.loss), {
+            key: float(mean.total / mean.count) for key, mean in means.items()
+        }  # type: ignore[union-attr]
 
     _, alone = run("kto", Single())
-    _, both = run("kto", WithAnother({(2, 1): torch.tensor([[30.0], [3.0]]), (1,): torch.tensor([3]), (4,): torch.zeros(4)}))
+    _, both = run(
+        "kto",
+        WithAnother(
+            {(2, 1): torch.tensor([[30.0], [3.0]]), (1,): torch.tensor([3]), (4,): torch.zeros(4)}
+        ),
+    )
     assert both["kl/raw"] == pytest.approx((alone["kl/raw"] * 5 + 30) / (5 + 3))
     assert both["kl"] == max(0.0, both["kl/raw"])
     whole, _ = run("apo_zero_unpaired", Single())
-    more, _ = run("apo_zero_unpaired", WithAnother({(1,): torch.tensor([3]), (4,): torch.tensor([3.0, 0, 0, 0])}))
+    more, _ = run(
+        "apo_zero_unpaired",
+        WithAnother({(1,): torch.tensor([3]), (4,): torch.tensor([3.0, 0, 0, 0])}),
+    )
     assert more == pytest.approx(whole * 5 / (5 + 3) + 3)
 
 
@@ -104,18 +130,24 @@ def test_counts_and_the_reference_point_are_those_of_all_processes(budget: int) 
     (30, 0, [False] * 3 + [True] * 2),  # in passes of their own
 ])  # fmt: skip
 def test_mismatched_rows_run_without_a_graph(budget: int, along: int, passes: list[bool]) -> None:
-    """What has no gradient of its own is detached where it runs with the others: see the losses' contract."""
+    """What has no gradient of its own is detached where it runs with the others: see the losses'
+    contract.
+    """
     policy, reference = policy_and_reference()
     policy.along = along
     made = objective("kto", policy, reference, budget=budget)
     with_grad: list[bool] = []
-    policy.causal.model.register_forward_pre_hook(lambda *_: with_grad.append(torch.is_grad_enabled()))
+    policy.causal.model.register_forward_pre_hook(
+        lambda *_: with_grad.append(torch.is_grad_enabled())
+    )
     made.run(units("judgement", 5), backward=True)
     assert with_grad == passes
 
 
 def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None:
-    """The adapter switched off is the model it started from: loss, statistic and gradient as with a frozen copy."""
+    """The adapter switched off is the model it started from: loss, statistic and gradient as with a
+    frozen copy.
+    """
     lora = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "all-linear"})
     policy = build_policy(tiny(), dtype=torch.float64, lora=lora)
     for name, p in policy.named_parameters():
@@ -128,8 +160,15 @@ def test_class_weights_and_the_reference_are_the_same_under_an_adapter() -> None
     found: list[tuple[float, Tensor]] = []
     for reference in (off, copy):
         policy.zero_grad()
-        outcome = objective("kto", policy, reference, **settings).run(units("judgement"), backward=True)
-        found.append((float(outcome.loss), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])))
+        outcome = objective("kto", policy, reference, **settings).run(
+            units("judgement"), backward=True
+        )
+        found.append(
+            (
+                float(outcome.loss),
+                torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None]),
+            )
+        )
     assert found[0][0] == pytest.approx(found[1][0], rel=1e-12)
     torch.testing.assert_close(found[0][1], found[1][1], rtol=1e-9, atol=1e-12)
     plain = objective("kto", policy, copy).run(units("judgement"), backward=False)
@@ -150,7 +189,9 @@ def test_lengths_are_counted_from_the_mask_and_not_from_values() -> None:
 
 
 def test_views_hold_one_number_per_sequence_pair_or_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No [S] is ever spread over a [S, T]: every named tensor of a view has the same single axis."""
+    """No [S] is ever spread over a [S, T]: every named tensor of a view has the same single
+    axis.
+    """
     calls: list[tuple[dict[str, Tensor], Tensor]] = []
     compute = Loss.__call__
 
@@ -190,11 +231,15 @@ OF_THE_STEP = ("delta", "moments")
 
 def test_a_row_counts_as_one_however_long_it_is() -> None:
     """The gradient of kto with respect to a token does not know how many tokens its row has."""
-    short, long = (unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40))))
+    short, long = (
+        unit("a", "judgement", (5,), ids, label=True) for ids in ((7, 8), tuple(range(10, 40)))
+    )
     made = _made("apo_zero_unpaired")
     (batch,) = made.divide([short, long]).local
     logp = torch.zeros(len(batch.tokens), dtype=torch.float64, requires_grad=True)
-    view = seq_view(batch, token_columns(batch, PolicyOutput(logp), torch.zeros_like(logp.detach())))
+    view = seq_view(
+        batch, token_columns(batch, PolicyOutput(logp), torch.zeros_like(logp.detach()))
+    )
     made.method.loss(view, made.settings).sum().backward()
     assert logp.grad is not None
     assert len(set(logp.grad[batch.mask].tolist())) == 1
@@ -212,7 +257,9 @@ def _made(name: str = "kto") -> Objective:
     (3, 16, 2, 2), (5, 4, 2, 4),
     *(pytest.param(*case, marks=pytest.mark.slow) for case in [(1, 16, 1, 1), (16, 16, 1, 1)]),
 ])  # fmt: skip
-def test_data_smaller_than_a_batch_is_trained_on(count: int, batch_size: int, epochs: int, steps: int, tmp_path: Path) -> None:
+def test_data_smaller_than_a_batch_is_trained_on(
+    count: int, batch_size: int, epochs: int, steps: int, tmp_path: Path
+) -> None:
     given = rows(count)
     run, log = train(
         tmp_path, given, method="apo_zero_unpaired",
@@ -222,22 +269,37 @@ def test_data_smaller_than_a_batch_is_trained_on(count: int, batch_size: int, ep
     assert log[-1]["examples_seen"] == count * epochs
     assert run.step == run.total_steps == steps
     fresh = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
-    moved = [not torch.equal(a, b) for a, b in zip(run.policy.parameters(), fresh.parameters(), strict=True)]
+    moved = [
+        not torch.equal(a, b)
+        for a, b in zip(run.policy.parameters(), fresh.parameters(), strict=True)
+    ]
     assert any(moved)
 
 
 def test_warm_up_and_decay_follow_the_steps_of_the_run(tmp_path: Path) -> None:
     given = rows(20)
-    train_section = {"batch_size": 4, "epochs": 2, "learning_rate": 1e-3, "warmup": 0.2, "schedule": "linear"}
+    train_section = {
+        "batch_size": 4,
+        "epochs": 2,
+        "learning_rate": 1e-3,
+        "warmup": 0.2,
+        "schedule": "linear",
+    }
     _, log = train(tmp_path, given, train=train_section)
     assert [record["lr"] for record in log] == pytest.approx(
         [1e-3 * f for f in (0.5, 1, 1, 7 / 8, 6 / 8, 5 / 8, 4 / 8, 3 / 8, 2 / 8, 1 / 8)]
     )
 
 
-@pytest.mark.parametrize("count", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))])
-def test_evaluation_measures_every_held_out_row_once_and_no_other(count: int, tmp_path: Path) -> None:
-    """Also fewer rows than a step or a micro-batch has, with a tail, and without touching the rows trained on."""
+@pytest.mark.parametrize(
+    "count", [7, *(pytest.param(count, marks=pytest.mark.slow) for count in (2, 3))]
+)
+def test_evaluation_measures_every_held_out_row_once_and_no_other(
+    count: int, tmp_path: Path
+) -> None:
+    """Also fewer rows than a step or a micro-batch has, with a tail, and without touching the rows
+    trained on.
+    """
     held_out = rows(count, offset=100)
     run, _ = train(
         tmp_path,
@@ -249,17 +311,26 @@ def test_evaluation_measures_every_held_out_row_once_and_no_other(count: int, tm
     assert [row["completion"] for row in found.rows] == [row["completion"] for row in held_out]
     for name, label in (("chosen", True), ("rejected", False)):
         rewards = [row["reward"] for row in found.rows if row["label"] is label]
-        assert found.metrics[f"rewards/{name}"] == pytest.approx(sum(rewards) / len(rewards), rel=1e-5)
+        assert found.metrics[f"rewards/{name}"] == pytest.approx(
+            sum(rewards) / len(rewards), rel=1e-5
+        )
 
 
 def test_evaluating_changes_nothing(tmp_path: Path) -> None:
-    run, _ = train(tmp_path, rows(8), held_out=rows(5, offset=100), train={"batch_size": 4, "learning_rate": 1e-2})
+    run, _ = train(
+        tmp_path,
+        rows(8),
+        held_out=rows(5, offset=100),
+        train={"batch_size": 4, "learning_rate": 1e-2},
+    )
     before = {name: p.clone() for name, p in run.policy.named_parameters()}
     random = torch.get_rng_state()
     first, second = run.evaluate(), run.evaluate()
     assert first == second
     assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(p, before[name]) and p.grad is None for name, p in run.policy.named_parameters())
+    assert all(
+        torch.equal(p, before[name]) and p.grad is None for name, p in run.policy.named_parameters()
+    )
     assert run.policy.training
 
 
@@ -273,7 +344,9 @@ def test_the_reference_stays_where_the_policy_started(tmp_path: Path) -> None:
         after = run.evaluate().rows
         untouched = tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32)
         start = valence.logprobs(untouched, held_out, tokenizer=tiny_tokenizer(), kind="judgement")
-        assert [row["ref"] for row in after] == pytest.approx([found.total for found in start], rel=1e-4)
+        assert [row["ref"] for row in after] == pytest.approx(
+            [found.total for found in start], rel=1e-4
+        )
         assert any(abs(row["logp"] - row["ref"]) > 1e-2 for row in after)
 
 
@@ -285,9 +358,15 @@ def test_a_pass_over_rows_leaves_them_as_they_were() -> None:
     assert step == before
 
 
-def test_held_out_rows_without_partners_are_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one prompt cannot be measured by kto, and this must not be found out when the training is over."""
+def test_held_out_rows_without_partners_are_refused_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one prompt cannot be measured by kto, and this must not be found out when the
+    training is over.
+    """
     same = [row | {"prompt": "the same question "} for row in rows(4)]
-    monkeypatch.setattr("valence.training.build.build_policy", lambda *_, **__: pytest.fail("a model was built"))
+    monkeypatch.setattr(
+        "valence.training.build.build_policy", lambda *_, **__: pytest.fail("a model was built")
+    )
     with raises_error("kl-pairs-missing", where="rows in memory:1"):
         train(tmp_path, rows(4), held_out=same, eval={"at_start": False})

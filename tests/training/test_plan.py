@@ -1,4 +1,6 @@
-"""What a run will take is said before it, and how much of it runs at once is chosen by what is free."""
+"""What a run will take is said before it, and how much of it runs at once is chosen by what is
+free.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,10 @@ from valence.training.restore import restore
 from valence.training.setup import prepare
 
 WORDS = "one two three four five six seven eight nine ten"
-ROWS = [{"prompt": f"question {i} ", "completion": f"answer {WORDS[: 4 * i]}", "label": i % 2} for i in range(12)]
+ROWS = [
+    {"prompt": f"question {i} ", "completion": f"answer {WORDS[: 4 * i]}", "label": i % 2}
+    for i in range(12)
+]
 GIVEN = {"train": ROWS, "eval": None}
 
 
@@ -37,7 +42,9 @@ GIVEN = {"train": ROWS, "eval": None}
 def recipe(tmp_path: Path) -> dict[str, Any]:
     """A recipe of a model folder."""
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(tmp_path / "model")  # type: ignore[operator]
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32).save_pretrained(
+        tmp_path / "model"
+    )  # type: ignore[operator]
     tokenizer.save_pretrained(tmp_path / "model")
     return {
         "method": "kto",
@@ -48,14 +55,22 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
 
 
 def planned(recipe: dict[str, Any], *overrides: str) -> Plan:
-    return make_plan(prepare(load_recipe(recipe, overrides, method_of=method_of, in_memory=["train"]), given=GIVEN))
+    return make_plan(
+        prepare(
+            load_recipe(recipe, overrides, method_of=method_of, in_memory=["train"]), given=GIVEN
+        )
+    )
 
 
 def test_as_many_tokens_run_at_once_as_fit_and_are_of_use(recipe: dict[str, Any]) -> None:
     found = planned(recipe)
     assert found.free is not None
     most = MOST["cpu"]
-    assert replace(found, free=None).micro_batch_tokens == replace(found, free=2**50).micro_batch_tokens == most
+    assert (
+        replace(found, free=None).micro_batch_tokens
+        == replace(found, free=2**50).micro_batch_tokens
+        == most
+    )
     assert replace(found, free=1).micro_batch_tokens == LEAST
     just = int(found.memory.total(most) / MARGIN) + 1
     assert replace(found, free=just).micro_batch_tokens == most
@@ -67,7 +82,9 @@ def test_a_number_in_the_recipe_is_taken(recipe: dict[str, Any]) -> None:
     assert replace(found, free=1).micro_batch_tokens == found.micro_batch_tokens == 77
 
 
-def test_the_number_is_written_down_and_kept(recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_number_is_written_down_and_kept(
+    recipe: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """By a run that is taken up, and by one that is brought back, whatever is free then."""
     run = build_run(recipe, given=GIVEN, quiet=True)
     most = MOST["cpu"]
@@ -85,14 +102,23 @@ def test_the_number_is_written_down_and_kept(recipe: dict[str, Any], tmp_path: P
     assert taken_up.budget.at(1, "training") == most
 
 
-OWN = {"method": "grpo", "reward": "exact_match", "rollout": {"num_rollouts": 3, "max_new_tokens": 8}}
+OWN = {
+    "method": "grpo",
+    "reward": "exact_match",
+    "rollout": {"num_rollouts": 3, "max_new_tokens": 8},
+}
 
 
 def own(recipe: dict[str, Any], *overrides: str) -> Plan:
     """Of a run that learns from its own answers."""
     given = {"train": [{"prompt": f"question {i}", "answer": "x"} for i in range(12)], "eval": None}
     overrides = ("data.as_chat=false", *overrides)  # prompts of text alone, which are short
-    return make_plan(prepare(load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]), given=given))
+    return make_plan(
+        prepare(
+            load_recipe(recipe | OWN, overrides, method_of=method_of, in_memory=["train"]),
+            given=given,
+        )
+    )
 
 
 def test_of_own_answers_the_prompts_are_counted(recipe: dict[str, Any]) -> None:
@@ -109,7 +135,9 @@ def test_all_answers_of_a_step_may_run_at_once(recipe: dict[str, Any]) -> None:
     assert own(recipe, "train.micro_batch_tokens=50").largest == 50
 
 
-def test_sampling_is_predicted_where_this_process_samples(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sampling_is_predicted_where_this_process_samples(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speed, "per_weight", lambda *_: 1e-6)
     found = own(recipe)
     assert found.round_seconds is not None
@@ -130,8 +158,12 @@ def test_sampling_is_predicted_where_this_process_samples(recipe: dict[str, Any]
     assert served.memory.sampling == 0 < found.memory.sampling
 
 
-def test_own_answers_are_measured_once_in_a_round(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the policy where it moves within the round, and by the reference if there is one; a value model trains beside them."""
+def test_own_answers_are_measured_once_in_a_round(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the policy where it moves within the round, and by the reference if there is one; a value
+    model trains beside them.
+    """
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
 
     def passes(found: Plan) -> float:
@@ -146,7 +178,9 @@ def test_own_answers_are_measured_once_in_a_round(recipe: dict[str, Any], monkey
     assert passes(own(recipe, "rollout.measure_kl=true")) == pytest.approx(4)
     assert own(recipe).seconds() == own(recipe).seconds(again=True)
     assert passes(own(recipe, "rollout.measure_kl=false", "rollout.epochs=2")) == pytest.approx(3.5)
-    shared, apart = (own(recipe, "method=ppo", f"value.trunk={trunk}") for trunk in ("shared", "separate"))
+    shared, apart = (
+        own(recipe, "method=ppo", f"value.trunk={trunk}") for trunk in ("shared", "separate")
+    )
     assert shared.memory.value == 0 < apart.memory.value
     assert shared.seconds() < apart.seconds()
 
@@ -156,7 +190,9 @@ def test_reward_models_are_counted(recipe: dict[str, Any], tmp_path: Path) -> No
     config = AutoConfig.from_pretrained(recipe["model"]["name"], num_labels=1)
     judge: Any = AutoModelForSequenceClassification.from_config(config)
     judge.save_pretrained(tmp_path / "judge")
-    found = own(recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}")
+    found = own(
+        recipe, f"reward.0.reward={tmp_path / 'judge'}", "reward.0.settings={dtype: float32}"
+    )
     assert found.memory.judges == 4 * sum(p.numel() for p in judge.parameters())
     assert "reward models 0.00 GB" in "\n".join(describe(found))
     assert "reward models" not in "\n".join(describe(own(recipe)))
@@ -190,16 +226,21 @@ def test_what_a_run_takes_is_printed_before_it(
 def test_time_follows_the_work(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
     kto = planned(recipe).seconds()
-    assert planned(recipe | {"method": "apo_zero_unpaired"}).seconds() < kto  # which has no mismatched rows
+    # which has no mismatched rows
+    assert planned(recipe | {"method": "apo_zero_unpaired"}).seconds() < kto
     assert planned(recipe, "train.checkpointing=full").seconds() > kto
     assert planned(recipe, "train.batch_size=12").seconds() > 2 * kto
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 2e9)
     assert planned(recipe).seconds() == pytest.approx(kto / 2)
 
 
-def test_later_epochs_take_less_where_the_reference_is_kept(recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_epochs_take_less_where_the_reference_is_kept(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
-    kept, computed = (planned(recipe, f"reference.cache={cache}", "train.epochs=3") for cache in ("auto", "off"))
+    kept, computed = (
+        planned(recipe, f"reference.cache={cache}", "train.epochs=3") for cache in ("auto", "off")
+    )
     assert kept.seconds() == computed.seconds() == computed.seconds(again=True)
     assert kept.seconds(again=True) < kept.seconds()
     assert computed.total_seconds == 9 * computed.seconds()

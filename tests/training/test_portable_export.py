@@ -16,24 +16,42 @@ from valence.checkpoint.export import portable_name
 __all__ = ["place"]
 
 
-@pytest.mark.parametrize(("name", "portable"), [
-    ("owner/model", "owner/model"), ("model", "model"), ("./model", "./model"), ("/data/models/chat", "chat"),
-    ("/data/models/chat/", "chat"), ("~/chat", "chat"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "portable"),
+    [
+        ("owner/model", "owner/model"),
+        ("model", "model"),
+        ("./model", "./model"),
+        ("/data/models/chat", "chat"),
+        ("/data/models/chat/", "chat"),
+        ("~/chat", "chat"),
+    ],
+)
 def test_hub_ids_and_relative_paths_stay(name: str, portable: str) -> None:
     assert portable_name(name) == portable
 
 
 @pytest.mark.parametrize("export", ["adapter", pytest.param("merged", marks=pytest.mark.slow)])
-def test_an_exported_model_holds_no_absolute_path(export: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_exported_model_holds_no_absolute_path(
+    export: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     away = place / "private folder"
     away.mkdir()
     for name in ("model", "rows.jsonl", "recipe.yaml"):
         shutil.move(place / name, away / name)
     data = [{"path": str(away / "rows.jsonl")}]
-    settings = (f"model.name={json.dumps(str(away / 'model'))}", f"data.train={json.dumps(data)}", "data.eval=[]")
+    settings = (
+        f"model.name={json.dumps(str(away / 'model'))}",
+        f"data.train={json.dumps(data)}",
+        "data.eval=[]",
+    )
     folder = place / "runs/first"
-    words = (str(away / "recipe.yaml"), *settings, f"run.dir={json.dumps(str(folder))}", f"run.export={export}")
+    words = (
+        str(away / "recipe.yaml"),
+        *settings,
+        f"run.dir={json.dumps(str(folder))}",
+        f"run.export={export}",
+    )
     assert command("train", *words) == 0
     for path in sorted((folder / "model").iterdir()):
         if path.suffix in (".json", ".md", ".jinja"):

@@ -1,4 +1,6 @@
-"""How far a step depends on its micro-batches, its order and its layout, in each type of products."""
+"""How far a step depends on its micro-batches, its order and its layout, in each type of
+products.
+"""
 
 from __future__ import annotations
 

@@ -23,7 +23,9 @@ LORA = {"lora": {"rank": 4}}
 def judge(place: Path) -> str:
     """The folder of a reward model."""
     torch.manual_seed(0)
-    model: Any = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(place / "model", num_labels=1))
+    model: Any = AutoModelForSequenceClassification.from_config(
+        AutoConfig.from_pretrained(place / "model", num_labels=1)
+    )
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(place / "judge")
     tiny_tokenizer().save_pretrained(place / "judge")
@@ -31,10 +33,16 @@ def judge(place: Path) -> str:
 
 
 RUNS: dict[str, Callable[[Path, Path], dict[str, Any]]] = {
-    "kto, adapter": lambda model, place: recipe(model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}),
-    "kto, adapter in bfloat16": lambda model, place: recipe(model, place, model=LORA | {"dtype": "bfloat16"}),
+    "kto, adapter": lambda model, place: recipe(
+        model, place, model=LORA, run={"samples": {"prompts": 2, "max_new_tokens": 4}}
+    ),
+    "kto, adapter in bfloat16": lambda model, place: recipe(
+        model, place, model=LORA | {"dtype": "bfloat16"}
+    ),
     "dpo": lambda model, place: recipe(model, place, "dpo", train={"epochs": 1}),
-    "grpo": lambda _, place: rig.recipe(place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]),
+    "grpo": lambda _, place: rig.recipe(
+        place, train={"max_steps": 3}, reward=[{"reward": judge(place)}]
+    ),
     "ppo": lambda _, place: rig.recipe(place, "ppo", train={"max_steps": 3}),
 }
 OFFLOADED = "kto, adapter in bfloat16"

@@ -75,7 +75,9 @@ def test_automatic_settings_stay_what_they_were(
     settings["train"] |= {"schedule": "constant", "warmup": 0}
     killed(settings, 3)
     monkeypatch.setenv("VALENCE_DTYPE", "bfloat16")
-    monkeypatch.setitem(LEARNING_RATES, "preference", replace(LEARNING_RATES["preference"], adapter=3.0))
+    monkeypatch.setitem(
+        LEARNING_RATES, "preference", replace(LEARNING_RATES["preference"], adapter=3.0)
+    )
     run, _ = train(settings)
     assert run.recipe.model.dtype == "float32"
     assert run.policy.causal.get_input_embeddings().weight.dtype == torch.float32
@@ -121,7 +123,9 @@ def test_a_run_may_be_saved_otherwise(
     undisturbed.assert_same(run, killed_run)
 
 
-def test_a_longer_run_has_the_learning_rates_of_its_new_length(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_a_longer_run_has_the_learning_rates_of_its_new_length(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     settings["run"]["log_every"] = 1
     settings["train"] |= {"warmup": 0, "max_steps": 2}
     del settings["data"]["eval"], settings["eval"]
@@ -136,7 +140,9 @@ def test_steps_of_another_size_go_on_where_the_data_was(
     settings: dict[str, Any],
     killed_run: Path,
 ) -> None:
-    """Twelve rows, three epochs: after four steps of four rows, four thirds of an epoch are done; then steps of two."""
+    """Twelve rows, three epochs: after four steps of four rows, four thirds of an epoch are done;
+    then steps of two.
+    """
     settings["train"]["batch_size"] = 2
     run, _ = train(settings, allow=["train.batch_size"])
     assert run.counters.first == 4 - 8
@@ -155,8 +161,14 @@ def test_fewer_steps_than_were_done_are_refused(settings: dict[str, Any], killed
 
 
 @pytest.mark.usefixtures("killed_run")
-def test_changed_rows_are_refused_with_the_difference(settings: dict[str, Any], tmp_path: Path) -> None:
-    rows = [*ROWS[1:], {**ROWS[0], "completion": "another one"}, {**ROWS[0], "completion": "and one more"}]
+def test_changed_rows_are_refused_with_the_difference(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    rows = [
+        *ROWS[1:],
+        {**ROWS[0], "completion": "another one"},
+        {**ROWS[0], "completion": "and one more"},
+    ]
     written(tmp_path / "train.jsonl", rows)
     with raises_error(
         "run-differs",
@@ -237,7 +249,12 @@ def test_rows_of_a_mix_begin_where_they_changed(
     assert len(set(ids[: 2 * 4 - 1])) == 7  # an epoch in four steps
     old = set(ids)
     new = [{"prompt": f"new {i} ", "completion": f"better {i}"} for i in range(7)]
-    written(name, new if changed.startswith("mix") else [{**row, "completion": f"new {i} {i}"} for i, row in enumerate(ROWS)])
+    written(
+        name,
+        new
+        if changed.startswith("mix")
+        else [{**row, "completion": f"new {i} {i}"} for i, row in enumerate(ROWS)],
+    )
     ids.clear()
     run, _ = train(settings, allow=[changed])
     if changed.startswith("mix"):
@@ -301,9 +318,12 @@ def test_samples_of_prompts_that_are_gone_are_left_out_with_a_warning(
 def test_compiled_layers_are_no_part_of_the_model(
     lora: Any, settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A run of compiled layers is opened without them, and goes on without them when that is allowed."""
+    """A run of compiled layers is opened without them, and goes on without them when that is
+    allowed.
+    """
     monkeypatch.setattr(build, "why_not", lambda device: None)
-    monkeypatch.setattr(build, "compile_layers", lambda engine: setattr(engine, "compiled", True))  # noted, as they take time
+    # noted, as they take time
+    monkeypatch.setattr(build, "compile_layers", lambda engine: setattr(engine, "compiled", True))
     settings["model"]["lora"] = lora
     settings["train"]["compile"] = "on"
     killed(settings, 4)

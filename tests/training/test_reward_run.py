@@ -1,4 +1,6 @@
-"""A reward model from rows to a folder: trained by a recipe, measured, written, and read by stock transformers."""
+"""A reward model from rows to a folder: trained by a recipe, measured, written, and read by stock
+transformers.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,25 @@ from valence.training.plan import make_plan
 from valence.training.restore import restore
 from valence.training.setup import prepare
 
-FILMS = [{"prompt": f"film {i} ", "completion": f"{'good' if i % 2 else 'bad'} {i % 5}", "label": bool(i % 2)} for i in range(16)]
-STARS = [{"prompt": f"film {i} ", "completion": " ".join(["good"] * (1 + i % 4)), "score": 1 + i % 4} for i in range(16)]
-PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(16)]
+FILMS = [
+    {
+        "prompt": f"film {i} ",
+        "completion": f"{'good' if i % 2 else 'bad'} {i % 5}",
+        "label": bool(i % 2),
+    }
+    for i in range(16)
+]
+STARS = [
+    {"prompt": f"film {i} ", "completion": " ".join(["good"] * (1 + i % 4)), "score": 1 + i % 4}
+    for i in range(16)
+]
+PAIRS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(16)
+]
 ASPECTS = [
-    {**row, "scores": {"help": i % 3, "number": i % 5} if i % 2 else {"help": 1}, "label": None} for i, row in enumerate(FILMS)
+    {**row, "scores": {"help": i % 3, "number": i % 5} if i % 2 else {"help": 1}, "label": None}
+    for i, row in enumerate(FILMS)
 ]
 CASES: dict[str, tuple[str, list[dict[str, Any]], dict[str, Any], str]] = {
     "pairs": ("bradley_terry", PAIRS, {"center_coef": 0.01}, "rewards/accuracies"),
@@ -52,7 +68,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recipe(folder: Path, tmp_path: Path, case: str, **model: Any) -> dict[str, Any]:
     method, rows, loss, _ = CASES[case]
     path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows))
+    path.write_text(
+        "".join(json.dumps({k: v for k, v in row.items() if v is not None}) + "\n" for row in rows)
+    )
     return {
         "method": method, "model": {"name": str(folder), **model}, "loss": loss,
         "data": {"train": str(path), "eval": str(path), "max_length": 64},
@@ -64,7 +82,9 @@ def recipe(folder: Path, tmp_path: Path, case: str, **model: Any) -> dict[str, A
 @pytest.mark.parametrize("case", ["pairs", "stars", *(
     pytest.param(case, marks=pytest.mark.slow) for case in ("thumbs", "scores", "attributes")
 )])  # fmt: skip
-def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folder: Path, tmp_path: Path) -> None:
+def test_it_learns_and_stock_transformers_reads_the_same_scores(
+    case: str, folder: Path, tmp_path: Path
+) -> None:
     lora = {"lora": {"rank": 4}} if case == "stars" else {}
     run = valence.train(recipe(folder, tmp_path, case, **lora), quiet=True)
     before, after = (run.evaluations[step] for step in sorted(run.evaluations))
@@ -79,16 +99,24 @@ def test_it_learns_and_stock_transformers_reads_the_same_scores(case: str, folde
     sides = [(unit, answer) for unit in units for answer in unit.answers]
     texts = [tokenizer.decode([*unit.prompt_ids, *answer.ids]) for unit, answer in sides]
     given = tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)
-    assert [int(n) for n in given["attention_mask"].sum(1)] == [len(u.prompt_ids) + len(a.ids) for u, a in sides]
+    assert [int(n) for n in given["attention_mask"].sum(1)] == [
+        len(u.prompt_ids) + len(a.ids) for u, a in sides
+    ]
     with torch.no_grad():
         found = stock(**given).logits
     rows = run.evaluate().rows[:4]
     names = ("_chosen", "_rejected") if case == "pairs" else ("",)
-    own = [row[f"scores{n}"] if f"scores{n}" in row else [row[f"reward{n}"]] for row in rows for n in names]
+    own = [
+        row[f"scores{n}"] if f"scores{n}" in row else [row[f"reward{n}"]]
+        for row in rows
+        for n in names
+    ]
     torch.testing.assert_close(found, torch.tensor(own), rtol=1e-4, atol=1e-4)
     config = json.loads((written / "config.json").read_text())
     assert len(config["reward_mean"]) == len(config["reward_std"]) == found.shape[1]
-    assert list(config["id2label"].values()) == (["help", "number"] if case == "attributes" else ["reward"])
+    assert list(config["id2label"].values()) == (
+        ["help", "number"] if case == "attributes" else ["reward"]
+    )
     assert (config["reward_thresholds"] is not None) is (case == "stars")
 
 
@@ -96,7 +124,9 @@ def test_the_plan_counts_the_head_that_is_there(folder: Path, tmp_path: Path) ->
     source = load_recipe(recipe(folder, tmp_path, "attributes"), method_of=method_of)
     plan = make_plan(prepare(source))
     policy, _ = build_models(prepare(source))
-    assert plan.shape.parameters == plan.shape.trained == sum(p.numel() for p in policy.parameters())
+    assert (
+        plan.shape.parameters == plan.shape.trained == sum(p.numel() for p in policy.parameters())
+    )
     assert plan.shape.vocabulary == 2
 
 
@@ -110,11 +140,16 @@ def test_a_run_is_taken_up_and_written_again(folder: Path, tmp_path: Path) -> No
     found = CliRunner().invoke(cli.app, ["export", str(tmp_path / "run"), str(tmp_path / "copy")])
     assert found.exit_code == 0, found.output
     for name in ("model.safetensors", "config.json"):
-        assert (tmp_path / "copy" / name).read_bytes() == (tmp_path / "run" / "model" / name).read_bytes()
+        assert (tmp_path / "copy" / name).read_bytes() == (
+            tmp_path / "run" / "model" / name
+        ).read_bytes()
     shutil.rmtree(tmp_path / "copy")
 
 
-BOTH = [{**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4} for i, row in enumerate(FILMS)]
+BOTH = [
+    {**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4}
+    for i, row in enumerate(FILMS)
+]
 
 
 @pytest.mark.parametrize(("loss", "verdict", "names"), [
@@ -123,7 +158,12 @@ BOTH = [{**row, "scores": {"help": i % 3, "number": i % 5}, "score": i % 4} for 
     ({"error": "squared", "verdict": "attributes"}, "attributes", ["help", "number"]),
 ])  # fmt: skip
 def test_one_verdict_is_learnt_of_rows_that_have_several(
-    loss: dict[str, Any], verdict: str, names: list[str], folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loss: dict[str, Any],
+    verdict: str,
+    names: list[str],
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(CASES, "both", ("pointwise", BOTH, loss, ""))
     made = recipe(folder, tmp_path, "both")
@@ -134,7 +174,15 @@ def test_one_verdict_is_learnt_of_rows_that_have_several(
     assert all(len(unit.scores) == len(names) for unit in run.prepared.corpora["eval"].units)
     assert run.evaluate(BOTH).metrics == pytest.approx(run.evaluate().metrics)
     with raises_error("row-target-missing", where=":1", fix="loss.verdict") as raised:
-        run.evaluate([{"prompt": "a ", "completion": "b", **({"score": 1.0} if verdict == "label" else {"label": True})}])
+        run.evaluate(
+            [
+                {
+                    "prompt": "a ",
+                    "completion": "b",
+                    **({"score": 1.0} if verdict == "label" else {"label": True}),
+                }
+            ]
+        )
     assert re.search(rf"\b{verdict}\b", raised.error.what)
     again = restore(tmp_path / "run", overrides=["data.train=[]"])
     assert again.evaluate().metrics == pytest.approx(run.evaluate().metrics, rel=1e-5)
@@ -163,10 +211,14 @@ def test_mistakes_are_named_before_a_model_is_loaded(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     made = recipe(folder, tmp_path, case)
     for section, values in changes.items():
-        made[section] = (made[section] | values if values else {}) | ({"name": str(folder)} if section == "model" else {})
+        made[section] = (made[section] | values if values else {}) | (
+            {"name": str(folder)} if section == "model" else {}
+        )
     made["run"]["dir"] = str(tmp_path / "run")
     with raises_error(code, where=where, fix=fix):
         valence.train(made, quiet=True)

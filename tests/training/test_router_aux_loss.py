@@ -14,7 +14,10 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 
-ROWS = [{"prompt": f"tell of {n}", "chosen": f"{n} is wet", "rejected": "no"} for n in ("rain", "snow", "wind", "hail")]
+ROWS = [
+    {"prompt": f"tell of {n}", "chosen": f"{n} is wet", "rejected": "no"}
+    for n in ("rain", "snow", "wind", "hail")
+]
 
 
 def made(place: Path, name: str, **train: Any) -> dict[str, Any]:
@@ -70,7 +73,9 @@ def test_what_cannot_return_router_logits_is_an_error(
 
 
 @pytest.mark.slow
-def test_layers_are_not_compiled_of_their_own_accord(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_layers_are_not_compiled_of_their_own_accord(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from valence.training import build
 
     monkeypatch.setattr(build, "WORTH_COMPILING", {"cpu": 0.0})
@@ -79,5 +84,7 @@ def test_layers_are_not_compiled_of_their_own_accord(tmp_path: Path, monkeypatch
     monkeypatch.setattr(build, "compile_layers", compiled.append)
     valence.train(made(tmp_path, "qwen3_moe", router_aux_loss=0.01), quiet=True)
     assert not compiled
-    valence.train(made(tmp_path, "qwen3_moe") | {"run": {"dir": str(tmp_path / "other")}}, quiet=True)
+    valence.train(
+        made(tmp_path, "qwen3_moe") | {"run": {"dir": str(tmp_path / "other")}}, quiet=True
+    )
     assert compiled

@@ -28,7 +28,10 @@ ROWS = [
     }
     for i in range(12)
 ]
-PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(8)]
+PAIRS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(8)
+]
 DEMONSTRATIONS = [{"prompt": f"question {i} ", "completion": f"good {i}"} for i in range(8)]
 DATA = {"kto": ROWS, "apo_zero_unpaired": ROWS, "dpo": PAIRS, "sft": DEMONSTRATIONS}
 
@@ -101,8 +104,19 @@ def test_a_run_leaves_a_model_a_log_and_a_report(
 ) -> None:
     run = finished(method, lora is not None)
     out = run.directory
-    for name in ("config.yaml", "audit.json", "metrics.jsonl", "run.json", "report.html", "samples.json", "eval/step-0.json",
-                 "eval/step-0.txt", "model/config.json", "model/README.md", "model/tokenizer.json"):  # fmt: skip
+    for name in (
+        "config.yaml",
+        "audit.json",
+        "metrics.jsonl",
+        "run.json",
+        "report.html",
+        "samples.json",
+        "eval/step-0.json",
+        "eval/step-0.txt",
+        "model/config.json",
+        "model/README.md",
+        "model/tokenizer.json",
+    ):
         assert (out / name).is_file(), name
     records = logged(out)
     steps = -(-len(DATA[method]) // 4) * 2
@@ -112,13 +126,25 @@ def test_a_run_leaves_a_model_a_log_and_a_report(
     if method != "sft":
         assert first["eval/rewards/margins"] == pytest.approx(0, abs=1e-6)
         assert last["eval/rewards/margins"] > 0
-    assert {"loss", "grad_norm", "lr", "tokens", "tokens_seen", "tokens/s", "micro_batches", "waste"} <= last.keys()
+    assert {
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "tokens_seen",
+        "tokens/s",
+        "micro_batches",
+        "waste",
+    } <= last.keys()
     assert json.loads((out / "run.json").read_text())["status"] == "done"
     # What others load says the same as the policy that was trained.
     loaded = AutoModelForCausalLM.from_pretrained(out / "model", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(out / "model")
     assert tokenizer.chat_template
-    assert set(loaded.generation_config.eos_token_id) == {*run.prepared.encoder.end_ids, loaded.config.eos_token_id}
+    assert set(loaded.generation_config.eos_token_id) == {
+        *run.prepared.encoder.end_ids,
+        loaded.config.eos_token_id,
+    }
     text = [{"prompt": "question 1", "completion": "good answer"}]
     ours = valence.logprobs(run.policy.model, text, tokenizer=tokenizer)
     theirs = valence.logprobs(loaded, text)  # with the tokenizer of the folder it was loaded from
@@ -157,7 +183,9 @@ def test_a_restored_run_measures_what_it_measured(finished: FinishedRuns) -> Non
 def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: Path) -> None:
     """The reference of a continued adapter is that adapter as it starts, not the bare model."""
     train: dict[str, Any] = {"train": {"epochs": 1}}
-    first = recipe(folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"}, **train)
+    first = recipe(
+        folder, tmp_path, model={"lora": {"rank": 4}}, run={"export": "adapter"}, **train
+    )
     valence.train(first, quiet=True)
     model = {"adapter": str(tmp_path / "run/model")}
     second = recipe(folder, tmp_path, model=model, run={"dir": str(tmp_path / "next")}, **train)
@@ -170,7 +198,12 @@ def test_one_continues_an_adapter_against_a_copy_of_it(folder: Path, tmp_path: P
 def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path) -> None:
     seen: list[int] = []
     run = valence.train(
-        {"method": "kto", "model": {"name": "not-a-model"}, "run": {"dir": str(tmp_path / "run")}, "train": {"batch_size": 6}},
+        {
+            "method": "kto",
+            "model": {"name": "not-a-model"},
+            "run": {"dir": str(tmp_path / "run")},
+            "train": {"batch_size": 6},
+        },
         model=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32),
         tokenizer=tiny_tokenizer(),
         reference=tiny(vocab_size=len(tiny_tokenizer()), layers=1, dtype=torch.float32, seed=1),
@@ -180,13 +213,15 @@ def test_objects_given_replace_those_of_the_recipe(folder: Path, tmp_path: Path)
         scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, 1.0),
         callbacks=[lambda _, record: seen.append(record["step"])],
         quiet=True,
-    )  # fmt: skip
+    )
     assert seen == [0, 1, 2]
     assert isinstance(run.optimizer, torch.optim.SGD)
     assert logged(tmp_path / "run")[0]["eval/logratio/chosen"] != 0
 
 
-def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(folder: Path, tmp_path: Path, capsys: Any) -> None:
+def test_a_step_that_is_not_finite_changes_nothing_and_names_its_rows(
+    folder: Path, tmp_path: Path, capsys: Any
+) -> None:
     run = build_run(recipe(folder, tmp_path, train={"max_skipped": 2}), quiet=True)
     before = {name: p.clone() for name, p in run.policy.named_parameters()}
     reference = run.reference
@@ -220,7 +255,9 @@ def test_a_folder_that_holds_a_run_is_not_written_over(folder: Path, tmp_path: P
 def test_mistakes_are_found_before_a_model_is_loaded(
     change: Any, code: str, where: str, folder: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(
+        "valence.training.build.load_model", lambda *_, **__: pytest.fail("a model was loaded")
+    )
     settings = recipe(folder, tmp_path)
     for section, values in change.items():
         settings[section] = settings[section] | values
@@ -236,13 +273,22 @@ def test_kto_needs_two_distinct_completions(folder: Path, tmp_path: Path) -> Non
 
 def test_policy_and_reference_must_share_a_vocabulary(folder: Path, tmp_path: Path) -> None:
     with raises_error("vocabulary-mismatch", where="reference.model"):
-        valence.train(recipe(folder, tmp_path), reference=tiny(vocab_size=50, dtype=torch.float32), quiet=True)
+        valence.train(
+            recipe(folder, tmp_path), reference=tiny(vocab_size=50, dtype=torch.float32), quiet=True
+        )
 
 
 def test_rows_beyond_a_table_of_positions_are_refused_before_training(tmp_path: Path) -> None:
-    """A model with learned positions would fail in the middle; one with rotary positions only warns."""
+    """A model with learned positions would fail in the middle; one with rotary positions only
+    warns.
+    """
     rows = [row | {"completion": "word " * (40 + i)} for i, row in enumerate(ROWS)]
-    settings = {"method": "sft", "model": {"name": "given"}, "run": {"dir": str(tmp_path / "run")}, "data": {"max_length": 512}}
+    settings = {
+        "method": "sft",
+        "model": {"name": "given"},
+        "run": {"dir": str(tmp_path / "run")},
+        "data": {"max_length": 512},
+    }
     rows = [{"prompt": "question ", "completion": row["completion"]} for row in rows]
     vocabulary = len(tiny_tokenizer())
     short = {"vocab_size": vocabulary, "dtype": torch.float32}

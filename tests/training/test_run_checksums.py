@@ -1,4 +1,6 @@
-"""A file of a run's folder that has changed since it was written is found out when it is read back, and named."""
+"""A file of a run's folder that has changed since it was written is found out when it is read back,
+and named.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def test_no_bit_of_an_object_or_of_a_text_may_change(bit: int) -> None:
     unseen: list[int] = []
     for at in range(len(whole)):
         try:
-            found = verify(json.loads(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]), required=True)
+            found = verify(
+                json.loads(whole[:at] + bytes([whole[at] ^ bit]) + whole[at + 1 :]), required=True
+            )
         except ValueError:
             continue
         unseen += [at] if found != value else []
@@ -95,7 +99,11 @@ def test_memory_that_ran_out_after_the_checkpoint_is_known_from_run_json(
     facts["micro_batch_tokens"].append([5, "training", tokens // 2])
     (tmp_path / "run/run.json").write_text(json.dumps(add_checksum(facts)))
     again, _ = train(settings)
-    assert [again.budget.at(step, "training") for step in (4, 5, 8)] == [tokens, tokens // 2, tokens // 2]
+    assert [again.budget.at(step, "training") for step in (4, 5, 8)] == [
+        tokens,
+        tokens // 2,
+        tokens // 2,
+    ]
 
 
 def test_a_number_of_the_log_that_has_changed_is_named(
@@ -129,7 +137,9 @@ def test_the_log_says_which_line_has_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_completions_from_before_training_that_have_changed_are_not_compared(settings: dict[str, Any], tmp_path: Path) -> None:
+def test_completions_from_before_training_that_have_changed_are_not_compared(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
     settings["run"]["samples"] = {"prompts": 2, "max_new_tokens": 4}
     killed(settings, 6)
     samples = tmp_path / "run/samples.json"
@@ -153,9 +163,13 @@ def test_a_recipe_that_has_changed_is_refused(finished: Path, tmp_path: Path) ->
     """Other settings would make another model of the same weights."""
     config = finished / "config.yaml"
     kept = config.read_text()
-    replace(config, "alpha: 4", "alpha: 5") if "alpha: 4" in kept else replace(config, "rank: 2", "rank: 3")
+    replace(config, "alpha: 4", "alpha: 5") if "alpha: 4" in kept else replace(
+        config, "rank: 2", "rank: 3"
+    )
     for words in (["export", "RUN", "OUT"], ["sample", "RUN", "--prompt", "a"], ["resume", "RUN"]):
-        given = [{"RUN": str(finished), "OUT": str(tmp_path / "out")}.get(word, word) for word in words]
+        given = [
+            {"RUN": str(finished), "OUT": str(tmp_path / "out")}.get(word, word) for word in words
+        ]
         with raises_error("recipe-damaged", where=str(config)):
             invoke(*given)
     assert not (tmp_path / "out").exists()
@@ -173,9 +187,13 @@ def test_a_recipe_that_was_changed_on_purpose_is_read_without_its_last_line(fini
 
 
 @pytest.mark.parametrize("name", ["run.json", "audit.json"])
-def test_facts_that_have_changed_are_not_written_into_a_model_card(name: str, finished: Path) -> None:
+def test_facts_that_have_changed_are_not_written_into_a_model_card(
+    name: str, finished: Path
+) -> None:
     path = finished / name
-    path.write_text(re.sub(r"(\d)", lambda digit: str((int(digit[1]) + 1) % 10), path.read_text(), count=1))
+    path.write_text(
+        re.sub(r"(\d)", lambda digit: str((int(digit[1]) + 1) % 10), path.read_text(), count=1)
+    )
     with raises_error("file-damaged", where=str(path)):
         restore(finished, quiet=True)
 

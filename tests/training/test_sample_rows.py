@@ -1,4 +1,6 @@
-"""Answers written as rows: what a row holds, going on where a program was stopped, adding to a file, what is refused."""
+"""Answers written as rows: what a row holds, going on where a program was stopped, adding to a
+file, what is refused.
+"""
 
 from __future__ import annotations
 
@@ -58,13 +60,21 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
     assert rows[6]["prompt_ids"] == list(encoder.encode_prompt(chat))
     assert rows[6]["rendered"].endswith("<|im_start|>assistant\n")
     assert rows[0]["info"] == {"answer": 0}
-    assert (rows[6]["info"], rows[6]["weight"], rows[6]["prompt"]) == ({"answer": 2, "label": True}, 0.5, [*chat.messages])
+    assert (rows[6]["info"], rows[6]["weight"], rows[6]["prompt"]) == (
+        {"answer": 2, "label": True},
+        0.5,
+        [*chat.messages],
+    )
     assert counted.cut == sum(row["stop"] == "length" for row in rows)
     assert counted.tokens == sum(len(row["completion_ids"]) for row in rows)
     for row in rows:
-        assert row["completion"] == tiny_tokenizer().decode(row["completion_ids"], skip_special_tokens=True)
+        assert row["completion"] == tiny_tokenizer().decode(
+            row["completion_ids"], skip_special_tokens=True
+        )
         assert (row["stop"] == "eos") == (row["completion_ids"][-1] in encoder.end_ids)
-    measured = valence.logprobs(load_model("model", dtype=torch.float32), rows, kind="demonstration")
+    measured = valence.logprobs(
+        load_model("model", dtype=torch.float32), rows, kind="demonstration"
+    )
     for row, found in zip(rows, measured, strict=True):
         assert row["logps"] == pytest.approx(list(found.logps), abs=2e-4)
 
@@ -72,11 +82,23 @@ def test_a_row_holds_the_answer_as_it_was_drawn(place: Path) -> None:
 def test_how_it_was_drawn_stands_in_the_row_and_beside(place: Path) -> None:
     sample(temperature=0.5, top_p=0.9, seed=4)
     row, about = read("answers.jsonl")[4], json.loads(Path("answers.jsonl.about.json").read_text())
-    drawn = {"position": 1, "seed": 4, "temperature": 0.5, "top_p": 0.9, "vocabulary": about["vocabulary"]}
+    drawn = {
+        "position": 1,
+        "seed": 4,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "vocabulary": about["vocabulary"],
+    }
     assert {**row["sampled"], "by": ""} == {**drawn, "by": ""}
-    assert {name: about[name] for name in ("answers", "temperature", "top_p", "max_new_tokens", "seed")} == {
-        "answers": 3, "temperature": 0.5, "top_p": 0.9, "max_new_tokens": 6, "seed": 4,
-    }  # fmt: skip
+    assert {
+        name: about[name] for name in ("answers", "temperature", "top_p", "max_new_tokens", "seed")
+    } == {
+        "answers": 3,
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "max_new_tokens": 6,
+        "seed": 4,
+    }
     assert len(about["model"]) == 32
     assert about["about"]["target"] == "model"
 
@@ -144,7 +166,9 @@ def in_processes(group: Group, place: Path) -> None:
 def test_several_processes_write_what_one_does(place: Path) -> None:
     assert [each.error for each in together(in_processes, 2, place, deadline=60.0)] == ["", ""]
     assert Path("two.jsonl").read_bytes() == bytes_of()
-    assert [row["score"] for row in read("scored.jsonl")] == [None if i // 3 == 1 else i % 3 for i in range(21)]
+    assert [row["score"] for row in read("scored.jsonl")] == [
+        None if i // 3 == 1 else i % 3 for i in range(21)
+    ]
 
 
 # Adding to a file
@@ -165,7 +189,10 @@ def test_other_answers_of_the_same_model_are_added(place: Path) -> None:
     write("more.jsonl", [{"prompt": "more "}])
     sample(data=("more.jsonl",), append=True, n=2)
     rows = read("answers.jsonl")
-    assert [len({row["sampled"]["by"] for row in part}) for part in (rows[:21], rows[21:42], rows[42:], rows)] == [1, 1, 1, 3]
+    assert [
+        len({row["sampled"]["by"] for row in part})
+        for part in (rows[:21], rows[21:42], rows[42:], rows)
+    ] == [1, 1, 1, 3]
     assert rows[:21] != rows[21:42]
     with raises_error("output-lines-duplicate", where="answers.jsonl", fix="--seed"):
         sample(append=True)
@@ -255,7 +282,9 @@ def test_a_mistake_is_one_message(place: Path, capsys: pytest.CaptureFixture[str
     assert shown.out == ""
 
 
-def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_memory_can_be_gone_on_with(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = [row["completion_ids"] for row in map(json.loads, bytes_of().splitlines())]
     inner, calls = HFGenerator.generate, list[int]()
 
@@ -276,7 +305,8 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypat
 
 def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
     Path("recipe.yaml").write_text(
-        "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: prompts.jsonl}]}\nreward: rewards:short\n"
+        "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: "
+        "prompts.jsonl}]}\nreward: rewards:short\n"
         "rollout: {num_rollouts: 2, max_new_tokens: 3, temperature: 0.5}\n"
     )
     assert command("sample", "recipe.yaml", "--out", "answers.jsonl", "--quiet") == 0
@@ -284,4 +314,7 @@ def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
     assert len(rows) == 14
     assert max(len(row["completion_ids"]) for row in rows) == 3
     assert rows[0]["sampled"]["temperature"] == 0.5
-    assert module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws(), quiet=True).earlier == 14
+    assert (
+        module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws(), quiet=True).earlier
+        == 14
+    )

@@ -1,4 +1,6 @@
-"""The reference cache in whole runs: filled beforehand or on the way, by several processes, for every run of a sweep."""
+"""The reference cache in whole runs: filled beforehand or on the way, by several processes, for
+every run of a sweep.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +28,17 @@ from valence.training.score import score
 
 COUNT = 13
 ROWS = [
-    {"prompt": [{"role": "user", "content": f"question {i // 2}"}], "completion": f"answer {i * i}", "label": i % 3 == 0}
+    {
+        "prompt": [{"role": "user", "content": f"question {i // 2}"}],
+        "completion": f"answer {i * i}",
+        "label": i % 3 == 0,
+    }
     for i in range(COUNT)
 ]
-PAIRS = [{"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"} for i in range(COUNT)]
+PAIRS = [
+    {"prompt": f"question {i} ", "chosen": f"good {i}", "rejected": f"bad {i} {i}"}
+    for i in range(COUNT)
+]
 
 
 @pytest.fixture
@@ -41,7 +50,8 @@ def place(models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
         (tmp_path / f"{method}.yaml").write_text(
             f"method: {method}\n"
             "model: {name: ./model}\n"
-            f"data: {{train: {method}.jsonl, eval: [{{path: {method}.jsonl, limit: 5}}], max_length: 128}}\n"
+            f"data: {{train: {method}.jsonl, eval: [{{path: {method}.jsonl, limit: 5}}], "
+            f"max_length: 128}}\n"
             "train: {batch_size: 4, learning_rate: 1e-3, epochs: 2}\n"
         )
     monkeypatch.chdir(tmp_path)
@@ -78,7 +88,12 @@ FIRST: dict[str, tuple[str, ...]] = {
     "an adapter": ("model.lora.rank=2",),
     "another reference": ("reference.model=./other",),
 }
-LATER = ("loss.beta=0.5", "train.learning_rate=1e-4", "train.micro_batch_tokens=200", "train.weight_decay=0.1")
+LATER = (
+    "loss.beta=0.5",
+    "train.learning_rate=1e-4",
+    "train.micro_batch_tokens=200",
+    "train.weight_decay=0.1",
+)
 
 
 @pytest.mark.parametrize(("method", "kind"), [
@@ -89,7 +104,9 @@ LATER = ("loss.beta=0.5", "train.learning_rate=1e-4", "train.micro_batch_tokens=
     pytest.param("kto", "all weights", marks=pytest.mark.slow),
     pytest.param("kto", "another reference", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_the_second_run_of_a_sweep_runs_no_reference(method: str, kind: str, place: Path, request: pytest.FixtureRequest) -> None:
+def test_the_second_run_of_a_sweep_runs_no_reference(
+    method: str, kind: str, place: Path, request: pytest.FixtureRequest
+) -> None:
     shared = ("reference.cache=kept", "train.epochs=1", *FIRST[kind])
     train(f"{method}.yaml", "runs/1", *shared)
     request.getfixturevalue("forbidden")
@@ -195,7 +212,9 @@ def test_a_run_whose_rows_were_scored_runs_no_reference(
     assert [path.name for path in Path("runs").iterdir()] == ["1"]
 
 
-def test_training_rows_that_are_measured_afterwards_are_scored_too(place: Path, request: pytest.FixtureRequest) -> None:
+def test_training_rows_that_are_measured_afterwards_are_scored_too(
+    place: Path, request: pytest.FixtureRequest
+) -> None:
     """kto puts other answers behind the prompts of these few."""
     settings = ("reference.cache=kept", "eval.train_examples=7", "train.epochs=1", "run.dir=runs/1")
     score("kto.yaml", settings, quiet=True)
@@ -228,8 +247,12 @@ def test_two_processes_share_the_work(place: Path) -> None:
     assert score("kto.yaml", settings, quiet=True).misses == 0
 
 
-def test_scoring_that_was_stopped_goes_on_where_it_was(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = score("kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True).misses
+def test_scoring_that_was_stopped_goes_on_where_it_was(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = score(
+        "kto.yaml", ["reference.cache=whole", "train.micro_batch_tokens=60"], quiet=True
+    ).misses
     computed: list[int] = []
     compute = FrozenReference.__call__
 
@@ -253,7 +276,9 @@ def test_the_command_survives_being_killed(place: Path) -> None:
     """kill -9 while it fills; then it is called again, and once more with nothing left to do."""
     words = ("score", "kto.yaml", "reference.cache=kept")
     program = Program(*words, "train.epochs=200")
-    program.wait_until(lambda: any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index")))
+    program.wait_until(
+        lambda: any(path.stat().st_size > 3000 for path in Path("kept").rglob("*.index"))
+    )
     assert program.kill() == -signal.SIGKILL
     assert Program(*words, "train.epochs=2", "--verify", "4", said="said").wait() == 0
     said = Path("said").read_text()
@@ -265,7 +290,9 @@ def test_the_command_survives_being_killed(place: Path) -> None:
 def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     score("dpo.yaml", ["reference.cache=kept"], quiet=True)
     compute = FrozenReference.__call__
-    monkeypatch.setattr(FrozenReference, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask)
+    monkeypatch.setattr(
+        FrozenReference, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask
+    )
     with raises_error("reference-cache-stale", where="reference.cache: kept"):
         score("dpo.yaml", ["reference.cache=kept"], quiet=True, verify=4)
 
@@ -297,12 +324,18 @@ def test_a_recipe_without_a_cache_is_refused(
         score(recipe, settings, quiet=True)
 
 
-def test_a_loss_without_a_reference_loads_none(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_without_a_reference_loads_none(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     loaded: list[str] = []
     load = build.load_model
-    monkeypatch.setattr(build, "load_model", lambda name, **how: loaded.append(name) or load(name, **how))
+    monkeypatch.setattr(
+        build, "load_model", lambda name, **how: loaded.append(name) or load(name, **how)
+    )
     (place / "sft.jsonl").write_text(
-        "".join(json.dumps({"prompt": f"question {i} ", "completion": "x"}) + "\n" for i in range(4))
+        "".join(
+            json.dumps({"prompt": f"question {i} ", "completion": "x"}) + "\n" for i in range(4)
+        )
     )
     run = train("kto.yaml", "runs/1", "method=sft", "data.train=sft.jsonl", "data.eval=[]")
     assert (run.reference, len(loaded)) == (None, 1)

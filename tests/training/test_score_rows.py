@@ -34,7 +34,9 @@ def test_every_answer_of_every_kind_has_the_numbers_it_has_alone(place: Path) ->
     expected = [(kind, row) for kind, rows in FILES.items() for row in rows]
     found = read()
     policy, reference = (load_model(name, dtype=torch.float32) for name in ("model", "other"))
-    assert [len(line["valence"]["answers"]) for line in found] == [1] * 5 + [2] * 4 + [1] * 3 + [3] * 2 + [1] * 3
+    assert [len(line["valence"]["answers"]) for line in found] == [1] * 5 + [2] * 4 + [1] * 3 + [
+        3
+    ] * 2 + [1] * 3
     for line, (kind, row) in list(zip(found, expected, strict=True))[::3]:
         assert list(line) == [*row, "valence"]
         assert {name: line[name] for name in row} == row
@@ -57,7 +59,10 @@ def test_a_model_has_no_reward_against_itself(place: Path) -> None:
 
 def test_what_is_written_is_data_again(place: Path) -> None:
     score("preference.jsonl", out="once.jsonl")
-    before, after = (load([Source(path=path)], "preference").examples for path in ("preference.jsonl", "once.jsonl"))
+    before, after = (
+        load([Source(path=path)], "preference").examples
+        for path in ("preference.jsonl", "once.jsonl")
+    )
     assert [example.id for example in after] == [example.id for example in before]
     with raises_error("row-column-taken", where="once.jsonl:1", fix="--column") as raised:
         score("once.jsonl")
@@ -93,16 +98,28 @@ def test_columns_of_other_names_are_given_with_the_file(place: Path) -> None:
 # Rows without numbers
 
 
-def test_rows_that_cannot_be_scored_say_why_in_their_place(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_that_cannot_be_scored_say_why_in_their_place(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     good = {"prompt": "hello", "completion": " world", "label": True}
-    rows: list[Any] = ['{"prompt": ', good, {**good, "label": "maybe"}, good, {**good, "completion": " a b" * 99}]
+    rows: list[Any] = [
+        '{"prompt": ',
+        good,
+        {**good, "label": "maybe"},
+        good,
+        {**good, "completion": " a b" * 99},
+    ]
     write("rows.jsonl", rows)
     write("good.jsonl", [good])
-    tally = score_rows("model", ["rows.jsonl", "good.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"])
+    tally = score_rows(
+        "model", ["rows.jsonl", "good.jsonl"], Path("out.jsonl"), overrides=["data.max_length=64"]
+    )
     assert (tally.rows, tally.failed) == (6, 3)
     lines = read()
     assert list(lines[0]) == ["origin", "error", "fix"]
-    assert [{**line, "valence": None} for line in lines[2::2]] == [{**row, "valence": None} for row in rows[2::2]]
+    assert [{**line, "valence": None} for line in lines[2::2]] == [
+        {**row, "valence": None} for row in rows[2::2]
+    ]
     errors = [lines[0], lines[2]["valence"], lines[4]["valence"]]
     assert [list(error) for error in errors[1:]] == [
         ["origin", "error", "fix"], ["origin", "id", "error", "fix"],
@@ -116,7 +133,9 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(place: Path, capsys: 
     assert "data.max_length is 64" in errors[2]["error"]
     alone = one_by_one(load_model("model", dtype=torch.float32), "judgement", good)[0].total
     for line in lines[1::2]:
-        assert [answer["logp"] for answer in line["valence"]["answers"]] == pytest.approx([alone], abs=2e-4)
+        assert [answer["logp"] for answer in line["valence"]["answers"]] == pytest.approx(
+            [alone], abs=2e-4
+        )
     shown = capsys.readouterr().out
     assert "3 of 6" in shown
     assert "out.jsonl" in shown
@@ -134,16 +153,24 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(place: Path) -> Non
         score_rows("broken", ["scored.jsonl"], Path("out.jsonl"))
     assert all(line["valence"]["fix"] == NOT_FINITE and line["valence"]["id"] for line in read())
     assert "answers" not in read()[0]["valence"]
-    again, first = (load([Source(path=path)], "scored").examples for path in ("out.jsonl", "scored.jsonl"))
+    again, first = (
+        load([Source(path=path)], "scored").examples for path in ("out.jsonl", "scored.jsonl")
+    )
     assert [example.id for example in again] == [example.id for example in first]
 
 
 def test_a_row_that_json_cannot_hold_has_an_error_alone(place: Path) -> None:
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [{"prompt": f"{i} ", "completion": "yes", "more": float("nan") if i == 1 else i} for i in range(3)]
+    rows = [
+        {"prompt": f"{i} ", "completion": "yes", "more": float("nan") if i == 1 else i}
+        for i in range(3)
+    ]
     parquet.write_table(pyarrow.Table.from_pylist(rows), "rows.parquet")
     score("rows.parquet")
-    assert [list(line) for line in read()[:2]] == [[*rows[0], "valence"], ["origin", "id", "error", "fix"]]
+    assert [list(line) for line in read()[:2]] == [
+        [*rows[0], "valence"],
+        ["origin", "id", "error", "fix"],
+    ]
     assert read()[1]["origin"] == "rows.parquet:2"
     assert score("rows.parquet").earlier == 3
 
@@ -168,8 +195,28 @@ def test_rows_without_answers_are_refused(place: Path) -> None:
 
 
 def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("score", "./model", "--data", "preference.jsonl", "--data", "scored.jsonl", "--out", "out.jsonl")
-    more = ("--reference", "./other", "--beta", "0.5", "--dtype", "float64", "--max-length", "99", "--tokens", "64")
+    words = (
+        "score",
+        "./model",
+        "--data",
+        "preference.jsonl",
+        "--data",
+        "scored.jsonl",
+        "--out",
+        "out.jsonl",
+    )
+    more = (
+        "--reference",
+        "./other",
+        "--beta",
+        "0.5",
+        "--dtype",
+        "float64",
+        "--max-length",
+        "99",
+        "--tokens",
+        "64",
+    )
     assert command(*words, *more) == 0
     shown = capsys.readouterr().out
     assert "7/7" in shown
@@ -181,10 +228,16 @@ def test_the_command(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == ""
 
 
-@pytest.mark.parametrize("words", [
-    ("model",), ("model", "--data", "scored.jsonl"), ("model", "--out", "out.jsonl"), ("recipe.yaml", "--reference", "other"),
-    ("model", "--data", "scored.jsonl", "--out", "out.jsonl", "--verify", "3"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("model",),
+        ("model", "--data", "scored.jsonl"),
+        ("model", "--out", "out.jsonl"),
+        ("recipe.yaml", "--reference", "other"),
+        ("model", "--data", "scored.jsonl", "--out", "out.jsonl", "--verify", "3"),
+    ],
+)
 def test_half_a_command_is_refused(words: tuple[str, ...], place: Path) -> None:
     with raises_error("option-missing", where="score"):
         invoke("score", *words)

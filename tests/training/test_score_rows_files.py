@@ -1,5 +1,6 @@
-"""The file that scores of rows are written to: nothing is lost, doubled or mixed up when a program is stopped, and no other lines
-are gone on from."""
+"""The file that scores of rows are written to: nothing is lost, doubled or mixed up when a program
+is stopped, and no other lines are gone on from.
+"""
 
 from __future__ import annotations
 
@@ -76,9 +77,17 @@ def small_windows() -> None:
 
 
 @pytest.mark.slow
-def test_a_program_that_is_killed_loses_a_window_at_most(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = write("rows.jsonl", [{"prompt": f"question {i} ", "completion": f"{i * i} " * 20} for i in range(600)])
-    out, program = Path("out.jsonl"), Program("score", "model", "--data", rows, "--out", "out.jsonl", main=small_windows)
+def test_a_program_that_is_killed_loses_a_window_at_most(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = write(
+        "rows.jsonl",
+        [{"prompt": f"question {i} ", "completion": f"{i * i} " * 20} for i in range(600)],
+    )
+    out, program = (
+        Path("out.jsonl"),
+        Program("score", "model", "--data", rows, "--out", "out.jsonl", main=small_windows),
+    )
     program.wait_until(lambda: out.exists() and out.read_bytes().count(b"\n") > 20)
     assert program.kill() == -signal.SIGKILL
     done = out.read_bytes().count(b"\n")
@@ -101,7 +110,13 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
         inner(self, made)
 
     monkeypatch.setattr(module.Lines, "write", stopping)
-    words = ("score", "model", *(word for path in ALL for word in ("--data", path)), "--out", "out.jsonl")
+    words = (
+        "score",
+        "model",
+        *(word for path in ALL for word in ("--data", path)),
+        "--out",
+        "out.jsonl",
+    )
     assert command(*words) == 130
     assert len(read()) == 8
     monkeypatch.undo()
@@ -112,7 +127,9 @@ def test_the_command_can_be_stopped(place: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_rows_are_read_as_they_are_scored(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first reading counts them; in the second, no row is read before those of the windows before it are written."""
+    """The first reading counts them; in the second, no row is read before those of the windows
+    before it are written.
+    """
     write("rows.jsonl", FILES["judgement"] * 8)
     readings: list[int] = []
 
@@ -128,7 +145,9 @@ def test_rows_are_read_as_they_are_scored(place: Path, monkeypatch: pytest.Monke
     assert (len(readings), len(read())) == (2, 40)
 
 
-def test_what_does_not_fit_the_memory_can_be_gone_on_with(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_does_not_fit_the_memory_can_be_gone_on_with(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = whole()
 
     def fail(*_: Any) -> None:
@@ -196,10 +215,20 @@ def test_data_that_changed_is_seen(place: Path) -> None:
 
 
 FOREIGN = (
-    b"garbage", b"\xff\xfe", b"[1]", b"{}", b"", b"[" * 9999, b'{"origin": 1}', b'{"origin" nonsense', b'{"valence": 1}',
-    b'{"origin": "rows.jsonl:1", "answers": []}', b'{"valence": {"origin": "rows.jsonl:1"}}',
-    b'{"valence": {"origin": 1, "answers": []}}', b'{"valence": {"origin": [], "error": "", "fix": ""}}',
-)  # fmt: skip
+    b"garbage",
+    b"\xff\xfe",
+    b"[1]",
+    b"{}",
+    b"",
+    b"[" * 9999,
+    b'{"origin": 1}',
+    b'{"origin" nonsense',
+    b'{"valence": 1}',
+    b'{"origin": "rows.jsonl:1", "answers": []}',
+    b'{"valence": {"origin": "rows.jsonl:1"}}',
+    b'{"valence": {"origin": 1, "answers": []}}',
+    b'{"valence": {"origin": [], "error": "", "fix": ""}}',
+)
 """Lines that this command does not write."""
 
 
@@ -315,7 +344,9 @@ def test_two_programs_do_not_write_one_file(place: Path) -> None:
             score("scored.jsonl")
 
 
-def test_facts_that_change_while_a_model_is_loaded_are_seen(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_that_change_while_a_model_is_loaded_are_seen(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = module.load_judge
 
     def slow(*how: Any, **more: Any) -> Any:
@@ -329,7 +360,9 @@ def test_facts_that_change_while_a_model_is_loaded_are_seen(place: Path, monkeyp
     score("scored.jsonl", target="other")
 
 
-def test_a_file_is_not_moved_aside_while_it_is_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_is_not_moved_aside_while_it_is_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner, refused = module.Lines.write, list[UserError]()
 
     def meanwhile(self: Any, made: Any) -> None:
@@ -345,7 +378,9 @@ def test_a_file_is_not_moved_aside_while_it_is_written(place: Path, monkeypatch:
     assert (len(read()), list(place.glob("out.1*"))) == (17, [])
 
 
-def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     score("scored.jsonl")
     flock = fcntl.flock
 
@@ -360,8 +395,14 @@ def test_a_file_that_was_moved_aside_before_its_lock_is_not_written(place: Path,
 
 
 def test_a_full_disk_is_said_so_and_gone_on_from(place: Path) -> None:
-    rows = write("rows.jsonl", [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)])
-    before, limits = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    rows = write(
+        "rows.jsonl",
+        [{"prompt": f"{i} ", "completion": "yes", "more": "x" * 1000} for i in range(50)],
+    )
+    before, limits = (
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN),
+        resource.getrlimit(resource.RLIMIT_FSIZE),
+    )
     resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
     try:
         with raises_error("file-not-writable", where="out.jsonl"):

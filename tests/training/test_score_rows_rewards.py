@@ -1,4 +1,6 @@
-"""Answers judged by rewards, in files: scores, failures, going on, and the walk from prompts to a trained model."""
+"""Answers judged by rewards, in files: scores, failures, going on, and the walk from prompts to a
+trained model.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from valence.training import reward_rows as module
 
 RECIPES = {
     "grpo": "data: {train: [{path: scored.jsonl}], convert: scores_to_rankings}",
-    "sft": "data: {train: [{path: scored.jsonl}], convert: best_to_demonstrations, top_n: 2, mask_truncated: false}",
+    "sft": "data: {train: [{path: scored.jsonl}], convert: best_to_demonstrations, top_n: 2, "
+    "mask_truncated: false}",
     "dpo": "data: {train: [{path: scored.jsonl}], convert: scores_to_pairs}",
     "kto": "data: {train: [{path: scored.jsonl}], convert: scores_to_judgements, threshold: 4.5}",
 }
@@ -48,7 +51,10 @@ def sampled(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a model, answers of it and rewards, which is the current one. Windows are small."""
+    """A folder with a model, answers of it and rewards, which is the current one.
+
+    Windows are small.
+    """
     shutil.copytree(sampled, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
@@ -62,8 +68,13 @@ def place(sampled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pat
 
 def recipe(method: str, *more: str) -> str:
     name = f"{method}.yaml"
-    head = f"method: {method}\nmodel: {{name: ./model}}\ntrain: {{batch_size: 4, learning_rate: 1e-3, seed: 1}}\n"
-    Path(name).write_text(head + "\n".join([RECIPES[method], *more, f"run: {{dir: runs/{method}}}"]) + "\n")
+    head = (
+        f"method: {method}\nmodel: {{name: ./model}}\ntrain: {{batch_size: 4, learning_rate: "
+        f"1e-3, seed: 1}}\n"
+    )
+    Path(name).write_text(
+        head + "\n".join([RECIPES[method], *more, f"run: {{dir: runs/{method}}}"]) + "\n"
+    )
     return name
 
 
@@ -81,7 +92,9 @@ def test_every_row_gets_its_score_and_stays_as_it_was(place: Path) -> None:
 def test_a_reward_is_given_the_prompt_and_the_other_columns_of_its_row(place: Path) -> None:
     judge("rewards:vowels")
     for row in read("scored.jsonl"):
-        assert row["score"] == pytest.approx(row["completion"].count("a") + row["info"]["answer"] / 100)
+        assert row["score"] == pytest.approx(
+            row["completion"].count("a") + row["info"]["answer"] / 100
+        )
 
 
 def test_several_rewards_add_up(place: Path) -> None:
@@ -91,13 +104,22 @@ def test_several_rewards_add_up(place: Path) -> None:
         assert row["score"] == pytest.approx(row["parts"]["short"] + 10 * row["parts"]["a"])
 
 
-def test_a_failure_is_an_error_and_no_number(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command("score", "--reward", "rewards:odd", "--data", "answers.jsonl", "--out", "scored.jsonl") == 0
+def test_a_failure_is_an_error_and_no_number(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        command(
+            "score", "--reward", "rewards:odd", "--data", "answers.jsonl", "--out", "scored.jsonl"
+        )
+        == 0
+    )
     rows = read("scored.jsonl")
     failed = [row for row in rows if row["info"]["answer"] == 1]
     assert len(failed) == 3
     assert all(row["score"] is None and row["error"] for row in failed)
-    assert all("error" not in row and row["score"] == row["index"] for row in rows if row not in failed)
+    assert all(
+        "error" not in row and row["score"] == row["index"] for row in rows if row not in failed
+    )
     shown = capsys.readouterr().out
     assert {"18", "21"} <= set(re.findall(r"\d+", shown))
     assert "answers.jsonl:4: " in shown
@@ -108,7 +130,8 @@ def test_a_failure_is_an_error_and_no_number(place: Path, capsys: pytest.Capture
 
 def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path) -> None:
     Path("broken.py").write_text(
-        "def fn(completions, **context):\n    import os\n    if os.path.exists('down') and completions[0].info['answer'] > 2:\n"
+        "def fn(completions, **context):\n    import os\n    if os.path.exists('down') and "
+        "completions[0].info['answer'] > 2:\n"
         "        raise OSError('the server is down')\n    return [1.0] * len(completions)\n"
     )
     Path("down").touch()
@@ -123,22 +146,36 @@ def test_a_reward_that_is_down_stops_the_command_and_is_gone_on_with(place: Path
 
 def test_the_rewards_of_a_recipe_are_those_of_its_answers(place: Path) -> None:
     Path("recipe.yaml").write_text(
-        "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: prompts.jsonl}]}\nreward: rewards:short\n"
+        "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: "
+        "prompts.jsonl}]}\nreward: rewards:short\n"
     )
-    assert command("score", "recipe.yaml", "--data", "answers.jsonl", "--out", "scored.jsonl", "--quiet") == 0
+    assert (
+        command(
+            "score", "recipe.yaml", "--data", "answers.jsonl", "--out", "scored.jsonl", "--quiet"
+        )
+        == 0
+    )
     assert read("scored.jsonl")[0]["parts"].keys() == {"short"}
-    assert command("score", "recipe.yaml", "--data", "answers.jsonl", "--out", "b.jsonl", "--beta", "1") == 2
+    assert (
+        command(
+            "score", "recipe.yaml", "--data", "answers.jsonl", "--out", "b.jsonl", "--beta", "1"
+        )
+        == 2
+    )
 
 
 def test_rows_of_text_are_put_into_tokens_by_a_model(place: Path) -> None:
-    rows = [{"prompt": "1 + 1 = ", "completion": "2", "answer": 2}, {"prompt": [{"role": "user", "content": "hello"}],
-            "completion": "world a", "answer": 7}]  # fmt: skip
+    rows = [
+        {"prompt": "1 + 1 = ", "completion": "2", "answer": 2},
+        {"prompt": [{"role": "user", "content": "hello"}], "completion": "world a", "answer": 7},
+    ]
     write("text.jsonl", rows)
     with raises_error("row-tokens-missing", where="text.jsonl:1", fix="--data"):
         judge("rewards:vowels", data=("text.jsonl",))
     judge("rewards:vowels", data=("text.jsonl",), target="model")
     assert read("scored.jsonl") == [
-        {**row, "score": s, "parts": {"vowels": s}} for row, s in zip(rows, (0.02, 1.07), strict=True)
+        {**row, "score": s, "parts": {"vowels": s}}
+        for row, s in zip(rows, (0.02, 1.07), strict=True)
     ]
 
 
@@ -224,8 +261,12 @@ def test_rows_in_tokens_of_another_tokenizer_do_not_mix(place: Path) -> None:
         judge("rewards:vowels", data=("text.jsonl",), target="model")
 
 
-def test_columns_that_json_has_no_form_for_are_written_as_text_and_gone_on_with(place: Path) -> None:
-    rows = [row | {"at": datetime(2026, 1, 2, 3, k)} for k, row in enumerate(read("answers.jsonl")[:6])]
+def test_columns_that_json_has_no_form_for_are_written_as_text_and_gone_on_with(
+    place: Path,
+) -> None:
+    rows = [
+        row | {"at": datetime(2026, 1, 2, 3, k)} for k, row in enumerate(read("answers.jsonl")[:6])
+    ]
     for row in rows:
         del row["sampled"]
     Dataset.from_list(rows).to_parquet("answers.parquet")
@@ -292,11 +333,15 @@ def test_killed_on_the_way_the_walk_ends_in_the_same_model(
     judged = ["score", "--reward", "rewards:slow", "--quiet", "--data"]
     assert 30 <= killed(*drawn, "answers.jsonl", out="answers.jsonl", lines=30) < 400
     assert command(*drawn, "answers.jsonl") == 0
-    assert killed(*judged, "answers.jsonl", "--out", "scored.jsonl", out="scored.jsonl", lines=100) in (128, 256)
+    assert killed(
+        *judged, "answers.jsonl", "--out", "scored.jsonl", out="scored.jsonl", lines=100
+    ) in (128, 256)
     assert command(*judged, "answers.jsonl", "--out", "scored.jsonl") == 0
     assert command(*drawn, "whole.jsonl") == 0
     assert Path("answers.jsonl").read_bytes() == Path("whole.jsonl").read_bytes()
-    assert [row["score"] for row in read("scored.jsonl")] == [len(row["completion"]) for row in read("whole.jsonl")]
+    assert [row["score"] for row in read("scored.jsonl")] == [
+        len(row["completion"]) for row in read("whole.jsonl")
+    ]
     assert capsys.readouterr().out == ""
 
 
@@ -315,7 +360,9 @@ def test_methods_train_on_answers_that_were_judged(method: str, place: Path) -> 
 
 
 def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(place: Path) -> None:
-    """Those of the model that is trained change nothing; of a policy that gave its answers with other probabilities they do."""
+    """Those of the model that is trained change nothing; of a policy that gave its answers with
+    other probabilities they do.
+    """
     judge("rewards:vowels")
     rows, found = read("scored.jsonl"), list[float]()
     for change in (None, 0.0, 3.0):
@@ -323,7 +370,11 @@ def test_stored_log_probabilities_are_those_that_the_policy_is_compared_with(pla
         bare = [{name: each for name, each in row.items() if name != "logps"} for row in rows]
         write("scored.jsonl", bare if change is None else changed)
         assert command("train", recipe("grpo"), "--quiet", f"run.dir=runs/{change}") == 0
-        found.append(json.loads(Path(f"runs/{change}/metrics.jsonl").read_text().splitlines()[0])["grad_norm"])
+        found.append(
+            json.loads(Path(f"runs/{change}/metrics.jsonl").read_text().splitlines()[0])[
+                "grad_norm"
+            ]
+        )
     assert found[1] == pytest.approx(found[0], rel=1e-3)
     assert abs(found[2] - found[0]) > 0.05 * found[0]
 
@@ -339,6 +390,9 @@ def test_the_page_about_rounds_is_true(place: Path) -> None:
     lines = [line for block in blocks(page, "sh") for line in block.text.splitlines()]
     assert len(lines) == 4
     for line in lines:
-        assert command(*shlex.split(line.replace("-n 8", "-n 2").replace("64", "4"))[1:], "--quiet") == 0, line
+        assert (
+            command(*shlex.split(line.replace("-n 8", "-n 2").replace("64", "4"))[1:], "--quiet")
+            == 0
+        ), line
     assert len(read("answers_2.jsonl")) == 14
     assert read("answers_2.jsonl")[0]["version"] == 1

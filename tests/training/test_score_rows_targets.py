@@ -1,4 +1,6 @@
-"""Rows are scored by a model, an adapter, a reward model, a recipe or a run, each with its own reference and reward."""
+"""Rows are scored by a model, an adapter, a reward model, a recipe or a run, each with its own
+reference and reward.
+"""
 
 from __future__ import annotations
 
@@ -43,16 +45,31 @@ def test_a_run_is_scored_with_its_weights_and_its_reference(place: Path) -> None
     assert any(rewards)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", ".*packed sequences")
-        score("judgement.jsonl", target="run/model", out="adapter.jsonl", overrides=["reference.model=./model"], beta=0.4)
-    score("judgement.jsonl", target="run/model", out="narrow.jsonl", overrides=["model.dtype=bfloat16"])
+        score(
+            "judgement.jsonl",
+            target="run/model",
+            out="adapter.jsonl",
+            overrides=["reference.model=./model"],
+            beta=0.4,
+        )
+    score(
+        "judgement.jsonl",
+        target="run/model",
+        out="narrow.jsonl",
+        overrides=["model.dtype=bfloat16"],
+    )
     close = pytest.approx([a["logp"] for a in answers("adapter.jsonl")], abs=2.0)
     assert [a["logp"] for a in answers("narrow.jsonl")] == close
-    assert [answer["reward"] for answer in answers("adapter.jsonl")] == pytest.approx(rewards, abs=1e-4)
+    assert [answer["reward"] for answer in answers("adapter.jsonl")] == pytest.approx(
+        rewards, abs=1e-4
+    )
     score("judgement.jsonl", target="model", out="model.jsonl")
     assert [answer["logp"] for answer in answers("model.jsonl")] == pytest.approx(
         [a["ref"] for a in answers("run.jsonl")], abs=1e-4
     )
-    score("judgement.jsonl", target="run", out="against.jsonl", overrides=["reference.model=./other"])
+    score(
+        "judgement.jsonl", target="run", out="against.jsonl", overrides=["reference.model=./other"]
+    )
     assert answers("against.jsonl")[0]["ref"] != answers("run.jsonl")[0]["ref"]
 
 
@@ -68,7 +85,9 @@ def test_a_recipe_says_what_the_call_leaves_open(place: Path) -> None:
 @pytest.mark.parametrize("named", [("reward",), ("clear", "kind")])
 def test_a_reward_model_scores_answers(named: tuple[str, ...], place: Path) -> None:
     torch.manual_seed(0)
-    config = AutoConfig.from_pretrained("model", num_labels=len(named), id2label=dict(enumerate(named)))
+    config = AutoConfig.from_pretrained(
+        "model", num_labels=len(named), id2label=dict(enumerate(named))
+    )
     config.update({"reward_mean": [0.5] * len(named), "reward_std": [2.0] * len(named)})
     model: Any = AutoModelForSequenceClassification.from_config(config)
     model.save_pretrained("judge")
@@ -79,16 +98,28 @@ def test_a_reward_model_scores_answers(named: tuple[str, ...], place: Path) -> N
     assert [len(line["valence"]["answers"]) for line in lines] == [2] * 4 + [1] * 5
     for line in lines[:4]:
         for answer in line["valence"]["answers"]:
-            texts = zip(("user", "assistant"), (line["prompt"], line[answer["answer"]]), strict=True)
+            texts = zip(
+                ("user", "assistant"), (line["prompt"], line[answer["answer"]]), strict=True
+            )
             turns = [{"role": role, "content": text} for role, text in texts]
-            ids = tokenizer(tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")).input_ids
+            ids = tokenizer(
+                tokenizer.apply_chat_template(turns, tokenize=False).rstrip("\n")
+            ).input_ids
             expected = model(torch.tensor([ids])).logits[0].tolist()
-            found = [answer["score"]] if len(named) == 1 else [answer["score"][name] for name in named]
+            found = (
+                [answer["score"]] if len(named) == 1 else [answer["score"][name] for name in named]
+            )
             assert found == pytest.approx(expected, abs=1e-4)
-            scaled = [answer["normalised"]] if len(named) == 1 else [answer["normalised"][name] for name in named]
+            scaled = (
+                [answer["normalised"]]
+                if len(named) == 1
+                else [answer["normalised"][name] for name in named]
+            )
             assert scaled == pytest.approx([(value - 0.5) / 2 for value in expected], abs=1e-4)
     with raises_error("reference-unused", where="reference.model"):
-        score("preference.jsonl", target="judge", out="2.jsonl", overrides=["reference.model=./model"])
+        score(
+            "preference.jsonl", target="judge", out="2.jsonl", overrides=["reference.model=./model"]
+        )
 
 
 def test_a_reward_model_is_scored_as_a_run_and_as_what_it_wrote(place: Path) -> None:
@@ -104,7 +135,9 @@ def test_a_reward_model_is_scored_as_a_run_and_as_what_it_wrote(place: Path) -> 
     valence.train("recipe.yaml", quiet=True)
     score("judgement.jsonl", target="run", out="run.jsonl")
     score("judgement.jsonl", target="run/model", out="model.jsonl")
-    assert [a["score"] for a in answers("run.jsonl")] == pytest.approx([a["score"] for a in answers("model.jsonl")], abs=1e-4)
+    assert [a["score"] for a in answers("run.jsonl")] == pytest.approx(
+        [a["score"] for a in answers("model.jsonl")], abs=1e-4
+    )
     scaled = torch.tensor([a["normalised"] for a in answers("model.jsonl")])
     assert scaled.mean().item() == pytest.approx(0, abs=1e-3)
     assert scaled.std(correction=0).item() == pytest.approx(1, abs=1e-3)
@@ -122,7 +155,9 @@ def test_an_adapter_of_a_reward_model_is_refused(place: Path) -> None:
     pytest.param("ipo", "tau: 0.3", marks=pytest.mark.slow),
     pytest.param("dpo_norm", "beta: 3.0", marks=pytest.mark.slow),
 ])  # fmt: skip
-def test_a_run_is_scored_with_the_reward_that_it_trains(method: str, loss: str, place: Path) -> None:
+def test_a_run_is_scored_with_the_reward_that_it_trains(
+    method: str, loss: str, place: Path
+) -> None:
     Path("recipe.yaml").write_text(
         f"method: {method}\n"
         "model: {name: ./model}\n"
@@ -133,7 +168,11 @@ def test_a_run_is_scored_with_the_reward_that_it_trains(method: str, loss: str, 
     )
     run = valence.train("recipe.yaml", quiet=True)
     score("preference.jsonl", target="run")
-    rewards = [row[f"reward_{side}"] for row in run.evaluate(FILES["preference"]).rows for side in ("chosen", "rejected")]
+    rewards = [
+        row[f"reward_{side}"]
+        for row in run.evaluate(FILES["preference"]).rows
+        for side in ("chosen", "rejected")
+    ]
     assert [answer["reward"] for answer in answers("out.jsonl")] == pytest.approx(rewards, abs=1e-4)
     assert min(map(abs, rewards)) > 1e-3
     facts = json.loads(Path("out.jsonl.about.json").read_text())

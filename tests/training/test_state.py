@@ -38,26 +38,51 @@ NOT_STATE = {
 """Paths that may differ, and why."""
 
 CASES: dict[str, dict[str, Any]] = {
-    "kto": {"model": {"name": "tiny", "lora": {"rank": 2, "dropout": 0.3}}, "run": {"log_every": 3}},
-    "bco": {
-        "method": "bco", "reference": {"sync_every": 2, "sync_mix": 0.5}, "loss": {"humanline": [-1.0, 1.5]},
-        "run": {"log_every": 5, "keep_best": {}, "early_stop": {"patience": 9}}, "eval": {"every": 2},
-        "mix": True, "data": {"eval": True},
+    "kto": {
+        "model": {"name": "tiny", "lora": {"rank": 2, "dropout": 0.3}},
+        "run": {"log_every": 3},
     },
-    "sft": {"method": "sft", "run": {"log_every": 4}, "train": {"batch_size": 3, "micro_batch_tokens": 30}},
-}  # fmt: skip
+    "bco": {
+        "method": "bco",
+        "reference": {"sync_every": 2, "sync_mix": 0.5},
+        "loss": {"humanline": [-1.0, 1.5]},
+        "run": {"log_every": 5, "keep_best": {}, "early_stop": {"patience": 9}},
+        "eval": {"every": 2},
+        "mix": True,
+        "data": {"eval": True},
+    },
+    "sft": {
+        "method": "sft",
+        "run": {"log_every": 4},
+        "train": {"batch_size": 3, "micro_batch_tokens": 30},
+    },
+}
 
 
 def made(tmp_path: Path, name: str, folder: str) -> Run:
     sections = copy.deepcopy(CASES[name])
     if sections.get("mix"):
-        sections["mix"] = [{"method": "bco_pair", "train": written(tmp_path / "pairs.jsonl", PAIRS), "batch_size": 3}]
-    thumbs = [{"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0} for i in range(12)]
+        sections["mix"] = [
+            {
+                "method": "bco_pair",
+                "train": written(tmp_path / "pairs.jsonl", PAIRS),
+                "batch_size": 3,
+            }
+        ]
+    thumbs = [
+        {"prompt": f"question {i} ", "completion": f"answer {i} {i}", "label": i % 3 == 0}
+        for i in range(12)
+    ]
     rows = written(tmp_path / f"{name}.jsonl", SHOWN if name == "sft" else thumbs)
     data: dict[str, Any] = {"train": rows, "max_length": 64, "as_chat": False}
     if sections.pop("data", None):
         data["eval"] = written(tmp_path / "held_out.jsonl", thumbs[:5])
-    sections["train"] = {"batch_size": 4, "learning_rate": 1e-2, "epochs": 3, **sections.get("train", {})}
+    sections["train"] = {
+        "batch_size": 4,
+        "learning_rate": 1e-2,
+        "epochs": 3,
+        **sections.get("train", {}),
+    }
     sections["run"] = {**sections["run"], "dir": str(tmp_path / folder)}
     return run_of(tmp_path, data=data, **sections)
 
@@ -70,8 +95,9 @@ def trained(run: Run, steps: int) -> Run:
 
 
 def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]:
-    """Paths whose value changed in a few steps and is not back, in a new run, after loading the state; without those that are
-    explained above."""
+    """Paths whose value changed in a few steps and is not back, in a new run, after loading the
+    state; without those that are explained above.
+    """
     run = made(tmp_path, name, "first")
     spoilt(run)
     before = walk(run)
@@ -84,7 +110,11 @@ def lost(tmp_path: Path, name: str, spoilt: Any = lambda run: None) -> list[str]
     other = made(tmp_path, name, "second")
     other.load_state_dict(load(folder))
     found = walk(other)
-    return [p for p in changed if found.get(p) != after[p] and not any(re.search(pattern, p) for pattern in NOT_STATE)]
+    return [
+        p
+        for p in changed
+        if found.get(p) != after[p] and not any(re.search(pattern, p) for pattern in NOT_STATE)
+    ]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -127,7 +157,13 @@ def test_every_generator_goes_on_where_it_was(tmp_path: Path) -> None:
     state = copy.deepcopy(run.state_dict()["processes"])
 
     def drawn() -> list[float]:
-        return [torch.rand(1).item(), float(np.random.random()), float(np.random.normal()), random.random(), random.gauss(0, 1)]
+        return [
+            torch.rand(1).item(),
+            float(np.random.random()),
+            float(np.random.normal()),
+            random.random(),
+            random.gauss(0, 1),
+        ]
 
     wanted = drawn()
     drawn()

@@ -1,4 +1,6 @@
-"""A run's folder that somebody else wrote executes no code unless a flag of the command line allows it."""
+"""A run's folder that somebody else wrote executes no code unless a flag of the command line allows
+it.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     copy_run(trained_online, tmp_path / "run")
     shutil.copy(trained_online.parent / "prompts.jsonl", tmp_path)
     (tmp_path / "foreign_reward.py").write_text(
-        "from pathlib import Path\nPath('mark').touch()\n\ndef score(completions, **_):\n    return [1.0] * len(completions)\n"
+        "from pathlib import Path\nPath('mark').touch()\n\ndef score(completions, **_):\n    "
+        "return [1.0] * len(completions)\n"
     )
     change(tmp_path / "run", reward=[{"reward": "foreign_reward:score"}])
     return tmp_path / "run"
@@ -75,7 +78,9 @@ def online_run(trained_online: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     ["sample", "run", "--data", "prompts.jsonl", "--out", "out.jsonl", "--max-new-tokens", "2"],
     ["score", "run", "--data", "rows.jsonl", "--out", "out.jsonl"],
 ])  # fmt: skip
-def test_a_command_that_needs_no_reward_does_not_import_it(words: list[str], online_run: Path) -> None:
+def test_a_command_that_needs_no_reward_does_not_import_it(
+    words: list[str], online_run: Path
+) -> None:
     Path("rows.jsonl").write_text('{"prompt": "say a", "completion": "b"}\n')
     assert command(*words) == 0
     assert not Path("mark").exists()
@@ -107,7 +112,11 @@ def test_evaluating_a_run_starts_no_program_that_its_folder_names(online_run: Pa
     program = online_run.parent / "program"
     program.write_text("#!/bin/sh\ntouch mark\nexit 1\n")
     program.chmod(0o755)
-    change(online_run, reward=[{"reward": "length"}], rollout={"engine": "vllm", "start": True, "python": str(program)})
+    change(
+        online_run,
+        reward=[{"reward": "length"}],
+        rollout={"engine": "vllm", "start": True, "python": str(program)},
+    )
     assert restore(online_run, quiet=True, rewards=True).evaluate().metrics
     assert not Path("mark").exists()
 
@@ -122,7 +131,10 @@ def run_with_code(shared_runs: SharedRuns, tmp_path: Path, monkeypatch: pytest.M
     model.save_pretrained("coded")
     tokenizer.save_pretrained("coded")
     config = json.loads(Path("coded/config.json").read_text())
-    config |= {"model_type": "strange", "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}}
+    config |= {
+        "model_type": "strange",
+        "auto_map": {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"},
+    }
     Path("coded/config.json").write_text(json.dumps(config))
     Path("coded/code.py").write_text(f"import os\nos.mkdir({str(tmp_path / 'mark')!r})\n")
     change(tmp_path / "run", model={"name": str(tmp_path / "coded"), "trust_remote_code": True})

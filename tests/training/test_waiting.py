@@ -1,4 +1,6 @@
-"""On a CUDA device the host hands over a whole step, and waits for it once, at its end: seen on one that is pretended."""
+"""On a CUDA device the host hands over a whole step, and waits for it once, at its end: seen on one
+that is pretended.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,11 @@ def test_no_micro_batch_is_waited_for(name: str) -> None:
         outcome = made.run(units_for(name), iter(units_for(name, 3, 9)), backward=True)
         assert outcome.loss.device == CUDA
         assert outcome.micro_batches >= 3
-        assert all(p.grad is not None and p.grad.device == CUDA for p in policy.parameters() if p.requires_grad)
+        assert all(
+            p.grad is not None and p.grad.device == CUDA
+            for p in policy.parameters()
+            if p.requires_grad
+        )
         assert waits == []
 
 
@@ -53,7 +59,9 @@ def test_a_step_is_waited_for_once_when_all_of_it_has_been_handed_over() -> None
         policy, reference = moved(*models_for("kto"))
         made = objective("kto", policy, reference, budget=30)
         optimizer = torch.optim.AdamW(policy.parameters())
-        _, _, applied = optimizer_step(made, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0)
+        _, _, applied = optimizer_step(
+            made, optimizer, units_for("kto"), iter(units_for("kto", 3, 9)), 1.0
+        )
         assert applied
         assert len(waits) == 1
         assert waits[0].startswith("step.py:optimizer_step:")
@@ -65,7 +73,9 @@ LORA = type("Lora", (), {"rank": 3, "alpha": None, "dropout": 0.0, "targets": "a
 @pytest.mark.parametrize("trunk", ["shared", "separate", None])
 def test_adapters_critics_and_what_else_is_told(trunk: Any) -> None:
     with pretended() as waits:
-        policy = build_policy(tiny(dtype=torch.float32), dtype=torch.float32, lora=None if trunk else LORA)
+        policy = build_policy(
+            tiny(dtype=torch.float32), dtype=torch.float32, lora=None if trunk else LORA
+        )
         if trunk:
             add_values(policy, trunk=trunk)
         policy, _ = moved(policy, None)

@@ -1,4 +1,6 @@
-"""All values that can be reached from an object, by the path to them: what a run's saved state is held against."""
+"""All values that can be reached from an object, by the path to them: what a run's saved state is
+held against.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,22 @@ from typing import Any
 import numpy as np
 import torch
 
-OURS = ("valence", "tests", "torch.optim", "torch.nn", "torch._", "transformers.models", "peft.tuners")
+OURS = (
+    "valence",
+    "tests",
+    "torch.optim",
+    "torch.nn",
+    "torch._",
+    "transformers.models",
+    "peft.tuners",
+)
 """Modules whose objects are looked into; others count as one value that does not change."""
 
 
 def walk(root: object) -> dict[str, Any]:
-    """Path -> number, text or digest, of everything below ``root`` (an object that is met again is followed once)."""
+    """Path -> number, text or digest, of everything below ``root`` (an object that is met again is
+    followed once).
+    """
     return dict(_walk(root, "", {}))
 
 
@@ -26,7 +38,9 @@ def _walk(value: Any, path: str, seen: dict[int, Any]) -> Iterator[tuple[str, An
     if isinstance(value, torch.Tensor | np.ndarray):
         yield path, _digest(value)
         return
-    if id(value) in seen or isinstance(value, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType):
+    if id(value) in seen or isinstance(
+        value, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType
+    ):
         return
     seen[id(value)] = value  # kept alive: an id is not given to another object meanwhile
     for name, inner in _parts(value):
@@ -54,6 +68,10 @@ def _parts(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _digest(value: torch.Tensor | np.ndarray[Any, Any]) -> str:
-    array = value.detach().cpu() if isinstance(value, torch.Tensor) else torch.from_numpy(np.ascontiguousarray(value))
+    array = (
+        value.detach().cpu()
+        if isinstance(value, torch.Tensor)
+        else torch.from_numpy(np.ascontiguousarray(value))
+    )
     raw = array.contiguous().flatten().view(torch.uint8).numpy().tobytes() if array.numel() else b""
     return f"{array.dtype} {tuple(array.shape)} {hashlib.sha256(raw).hexdigest()[:12]}"

@@ -1,1 +1,3 @@
-"""Tokenized examples to micro-batches: shared prefixes, packing, KL pairs, balance across processes."""
+"""Tokenized examples to micro-batches: shared prefixes, packing, KL pairs, balance across
+processes.
+"""

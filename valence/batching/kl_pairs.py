@@ -16,7 +16,10 @@ Pairing = Literal["next", "previous", "reversed"]
 
 
 def make_kl_pairs(
-    examples: Sequence[TokenizedExample], following: Iterable[TokenizedExample] = (), *, max_length: int
+    examples: Sequence[TokenizedExample],
+    following: Iterable[TokenizedExample] = (),
+    *,
+    max_length: int,
 ) -> list[TokenizedExample]:
     """Make one KL pair for each example of a step in canonical order.
 
@@ -38,7 +41,8 @@ def make_kl_pairs(
                 "no other example has both another prompt and another completion",
                 code="kl-pairs-missing",
                 where=str(example.origin),
-                fix="KTO needs at least two distinct prompts with distinct completions; apo_zero_unpaired does not",
+                fix="KTO needs at least two distinct prompts with distinct completions; "
+                "apo_zero_unpaired does not",
             )
         pairs.append(_with_completion(example, partner.answers[0], max_length))
     return pairs
@@ -57,7 +61,9 @@ def make_kl_pairs_in_groups(
     return pairs
 
 
-def _find_partner(example: TokenizedExample, others: Iterable[TokenizedExample], max_length: int) -> TokenizedExample | None:
+def _find_partner(
+    example: TokenizedExample, others: Iterable[TokenizedExample], max_length: int
+) -> TokenizedExample | None:
     """Return the first of ``others`` that differs and fits, else the first that differs."""
     room = max_length - len(example.prompt_ids)
     completion = example.answers[0].ids
@@ -71,8 +77,12 @@ def _find_partner(example: TokenizedExample, others: Iterable[TokenizedExample],
     return first
 
 
-def _with_completion(example: TokenizedExample, completion: TokenizedCompletion, max_length: int) -> TokenizedExample:
+def _with_completion(
+    example: TokenizedExample, completion: TokenizedCompletion, max_length: int
+) -> TokenizedExample:
     room = max(1, max_length - len(example.prompt_ids))
     is_whole = len(completion.ids) <= room
-    cut = TokenizedCompletion(completion.ids[:room], completion.mask[:room], completion.complete and is_whole)
+    cut = TokenizedCompletion(
+        completion.ids[:room], completion.mask[:room], completion.complete and is_whole
+    )
     return replace(example, prompt_mask=(False,) * len(example.prompt_ids), answers=(cut,))

@@ -104,7 +104,9 @@ class StepPacker:
         """Neighbours in the tree that share tokens, up to ``max_tokens``: (tokens, indices)."""
         families: list[tuple[int, list[int]]] = []
         before = set[int]()
-        order = {i: (self._all[i].prompt_ids, [a.ids for a in self._all[i].answers]) for i in indices}
+        order = {
+            i: (self._all[i].prompt_ids, [a.ids for a in self._all[i].answers]) for i in indices
+        }
         for i in sorted(indices, key=lambda i: order[i]):
             own = self._segments[i]
             alone, new = self.tree.num_tokens(own), self.tree.num_tokens(own - before)
@@ -131,7 +133,10 @@ class StepPacker:
 
 def token_sequences(example: TokenizedExample) -> list[TokenSequence]:
     """Return the prompt with each of its completions."""
-    return [TokenSequence(example.prompt_ids + answer.ids, example.prompt_mask + answer.mask) for answer in example.answers]
+    return [
+        TokenSequence(example.prompt_ids + answer.ids, example.prompt_mask + answer.mask)
+        for answer in example.answers
+    ]
 
 
 def make_micro_batch(
@@ -215,7 +220,9 @@ class _Row:
     requires_grad: bool
 
 
-def _to_device(tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device) -> MicroBatch:
+def _to_device(
+    tree: PrefixTree, rows: Sequence[_Row], groups: Sequence[int] | None, device: torch.device
+) -> MicroBatch:
     """The tensors of a micro-batch. groups: see ``StepPacker``."""
     float_type = torch.float32 if device.type == "mps" else torch.float64
     labels = [row.example.label for row in rows]
@@ -274,7 +281,10 @@ def _token_columns(rows: Sequence[_Row], tree: PrefixTree) -> list[tuple[str, li
 def _targets(rows: Sequence[_Row], device: torch.device) -> torch.Tensor | None:
     """Scores of the data [S, A], NaN where a row has none; None when no row has any."""
     scores = [
-        row.example.scores[row.side : row.side + 1] if row.example.kind == "ranking" else row.example.scores for row in rows
+        row.example.scores[row.side : row.side + 1]
+        if row.example.kind == "ranking"
+        else row.example.scores
+        for row in rows
     ]
     width = max(map(len, scores))
     if not width:

@@ -27,7 +27,9 @@ class TokenSequence:
 
 
 class Segment(NamedTuple):
-    """Rows ``start`` to ``end`` (exclusive), which continue those of segment ``parent`` (-1: none)."""
+    """Rows ``start`` to ``end`` (exclusive), which continue those of segment ``parent`` (-1:
+    none).
+    """
 
     start: int
     end: int
@@ -167,21 +169,30 @@ def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
         starts.add(last_rows[s] + 1)
     edges = np.array(sorted(starts | {total}))
     segment_of = np.searchsorted(edges, np.arange(total), side="right") - 1  # [T]
-    parents = [-1 if previous[start] < 0 else int(segment_of[previous[start]]) for start in edges[:-1]]
-    segments = tuple(Segment(int(start), int(end), parent) for start, end, parent in zip(edges, edges[1:], parents, strict=False))
+    parents = [
+        -1 if previous[start] < 0 else int(segment_of[previous[start]]) for start in edges[:-1]
+    ]
+    segments = tuple(
+        Segment(int(start), int(end), parent)
+        for start, end, parent in zip(edges, edges[1:], parents, strict=False)
+    )
     leaves = tuple(int(segment_of[last_rows[s]]) for s in range(len(sequences)))
     return PrefixTree(tokens, position_ids, previous, sequence_ids, loss_mask, segments, leaves)
 
 
 def num_unique_tokens(sequences: Sequence[TokenSequence]) -> int:
     """Rows of the tree of these sequences, without building it."""
-    return sum(len(sequences[s].token_ids) - num_shared for s, num_shared in _shared_prefixes(sequences))
+    return sum(
+        len(sequences[s].token_ids) - num_shared for s, num_shared in _shared_prefixes(sequences)
+    )
 
 
 def _shared_prefixes(sequences: Sequence[TokenSequence]) -> Iterable[tuple[int, int]]:
     """Yield each sequence in sorted order, with the number of tokens that the one before has."""
     ids_before = read_before = np.empty(0, np.int64)
-    order = sorted(range(len(sequences)), key=lambda s: (sequences[s].token_ids, sequences[s].loss_mask))
+    order = sorted(
+        range(len(sequences)), key=lambda s: (sequences[s].token_ids, sequences[s].loss_mask)
+    )
     for s in order:
         ids, mask = np.array(sequences[s].token_ids), np.array(sequences[s].loss_mask)
         length = min(len(ids), len(ids_before))
@@ -190,5 +201,7 @@ def _shared_prefixes(sequences: Sequence[TokenSequence]) -> Iterable[tuple[int, 
         common = int(stops[0]) if len(stops) else length
         num_shared = common if common >= MIN_SHARED_TOKENS else 0
         ids_before = ids
-        read_before = np.concatenate([read_before[:num_shared] | mask[:num_shared], mask[num_shared:]]).astype(np.bool_)
+        read_before = np.concatenate(
+            [read_before[:num_shared] | mask[:num_shared], mask[num_shared:]]
+        ).astype(np.bool_)
         yield s, num_shared

@@ -36,15 +36,19 @@ def export(
     largest: int = LARGEST,
     merge: Merge | None = None,
 ) -> Path:
-    """Writes weights (safetensors), tokenizer with its chat template, generation settings and card (README.md).
+    """Writes weights (safetensors), tokenizer with its chat template, generation settings and card
+    (README.md).
 
-    what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without an adapter: all weights.
+    what: the adapter merged into a copy of the weights (also auto), or the adapter alone. Without
+    an adapter: all weights.
     ends: tokens at which an answer ends, besides those at which the model stopped before.
     config: entries of config.json besides the model's own.
-    group: the processes over which weights are sharded, all of which call this; rank 0 gets them one after another, and writes
-    them. It holds ``largest`` bytes (of a file) of them at once; all, where transformers saves them in other pieces than it
-    trains. merge: makes the merged model of the model and its adapter's weights, where its own weights are too coarse to merge
-    into; rank 0 then holds a whole model on the host. Raises UserError in all processes when it cannot be written.
+    group: the processes over which weights are sharded, all of which call this; rank 0 gets them
+    one after another, and writes them. It holds ``largest`` bytes (of a file) of them at once; all,
+    where transformers saves them in other pieces than it trains. merge: makes the merged model of
+    the model and its adapter's weights, where its own weights are too coarse to merge into; rank 0
+    then holds a whole model on the host. Raises UserError in all processes when it cannot be
+    written.
     """
     leads = group is None or group.rank == 0
     adapter = hasattr(model, "peft_config") and what == "adapter"
@@ -68,7 +72,9 @@ def export(
 
 
 def portable_name(name: str) -> str:
-    """The name of a model for others: a hub id or relative path as it is, of an absolute path the last part alone."""
+    """The name of a model for others: a hub id or relative path as it is, of an absolute path the
+    last part alone.
+    """
     return Path(name).name or name if name.startswith(("/", "~")) else name
 
 
@@ -90,12 +96,15 @@ def _remove_absolute_paths(folder: Path) -> None:
         name = settings.get(key)
         if isinstance(name, str) and portable_name(name) != name:
             settings[key] = portable_name(name)
-            path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+            path.write_text(
+                json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8"
+            )
 
 
 def _stop_at(ends: Collection[int], folder: Path) -> None:
-    """Names tokens among those at which ``generate`` and servers stop: a base model would go on behind the turns that it has
-    learned. Nothing to do for an adapter or a reward model."""
+    """Names tokens among those at which ``generate`` and servers stop: a base model would go on
+    behind the turns that it has learned. Nothing to do for an adapter or a reward model.
+    """
     path = folder / "generation_config.json"
     if not path.exists():
         return
@@ -119,7 +128,12 @@ def _write_whole(model: nn.Module, folder: Path, adapter: bool, config: Mapping[
 
 @torch.no_grad()
 def _write_gathered(
-    model: Any, folder: Path, group: Group | None, adapter: bool, config: Mapping[str, Any], largest: int
+    model: Any,
+    folder: Path,
+    group: Group | None,
+    adapter: bool,
+    config: Mapping[str, Any],
+    largest: int,
 ) -> None:
     """A model whose weights are sharded."""
     leads = group is None or group.rank == 0
@@ -135,7 +149,11 @@ def _write_gathered(
         if leads and names is not None:
             base.save_pretrained(folder, state_dict={})
     for name, piece in pieces.items():
-        weights = {name: _gathered(piece, leads)} if isinstance(piece, Tensor) else _merged(name, piece, leads)
+        weights = (
+            {name: _gathered(piece, leads)}
+            if isinstance(piece, Tensor)
+            else _merged(name, piece, leads)
+        )
         with agreed(group):
             if leads and names is not None:
                 files.add({names[name]: weight for name, weight in weights.items()})
@@ -158,7 +176,14 @@ def _write_adapter(model: Any, folder: Path, group: Group | None) -> None:
 
 
 @torch.no_grad()
-def _write_made(model: Any, folder: Path, group: Group | None, config: Mapping[str, Any], merge: Merge, largest: int) -> None:
+def _write_made(
+    model: Any,
+    folder: Path,
+    group: Group | None,
+    config: Mapping[str, Any],
+    merge: Merge,
+    largest: int,
+) -> None:
     """What is made of the adapter by others."""
     from peft import get_peft_model_state_dict
 
@@ -177,23 +202,34 @@ def _with_whole_adapter(model: Any, keep: bool) -> dict[str, Tensor]:
 
     values = model.state_dict(keep_vars=True)
     own = {id(value) for value in get_peft_model_state_dict(model, state_dict=values).values()}
-    return {name: _gathered(value, keep) if id(value) in own else value for name, value in values.items()}
+    return {
+        name: _gathered(value, keep) if id(value) in own else value
+        for name, value in values.items()
+    }
 
 
 def _gathered(tensor: Any, keep: bool) -> Tensor:
-    """The whole of a tensor on the host, for which all processes come together if it is sharded; nothing of it without keep."""
+    """The whole of a tensor on the host, for which all processes come together if it is sharded;
+    nothing of it without keep.
+    """
     found = (tensor.full_tensor() if is_sharded(tensor) else tensor).detach()
     return found.cpu().contiguous() if keep else found.new_empty(0)
 
 
 def _merged(name: str, layer: Any, keep: bool) -> dict[str, Tensor]:
-    """The weights, by their names in the model, of a layer with an adapter merged into it; none without keep."""
-    gathered = {id(p): nn.Parameter(_gathered(p, keep), requires_grad=False) for p in layer.parameters()}
+    """The weights, by their names in the model, of a layer with an adapter merged into it; none
+    without keep.
+    """
+    gathered = {
+        id(p): nn.Parameter(_gathered(p, keep), requires_grad=False) for p in layer.parameters()
+    }
     if not keep:
         return {}
     twin = copy.deepcopy(layer, gathered)
     if hasattr(twin, "unload_and_optionally_merge_module"):
-        plain = twin.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+        plain = twin.unload_and_optionally_merge_module(
+            merge=True, safe_merge=False, adapter_names=None
+        )
     else:
         twin.merge()
         plain = twin.get_base_layer()
@@ -201,9 +237,15 @@ def _merged(name: str, layer: Any, keep: bool) -> dict[str, Tensor]:
 
 
 def _pieces(base: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """What is gathered at once, by name: a tensor, or a layer with an adapter, in the order of the model; weights that are tied
-    are there once. And all tensors that come of it, without memory behind them."""
-    layers = {n: m for n, m in base.named_modules() if (n and hasattr(m, "unload_and_optionally_merge_module")) or _adapted(m)}
+    """What is gathered at once, by name: a tensor, or a layer with an adapter, in the order of the
+    model; weights that are tied are there once. And all tensors that come of it, without memory
+    behind them.
+    """
+    layers = {
+        n: m
+        for n, m in base.named_modules()
+        if (n and hasattr(m, "unload_and_optionally_merge_module")) or _adapted(m)
+    }
     pieces, shapes = dict[str, Any](), dict[str, Tensor]()
     tied = _tied(base, layers)
     for key, value in base.state_dict(keep_vars=True).items():
@@ -234,7 +276,9 @@ def _owner(key: str, layers: Mapping[str, Any]) -> str | None:
 
 
 def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
-    """Names of tensors that are there under another name, which transformers ties to it when it loads the model."""
+    """Names of tensors that are there under another name, which transformers ties to it when it
+    loads the model.
+    """
     names: dict[int, list[str]] = {}
     for key, value in base.state_dict(keep_vars=True).items():
         names.setdefault(id(value), []).append(key)
@@ -243,7 +287,10 @@ def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
         if len(same) > 1 and any(_owner(key, layers) for key in same):
             what = f"the adapter is on weights that are tied ({', '.join(same)})"
             raise UserError(
-                what, code="adapter-tied-weights", where="run.export", fix="export the adapter alone, or with parallel.shard: off"
+                what,
+                code="adapter-tied-weights",
+                where="run.export",
+                fix="export the adapter alone, or with parallel.shard: off",
             )
         extra = [key for key in same if key in base.all_tied_weights_keys]
         found |= set(extra if len(extra) < len(same) else extra[1:])
@@ -251,10 +298,14 @@ def _tied(base: Any, layers: Mapping[str, Any]) -> set[str]:
 
 
 def _names_on_disk(base: Any, shapes: dict[str, Tensor]) -> dict[str, str] | None:
-    """What transformers calls each weight in a file; None where it also cuts or joins weights to save them."""
+    """What transformers calls each weight in a file; None where it also cuts or joins weights to
+    save them.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
-    names = {id(tensor): name for name, tensor in revert_weight_conversion(base, dict(shapes)).items()}
+    names = {
+        id(tensor): name for name, tensor in revert_weight_conversion(base, dict(shapes)).items()
+    }
     found = {name: names.get(id(tensor)) for name, tensor in shapes.items()}
     known = {name: there for name, there in found.items() if there is not None}
     return known if len(known) == len(names) == len(shapes) else None
@@ -278,16 +329,29 @@ class _Files:
             self._size += weight.nbytes
 
     def close(self) -> None:
-        """Gives the files their names, which say how many there are, and adds the index where they are several."""
+        """Gives the files their names, which say how many there are, and adds the index where they
+        are several.
+        """
         self._write()
         count = len(self._written)
-        called = ["model.safetensors"] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        called = (
+            ["model.safetensors"]
+            if count == 1
+            else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+        )
         for i, name in enumerate(called):
             self._path(i).rename(self.folder / name)
         if count > 1:
-            where = {weight: called[i] for i, weights in enumerate(self._written) for weight in weights}
-            index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(where.items()))}
-            (self.folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            where = {
+                weight: called[i] for i, weights in enumerate(self._written) for weight in weights
+            }
+            index = {
+                "metadata": {"total_size": self._total},
+                "weight_map": dict(sorted(where.items())),
+            }
+            (self.folder / "model.safetensors.index.json").write_text(
+                json.dumps(index, indent=2) + "\n", encoding="utf-8"
+            )
 
     def _path(self, i: int) -> Path:
         return self.folder / f"part-{i}.safetensors"

@@ -1,4 +1,6 @@
-"""The checkpoints of a run: written whole or not at all, checked before they are used, the oldest removed."""
+"""The checkpoints of a run: written whole or not at all, checked before they are used, the oldest
+removed.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,15 @@ from typing import Any
 
 from torch import Tensor
 
-from valence.checkpoint.store import PLAIN, Snapshot, Write, agreed, place_aside, synced, written_aside
+from valence.checkpoint.store import (
+    PLAIN,
+    Snapshot,
+    Write,
+    agreed,
+    place_aside,
+    synced,
+    written_aside,
+)
 from valence.distributed.protocol import Group
 from valence.distributed.together import gathered
 from valence.errors import UserError
@@ -36,7 +46,10 @@ class Damaged(UserError):
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was found whole. ``facts``: what the run said about itself when it was saved."""
+    """A checkpoint that was found whole.
+
+    ``facts``: what the run said about itself when it was saved.
+    """
 
     path: Path
     step: int
@@ -50,13 +63,16 @@ class Saved:
 class Checkpoints:
     """checkpoints/step-N of a run's folder.
 
-    A save that fails leaves the earlier ones as they are. ``failed``: how many have failed since one was written;
-    ``trouble``: what went wrong with them, until it is told. ``keep``: how many of the newest stay (None: all). ``group``: the
-    processes that save together, where the state has tensors sharded over them: all of these then call ``save`` alike, and come
-    back from it with the same success or failure. ``write``: writes such tensors. All else is done by rank 0 alone.
+    A save that fails leaves the earlier ones as they are. ``failed``: how many have failed since
+    one was written; ``trouble``: what went wrong with them, until it is told. ``keep``: how many of
+    the newest stay (None: all). ``group``: the processes that save together, where the state has
+    tensors sharded over them: all of these then call ``save`` alike, and come back from it with the
+    same success or failure. ``write``: writes such tensors. All else is done by rank 0 alone.
     """
 
-    def __init__(self, folder: Path, keep: int | None, group: Group | None = None, write: Write | None = None) -> None:
+    def __init__(
+        self, folder: Path, keep: int | None, group: Group | None = None, write: Write | None = None
+    ) -> None:
         self.folder, self.keep = folder, keep
         self.group = group if group is not None and group.size > 1 else None
         self.leads = group is None or group.rank == 0
@@ -67,13 +83,19 @@ class Checkpoints:
         self._open: int | None = None  # the step that is being saved
 
     def steps(self) -> list[int]:
-        """Of the checkpoints that there are, whole or not, ascending. Raises UserError when the folder cannot be read: what is
-        in it is then unknown, which is not the same as nothing."""
+        """Of the checkpoints that there are, whole or not, ascending.
+
+        Raises UserError when the folder cannot be read: what is in it is then unknown, which is not
+        the same as nothing.
+        """
         names = [name.removeprefix("step-") for name in self._names() if name.startswith("step-")]
         return sorted(int(name) for name in names if NUMBER.fullmatch(name))
 
     def _names(self) -> list[str]:
-        """Names in the folder; none when it does not exist. Raises UserError when it cannot be read."""
+        """Names in the folder; none when it does not exist.
+
+        Raises UserError when it cannot be read.
+        """
         try:
             return os.listdir(self.folder)
         except FileNotFoundError:
@@ -81,7 +103,10 @@ class Checkpoints:
         except OSError as error:
             fix = "make the folder readable, or start over with --fresh"
             raise UserError(
-                f"the checkpoints cannot be listed ({error.strerror})", code="file-not-readable", where=str(self.folder), fix=fix
+                f"the checkpoints cannot be listed ({error.strerror})",
+                code="file-not-readable",
+                where=str(self.folder),
+                fix=fix,
             ) from error
 
     def path(self, step: int) -> Path:
@@ -98,11 +123,12 @@ class Checkpoints:
         spare: int | None = None,
         wait: bool = False,
     ) -> None:
-        """Writes a checkpoint, in the background where its size makes that worth while, else (and with ``wait``) at once.
+        """Writes a checkpoint, in the background where its size makes that worth while, else (and
+        with ``wait``) at once.
 
-        first: what must be on the disk before it counts. beside: adds files to its folder (training then waits). spare: the
-        step of one that stays whatever its age. Whether it went well is told by ``failed`` and ``trouble``. Processes that save
-        together do so at once.
+        first: what must be on the disk before it counts. beside: adds files to its folder (training
+        then waits). spare: the step of one that stays whatever its age. Whether it went well is
+        told by ``failed`` and ``trouble``. Processes that save together do so at once.
         """
         self.wait()
         at_once = wait or beside is not None or self.group is not None
@@ -155,20 +181,30 @@ class Checkpoints:
         first: Iterable[Callable[[], None]],
         beside: Callable[[Path], None] | None,
     ) -> None:
-        """What can fail in one process alone is in blocks that end in all of them, in the same way."""
+        """What can fail in one process alone is in blocks that end in all of them, in the same
+        way.
+        """
         target = self.path(step)
         with ExitStack() as opened:
             with agreed(self.group):
                 for each in first:
                     each()
-                folder = opened.enter_context(self._made(target)) if self.leads else place_aside(target)
+                folder = (
+                    opened.enter_context(self._made(target)) if self.leads else place_aside(target)
+                )
                 if snapshot is not None and self.leads:
                     snapshot.write(folder)
             with agreed(self.group):
                 if not folder.is_dir():
-                    raise FileNotFoundError(2, "run.dir is not on a disk that all hosts share", str(folder))
+                    raise FileNotFoundError(
+                        2, "run.dir is not on a disk that all hosts share", str(folder)
+                    )
             with agreed(self.group):
-                parts = self.write(folder, snapshot.shards) if snapshot is not None and snapshot.shards else []
+                parts = (
+                    self.write(folder, snapshot.shards)
+                    if snapshot is not None and snapshot.shards
+                    else []
+                )
             with agreed(self.group):
                 if beside is not None:
                     self._add(beside, folder, alone=snapshot is None)
@@ -189,12 +225,20 @@ class Checkpoints:
         return written_aside(target)
 
     def _described(self, folder: Path, parts: Collection[Path]) -> dict[str, Any]:
-        """Sizes and checksums of the files that several processes have written, each found by its own."""
+        """Sizes and checksums of the files that several processes have written, each found by its
+        own.
+        """
         with agreed(self.group):
             own = {path.name: _describe(path) for path in parts}
-        return {name: said for each in gathered(self.group, own) for name, said in each.items()} if self.group else own
+        return (
+            {name: said for each in gathered(self.group, own) for name, said in each.items()}
+            if self.group
+            else own
+        )
 
-    def _sign(self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]) -> None:
+    def _sign(
+        self, folder: Path, step: int, files: dict[str, Any], facts: Mapping[str, Any]
+    ) -> None:
         """Adds the manifest. files: those that are described already."""
         for name, said in files.items():
             if (folder / name).stat().st_size != said["bytes"]:
@@ -205,7 +249,9 @@ class Checkpoints:
         when = datetime.now(UTC).isoformat(timespec="seconds")
         found = {"format": FORMAT, "step": step, "saved": when, "files": files, "facts": facts}
         said = json.loads(json.dumps(found, default=str))
-        (folder / MANIFEST).write_text(json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8")
+        (folder / MANIFEST).write_text(
+            json.dumps({**said, "sha256": _sum(said)}, indent=1), encoding="utf-8"
+        )
 
     def _add(self, beside: Callable[[Path], None], folder: Path, alone: bool) -> None:
         """Adds files to a checkpoint. That this fails does not cost the state beside them."""
@@ -227,7 +273,10 @@ class Checkpoints:
             _remove(self.path(step))
 
     def tidy(self) -> None:
-        """Removes what a program that was killed left half done. Raises UserError when the folder is a link: it is another's."""
+        """Removes what a program that was killed left half done.
+
+        Raises UserError when the folder is a link: it is another's.
+        """
         refuse_links(self.folder, self.folder.parent)
         for path in (self.folder / name for name in self._names() if name.startswith(".step-")):
             refuse_links(path, self.folder)
@@ -238,7 +287,9 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
     def newest(self, say: Callable[[str], None]) -> Saved | None:
-        """The newest that is whole. Damaged ones are told of, and renamed so that they are not in the way. None without any.
+        """The newest that is whole.
+
+        Damaged ones are told of, and renamed so that they are not in the way. None without any.
 
         Raises UserError when all there are have been damaged, or the newest is of another version.
         """
@@ -250,26 +301,42 @@ class Checkpoints:
                 damaged[self.path(step)] = error.what
                 continue
             for path, what in damaged.items():
-                say(f"{path}: {what}; it is kept as {_aside(path).name}, and {found.path.name} is used instead")
+                say(
+                    f"{path}: {what}; it is kept as {_aside(path).name}, and {found.path.name} "
+                    f"is used instead"
+                )
             return found
         if damaged:
             said = "; ".join(
-                f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}" for path, what in damaged.items()
+                f"{path.name}: {what.removeprefix('this checkpoint is damaged: ')}"
+                for path, what in damaged.items()
             )
-            raise UserError(f"all checkpoints are damaged ({said})", code="checkpoint-damaged", where=str(self.folder),
-                            fix="put back a whole one, or start over with --fresh")  # fmt: skip
+            raise UserError(
+                f"all checkpoints are damaged ({said})",
+                code="checkpoint-damaged",
+                where=str(self.folder),
+                fix="put back a whole one, or start over with --fresh",
+            )
         return None
 
 
 def _unwritten(folder: Path, tensors: Mapping[str, Tensor]) -> list[Path]:
-    raise TypeError(f"nothing was given that writes sharded tensors into {folder}, such as {next(iter(tensors))}")
+    raise TypeError(
+        f"nothing was given that writes sharded tensors into {folder}, such as "
+        f"{next(iter(tensors))}"
+    )
 
 
 def check(path: Path) -> Saved:
     """A checkpoint whose files are as they were written. Raises Damaged when they are not."""
 
     def damaged(what: str) -> Damaged:
-        return Damaged(f"this checkpoint is damaged: {what}", code="checkpoint-damaged", where=str(path), fix="use another one")
+        return Damaged(
+            f"this checkpoint is damaged: {what}",
+            code="checkpoint-damaged",
+            where=str(path),
+            fix="use another one",
+        )
 
     try:
         manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
@@ -312,19 +379,31 @@ def _sum(manifest: Mapping[str, Any]) -> str:
 def _describe(path: Path) -> dict[str, Any]:
     """Size and checksum of a file. Raises OSError."""
     with path.open("rb") as file:
-        return {"bytes": os.fstat(file.fileno()).st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return {
+            "bytes": os.fstat(file.fileno()).st_size,
+            "sha256": hashlib.file_digest(file, "sha256").hexdigest(),
+        }
 
 
 def _aside(path: Path) -> Path:
-    """Renames a damaged checkpoint to the first free name that is none of a checkpoint. Raises UserError when it cannot."""
-    names = (path.with_name(f"damaged-{path.name}{ending}") for ending in ("", *(f".{n}" for n in range(2, 1000))))
+    """Renames a damaged checkpoint to the first free name that is none of a checkpoint.
+
+    Raises UserError when it cannot.
+    """
+    names = (
+        path.with_name(f"damaged-{path.name}{ending}")
+        for ending in ("", *(f".{n}" for n in range(2, 1000)))
+    )
     free = next(name for name in names if not os.path.lexists(name))
     try:
         path.rename(free)
     except OSError as error:
         what = f"this checkpoint is damaged, and cannot be renamed ({error.strerror})"
         raise UserError(
-            what, code="folder-not-writable", where=str(path), fix="make the folder writable, or move the checkpoint away"
+            what,
+            code="folder-not-writable",
+            where=str(path),
+            fix="make the folder writable, or move the checkpoint away",
         ) from error
     return free
 

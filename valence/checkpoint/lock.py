@@ -1,6 +1,8 @@
-"""One run at a time in a folder: a lock that names its holder, and that a dead holder does not keep.
+"""One run at a time in a folder: a lock that names its holder, and that a dead holder does not
+keep.
 
-The kernel's lock (flock) decides where there is one. The file's content says who holds it, and decides where flock does not
+The kernel's lock (flock) decides where there is one. The file's content says who holds it, and
+decides where flock does not
 reach: on file systems that have none, and on those whose locks end at the host.
 """
 
@@ -30,7 +32,9 @@ READ_ONLY = (errno.EROFS, errno.EACCES, errno.EPERM)
 
 @dataclass(frozen=True)
 class Holder:
-    """Who holds a run's folder, as its lock file says; ``started``: ISO time; ``alive``: whether that process still runs."""
+    """Who holds a run's folder, as its lock file says; ``started``: ISO time; ``alive``: whether
+    that process still runs.
+    """
 
     host: str
     pid: int
@@ -44,7 +48,8 @@ class Holder:
 def holder(folder: Path) -> Holder | None:
     """Who holds a folder, found by reading alone; None when nobody does, or it cannot be read.
 
-    A process of another host counts as alive when it has touched the file lately, by this host's clock.
+    A process of another host counts as alive when it has touched the file lately, by this host's
+    clock.
     """
     try:
         with (folder / NAME).open("rb") as file:
@@ -54,20 +59,28 @@ def holder(folder: Path) -> Holder | None:
 
 
 class Lock:
-    """The right to write into a run's folder. Its file goes where the folder goes, and stays when the lock is released.
+    """The right to write into a run's folder.
 
-    beat: seconds between the touches that show other hosts that this process lives. watch: how long a taker looks out for them.
-    patience: seconds for a holder to write its name. What this process holds already, another Lock neither takes nor releases.
+    Its file goes where the folder goes, and stays when the lock is released.
+
+    beat: seconds between the touches that show other hosts that this process lives. watch: how long
+    a taker looks out for them.
+    patience: seconds for a holder to write its name. What this process holds already, another Lock
+    neither takes nor releases.
     """
 
-    def __init__(self, folder: Path, *, beat: float = BEAT, watch: float = WATCH, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, folder: Path, *, beat: float = BEAT, watch: float = WATCH, patience: float = PATIENCE
+    ) -> None:
         self.path = folder / NAME
         self.beat, self.watch, self.patience = beat, watch, patience
         self._ended = threading.Event()
 
     def take(self, say: Callable[[str], None] = lambda _: None) -> str | None:
-        """Holds the folder until ``release`` or the end of the process. Returns a sentence to print when an earlier holder did
-        not release it. say: is told what is waited for.
+        """Holds the folder until ``release`` or the end of the process.
+
+        Returns a sentence to print when an earlier holder did not release it. say: is told what is
+        waited for.
 
         Raises UserError when another process has it, or the folder cannot be written.
         """
@@ -80,8 +93,11 @@ class Lock:
                     if _identity(os.fstat(fd)) in _held:
                         return None
                     locked = _flock(fd)
-                    # The folder may have been moved since the file was opened: then this is the lock of another one.
-                    moved = not self.path.exists() or _identity(os.fstat(fd)) != _identity(self.path.stat())
+                    # The folder may have been moved since the file was opened: then this is the
+                    # lock of another one.
+                    moved = not self.path.exists() or _identity(os.fstat(fd)) != _identity(
+                        self.path.stat()
+                    )
                     found = _named(fd)
                     if locked is not False and not moved:
                         self._claim(fd, bool(locked), found, say)
@@ -91,9 +107,18 @@ class Lock:
                         raise self._refusal(found)
                 time.sleep(0.02)
         except OSError as error:
-            what = "the folder is read-only" if error.errno in READ_ONLY else "the folder cannot be locked"
+            what = (
+                "the folder is read-only"
+                if error.errno in READ_ONLY
+                else "the folder cannot be locked"
+            )
             fix = "choose another run.dir, or make this one writable"
-            raise UserError(f"{what} ({error.strerror})", code="file-not-writable", where=str(self.path), fix=fix) from error
+            raise UserError(
+                f"{what} ({error.strerror})",
+                code="file-not-writable",
+                where=str(self.path),
+                fix=fix,
+            ) from error
 
     def release(self) -> None:
         """Lets others have the folder. Does nothing when this lock does not hold it."""
@@ -116,19 +141,27 @@ class Lock:
     def __exit__(self, *_: object) -> None:
         self.release()
 
-    def _claim(self, fd: int, locked: bool, found: Holder | None, say: Callable[[str], None]) -> None:
+    def _claim(
+        self, fd: int, locked: bool, found: Holder | None, say: Callable[[str], None]
+    ) -> None:
         """Writes this process into the file, once whoever is named there is known to be dead."""
         here = found is None or found.host == socket.gethostname()
         if found and not here:
-            say(f"{self.path} names {found}: watching for up to {self.watch:g} s whether that run is alive")
+            say(
+                f"{self.path} names {found}: watching for up to {self.watch:g} s whether that "
+                f"run is alive"
+            )
         # On this host its flock would have been in the way.
-        if found and ((not locked and found.alive and found.pid != os.getpid()) if here else self._beats()):
+        if found and (
+            (not locked and found.alive and found.pid != os.getpid()) if here else self._beats()
+        ):
             raise self._refusal(found)
         self._content = _own_name()
         os.pwrite(fd, self._content, 0)
         os.ftruncate(fd, len(self._content))
         os.fsync(fd)
-        if not (locked and here):  # another one whom no flock stops may do the same now: the last to write has it
+        # another one whom no flock stops may do the same now: the last to write has it
+        if not (locked and here):
             time.sleep(self.patience)
             if self.path.read_bytes() != self._content:
                 raise self._refusal(_named(fd))
@@ -140,11 +173,15 @@ class Lock:
 
     def _touch(self) -> None:
         while not self._ended.wait(self.beat):
-            with suppress(OSError):  # the next one may pass; that a disk is gone is told by those who need it
+            # the next one may pass; that a disk is gone is told by those who need it
+            with suppress(OSError):
                 os.utime(self._fd)
 
     def _beats(self) -> bool:
-        """Whether the time of the file changes while it is watched. Only its own times are compared: clocks of hosts differ."""
+        """Whether the time of the file changes while it is watched.
+
+        Only its own times are compared: clocks of hosts differ.
+        """
         first, until = self.path.stat().st_mtime_ns, time.monotonic() + self.watch
         while time.monotonic() < until:
             time.sleep(min(1.0, self.watch / 20))
@@ -154,9 +191,15 @@ class Lock:
         return False
 
     def _refusal(self, found: Holder | None) -> UserError:
-        what = f"another run is using this folder: {found or 'a process that has not written its name yet'}"
+        what = (
+            f"another run is using this folder: "
+            f"{found or 'a process that has not written its name yet'}"
+        )
         return UserError(
-            what, code="run-locked", where=str(self.path), fix="wait for it to end, stop it, or choose another run.dir"
+            what,
+            code="run-locked",
+            where=str(self.path),
+            fix="wait for it to end, stop it, or choose another run.dir",
         )
 
 
@@ -201,12 +244,23 @@ def _flock(fd: int) -> bool | None:
 def _own_name() -> bytes:
     pid, now = os.getpid(), datetime.now(UTC).isoformat(timespec="seconds")
     return (
-        json.dumps({"host": socket.gethostname(), "pid": pid, "pid_started": start_ticks(pid), "started": now}).encode() + b"\n"
+        json.dumps(
+            {
+                "host": socket.gethostname(),
+                "pid": pid,
+                "pid_started": start_ticks(pid),
+                "started": now,
+            }
+        ).encode()
+        + b"\n"
     )
 
 
 def _named(fd: int) -> Holder | None:
-    """Whom the file names; None when it is empty. A damaged one names an unknown host: only touches tell whether that lives."""
+    """Whom the file names; None when it is empty.
+
+    A damaged one names an unknown host: only touches tell whether that lives.
+    """
     raw = os.pread(fd, 4096, 0)
     if not raw:
         return None
@@ -222,7 +276,9 @@ def _named(fd: int) -> Holder | None:
 
 
 def start_ticks(pid: int) -> int:
-    """Start time of a process of this host, in clock ticks since the boot; 0 if unknown, -1 if it does not run."""
+    """Start time of a process of this host, in clock ticks since the boot; 0 if unknown, -1 if it
+    does not run.
+    """
     try:
         os.kill(pid, 0)
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()

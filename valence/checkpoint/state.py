@@ -36,7 +36,9 @@ class Registry:
         self.parts[name] = part
 
     def state_dict(self, leaving_out: Collection[str] = ()) -> State:
-        return {name: part.state_dict() for name, part in self.parts.items() if name not in leaving_out}
+        return {
+            name: part.state_dict() for name, part in self.parts.items() if name not in leaving_out
+        }
 
     def load_state_dict(self, state: Mapping[str, Any], leaving_out: Collection[str] = ()) -> None:
         """Raises UserError when the state is not of these parts, of which then none has changed."""
@@ -62,15 +64,26 @@ class Through:
 
 
 class RandomState:
-    """The generators that anything in the process may draw from: those of torch, numpy and Python."""
+    """The generators that anything in the process may draw from: those of torch, numpy and
+    Python.
+    """
 
     def state_dict(self) -> State:
         version, words, gauss = random.getstate()
         name, keys, at, has_gauss, cached = np.random.get_state(legacy=True)
         state: State = {
             "torch": torch.get_rng_state(),
-            "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-            "numpy": {"name": name, "keys": torch.tensor(np.asarray(keys, np.int64)), "at": at, "gauss": [has_gauss, cached]},
+            "python": {
+                "version": version,
+                "words": torch.tensor(words, dtype=torch.int64),
+                "gauss": gauss,
+            },
+            "numpy": {
+                "name": name,
+                "keys": torch.tensor(np.asarray(keys, np.int64)),
+                "at": at,
+                "gauss": [has_gauss, cached],
+            },
         }
         return state | {name: rng.get_rng_state() for name, rng in _accelerators().items()}
 
@@ -78,11 +91,17 @@ class RandomState:
         torch.set_rng_state(state["torch"])
         python, numpy = state["python"], state["numpy"]
         random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-        np.random.set_state((numpy["name"], numpy["keys"].numpy().astype(np.uint32), numpy["at"], *numpy["gauss"]))
+        np.random.set_state(
+            (numpy["name"], numpy["keys"].numpy().astype(np.uint32), numpy["at"], *numpy["gauss"])
+        )
         for name, rng in _accelerators().items():
             if name in state:
                 rng.set_rng_state(state[name])
 
 
 def _accelerators() -> dict[str, Any]:
-    return {name: getattr(torch, name) for name in ("cuda", "mps") if getattr(torch, name).is_available()}
+    return {
+        name: getattr(torch, name)
+        for name in ("cuda", "mps")
+        if getattr(torch, name).is_available()
+    }

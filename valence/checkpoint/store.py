@@ -1,4 +1,7 @@
-"""Nested state as files: tensors as safetensors, all else as JSON. Folders are written aside and renamed: whole or absent."""
+"""Nested state as files: tensors as safetensors, all else as JSON.
+
+Folders are written aside and renamed: whole or absent.
+"""
 
 from __future__ import annotations
 
@@ -33,9 +36,12 @@ Read = Callable[[Path, Mapping[str, Tensor]], None]
 
 @contextmanager
 def written_aside(target: Path) -> Iterator[Path]:
-    """A folder to fill that becomes ``target`` when the block ends well. An older ``target`` is replaced at that moment.
+    """A folder to fill that becomes ``target`` when the block ends well.
 
-    Raises UserError when it cannot be written, as through a symbolic link; nothing half-written is left behind.
+    An older ``target`` is replaced at that moment.
+
+    Raises UserError when it cannot be written, as through a symbolic link; nothing half-written is
+    left behind.
     """
     aside = place_aside(target)
     for place in (aside, _place_of_old(target)):
@@ -47,7 +53,10 @@ def written_aside(target: Path) -> Iterator[Path]:
         _keep(aside, target)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"cannot be written ({error})", code="file-not-writable", where=str(target), fix="make room, or choose another folder"
+            f"cannot be written ({error})",
+            code="file-not-writable",
+            where=str(target),
+            fix="make room, or choose another folder",
         ) from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
@@ -89,8 +98,10 @@ def synced(path: Path) -> None:
 
 
 def write_whole(target: Path, content: bytes, root: Path) -> None:
-    """Writes a file below ``root`` that is there as a whole or, after a crash, as it was. Raises OSError, and UserError for a
-    symbolic link on the way."""
+    """Writes a file below ``root`` that is there as a whole or, after a crash, as it was.
+
+    Raises OSError, and UserError for a symbolic link on the way.
+    """
     aside = target.with_name(f".{target.name}.part")
     with open_file(aside, root) as file:
         write_all(file, content)
@@ -101,8 +112,10 @@ def write_whole(target: Path, content: bytes, root: Path) -> None:
 
 @contextmanager
 def agreed(group: Group | None) -> Iterator[None]:
-    """What fails inside the block in one process fails in all: each comes to its end, and none goes on alone. Whatever the block
-    does with other processes must fail in all of them alike. Raises UserError."""
+    """What fails inside the block in one process fails in all: each comes to its end, and none goes
+    on alone. Whatever the block does with other processes must fail in all of them alike. Raises
+    UserError.
+    """
     if group is None or group.size == 1:
         yield
         return
@@ -111,11 +124,15 @@ def agreed(group: Group | None) -> Iterator[None]:
         yield
     except (OSError, UserError, SafetensorError) as error:
         failed = error
-    said = gathered(group, failed.what if isinstance(failed, UserError) else str(failed) if failed else None)
+    said = gathered(
+        group, failed.what if isinstance(failed, UserError) else str(failed) if failed else None
+    )
     if isinstance(failed, UserError) and len(set(said)) == 1:
         raise failed  # as all others do
     if said := [f"rank {rank}: {what}" for rank, what in enumerate(said) if what is not None]:
-        raise UserError("; ".join(said), code="other-rank-failed", fix="see what that process' host lacks") from failed
+        raise UserError(
+            "; ".join(said), code="other-rank-failed", fix="see what that process' host lacks"
+        ) from failed
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -124,14 +141,17 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 class Snapshot:
-    """Nested state as it is now: dicts, lists, tensors, numbers, strings and None, apart from what goes on changing.
+    """Nested state as it is now: dicts, lists, tensors, numbers, strings and None, apart from what
+    goes on changing.
 
-    ``size``: bytes of its tensors without those in ``shards``, whose parts lie in several processes: these are used as they are
-    when it is written. Raises UserError for anything else.
+    ``size``: bytes of its tensors without those in ``shards``, whose parts lie in several
+    processes: these are used as they are when it is written. Raises UserError for anything else.
     """
 
     def __init__(self, state: Mapping[str, Any], *, copied: bool = True) -> None:
-        """Without ``copied`` tensors that are on the host are used as they are: they must not change until it is written."""
+        """Without ``copied`` tensors that are on the host are used as they are: they must not
+        change until it is written.
+        """
         self._copied = copied
         self.tensors: dict[str, Tensor] = {}
         self.shards: dict[str, Tensor] = {}
@@ -148,18 +168,25 @@ class Snapshot:
 
     def _described(self, value: Any, path: str) -> Any:
         if isinstance(value, Tensor):
-            # Numbered: keys may hold the mark between them. Shards apart: what else there is may differ from process to process.
+            # Numbered: keys may hold the mark between them. Shards apart: what else there is may
+            # differ from process to process.
             sharded = is_sharded(value)
             name = f"shard {len(self.shards)}{path}" if sharded else f"{len(self.tensors)}{path}"
             if sharded:
                 self.shards[name] = value.detach()
             else:
                 self.tensors[name] = value.detach().to("cpu", copy=self._copied).contiguous()
-            of = {"shape": list(value.shape), "dtype": str(value.dtype).removeprefix("torch."), "sharded": sharded}
+            of = {
+                "shape": list(value.shape),
+                "dtype": str(value.dtype).removeprefix("torch."),
+                "sharded": sharded,
+            }
             return {TENSOR: name, **of}
         if isinstance(value, Mapping):
             # Keys may be integers (optimizer states): kept as pairs.
-            return {DICT: [[key, self._described(item, f"{path}/{key}")] for key, item in value.items()]}
+            return {
+                DICT: [[key, self._described(item, f"{path}/{key}")] for key, item in value.items()]
+            }
         if isinstance(value, list | tuple):
             return [self._described(item, f"{path}/{i}") for i, item in enumerate(value)]
         return value
@@ -192,7 +219,10 @@ class Stored:
     read: Read
 
     def into(self, tensor: Tensor) -> None:
-        """Fills a tensor of this shape, sharded or not, of any type. Raises UserError when it has another shape."""
+        """Fills a tensor of this shape, sharded or not, of any type.
+
+        Raises UserError when it has another shape.
+        """
         fill([(self, tensor)])
 
     def whole(self) -> Tensor:
@@ -205,7 +235,8 @@ class Stored:
 def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> dict[str, Any]:
     """The state that ``Snapshot.write`` wrote. Raises UserError when the folder does not hold it.
 
-    Sharded tensors are ``Stored``, and so are all under the keys in ``lazy``. read: what fills tensors from these.
+    Sharded tensors are ``Stored``, and so are all under the keys in ``lazy``. read: what fills
+    tensors from these.
     """
     read = read or _unread
     try:
@@ -222,25 +253,37 @@ def load(folder: Path, read: Read | None = None, lazy: Collection[str] = ()) -> 
                 if later or value.get("sharded"):
                     kind = getattr(torch, value["dtype"])
                     return Stored(folder, value[TENSOR], torch.Size(value["shape"]), kind, read)
-                # A copy: a view of the file would hold it, and its room on the disk, for as long as the run.
+                # A copy: a view of the file would hold it, and its room on the disk, for as long as
+                # the run.
                 return file.get_tensor(value[TENSOR]).clone()
 
             return {key: rich(item, key in lazy) for key, item in described[DICT]}
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise UserError(
-            f"this is not a whole checkpoint ({error})", code="checkpoint-damaged", where=str(folder), fix="use another one"
+            f"this is not a whole checkpoint ({error})",
+            code="checkpoint-damaged",
+            where=str(folder),
+            fix="use another one",
         ) from error
 
 
 def _unread(folder: Path, into: Mapping[str, Tensor]) -> None:
-    raise TypeError(f"{folder} was loaded without a function that reads {next(iter(into), 'nothing')}")
+    raise TypeError(
+        f"{folder} was loaded without a function that reads {next(iter(into), 'nothing')}"
+    )
 
 
 def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
-    """Fills many tensors at once, each from one that is stored. Raises UserError when a shape is another."""
+    """Fills many tensors at once, each from one that is stored.
+
+    Raises UserError when a shape is another.
+    """
     wanted: dict[tuple[Path, Read], dict[str, Tensor]] = {}
     for stored, tensor in pairs:
-        if wanted.setdefault((stored.folder, stored.read), {}).setdefault(stored.name, tensor) is not tensor:
+        if (
+            wanted.setdefault((stored.folder, stored.read), {}).setdefault(stored.name, tensor)
+            is not tensor
+        ):
             raise ValueError(f"{stored.name} cannot fill two tensors at once")
     for (folder, read), into in wanted.items():
         read(folder, into)
@@ -248,7 +291,10 @@ def fill(pairs: Iterable[tuple[Stored, Tensor]]) -> None:
 
 @torch.no_grad()
 def put(saved: Mapping[str, Tensor | Stored], into: Mapping[str, Tensor]) -> None:
-    """Fills each tensor with what is saved under its name. Raises UserError when a shape is another."""
+    """Fills each tensor with what is saved under its name.
+
+    Raises UserError when a shape is another.
+    """
     fill((value, own) for name, own in into.items() if isinstance(value := saved[name], Stored))
     for name, own in into.items():
         if isinstance(value := saved[name], Tensor):
@@ -265,8 +311,10 @@ def whole(state: Any) -> Any:
 
 
 def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """The state of an optimizer, ready for its ``load_state_dict``: what is stored lies like the parameter that it belongs to,
-    sharded or not, on its device, where it has its shape, and on the host else."""
+    """The state of an optimizer, ready for its ``load_state_dict``: what is stored lies like the
+    parameter that it belongs to, sharded or not, on its device, where it has its shape, and on the
+    host else.
+    """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     pairs: list[tuple[Stored, Tensor]] = []
 
@@ -274,13 +322,22 @@ def for_optimizer(state: Mapping[str, Any], optimizer: torch.optim.Optimizer) ->
         if not isinstance(value, Stored):
             return value
         same = value.shape == like.shape
-        made = torch.empty_like(like.detach(), dtype=value.dtype) if same else torch.empty(value.shape, dtype=value.dtype)
+        made = (
+            torch.empty_like(like.detach(), dtype=value.dtype)
+            if same
+            else torch.empty(value.shape, dtype=value.dtype)
+        )
         pairs.append((value, made))
         return made
 
     try:
-        found = {i: {name: placed(value, parameters[int(i)]) for name, value in of.items()} for i, of in state["state"].items()}
+        found = {
+            i: {name: placed(value, parameters[int(i)]) for name, value in of.items()}
+            for i, of in state["state"].items()
+        }
     except IndexError:
-        raise ValueError(f"it has {len(state['state'])} parameters instead of {len(parameters)}") from None
+        raise ValueError(
+            f"it has {len(state['state'])} parameters instead of {len(parameters)}"
+        ) from None
     fill(pairs)
     return {**state, "state": found}

@@ -25,13 +25,18 @@ HEAD_START = 2.0
 """Seconds."""
 
 
-CLICK_ERROR: Any = next(each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException")
+CLICK_ERROR: Any = next(
+    each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
+)
 """The base of usage errors, in whichever library this version of typer takes it from."""
 
 
 def main() -> None:
-    """Run a command. Exit status: 0 done, 2 a mistake of the user or something in the way, 124 run.max_time is over,
-    128 + n stopped by signal n, 1 a defect."""
+    """Run a command.
+
+    Exit status: 0 done, 2 a mistake of the user or something in the way, 124 run.max_time is over,
+    128 + n stopped by signal n, 1 a defect.
+    """
     sys.excepthook = print_traceback
     with safe_streams():
         _main()
@@ -58,14 +63,22 @@ def _main() -> None:
         if error.errno != errno.ENAMETOOLONG:
             raise
         where = f"{str(error.filename)[:60]}..."
-        _exit_with(UserError("the name is too long for a file", code="path-too-long", where=where, fix="choose a shorter one"))
+        _exit_with(
+            UserError(
+                "the name is too long for a file",
+                code="path-too-long",
+                where=where,
+                fix="choose a shorter one",
+            )
+        )
     except KeyboardInterrupt as stopped:
         sys.exit(status_of(stopped))
 
 
 def _exit_with(error: UserError) -> NoReturn:
     if os.environ.get("RANK", "0") != "0":
-        time.sleep(HEAD_START)  # rank 0 has mostly met the same, and with its end this process's comes
+        # rank 0 has mostly met the same, and with its end this process's comes
+        time.sleep(HEAD_START)
     print_message(Terminal(stderr=True), f"valence: {error}")
     raise SystemExit(MISTAKE) from error
 
@@ -81,10 +94,25 @@ def _version(asked: bool) -> None:
 @app.callback()
 def valence(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and end.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Print the version and end."
+        ),
     ] = False,
 ) -> None:
     del version
 
 
-__all__ = ["MISTAKE", "app", "console", "doctor", "look", "main", "models", "report", "rewards", "runs", "serve"]
+__all__ = [
+    "MISTAKE",
+    "app",
+    "console",
+    "doctor",
+    "look",
+    "main",
+    "models",
+    "report",
+    "rewards",
+    "runs",
+    "serve",
+]

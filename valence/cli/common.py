@@ -1,4 +1,6 @@
-"""What the commands share: the application, the terminal, and arguments that several of them take."""
+"""What the commands share: the application, the terminal, and arguments that several of them
+take.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,12 @@ app = typer.Typer(
 )
 console = Terminal()
 
-RecipeArg = Annotated[Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)]
-RunArg = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete.run_folders)]
+RecipeArg = Annotated[
+    Path, typer.Argument(metavar="RECIPE", help="A YAML recipe.", autocompletion=complete.recipes)
+]
+RunArg = Annotated[
+    Path, typer.Argument(metavar="RUN", help="A run's folder.", autocompletion=complete.run_folders)
+]
 Overrides = Annotated[
     list[str] | None,
     typer.Argument(
@@ -50,32 +56,50 @@ Allow = Annotated[
     typer.Option(
         "--allow",
         metavar="NAME",
-        help="Take the run up although this setting, or something in this section (as `data`), has changed. May be repeated.",
+        help="Take the run up although this setting, or something in this section (as `data`), "
+        "has changed. May be repeated.",
     ),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="Print nothing but errors and warnings, both on standard error.")]
+Fresh = Annotated[
+    bool,
+    typer.Option("--fresh", help="Move an earlier run in the same folder aside and start anew."),
+]
+Quiet = Annotated[
+    bool,
+    typer.Option("--quiet", help="Print nothing but errors and warnings, both on standard error."),
+]
 AsJson = Annotated[
     bool,
     typer.Option(
-        "--json", help="Print each logged record as a JSON object, the last of which says how it ended; all else goes to stderr."
+        "--json",
+        help="Print each logged record as a JSON object, the last of which says how it ended; "
+        "all else goes to stderr.",
     ),
 ]
 Step = Annotated[
     str | None,
-    typer.Option("--step", help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the newest."),
+    typer.Option(
+        "--step",
+        help="Of a run: which checkpoint, by its step or as `best` (run.keep_best). Default: the "
+        "newest.",
+    ),
 ]
 
 TrustRemoteCode = Annotated[
     bool,
     typer.Option(
         "--trust-remote-code",
-        help="Execute Python files that come with the model. A run's folder alone does not allow it.",
+        help="Execute Python files that come with the model. A run's folder alone does not allow "
+        "it.",
     ),
 ]
 Nproc = Annotated[
     int | None,
-    typer.Option("--nproc", min=1, help="Run in so many processes of this host (torchrun and accelerate launch work as well)."),
+    typer.Option(
+        "--nproc",
+        min=1,
+        help="Run in so many processes of this host (torchrun and accelerate launch work as well).",
+    ),
 ]
 
 
@@ -86,8 +110,11 @@ def allow_remote_code(allowed: bool, overrides: list[str] | None) -> list[str]:
 
 @contextmanager
 def processes(nproc: int | None) -> Iterator[Group]:
-    """The processes that the command runs in. Started here where several are asked for: then this one only waits for them, and
-    ends as they do. Only rank 0 prints."""
+    """The processes that the command runs in.
+
+    Started here where several are asked for: then this one only waits for them, and ends as they
+    do. Only rank 0 prints.
+    """
     from valence.distributed.launch import launch, needed
 
     if needed(nproc):
@@ -104,8 +131,12 @@ def processes(nproc: int | None) -> Iterator[Group]:
 
 
 @contextmanager
-def stoppable(said: str = "stopped; what was computed is kept, and the same command goes on from there") -> Iterator[None]:
-    """Around what an interrupt ends in order. said: what is told then, by default of what goes on with its file."""
+def stoppable(
+    said: str = "stopped; what was computed is kept, and the same command goes on from there",
+) -> Iterator[None]:
+    """Around what an interrupt ends in order. said: what is told then, by default of what goes on
+    with its file.
+    """
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -114,7 +145,9 @@ def stoppable(said: str = "stopped; what was computed is kept, and the same comm
 
 
 def refuse_dashes(words: Sequence[str]) -> None:
-    """Raise UserError for a setting that is written as an option: ``--train.seed=1`` or ``--train.seed 1``."""
+    """Raise UserError for a setting that is written as an option: ``--train.seed=1`` or
+    ``--train.seed 1``.
+    """
     for i, word in enumerate(words):
         name, equals, value = word.lstrip("-").partition("=")
         if word.startswith("-") and re.fullmatch(r"[a-z]\w*(\.\w+)+", name):

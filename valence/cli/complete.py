@@ -10,7 +10,9 @@ import typer
 from rich.markup import escape
 
 DEEP = 2
-"""Folders below that of the word so far in which is looked, and entries that are looked at in all."""
+"""Folders below that of the word so far in which is looked, and entries that are looked at in
+all.
+"""
 MOST = 2000
 SKIPPED = ("node_modules", "checkpoints", "model")
 
@@ -20,13 +22,18 @@ def recipes(incomplete: str) -> list[str]:
     return [
         word
         for word, path in _below(incomplete)
-        if path.suffix in (".yaml", ".yml") and not (path.name == "config.yaml" and (path.parent / "run.json").exists())
+        if path.suffix in (".yaml", ".yml")
+        and not (path.name == "config.yaml" and (path.parent / "run.json").exists())
     ]
 
 
 def run_folders(incomplete: str) -> list[str]:
     """Folders that hold a run."""
-    found = [word.removesuffix("run.json") for word, path in _below(incomplete) if path.name == "run.json"]
+    found = [
+        word.removesuffix("run.json")
+        for word, path in _below(incomplete)
+        if path.name == "run.json"
+    ]
     return [word if word == incomplete else word.rstrip("/") for word in found if word]
 
 
@@ -35,7 +42,9 @@ def runs_or_recipes(incomplete: str) -> list[str]:
 
 
 def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Names of settings, and values of those that take one of a few words. bash has words end at =, which is then one itself."""
+    """Names of settings, and values of those that take one of a few words. bash has words end at =,
+    which is then one itself.
+    """
     from valence.config.describe import at, choices_of, meaning, schema_of, settings_table
     from valence.config.schema import Recipe
 
@@ -44,11 +53,19 @@ def settings(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
     name, given, value = (said[-2], "=", incomplete) if of_bash else incomplete.partition("=")
     if not given:
         rows = [row for row in settings_table() if ".N." not in row.name]
-        return [(f"{row.name}=", _first_sentence(row.meaning)) for row in rows if row.name.startswith(incomplete)]
+        return [
+            (f"{row.name}=", _first_sentence(row.meaning))
+            for row in rows
+            if row.name.startswith(incomplete)
+        ]
     node = at(schema_of(Recipe), tuple(name.split(".")))
-    words = [str(word) for word in choices_of(node)] or (["true", "false"] if node.get("type") == "boolean" else [])
+    words = [str(word) for word in choices_of(node)] or (
+        ["true", "false"] if node.get("type") == "boolean" else []
+    )
     found = [word for word in words if word.startswith(value)]
-    return [(word if of_bash else f"{name}={word}", _first_sentence(meaning(node))) for word in found]
+    return [
+        (word if of_bash else f"{name}={word}", _first_sentence(meaning(node))) for word in found
+    ]
 
 
 def methods(incomplete: str) -> list[str]:
@@ -66,7 +83,9 @@ def rules(incomplete: str) -> list[str]:
 
 
 def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
-    """Files that begin with the word so far, also in folders below: as the word would name each, and its path."""
+    """Files that begin with the word so far, also in folders below: as the word would name each,
+    and its path.
+    """
     start = incomplete[: incomplete.rfind("/") + 1]
     begun, seen = incomplete.removeprefix(start), 0
     waiting = [(start, Path(start or ".").expanduser(), 0)]
@@ -79,7 +98,12 @@ def _below(incomplete: str) -> Iterator[tuple[str, Path]]:
         for entry in entries:
             seen += 1
             hidden = entry.name.startswith(".") and not begun.startswith(".")
-            if seen > MOST or hidden or not entry.name.isprintable() or (depth == 0 and not entry.name.startswith(begun)):
+            if (
+                seen > MOST
+                or hidden
+                or not entry.name.isprintable()
+                or (depth == 0 and not entry.name.startswith(begun))
+            ):
                 continue
             if not entry.is_dir():
                 yield word + entry.name, folder / entry.name

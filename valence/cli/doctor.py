@@ -19,16 +19,26 @@ STYLES = {"ok": "green", "missing": "dim", "problem": "yellow"}
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE]", help="Also say what this recipe needs.", autocompletion=complete.recipes),
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="Also say what this recipe needs.",
+            autocompletion=complete.recipes,
+        ),
     ] = None,
     overrides: Overrides = None,
-    network: Annotated[bool, typer.Option("--network", help="Also ask the hub whether it answers (3 seconds at most).")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a line of the table.")] = False,
+    network: Annotated[
+        bool,
+        typer.Option("--network", help="Also ask the hub whether it answers (3 seconds at most)."),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object a line of the table.")
+    ] = False,
 ) -> None:
     """Say whether this machine is ready to train, and how to fix what is not.
 
-    ok: it is there; missing: something optional is not; problem: look at it. The exit status is 2 when something that is needed
-    is not there, else 0. The rows of a recipe are looked at by `valence check`.
+    ok: it is there; missing: something optional is not; problem: look at it. The exit status is 2
+    when something that is needed is not there, else 0. The rows of a recipe are looked at by
+    `valence check`.
     """
     from pathlib import Path
 
@@ -49,12 +59,21 @@ def doctor(
             said = Text(each.said)
             if each.fix and each.state != "ok":
                 said.append(f"\nto fix it: {each.fix}", style="bold" if each.needed else "")
-            table.add_row("" if each.about == about else each.about, each.name, Text(each.state, STYLES[each.state]), said)
+            table.add_row(
+                "" if each.about == about else each.about,
+                each.name,
+                Text(each.state, STYLES[each.state]),
+                said,
+            )
             about = each.about
         console.print(table)
         wrong = [each for each in found if each.state == "problem"]
         needed = sum(each.needed for each in wrong)
-        said = f"problems: {len(wrong)}; of these must be fixed: {needed}" if wrong else "nothing is wrong"
+        said = (
+            f"problems: {len(wrong)}; of these must be fixed: {needed}"
+            if wrong
+            else "nothing is wrong"
+        )
         print_message(console, f"\n{said}")
     if any(each.needed and each.state == "problem" for each in found):
         raise typer.Exit(MISTAKE)

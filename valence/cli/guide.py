@@ -1,4 +1,6 @@
-"""What the help says besides each command's own words: which commands go together, in which order, and an example of each."""
+"""What the help says besides each command's own words: which commands go together, in which order,
+and an example of each.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
 
 
 def arrange(app: typer.Typer) -> None:
-    """Puts panels, order and examples into the help. A command that the table above lacks stays as it is, behind the others."""
+    """Puts panels, order and examples into the help.
+
+    A command that the table above lacks stays as it is, behind the others.
+    """
     order = {name: place for place, name in enumerate(COMMANDS)}
     for command in app.registered_commands:
         panel, example = COMMANDS.get(_name(command), (None, None))

@@ -32,19 +32,32 @@ if TYPE_CHECKING:
     from valence.distributed.protocol import Group
 
 Longest = Annotated[
-    int | None, typer.Option("--max-new-tokens", min=1, help="Longest answer, in tokens. Default: the recipe's, or 128.")
+    int | None,
+    typer.Option(
+        "--max-new-tokens", min=1, help="Longest answer, in tokens. Default: the recipe's, or 128."
+    ),
 ]
 Temperature = Annotated[
-    float | None, typer.Option("--temperature", min=0.0, help="0 takes the most likely token. Default: the recipe's, or 1.")
+    float | None,
+    typer.Option(
+        "--temperature", min=0.0, help="0 takes the most likely token. Default: the recipe's, or 1."
+    ),
 ]
 TopP = Annotated[
     float | None,
     typer.Option(
-        "--top-p", help="Draw from the most likely tokens that have this probability together. Default: the recipe's, or 1."
+        "--top-p",
+        help="Draw from the most likely tokens that have this probability together. Default: the "
+        "recipe's, or 1.",
     ),
 ]
 AtOnce = Annotated[
-    int | None, typer.Option("--at-once", min=1, help="Answers that are sampled at once, and lost when killed. Default: 64.")
+    int | None,
+    typer.Option(
+        "--at-once",
+        min=1,
+        help="Answers that are sampled at once, and lost when killed. Default: 64.",
+    ),
 ]
 
 
@@ -63,16 +76,20 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help="A file of rows, all of which are measured; may be given several times. Default: the recipe's data.eval.",
+            help="A file of rows, all of which are measured; may be given several times. "
+            "Default: the recipe's data.eval.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", help="Write metrics and rows to this file as JSON.")
+    ] = None,
     step: Step = None,
     trust_reward: Annotated[
         bool,
         typer.Option(
             "--trust-reward",
-            help="Execute the reward functions, or ask the reward servers, that the folder of an online run names.",
+            help="Execute the reward functions, or ask the reward servers, that the folder of an "
+            "online run names.",
         ),
     ] = False,
     trust_remote_code: TrustRemoteCode = False,
@@ -97,7 +114,11 @@ def evaluate(
     if out and group.rank == 0:
         from valence.training.folder import finite
 
-        report = {"step": run.step, "metrics": found.metrics, "rows": [finite(row) for row in found.rows]}
+        report = {
+            "step": run.step,
+            "metrics": found.metrics,
+            "rows": [finite(row) for row in found.rows],
+        }
         _write(out, json.dumps(report, indent=1, ensure_ascii=False))
 
 
@@ -107,7 +128,8 @@ def sample(
         str,
         typer.Argument(
             metavar="RUN|RECIPE|MODEL",
-            help="A run's folder, a recipe (samples from the policy as it starts), or a model's or adapter's folder or hub id.",
+            help="A run's folder, a recipe (samples from the policy as it starts), or a model's "
+            "or adapter's folder or hub id.",
             autocompletion=complete.runs_or_recipes,
         ),
     ],
@@ -116,20 +138,27 @@ def sample(
         list[str] | None,
         typer.Option(
             "--prompt",
-            help="A prompt as text, which the run's data.as_chat makes a user message or not; may be given several times.",
+            help="A prompt as text, which the run's data.as_chat makes a user message or not; "
+            "may be given several times.",
         ),
     ] = None,
     data: Annotated[
         list[str] | None,
         typer.Option(
             "--data",
-            help="A file whose rows have a prompt or text (other columns go along as `info`); may be given several times. "
+            help="A file whose rows have a prompt or text (other columns go along as `info`); "
+            "may be given several times. "
             "Default, with --out: the prompts that a recipe with a reward trains on.",
         ),
     ] = None,
     number: Annotated[
         int | None,
-        typer.Option("-n", min=1, max=65536, help="Answers per prompt. Default: the recipe's, if it has a reward; else 1."),
+        typer.Option(
+            "-n",
+            min=1,
+            max=65536,
+            help="Answers per prompt. Default: the recipe's, if it has a reward; else 1.",
+        ),
     ] = None,
     max_new_tokens: Longest = None,
     temperature: Temperature = None,
@@ -138,19 +167,31 @@ def sample(
     seed: Annotated[int, typer.Option(help="Fixes the draws.")] = 0,
     out: Annotated[
         Path | None,
-        typer.Option("--out", help="Write the answers to this .jsonl, with their tokens; go on with it where it ends."),
+        typer.Option(
+            "--out",
+            help="Write the answers to this .jsonl, with their tokens; go on with it where it "
+            "ends.",
+        ),
     ] = None,
     append: Annotated[
-        bool, typer.Option("--append", help="Write behind what --out holds: other prompts, or another seed.")
+        bool,
+        typer.Option(
+            "--append", help="Write behind what --out holds: other prompts, or another seed."
+        ),
     ] = False,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")] = False,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Move an earlier --out aside and start anew.")
+    ] = False,
     step: Step = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="With --out, print nothing but mistakes.")] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="With --out, print nothing but mistakes.")
+    ] = False,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
 ) -> None:
-    """Answer prompts with a model: on the terminal, or into a file that `valence score` and `valence train` read. Stopped, it
-    goes on where it was."""
+    """Answer prompts with a model: on the terminal, or into a file that `valence score` and
+    `valence train` read. Stopped, it goes on where it was.
+    """
     ours = allow_remote_code(trust_remote_code, overrides)
     asked = {"data": data or [], "questions": prompt or [], "overrides": ours, "at": _at(step)}
     with processes(nproc) as group, stoppable():
@@ -170,7 +211,9 @@ def sample(
 def export(
     run_dir: RunArg,
     to: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to write the model.")],
-    adapter: Annotated[bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")] = False,
+    adapter: Annotated[
+        bool, typer.Option("--adapter", help="The adapter alone instead of merged weights.")
+    ] = False,
     step: Step = None,
     trust_remote_code: TrustRemoteCode = False,
     nproc: Nproc = None,
@@ -191,8 +234,13 @@ def export(
 def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
     """Raises UserError when there is no adapter that could be written by itself."""
     if adapter and run.prepared.method.is_reward_model:
-        what = "a reward model is written whole: its head is what an adapter would be worth nothing without"
-        raise UserError(what, code="adapter-not-exportable", where=str(run_dir), fix="leave out --adapter")
+        what = (
+            "a reward model is written whole: its head is what an adapter would be worth "
+            "nothing without"
+        )
+        raise UserError(
+            what, code="adapter-not-exportable", where=str(run_dir), fix="leave out --adapter"
+        )
     if adapter and run.recipe.model.lora is None and run.recipe.model.adapter is None:
         raise UserError(
             "the run trained all weights: there is no adapter",
@@ -203,7 +251,9 @@ def _check_writes(run: Any, run_dir: Path, adapter: bool) -> None:
 
 
 def _needed_to_write(run_dir: Path) -> tuple[str, ...]:
-    """Lists of rows without which a run's model cannot be written: a reward model's training rows say how it scores."""
+    """Lists of rows without which a run's model cannot be written: a reward model's training rows
+    say how it scores.
+    """
     from valence.training.restore import method_of_run
 
     return ("train",) if method_of_run(run_dir).is_reward_model else ()
@@ -219,9 +269,10 @@ def _run_of(
     rewards: bool = False,
     trust_reward: bool = False,
 ) -> Any:
-    """The run of a folder with its newest weights, or those of a step, or that of a recipe before its first step. keeps: its own
-    lists of rows that are read. rewards: load those that the recipe names; trust_reward: also those of a run's folder that are
-    code or a server."""
+    """The run of a folder with its newest weights, or those of a step, or that of a recipe before
+    its first step. keeps: its own lists of rows that are read. rewards: load those that the recipe
+    names; trust_reward: also those of a run's folder that are code or a server.
+    """
     from valence.training.target import of_folder, of_recipe
 
     ours = [*(f"data.{name}=[]" for name in ("train", "test") if name not in keeps), *overrides]
@@ -256,7 +307,12 @@ def _held_out(files: list[str] | None) -> list[str]:
 def _check_can_be_made(folder: Path) -> None:
     check_path(folder)
     if folder.exists():
-        raise UserError("this exists already", code="path-exists", where=str(folder), fix="name a folder that does not exist")
+        raise UserError(
+            "this exists already",
+            code="path-exists",
+            where=str(folder),
+            fix="name a folder that does not exist",
+        )
     try:
         folder.mkdir(parents=True)
         folder.rmdir()

@@ -16,19 +16,27 @@ PAGE = Path("comparison.html")
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs.")],
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN...", help="Folders of runs, or folders that hold runs."),
+    ],
     out: Annotated[
         Path | None,
         typer.Option(
             "--out",
-            help="Write to this file. Default: report.html in the folder of one run, comparison.html here for several; with --md "
+            help="Write to this file. Default: report.html in the folder of one run, "
+            "comparison.html here for several; with --md "
             "the terminal.",
         ),
     ] = None,
-    md: Annotated[bool, typer.Option("--md", help="Markdown instead of a page, as for a pull request.")] = False,
+    md: Annotated[
+        bool, typer.Option("--md", help="Markdown instead of a page, as for a pull request.")
+    ] = False,
 ) -> None:
-    """Write the page of a run again, or compare several runs on one page: numbers, settings that differ, curves, rows on which
-    they disagree. Runs that are not finished are told of with what they have."""
+    """Write the page of a run again, or compare several runs on one page: numbers, settings that
+    differ, curves, rows on which they disagree. Runs that are not finished are told of with what
+    they have.
+    """
     from valence.checkpoint.lock import holder
     from valence.reports.compared import find_runs, read_compared
     from valence.reports.comparison import comparison_page, refuse_others, write_out
@@ -41,16 +49,27 @@ def report(
     if target:
         refuse_others(target)
     if md:
-        content = comparison_markdown(read_compared(found)) if several else run_markdown(read_run(found[0].path))
+        content = (
+            comparison_markdown(read_compared(found))
+            if several
+            else run_markdown(read_run(found[0].path))
+        )
     else:
-        content = comparison_page(read_compared(found)) if several else _page_of(found[0].path, copied=bool(target))
+        content = (
+            comparison_page(read_compared(found))
+            if several
+            else _page_of(found[0].path, copied=bool(target))
+        )
     if target:
         write_out(target, content)
     write_line(escape_control(str(target or content.rstrip())))
 
 
 def _page_of(run_dir: Path, *, copied: bool) -> str:
-    """Writes the page of a run again. Returns where it is, or what it holds if that is to be copied."""
+    """Writes the page of a run again.
+
+    Returns where it is, or what it holds if that is to be copied.
+    """
     from valence.reports.comparison_tables import MARK
     from valence.reports.page import write_page
 
@@ -60,5 +79,8 @@ def _page_of(run_dir: Path, *, copied: bool) -> str:
     except OSError as error:
         fix = "make the folder writable; `--md` writes nothing into it"
         raise UserError(
-            f"the page cannot be written ({error.strerror})", code="file-not-writable", where=str(run_dir), fix=fix
+            f"the page cannot be written ({error.strerror})",
+            code="file-not-writable",
+            where=str(run_dir),
+            fix=fix,
         ) from error

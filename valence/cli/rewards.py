@@ -14,9 +14,15 @@ from valence.terminal import print_message
 
 @app.command()
 def rewards(
-    name: Annotated[str | None, typer.Argument(help="One rule, with its settings.", autocompletion=complete.rules)] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="One rule, with its settings.", autocompletion=complete.rules),
+    ] = None,
 ) -> None:
-    """List the rewards that are rules, or explain one. Functions, reward models and servers are named in the same place."""
+    """List the rewards that are rules, or explain one.
+
+    Functions, reward models and servers are named in the same place.
+    """
     from valence.config.describe import settings_table
     from valence.rewards.build import KINDS
     from valence.rewards.rules import RULES, settings_of, unknown_rule

@@ -26,63 +26,127 @@ MEGABYTE = 1_000_000
 @app.command(name="serve-reward")
 def serve_reward(
     reward: Annotated[
-        str, typer.Argument(metavar="MODEL|FUNCTION|RULE", help="A reward model, `package.module:function`, or a rule.")
+        str,
+        typer.Argument(
+            metavar="MODEL|FUNCTION|RULE",
+            help="A reward model, `package.module:function`, or a rule.",
+        ),
     ],
     overrides: Overrides = None,
-    host: Annotated[str, typer.Option(help="Address to listen at. One that other machines reach needs a token.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")] = 5000,
+    host: Annotated[
+        str, typer.Option(help="Address to listen at. One that other machines reach needs a token.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any that is free.")
+    ] = 5000,
     allowed_host: Annotated[
         list[str] | None,
         typer.Option(
             metavar="NAME",
-            help="Another host name that clients use for this server, or * for any; may be repeated. IP addresses, localhost, "
+            help="Another host name that clients use for this server, or * for any; may be "
+            "repeated. IP addresses, localhost, "
             "--host and the name of this machine are always allowed.",
         ),
     ] = None,
     token_env: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Environment variable with the bearer token that clients must send.")
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Environment variable with the bearer token that clients must send.",
+        ),
     ] = None,
-    max_batch: Annotated[int, typer.Option(min=1, help="Answers that are scored in one call.")] = 64,
-    max_wait_ms: Annotated[float, typer.Option(min=0.0, help="How long an answer waits for others to be scored with.")] = 5.0,
-    max_body: Annotated[float, typer.Option(min=0.001, help="Largest body of a request, in megabytes.")] = 32.0,
+    max_batch: Annotated[
+        int, typer.Option(min=1, help="Answers that are scored in one call.")
+    ] = 64,
+    max_wait_ms: Annotated[
+        float, typer.Option(min=0.0, help="How long an answer waits for others to be scored with.")
+    ] = 5.0,
+    max_body: Annotated[
+        float, typer.Option(min=0.001, help="Largest body of a request, in megabytes.")
+    ] = 32.0,
     max_items: Annotated[int, typer.Option(min=1, help="Answers of one request.")] = 1024,
-    max_waiting: Annotated[int, typer.Option(min=1, help="Answers that wait, of all requests, before more are refused.")] = 16384,
-    rate: Annotated[float | None, typer.Option(min=0.001, help="Requests a second of one client. Default: any number.")] = None,
+    max_waiting: Annotated[
+        int,
+        typer.Option(min=1, help="Answers that wait, of all requests, before more are refused."),
+    ] = 16384,
+    rate: Annotated[
+        float | None,
+        typer.Option(min=0.001, help="Requests a second of one client. Default: any number."),
+    ] = None,
     concurrency: Annotated[
-        int, typer.Option(min=1, help="Calls of the reward under way at a time. A function has so many worker processes.")
+        int,
+        typer.Option(
+            min=1,
+            help="Calls of the reward under way at a time. A function has so many worker "
+            "processes.",
+        ),
     ] = 1,
-    timeout: Annotated[float, typer.Option(min=0.01, help="Seconds until a request is answered, scored or not.")] = 60.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.01, help="Seconds until a request is answered, scored or not.")
+    ] = 60.0,
     max_kept: Annotated[
-        int, typer.Option(min=0, help="Scores kept in memory, of a reward that always gives an answer the same; 0: none.")
+        int,
+        typer.Option(
+            min=0,
+            help="Scores kept in memory, of a reward that always gives an answer the same; 0: "
+            "none.",
+        ),
     ] = 65536,
     end: Annotated[
         list[str] | None,
         typer.Option(
-            "--end", metavar="TEXT", help="Not of an answer that ends with it; may be repeated. Default: usual end tokens."
+            "--end",
+            metavar="TEXT",
+            help="Not of an answer that ends with it; may be repeated. Default: usual end tokens.",
         ),
     ] = None,
 ) -> None:
-    """Serve a reward over HTTP: POST /get_reward, the wire that OpenRLHF and recipes with an address read. KEY=VALUE: settings
-    of the reward, as a recipe's reward section has them (`settings.answer=label`)."""
+    """Serve a reward over HTTP: POST /get_reward, the wire that OpenRLHF and recipes with an
+    address read. KEY=VALUE: settings of the reward, as a recipe's reward section has them
+    (`settings.answer=label`).
+    """
     from valence.rewards.server import serve
     from valence.rewards.serving import Limits
 
     lacking = [name for name in ("fastapi", "uvicorn") if find_spec(name) is None]
     if lacking:
         raise UserError(
-            f"{lacking[0]} is not installed", code="library-missing", where="serve-reward", fix=install_command("serve")
+            f"{lacking[0]} is not installed",
+            code="library-missing",
+            where="serve-reward",
+            fix=install_command("serve"),
         )
     limits = Limits(
-        max_batch=max_batch, max_wait=max_wait_ms / 1000, concurrency=concurrency, timeout=timeout, max_items=max_items,
-        max_waiting=max_waiting, max_body=int(max_body * MEGABYTE), rate=rate,
-    )  # fmt: skip
-    service = reward_service(reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept)
+        max_batch=max_batch,
+        max_wait=max_wait_ms / 1000,
+        concurrency=concurrency,
+        timeout=timeout,
+        max_items=max_items,
+        max_waiting=max_waiting,
+        max_body=int(max_body * MEGABYTE),
+        rate=rate,
+    )
+    service = reward_service(
+        reward, overrides or [], limits, token=_token(token_env), ends=end, keep=max_kept
+    )
     hosts = allowed_host or []
-    serve(service, host=host, port=port, allowed_hosts=hosts, tell=lambda line: write_line(escape_control(line)))
+    serve(
+        service,
+        host=host,
+        port=port,
+        allowed_hosts=hosts,
+        tell=lambda line: write_line(escape_control(line)),
+    )
 
 
 def reward_service(
-    target: str, overrides: list[str], limits: Limits, *, token: str | None, ends: list[str] | None, keep: int
+    target: str,
+    overrides: list[str],
+    limits: Limits,
+    *,
+    token: str | None,
+    ends: list[str] | None,
+    keep: int,
 ) -> Service:
     """The reward, loaded. Raises UserError for one that cannot be served."""
     from valence.config.load import load_reward
@@ -92,9 +156,17 @@ def reward_service(
 
     if target.startswith(("http://", "https://")):
         raise UserError(
-            "this is a server already", code="reward-not-servable", where=target, fix="name it in the recipe's reward section"
+            "this is a server already",
+            code="reward-not-servable",
+            where=target,
+            fix="name it in the recipe's reward section",
         )
-    ours = [f"timeout={limits.timeout}", f"batch_size={limits.max_batch}", f"concurrency={limits.concurrency}", "retries=0"]
+    ours = [
+        f"timeout={limits.timeout}",
+        f"batch_size={limits.max_batch}",
+        f"concurrency={limits.concurrency}",
+        "retries=0",
+    ]
     spec = load_reward(target, [*ours, *overrides])
     if target == "length" and spec.settings.get("unit", "tokens") == "tokens":
         raise UserError(
@@ -112,7 +184,15 @@ def reward_service(
         return query_model(name, settings, where)
 
     def function(spec: Spec, where: str) -> Backend:
-        pool = WorkerPool(spec.reward, spec.settings, spec.timeout, spec.concurrency, where, _log, max_wait=limits.timeout)
+        pool = WorkerPool(
+            spec.reward,
+            spec.settings,
+            spec.timeout,
+            spec.concurrency,
+            where,
+            _log,
+            max_wait=limits.timeout,
+        )
         pool.start()
         if "completion_ids" in pool.parameters:
             raise UserError(

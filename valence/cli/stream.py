@@ -1,4 +1,6 @@
-"""--json: what a program reads of a run goes to standard output, an object a line, and what people read to standard error."""
+"""--json: what a program reads of a run goes to standard output, an object a line, and what people
+read to standard error.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +17,9 @@ from valence.terminal import ResilientStream, json_line, write_line
 
 
 class Stream:
-    """A sink of a run that writes each record as metrics.jsonl has it: strict JSON, numbers that are not finite as strings.
-    Before the records it says which run it is, behind them how it ended."""
+    """A sink of a run that writes each record as metrics.jsonl has it: strict JSON, numbers that
+    are not finite as strings. Before the records it says which run it is, behind them how it ended.
+    """
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -39,9 +42,23 @@ class Stream:
         """The last line."""
         self.over = True
         folder = self._folder
-        there = {what: folder / name if folder else None for what, name in (("model", "model"), ("report", "report.html"))}
-        paths = {what: _text(path if path and path.exists() else None) for what, path in there.items()}
-        self._write({"event": "done", "run": _text(folder), **paths, "status": status, "exit_status": exit_status, **more})
+        there = {
+            what: folder / name if folder else None
+            for what, name in (("model", "model"), ("report", "report.html"))
+        }
+        paths = {
+            what: _text(path if path and path.exists() else None) for what, path in there.items()
+        }
+        self._write(
+            {
+                "event": "done",
+                "run": _text(folder),
+                **paths,
+                "status": status,
+                "exit_status": exit_status,
+                **more,
+            }
+        )
 
     def done(self, folder: Path) -> None:
         """The run has come to its end, now or earlier."""
@@ -103,7 +120,10 @@ def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
 
 @contextmanager
 def _stdout_to_stderr() -> Iterator[IO[str]]:
-    """A file that writes to standard output. Inside the block ``sys.stdout`` and file descriptor 1 are standard error."""
+    """A file that writes to standard output.
+
+    Inside the block ``sys.stdout`` and file descriptor 1 are standard error.
+    """
     stdout = sys.stdout
     with suppress(OSError):
         stdout.flush()

@@ -11,13 +11,16 @@ from valence.errors import UserError
 
 
 def recipe_from_arguments(
-    recipe: str | Path | Mapping[str, Any] | None, overrides: Sequence[str], settings: Mapping[str, Any]
+    recipe: str | Path | Mapping[str, Any] | None,
+    overrides: Sequence[str],
+    settings: Mapping[str, Any],
 ) -> tuple[str | Path | Mapping[str, Any], list[str]]:
     """Merge settings into a recipe. Returns what ``load_recipe`` takes: a recipe and overrides.
 
     settings: sections as mappings (``loss={"beta": 0.2}``) or single settings by their full name
-    (``**{"train.seed": 1}``). They win over the recipe, and the overrides win over them. Names and types are checked
-    with the rest of the recipe. Raises UserError for a value that a recipe cannot hold.
+    (``**{"train.seed": 1}``). They win over the recipe, and the overrides win over them. Names and
+    types are checked with the rest of the recipe. Raises UserError for a value that a recipe cannot
+    hold.
     """
     flat = dict(_flatten(settings, ()))
     if recipe is None or isinstance(recipe, Mapping):
@@ -25,18 +28,26 @@ def recipe_from_arguments(
         for path, value in flat.items():
             _put(merged, path, value)
         return merged, list(overrides)
-    return recipe, [*(f"{'.'.join(path)}={_as_json(path, value)}" for path, value in flat.items()), *overrides]
+    return recipe, [
+        *(f"{'.'.join(path)}={_as_json(path, value)}" for path, value in flat.items()),
+        *overrides,
+    ]
 
 
 def names_a_model(recipe: str | Path | Mapping[str, Any] | None) -> bool:
-    """Whether the recipe has a ``model.name``. A file is taken to have one: without it, its own check says so."""
+    """Whether the recipe has a ``model.name``.
+
+    A file is taken to have one: without it, its own check says so.
+    """
     if not isinstance(recipe, Mapping):
         return recipe is not None
     model = recipe.get("model")
     return isinstance(model, str) or (isinstance(model, Mapping) and "name" in model)
 
 
-def _flatten(settings: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any]]:
+def _flatten(
+    settings: Mapping[str, Any], path: tuple[str, ...]
+) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, value in settings.items():
         inner = (*path, *str(name).split("."))
         if isinstance(value, Mapping) and value:
@@ -46,13 +57,17 @@ def _flatten(settings: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[tup
 
 
 def _copy(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _copy(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value for key, value in mapping.items()}
+    return {
+        key: _copy(cast(Mapping[str, Any], value)) if isinstance(value, Mapping) else value
+        for key, value in mapping.items()
+    }
 
 
 def _put(values: dict[str, Any], path: tuple[str, ...], value: Any) -> None:
     for index, name in enumerate(path[:-1]):
         inner = values.setdefault(name, {})
-        if name == "model" and index == 0 and isinstance(inner, str):  # the short form of model.name
+        # the short form of model.name
+        if name == "model" and index == 0 and isinstance(inner, str):
             inner = values[name] = {"name": inner}
         if not isinstance(inner, dict):
             raise UserError(
@@ -71,7 +86,10 @@ def _as_json(path: tuple[str, ...], value: Any) -> str:
     except TypeError:
         what = f"a recipe cannot hold a value of type {type(value).__name__}"
         raise UserError(
-            what, code="setting-type", where=".".join(path), fix="give a number, a text, a list or a mapping"
+            what,
+            code="setting-type",
+            where=".".join(path),
+            fix="give a number, a text, a list or a mapping",
         ) from None
 
 

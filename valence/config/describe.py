@@ -1,4 +1,6 @@
-"""The settings in words: what each one takes, its default and its meaning, for messages and tables."""
+"""The settings in words: what each one takes, its default and its meaning, for messages and
+tables.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,12 @@ Key = tuple[str | int, ...]
 Node = Mapping[str, Any]
 _ANYTHING: Node = {}
 
-_BOUNDS = {"minimum": "of at least", "exclusiveMinimum": "above", "maximum": "of at most", "exclusiveMaximum": "below"}
+_BOUNDS = {
+    "minimum": "of at least",
+    "exclusiveMinimum": "above",
+    "maximum": "of at most",
+    "exclusiveMaximum": "below",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +37,10 @@ class SettingRow:
 
 
 def settings_table(model: type[BaseModel] = Recipe, prefix: str = "") -> list[SettingRow]:
-    """A row for every setting of a recipe, or of a loss (``prefix="loss."``). ``N`` stands for an index in a list."""
+    """A row for every setting of a recipe, or of a loss (``prefix="loss."``).
+
+    ``N`` stands for an index in a list.
+    """
     return list(_rows(schema_of(model), prefix))
 
 
@@ -42,7 +52,9 @@ def schema_of(model: type[BaseModel]) -> Node:
 
 
 def at(node: Node, path: Key) -> Node:
-    """The part of a schema that describes the value at ``path``; empty where it allows anything or nothing."""
+    """The part of a schema that describes the value at ``path``; empty where it allows anything or
+    nothing.
+    """
     for part in path:
         inside = (_child(variant, part) for variant in _variants(node))
         node = next((child for child in inside if child is not None), _ANYTHING)
@@ -65,7 +77,11 @@ def takes_null(node: Node) -> bool:
 
 def choices_of(node: Node) -> list[str]:
     """The words a setting may be, when it takes one of a few."""
-    return [word for v in _variants(node) for word in v.get("enum", [v["const"]] if "const" in v else [])]
+    return [
+        word
+        for v in _variants(node)
+        for word in v.get("enum", [v["const"]] if "const" in v else [])
+    ]
 
 
 def types_of(node: Node) -> set[str]:
@@ -94,7 +110,11 @@ def _inline(node: Any, defs: Node) -> Any:
     if not isinstance(node, dict):
         return node
     fields = cast(dict[str, Any], node)
-    plain = {name: _inline(value, defs) for name, value in fields.items() if name not in ("$ref", "$defs")}
+    plain = {
+        name: _inline(value, defs)
+        for name, value in fields.items()
+        if name not in ("$ref", "$defs")
+    }
     if "$ref" in fields:
         return {**_inline(defs[fields["$ref"].rsplit("/", 1)[1]], defs), **plain}
     return plain
@@ -119,11 +139,17 @@ def _takes(node: Node) -> str:
         return f'"{node["const"]}"'
     match node.get("type"):
         case "integer" | "number" as kind:
-            words = ["a whole number" if kind == "integer" else "a number", " and ".join(_bounds(node))]
+            words = [
+                "a whole number" if kind == "integer" else "a number",
+                " and ".join(_bounds(node)),
+            ]
             return " ".join(filter(None, words))
         case "array" if "prefixItems" in node:
             kinds = list(dict.fromkeys(map(takes, node["prefixItems"])))
-            return f"a list of {len(node['prefixItems'])} ({'each ' if len(kinds) == 1 else ''}{', '.join(kinds)})"
+            return (
+                f"a list of {len(node['prefixItems'])} "
+                f"({'each ' if len(kinds) == 1 else ''}{', '.join(kinds)})"
+            )
         case "array":
             return f"a list (each {takes(node.get('items', {}))})"
         case "object" if "properties" in node:
@@ -131,7 +157,9 @@ def _takes(node: Node) -> str:
         case "object":
             return "names with a value each"
         case kind:
-            return {"string": "text", "boolean": "true or false", "null": "null"}.get(str(kind), "any value")
+            return {"string": "text", "boolean": "true or false", "null": "null"}.get(
+                str(kind), "any value"
+            )
 
 
 def _bounds(node: Node) -> Iterator[str]:

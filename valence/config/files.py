@@ -1,4 +1,7 @@
-"""The files that a recipe is, and the files that it names. Every failure is a UserError with the nearest name."""
+"""The files that a recipe is, and the files that it names.
+
+Every failure is a UserError with the nearest name.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,10 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def read_recipe_text(path: Path) -> str:
-    """The text of a recipe. Raises UserError unless it is a readable file in UTF-8 without a byte order mark."""
+    """The text of a recipe.
+
+    Raises UserError unless it is a readable file in UTF-8 without a byte order mark.
+    """
     check_path(str(path))
     if path.is_dir():
         inside = sorted(str(p) for p in path.iterdir() if p.suffix in (".yaml", ".yml"))
@@ -28,10 +34,18 @@ def read_recipe_text(path: Path) -> str:
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UserError("there is no such recipe", code="recipe-not-found", where=str(path), fix=nearest_file(path)) from None
+        raise UserError(
+            "there is no such recipe",
+            code="recipe-not-found",
+            where=str(path),
+            fix=nearest_file(path),
+        ) from None
     except OSError as error:
         raise UserError(
-            f"cannot be read: {error.strerror}", code="file-not-readable", where=str(path), fix="check the file's permissions"
+            f"cannot be read: {error.strerror}",
+            code="file-not-readable",
+            where=str(path),
+            fix="check the file's permissions",
         ) from None
     if data.startswith((b"\xef\xbb\xbf", b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
@@ -53,7 +67,9 @@ def read_recipe_text(path: Path) -> str:
 
 
 def locate_data(path: str, folder: Path | None) -> str:
-    """Where a recipe's data is. A relative path is looked up in the current directory, then in the recipe's ``folder``.
+    """Where a recipe's data is.
+
+    A relative path is looked up in the current directory, then in the recipe's ``folder``.
 
     A hub id stays as it is. Raises UserError for a file that is in neither place.
     """
@@ -69,7 +85,8 @@ def locate_data(path: str, folder: Path | None) -> str:
 
 
 def read_chat_template(chosen: str, folder: Path | None) -> str:
-    """The chat template that a recipe chooses: a built-in name or the text of a template as it is, else the text of the file.
+    """The chat template that a recipe chooses: a built-in name or the text of a template as it is,
+    else the text of the file.
 
     The path is looked up as that of data. Raises UserError unless it is a Jinja template in UTF-8.
     """
@@ -82,9 +99,15 @@ def read_chat_template(chosen: str, folder: Path | None) -> str:
         code = "template-not-found" if error.code == "file-not-found" else error.code
         raise UserError(error.what, code=code, fix=f"{error.fix}; {fix}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix) from None
+        raise UserError(
+            f"{chosen} cannot be read ({error})", code="file-not-readable", fix=fix
+        ) from None
     if not _is_jinja(text):
-        raise UserError(f"{chosen} is not a Jinja template: it has no {{{{ or {{%", code="template-invalid", fix=fix)
+        raise UserError(
+            f"{chosen} is not a Jinja template: it has no {{{{ or {{%",
+            code="template-invalid",
+            fix=fix,
+        )
     return text
 
 
@@ -93,13 +116,17 @@ def _is_jinja(text: str) -> bool:
 
 
 def is_hub_id(path: str) -> bool:
-    """Whether a data path means a data set on the hub: ``owner/name``, where ``owner`` is no folder here."""
+    """Whether a data path means a data set on the hub: ``owner/name``, where ``owner`` is no folder
+    here.
+    """
     looks_like_one = _HUB_ID.fullmatch(path) is not None and _DATA_FILE.fullmatch(path) is None
     return looks_like_one and not Path(path).parent.exists()
 
 
 def nearest_file(path: Path) -> str:
-    """What to do about a missing file: the nearest name in its folder, or the nearest folder that exists."""
+    """What to do about a missing file: the nearest name in its folder, or the nearest folder that
+    exists.
+    """
     folder = path.parent
     if not folder.is_dir():
         return f"the folder {folder} does not exist"

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class LearningRates:
-    """Default peak learning rates of some methods. ``full``: all weights train; ``adapter``: a LoRA adapter does."""
+    """Default peak learning rates of some methods.
+
+    ``full``: all weights train; ``adapter``: a LoRA adapter does.
+    """
 
     methods: str
     full: float
@@ -17,17 +20,23 @@ class LearningRates:
 
 
 _TEN_TIMES = "ten times the rate for all weights: Schulman et al. 2025, LoRA Without Regret"
-_ADAPTERS = "Xu et al. 2024, arXiv 2401.08417 (1e-4 in the published code of cpo); Biderman et al. 2024, arXiv 2405.09673"
+_ADAPTERS = (
+    "Xu et al. 2024, arXiv 2401.08417 (1e-4 in the published code of cpo); Biderman et "
+    "al. 2024, arXiv 2405.09673"
+)
 
 LEARNING_RATES: dict[str, LearningRates] = {
     "imitation": LearningRates(
         "sft, dft, rejection",
-        1e-5, "Lambert et al. 2024, arXiv 2411.15124 (5e-6); Tunstall et al. 2023, arXiv 2310.16944 (2e-5)",
-        2e-4, "Dettmers et al. 2023, arXiv 2305.14314 (2e-4); Biderman et al. 2024, arXiv 2405.09673",
+        1e-5, "Lambert et al. 2024, arXiv 2411.15124 (5e-6); Tunstall et al. 2023, arXiv "
+              "2310.16944 (2e-5)",
+        2e-4, "Dettmers et al. 2023, arXiv 2305.14314 (2e-4); Biderman et al. 2024, arXiv "
+              "2405.09673",
     ),
     "preference": LearningRates(
         "methods for judgements and pairs, also online",
-        1e-6, "Rafailov et al. 2023, arXiv 2305.18290 (1e-6); Meng et al. 2024, arXiv 2405.14734 (3e-7 to 1e-6); "
+        1e-6, "Rafailov et al. 2023, arXiv 2305.18290 (1e-6); Meng et al. 2024, arXiv 2405.14734 "
+              "(3e-7 to 1e-6); "
         "Tunstall et al. 2023, arXiv 2310.16944 (5e-7)",
         1e-4, _ADAPTERS,
     ),
@@ -43,7 +52,8 @@ LEARNING_RATES: dict[str, LearningRates] = {
     ),
     "reward_model": LearningRates(
         "bradley_terry, pointwise, ordinal",
-        1e-5, "Touvron et al. 2023, arXiv 2307.09288 (1e-5; 5e-6 at 70B); Ouyang et al. 2022, arXiv 2203.02155 (9e-6)",
+        1e-5, "Touvron et al. 2023, arXiv 2307.09288 (1e-5; 5e-6 at 70B); Ouyang et al. 2022, "
+              "arXiv 2203.02155 (9e-6)",
         1e-4, _TEN_TIMES,
     ),
 }  # fmt: skip

@@ -1,4 +1,6 @@
-"""From a recipe file, its overrides and a method's facts to a checked recipe in which every setting has an origin."""
+"""From a recipe file, its overrides and a method's facts to a checked recipe in which every setting
+has an origin.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,11 @@ PATHS = {
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A setting of this run. ``origin``: default, ``recipe.yaml:12``, command line, or why an automatic one has its value.
-    ``is_automatic``: the recipe leaves the value to the program."""
+    """A setting of this run.
+
+    ``origin``: default, ``recipe.yaml:12``, command line, or why an automatic one has its value.
+    ``is_automatic``: the recipe leaves the value to the program.
+    """
 
     value: object
     origin: str
@@ -47,13 +52,19 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class LoadedRecipe:
-    """A checked recipe. ``recipe.loss`` holds every setting of the loss; ``settings`` has them all by dotted name."""
+    """A checked recipe.
+
+    ``recipe.loss`` holds every setting of the loss; ``settings`` has them all by dotted name.
+    """
 
     recipe: Recipe
     settings: Mapping[str, Setting]
 
     def to_yaml(self) -> str:
-        """Every setting written out, and data paths as they were found. Loads as the same recipe."""
+        """Every setting written out, and data paths as they were found.
+
+        Loads as the same recipe.
+        """
         return to_yaml(self.recipe.model_dump(mode="json"))
 
     def with_automatic(self, name: str, value: object, origin: str) -> LoadedRecipe:
@@ -61,7 +72,9 @@ class LoadedRecipe:
         section, key = name.split(".")
         changed = getattr(self.recipe, section).model_copy(update={key: value})
         setting = Setting(value, origin, is_default=True, is_automatic=True)
-        return LoadedRecipe(self.recipe.model_copy(update={section: changed}), {**self.settings, name: setting})
+        return LoadedRecipe(
+            self.recipe.model_copy(update={section: changed}), {**self.settings, name: setting}
+        )
 
     @contextmanager
     def placing(self) -> Generator[None]:
@@ -69,13 +82,26 @@ class LoadedRecipe:
         try:
             yield
         except UserError as error:
-            set_here = {name: s for name, s in self.settings.items() if s.origin != "default" and not s.is_automatic}
-            named = [n for n, s in set_here.items() if isinstance(s.value, str) and repr(s.value) in error.what]
+            set_here = {
+                name: s
+                for name, s in self.settings.items()
+                if s.origin != "default" and not s.is_automatic
+            }
+            named = [
+                n
+                for n, s in set_here.items()
+                if isinstance(s.value, str) and repr(s.value) in error.what
+            ]
             named += [n for n in re.findall(r"\w+(?:\.\w+)+", error.where or "") if n in set_here]
             if not named:
                 raise
             where = error.where if named[0] in (error.where or "") else named[0]
-            raise UserError(error.what, code=error.code, where=f"{set_here[named[0]].origin} ({where})", fix=error.fix) from error
+            raise UserError(
+                error.what,
+                code=error.code,
+                where=f"{set_here[named[0]].origin} ({where})",
+                fix=error.fix,
+            ) from error
 
 
 def load_recipe(
@@ -88,15 +114,18 @@ def load_recipe(
 ) -> LoadedRecipe:
     """Read and check a recipe: a YAML file or a mapping, changed by ``key=value`` overrides.
 
-    A relative data path is looked up in the current directory and then in the recipe's folder. ``data.train`` may be a
-    path or a list of paths instead of a list of sections. Names, types and ranges are checked first, then what the
-    settings have to do with each other; each check reports all it finds at once.
+    A relative data path is looked up in the current directory and then in the recipe's folder.
+    ``data.train`` may be a path or a list of paths instead of a list of sections. Names, types and
+    ranges are checked first, then what the settings have to do with each other; each check reports
+    all it finds at once.
 
-    method_of: facts about a method, as it learns from the policy's own answers (where there is a reward) or from stored ones;
+    method_of: facts about a method, as it learns from the policy's own answers (where there is a
+    reward) or from stored ones;
         raises UserError for an unknown name.
-    training: without it, ``data.train`` may be empty, data files may be missing, and settings may have no effect.
-    in_memory: those of train, eval and test whose rows are given as objects, whatever the recipe says.
-    Raises UserError with the place of each mistake and its remedy.
+    training: without it, ``data.train`` may be empty, data files may be missing, and settings may
+    have no effect.
+    in_memory: those of train, eval and test whose rows are given as objects, whatever the recipe
+    says. Raises UserError with the place of each mistake and its remedy.
     """
     if isinstance(source, Mapping):
         given, folder = from_mapping(source), None
@@ -110,17 +139,32 @@ def load_recipe(
     recipe = _paths_expanded(recipe, given, problems)
     for name in LISTS:
         needed = training and name not in in_memory
-        found = _files_found(getattr(recipe.data, name), ("data", name), given, folder, problems if needed else [])
+        found = _files_found(
+            getattr(recipe.data, name), ("data", name), given, folder, problems if needed else []
+        )
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={name: found})})
     if recipe.data.chat_template is not None:
         try:
             template = read_chat_template(recipe.data.chat_template, folder)
-            recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"chat_template": template})})
+            recipe = recipe.model_copy(
+                update={"data": recipe.data.model_copy(update={"chat_template": template})}
+            )
         except UserError as error:
-            problems.append(UserError(error.what, code=error.code, where=given.where(("data", "chat_template")), fix=error.fix))
+            problems.append(
+                UserError(
+                    error.what,
+                    code=error.code,
+                    where=given.where(("data", "chat_template")),
+                    fix=error.fix,
+                )
+            )
     mix = [
         part.model_copy(
-            update={"train": _files_found(part.train, ("mix", i, "train"), given, folder, problems if training else [])}
+            update={
+                "train": _files_found(
+                    part.train, ("mix", i, "train"), given, folder, problems if training else []
+                )
+            }
         )
         for i, part in enumerate(recipe.mix)
     ]
@@ -142,7 +186,9 @@ def load_recipe(
         )
     if problems:
         raise messages.all_of(problems, given.place(()))
-    return _with_learning_rate(LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()}), case)
+    return _with_learning_rate(
+        LoadedRecipe(recipe, {dotted(path): setting for path, setting in settings.items()}), case
+    )
 
 
 def _with_learning_rate(loaded: LoadedRecipe, case: Case) -> LoadedRecipe:
@@ -151,11 +197,16 @@ def _with_learning_rate(loaded: LoadedRecipe, case: Case) -> LoadedRecipe:
         return loaded
     rates = case.method.learning_rates
     value, weights = (rates.adapter, "an adapter") if case.adapts else (rates.full, "all weights")
-    return loaded.with_automatic("train.learning_rate", value, f"default of {case.method.name} for {weights}")
+    return loaded.with_automatic(
+        "train.learning_rate", value, f"default of {case.method.name} for {weights}"
+    )
 
 
 def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
-    """What a command names to judge answers, changed by ``key=value`` words. Raises UserError naming every problem."""
+    """What a command names to judge answers, changed by ``key=value`` words.
+
+    Raises UserError naming every problem.
+    """
     given, problems = from_mapping({"reward": reward}, COMMAND_LINE), list[UserError]()
     for assignment in overrides:
         given = override(given, assignment)
@@ -166,11 +217,13 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
 
 
 def _short_forms(given: Given) -> Given:
-    """Expand what may be written shorter: a model by its name, data by its files to train on, a file by its path, an empty
-    section as nothing."""
+    """Expand what may be written shorter: a model by its name, data by its files to train on, a
+    file by its path, an empty section as nothing.
+    """
     root = schema_of(Recipe)
     values: dict[str, Any] = {
-        name: {} if value is None and at(root, (name,)).get("type") == "object" else value for name, value in given.values.items()
+        name: {} if value is None and at(root, (name,)).get("type") == "object" else value
+        for name, value in given.values.items()
     }
     if isinstance(values.get("model"), str):
         values["model"] = {"name": values["model"]}
@@ -179,7 +232,10 @@ def _short_forms(given: Given) -> Given:
     data = values.get("data")
     if isinstance(data, dict):
         section = cast(dict[str, Any], data)
-        values["data"] = {name: _items(value, "path") if name in LISTS else value for name, value in section.items()}
+        values["data"] = {
+            name: _items(value, "path") if name in LISTS else value
+            for name, value in section.items()
+        }
     if values.get("reward") is not None:
         values["reward"] = _items(values["reward"], "reward")
     run = values.get("run")
@@ -196,10 +252,20 @@ def _places_in_lists(given: Given) -> dict[Key, str]:
     """The places of settings, where sections that stand for a list of one are its first item."""
     mix = given.values.get("mix")
     lists: list[Key] = [("reward",), ("run", "sinks"), *(("data", name) for name in LISTS)]
-    lists += [("mix", i, "train") for i in range(len(cast(list[object], mix)) if isinstance(mix, list) else 0)]
+    lists += [
+        ("mix", i, "train")
+        for i in range(len(cast(list[object], mix)) if isinstance(mix, list) else 0)
+    ]
     alone = [path for path in lists if isinstance(messages.value_at(given.values, path), dict)]
     return {
-        next(((*path, 0, *key[len(path) :]) for path in alone if len(key) > len(path) and key[: len(path)] == path), key): place
+        next(
+            (
+                (*path, 0, *key[len(path) :])
+                for path in alone
+                if len(key) > len(path) and key[: len(path)] == path
+            ),
+            key,
+        ): place
         for key, place in given.places.items()
     }
 
@@ -212,7 +278,9 @@ def _with_files_as_sources(part: object) -> object:
 
 
 def _items(value: object, named: str) -> object:
-    """A list of sections of what may be one of them, or text that stands for one with this setting alone."""
+    """A list of sections of what may be one of them, or text that stands for one with this setting
+    alone.
+    """
     if value is None:
         return []
     if not isinstance(value, str | dict | list):
@@ -224,8 +292,10 @@ def _items(value: object, named: str) -> object:
 def _checked_shape(
     given: Given, method_of: Callable[[str, bool], MethodFacts]
 ) -> tuple[Recipe, MethodFacts, tuple[MethodFacts, ...]]:
-    """Names, types and ranges of every setting; facts about the method and those of `mix`. Raises one UserError about all that
-    are wrong."""
+    """Names, types and ranges of every setting; facts about the method and those of `mix`.
+
+    Raises one UserError about all that are wrong.
+    """
     problems: list[UserError] = []
     recipe = _validate(Recipe, given, (), problems)
     facts, loss = _method(given, (), method_of, problems)
@@ -234,12 +304,21 @@ def _checked_shape(
     mixed = [_method(given, ("mix", i), method_of, problems) for i in range(len(parts))]
     if problems or recipe is None or facts is None or loss is None:
         raise messages.all_of(problems, given.place(()))
-    with_losses = [p.model_copy(update={"loss": own}) for p, (_, own) in zip(recipe.mix, mixed, strict=True)]
-    return recipe.model_copy(update={"loss": loss, "mix": with_losses}), facts, tuple(f for f, _ in mixed if f is not None)
+    with_losses = [
+        p.model_copy(update={"loss": own}) for p, (_, own) in zip(recipe.mix, mixed, strict=True)
+    ]
+    return (
+        recipe.model_copy(update={"loss": loss, "mix": with_losses}),
+        facts,
+        tuple(f for f, _ in mixed if f is not None),
+    )
 
 
 def _method(
-    given: Given, path: Key, method_of: Callable[[str, bool], MethodFacts], problems: list[UserError]
+    given: Given,
+    path: Key,
+    method_of: Callable[[str, bool], MethodFacts],
+    problems: list[UserError],
 ) -> tuple[MethodFacts | None, dict[str, Any] | None]:
     """The method that the section at ``path`` names, and the settings of its loss."""
     section: Any = given.values
@@ -251,7 +330,11 @@ def _method(
     try:
         facts = method_of(name, not path and bool(given.values.get("reward")))
     except UserError as error:
-        problems.append(UserError(error.what, code=error.code, where=given.where((*path, "method")), fix=error.fix))
+        problems.append(
+            UserError(
+                error.what, code=error.code, where=given.where((*path, "method")), fix=error.fix
+            )
+        )
         return None, None
     if not isinstance(cast(dict[str, Any], section).get("loss", {}), dict):
         return facts, None
@@ -260,26 +343,39 @@ def _method(
 
 
 def _validate(model: type[M], given: Given, path: Key, problems: list[UserError]) -> M | None:
-    """The values at ``path`` as a model, or None after adding what is wrong with them to ``problems``."""
+    """The values at ``path`` as a model, or None after adding what is wrong with them to
+    ``problems``.
+    """
     values = given.values
     for part in path:
         values = values[part] if isinstance(part, int) else values.get(part, {})
     try:
-        # As JSON, so that strict types still take a list for a tuple and a whole number for a float.
+        # As JSON, so that strict types still take a list for a tuple and a whole number for a
+        # float.
         return model.model_validate_json(json.dumps(values), strict=True)
     except ValidationError as error:
         found = {_path_of(e, values): e for e in error.errors(include_url=False)}
         outer = {p[:n] for p in found for n in range(len(p))}
-        problems.extend(messages.of_setting(model, inner, path, e, given) for inner, e in found.items() if inner not in outer)
+        problems.extend(
+            messages.of_setting(model, inner, path, e, given)
+            for inner, e in found.items()
+            if inner not in outer
+        )
         return None
 
 
 def _path_of(error: ErrorDetails, values: Any) -> Key:
-    """Where in ``values`` an error is: its location without the names of the alternatives that were tried."""
+    """Where in ``values`` an error is: its location without the names of the alternatives that were
+    tried.
+    """
     path: Key = ()
     for part in error["loc"]:
         inside = isinstance(values, dict) and part in values
-        inside = inside or (isinstance(values, list) and isinstance(part, int) and part < len(cast(list[Any], values)))
+        inside = inside or (
+            isinstance(values, list)
+            and isinstance(part, int)
+            and part < len(cast(list[Any], values))
+        )
         if inside:
             values = cast(Any, values)[part]
         elif error["type"] != "missing" or part != error["loc"][-1] or isinstance(part, int):
@@ -290,48 +386,75 @@ def _path_of(error: ErrorDetails, values: Any) -> Key:
 
 def _with_method_defaults(recipe: Recipe, facts: MethodFacts) -> Recipe:
     """The recipe with the method's defaults in place of null."""
-    filled = {name: value for name, value in facts.rollout_defaults.items() if getattr(recipe.rollout, name) is None}
+    filled = {
+        name: value
+        for name, value in facts.rollout_defaults.items()
+        if getattr(recipe.rollout, name) is None
+    }
     rollout = recipe.rollout.model_copy(update=filled)
     return recipe.model_copy(update={"rollout": rollout})
 
 
 def _paths_expanded(recipe: Recipe, given: Given, problems: list[UserError]) -> Recipe:
-    """The recipe with ``~`` replaced in its paths. Paths that no file system can hold are added to ``problems``."""
+    """The recipe with ``~`` replaced in its paths.
+
+    Paths that no file system can hold are added to ``problems``.
+    """
 
     def expanded(section: M, names: Sequence[str], path: Key) -> M:
         values: dict[str, str] = {}
         for name in names:
             value = getattr(section, name)
             try:
-                values |= {} if value is None else {name: expand_path(value, given.where((*path, name)))}
+                values |= (
+                    {} if value is None else {name: expand_path(value, given.where((*path, name)))}
+                )
             except UserError as error:
                 problems.append(error)
         return section.model_copy(update=values)
 
-    sections: dict[str, Any] = {name: expanded(getattr(recipe, name), names, (name,)) for name, names in PATHS.items()}
-    sections["reward"] = [expanded(spec, ("reward",), ("reward", i)) for i, spec in enumerate(recipe.reward)]
-    sinks = [expanded(sink, ("folder",), ("run", "sinks", i)) for i, sink in enumerate(recipe.run.sinks)]
+    sections: dict[str, Any] = {
+        name: expanded(getattr(recipe, name), names, (name,)) for name, names in PATHS.items()
+    }
+    sections["reward"] = [
+        expanded(spec, ("reward",), ("reward", i)) for i, spec in enumerate(recipe.reward)
+    ]
+    sinks = [
+        expanded(sink, ("folder",), ("run", "sinks", i)) for i, sink in enumerate(recipe.run.sinks)
+    ]
     sections["run"] = sections["run"].model_copy(update={"sinks": sinks})
     return recipe.model_copy(update=sections)
 
 
 def _files_found(
-    sources: Sequence[Source], path: Key, given: Given, folder: Path | None, problems: list[UserError]
+    sources: Sequence[Source],
+    path: Key,
+    given: Given,
+    folder: Path | None,
+    problems: list[UserError],
 ) -> list[Source]:
-    """A list of files, with their paths as they were found; missing files are added to ``problems``."""
+    """A list of files, with their paths as they were found; missing files are added to
+    ``problems``.
+    """
 
     def found(source: Source, path: Key) -> Source:
         check_path(source.path, given.where((*path, "path")))
         try:
             return source.model_copy(update={"path": locate_data(source.path, folder)})
         except UserError as error:
-            problems.append(UserError(error.what, code=error.code, where=given.where((*path, "path")), fix=error.fix))
+            problems.append(
+                UserError(
+                    error.what, code=error.code, where=given.where((*path, "path")), fix=error.fix
+                )
+            )
             return source
 
     return [found(source, (*path, index)) for index, source in enumerate(sources)]
 
 
-def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -> Iterator[UserError]:
+def _without_effect(
+    case: Case, given: Given, settings: Mapping[Key, Setting]
+) -> Iterator[UserError]:
     """Settings that change nothing in this run."""
     for rule in (rule for rule in NO_EFFECT if rule.broken(case)):
         for path, setting in settings.items():
@@ -345,14 +468,28 @@ def _without_effect(case: Case, given: Given, settings: Mapping[Key, Setting]) -
     for index, sink in enumerate(case.recipe.run.sinks):
         for name, field in type(sink).model_fields.items():
             default = field.get_default(call_default_factory=True, validated_data={})
-            if name != "kind" and name not in SINKS_READ[sink.kind] and getattr(sink, name) != default:
+            if (
+                name != "kind"
+                and name not in SINKS_READ[sink.kind]
+                and getattr(sink, name) != default
+            ):
                 fix = f"set one of {', '.join(sorted(SINKS_READ[sink.kind]))}"
-                yield messages.no_effect(given, ("run", "sinks", index, name), f"{sink.kind} does not read it", fix)
+                yield messages.no_effect(
+                    given, ("run", "sinks", index, name), f"{sink.kind} does not read it", fix
+                )
+    yield from _splits_of_files(case, given)
+
+
+def _splits_of_files(case: Case, given: Given) -> Iterator[UserError]:
+    """Splits that are named for files, which have none."""
     for name in LISTS:
         for index, source in enumerate[Source](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
                 yield messages.no_effect(
-                    given, ("data", name, index, "split"), "a file has no splits", "name a data set of the hub"
+                    given,
+                    ("data", name, index, "split"),
+                    "a file has no splits",
+                    "name a data set of the hub",
                 )
 
 
@@ -362,19 +499,36 @@ def _contradictions(case: Case, given: Given) -> Iterator[UserError]:
     for index, kind in enumerate(kinds):
         if kind in kinds[:index]:
             place = given.where(("run", "sinks", index))
-            yield UserError(f"{kind} is named twice", code="setting-duplicate", where=place, fix="keep one of the two")
+            yield UserError(
+                f"{kind} is named twice",
+                code="setting-duplicate",
+                where=place,
+                fix="keep one of the two",
+            )
     for rule in (rule for rule in CONTRADICTIONS if rule.broken(case)):
         path = tuple(rule.setting.split("."))
-        yield UserError(rule.why.format(**case.words), code="setting-conflict", where=given.where(path), fix=rule.fix)
+        yield UserError(
+            rule.why.format(**case.words),
+            code="setting-conflict",
+            where=given.where(path),
+            fix=rule.fix,
+        )
     for path, method, loss in _losses(case):
         for name, other in method.contradictions(loss).items():
-            what = f"it weighs the tokens of a sum over the answer, and with {dotted(path)}.{other} {method.name} reads a mean"
+            what = (
+                f"it weighs the tokens of a sum over the answer, and with "
+                f"{dotted(path)}.{other} {method.name} reads a mean"
+            )
             fix = f"remove one of {dotted(path)}.{name} and {dotted(path)}.{other}"
-            yield UserError(what, code="setting-conflict", where=given.where((*path, name)), fix=fix)
+            yield UserError(
+                what, code="setting-conflict", where=given.where((*path, name)), fix=fix
+            )
 
 
 def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
-    """The settings of the recipe's loss, and of those of `mix`: where they are, their method, and what they are."""
+    """The settings of the recipe's loss, and of those of `mix`: where they are, their method, and
+    what they are.
+    """
     yield ("loss",), case.method, case.recipe.loss
     for i, (method, part) in enumerate(zip(case.mixed, case.recipe.mix, strict=True)):
         yield ("mix", i, "loss"), method, part.loss
@@ -382,7 +536,9 @@ def _losses(case: Case) -> Iterator[tuple[Key, MethodFacts, Mapping[str, Any]]]:
 
 def _settings(recipe: Recipe, facts: MethodFacts, given: Given) -> dict[Key, Setting]:
     """Every setting with its origin, in the order of the schema."""
-    of_method: dict[Key, object] = {("rollout", name): value for name, value in facts.rollout_defaults.items()}
+    of_method: dict[Key, object] = {
+        ("rollout", name): value for name, value in facts.rollout_defaults.items()
+    }
     settings: dict[Key, Setting] = {}
     for path, value, default in _leaves(recipe, ()):
         if path in of_method:
@@ -400,7 +556,9 @@ def _setting(path: Key, value: object, default: object, given: Given) -> Setting
     return Setting(value, origin, value == default)
 
 
-def _setting_of_method(path: Key, value: object, default: object, method: str, given: Given) -> Setting:
+def _setting_of_method(
+    path: Key, value: object, default: object, method: str, given: Given
+) -> Setting:
     """A setting whose default is that of the method."""
     section: Any = given.values.get(str(path[0]))
     chosen = isinstance(section, dict) and cast(dict[Any, Any], section).get(path[1]) is not None

@@ -1,4 +1,6 @@
-"""What is wrong with a setting, in words: the place, the value, what is allowed instead, and the nearest name."""
+"""What is wrong with a setting, in words: the place, the value, what is allowed instead, and the
+nearest name.
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,20 @@ def all_of(problems: Sequence[UserError], name: str) -> UserError:
 
 
 def no_effect(given: Given, path: Key, why: str, fix: str) -> UserError:
-    return UserError(f"has no effect: {why}", code="setting-no-effect", where=given.where(path), fix=f"remove it, or {fix}")
+    return UserError(
+        f"has no effect: {why}",
+        code="setting-no-effect",
+        where=given.where(path),
+        fix=f"remove it, or {fix}",
+    )
 
 
-def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, given: Given) -> UserError:
-    """The message for one validation error at ``path`` of ``model``, which is the recipe's section ``prefix``."""
+def of_setting(
+    model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetails, given: Given
+) -> UserError:
+    """The message for one validation error at ``path`` of ``model``, which is the recipe's section
+    ``prefix``.
+    """
     full = (*prefix, *path)
     node = at(schema_of(model), path)
     where = given.where(full)
@@ -51,10 +62,17 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
         fix = UNNECESSARY.get(str(path[-1])) or _nearest(full, names)
         return UserError("there is no such setting", code="setting-unknown", where=where, fix=fix)
     if error["type"] == "missing" and isinstance(error["loc"][-1], str):
-        return UserError("is missing", code="setting-missing", where=where, fix=f"add {path[-1]}, {_explain(node)}")
+        return UserError(
+            "is missing",
+            code="setting-missing",
+            where=where,
+            fix=f"add {path[-1]}, {_explain(node)}",
+        )
     value = value_at(given.values, full)
     if fix := error.get("ctx", {}).get("fix"):
-        return UserError(f"{as_yaml(value)} {error['msg']}", code="setting-value", where=where, fix=fix)
+        return UserError(
+            f"{as_yaml(value)} {error['msg']}", code="setting-value", where=where, fix=fix
+        )
     if error["type"] == "value_error":
         return UserError(
             f"{as_yaml(value)} is {error['msg'].removeprefix('Value error, ')}",
@@ -62,7 +80,12 @@ def of_setting(model: type[BaseModel], path: Key, prefix: Key, error: ErrorDetai
             where=where,
             fix=_remedy(value, node),
         )
-    return UserError(f"{as_yaml(value)} is not {takes(node)}", code="setting-type", where=where, fix=_remedy(value, node))
+    return UserError(
+        f"{as_yaml(value)} is not {takes(node)}",
+        code="setting-type",
+        where=where,
+        fix=_remedy(value, node),
+    )
 
 
 ALSO_CALLED = {
@@ -100,11 +123,13 @@ ALSO_CALLED = {
 """What other programs call a setting."""
 
 _STEP = (
-    "counts the examples of an optimizer step over all processes; how many run at once (train.micro_batch_tokens) is chosen "
+    "counts the examples of an optimizer step over all processes; how many run at once "
+    "(train.micro_batch_tokens) is chosen "
     "by memory and never changes the result"
 )
 UNNECESSARY = {
-    "gradient_accumulation_steps": f"remove it: train.batch_size {_STEP}, so there is nothing to accumulate",
+    "gradient_accumulation_steps": f"remove it: train.batch_size {_STEP}, so there is nothing to "
+    f"accumulate",
     "per_device_train_batch_size": f"set train.batch_size instead, which {_STEP}",
 }
 """Settings of other programs that have no counterpart, and why."""
@@ -114,9 +139,17 @@ def _nearest(path: Key, names: Sequence[str]) -> str:
     """Which setting was meant, and which ones the section has."""
     name, section = str(path[-1]), dotted(path[:-1]) or "a recipe"
     elsewhere = [row.name for row in settings_table() if row.name.rsplit(".", 1)[-1] == name]
-    elsewhere = [found for found in elsewhere if ".N." not in found] or elsewhere  # rather than one inside a list
-    known = [setting for setting, others in ALSO_CALLED.items() if name.replace("-", "_") in others.split()]
-    near = [*known, *elsewhere] or [dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)]
+    elsewhere = [
+        found for found in elsewhere if ".N." not in found
+    ] or elsewhere  # rather than one inside a list
+    known = [
+        setting
+        for setting, others in ALSO_CALLED.items()
+        if name.replace("-", "_") in others.split()
+    ]
+    near = [*known, *elsewhere] or [
+        dotted((*path[:-1], n)) for n in get_close_matches(name.lower(), names, n=1)
+    ]
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     return f"{hint}{section} has {', '.join(names) or 'no settings'}"
 

@@ -1,4 +1,6 @@
-"""YAML text, mappings and ``key=value`` words, as plain values that remember where each one was written."""
+"""YAML text, mappings and ``key=value`` words, as plain values that remember where each one was
+written.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,24 @@ from valence.config.describe import Key, as_yaml, dotted
 from valence.errors import UserError
 
 Node = Any
-"""A node of ruamel.yaml, which declares no types for them: ``id`` is scalar, sequence or mapping."""
+"""A node of ruamel.yaml, which declares no types for them: ``id`` is scalar, sequence or
+mapping.
+"""
 
 COMMAND_LINE = "command line"
 _SCALARS = ("null", "bool", "int", "float", "str", "timestamp")
 _DEEPEST = 16
 _MOST_VALUES = 100_000
-"""Values of a document, each counted as often as an alias repeats it. 500 bytes of aliases can stand for billions."""
+"""Values of a document, each counted as often as an alias repeats it. 500 bytes of aliases can
+stand for billions.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What a user wrote: JSON-like values, and the place (``recipe.yaml:12``) of every key and list item."""
+    """What a user wrote: JSON-like values, and the place (``recipe.yaml:12``) of every key and list
+    item.
+    """
 
     values: Any
     places: Mapping[Key, str]
@@ -46,16 +54,26 @@ class Given:
 
 
 def from_yaml(text: str, name: str) -> Given:
-    """A YAML 1.2 document. Raises UserError with the line for bad syntax, duplicate or odd keys, and tags."""
+    """A YAML 1.2 document.
+
+    Raises UserError with the line for bad syntax, duplicate or odd keys, and tags.
+    """
     reader = _Reader(name)
     try:
         node = reader.compose(text)
     except (YAMLError, RecursionError) as error:
         line = _line_of(error, text)
         code, fix = _classify_syntax_error(error, text.splitlines()[line - 1])
-        raise UserError(f"not valid YAML: {_problem(error)}", code=code, where=f"{name}:{line}", fix=fix) from None
+        raise UserError(
+            f"not valid YAML: {_problem(error)}", code=code, where=f"{name}:{line}", fix=fix
+        ) from None
     if node is None:
-        raise UserError("the recipe is empty", code="recipe-empty", where=name, fix="it needs at least method, model and data")
+        raise UserError(
+            "the recipe is empty",
+            code="recipe-empty",
+            where=name,
+            fix="it needs at least method, model and data",
+        )
     values = reader.value(node, ())
     if not isinstance(values, dict):
         kind = "a list" if isinstance(values, list) else "a single value"
@@ -83,8 +101,13 @@ def override(given: Given, assignment: str) -> Given:
     if not equals or not text.strip() or not all(parts):
         fix = "write setting=value, such as train.seed=1 (null for nothing)"
         if os.path.isfile(assignment):
-            fix = f"name a file behind what reads it: --data {assignment} where the command has this option, or a setting"
-        raise UserError(f"cannot read {assignment!r}", code="override-syntax", where=COMMAND_LINE, fix=fix)
+            fix = (
+                f"name a file behind what reads it: --data {assignment} where the command has "
+                f"this option, or a setting"
+            )
+        raise UserError(
+            f"cannot read {assignment!r}", code="override-syntax", where=COMMAND_LINE, fix=fix
+        )
     path = _resolve(given.values, parts)
     reader = _Reader(COMMAND_LINE, lines=False)
     try:
@@ -199,14 +222,21 @@ class _Reader:
         try:
             return cast(Any, self._yaml).constructor.construct_object(node)
         except (ValueError, KeyError):
-            raise UserError(f"{node.value!r} is no {tag}", code="yaml-tag", where=where, fix=f"remove the tag !!{tag}") from None
+            raise UserError(
+                f"{node.value!r} is no {tag}",
+                code="yaml-tag",
+                where=where,
+                fix=f"remove the tag !!{tag}",
+            ) from None
 
     def _place(self, node: Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}" if self.lines else self.name
 
 
 def _line_of(error: Any, text: str) -> int:
-    """1-based line of a syntax error: that of an unclosed bracket or quote when the text ended inside one."""
+    """1-based line of a syntax error: that of an unclosed bracket or quote when the text ended
+    inside one.
+    """
     if isinstance(error, ReaderError):
         return text.count("\n", 0, cast(Any, error).position) + 1
     mark, opened = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
@@ -220,7 +250,9 @@ def _problem(error: Any) -> str:
         return "nested too deeply"
     if isinstance(error, ReaderError):
         return f"the character {chr(cast(Any, error).character)!r} is not allowed"
-    return ", ".join(filter(None, (getattr(error, "context", None), getattr(error, "problem", None))))
+    return ", ".join(
+        filter(None, (getattr(error, "context", None), getattr(error, "problem", None)))
+    )
 
 
 def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
@@ -233,7 +265,10 @@ def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
     if "another document" in problem:
         return "yaml-several-documents", "keep one recipe per file: remove the line ---"
     if "mapping values are not allowed" in problem:
-        fix = 'write one `name: value` per line, indented like its neighbours; put text that holds ": " in quotes'
+        fix = (
+            "write one `name: value` per line, indented like its neighbours; put text that "
+            'holds ": " in quotes'
+        )
         return "yaml-colon", fix
     if "undefined alias" in problem or "cannot start any token" in problem:
         fix = "put text that starts with a special character (* & @ % ` !) in quotes"
@@ -245,7 +280,10 @@ def _classify_syntax_error(error: Exception, line: str) -> tuple[str, str]:
 def _text(text: str, where: str) -> str:
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise UserError(
-            "half of a surrogate pair is no character", code="text-encoding", where=where, fix="write the whole character"
+            "half of a surrogate pair is no character",
+            code="text-encoding",
+            where=where,
+            fix="write the whole character",
         )
     return text
 
@@ -254,20 +292,32 @@ def _plain(value: object, path: Key, name: str) -> object:
     where = f"{name} ({dotted(path)})"
     if len(path) > _DEEPEST:
         raise UserError(
-            "nested too deeply, or contains itself", code="recipe-too-deep", where=name, fix="a recipe has five levels at most"
+            "nested too deeply, or contains itself",
+            code="recipe-too-deep",
+            where=name,
+            fix="a recipe has five levels at most",
         )
     if isinstance(value, Mapping):
         items = cast(Mapping[object, object], value)
         for key in items:
             if not isinstance(key, str):
                 raise UserError(
-                    f"the name {key!r} is not text", code="setting-name-invalid", where=where, fix="a setting's name is a str"
+                    f"the name {key!r} is not text",
+                    code="setting-name-invalid",
+                    where=where,
+                    fix="a setting's name is a str",
                 )
-        return {_text(str(key), where): _plain(item, (*path, str(key)), name) for key, item in items.items()}
+        return {
+            _text(str(key), where): _plain(item, (*path, str(key)), name)
+            for key, item in items.items()
+        }
     if isinstance(value, str):
         return _text(value, where)
     if isinstance(value, list | tuple):
-        return [_plain(item, (*path, index), name) for index, item in enumerate(cast(Sequence[object], value))]
+        return [
+            _plain(item, (*path, index), name)
+            for index, item in enumerate(cast(Sequence[object], value))
+        ]
     if isinstance(value, os.PathLike):
         return str(cast(os.PathLike[str], value))
     if value is None or isinstance(value, bool | int | float):
@@ -281,7 +331,9 @@ def _plain(value: object, path: Key, name: str) -> object:
 
 
 def _resolve(values: Any, parts: Sequence[str]) -> Key:
-    """The path that dotted ``parts`` name: a number is an index where a list is, or where nothing is yet."""
+    """The path that dotted ``parts`` name: a number is an index where a list is, or where nothing
+    is yet.
+    """
     path: Key = ()
     for part in parts:
         if isinstance(values, list) or (values is None and part.isdecimal()):

@@ -1,4 +1,6 @@
-"""What settings must have to do with each other: those with no effect in this run, and those that contradict."""
+"""What settings must have to do with each other: those with no effect in this run, and those that
+contradict.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +13,11 @@ from valence.config.schema import Recipe
 
 
 class MethodFacts(Protocol):
-    """What a recipe is checked against: the method's name, the rows it reads, and the settings of its loss.
+    """What a recipe is checked against: the method's name, the rows it reads, and the settings of
+    its loss.
 
-    ``kind`` is one of ``valence.types.Kind``. ``settings`` is a pydantic model (the class) that forbids unknown
-    names; it is declared as Any so that a cached property may provide it.
+    ``kind`` is one of ``valence.types.Kind``. ``settings`` is a pydantic model (the class) that
+    forbids unknown names; it is declared as Any so that a cached property may provide it.
     """
 
     @property
@@ -60,7 +63,9 @@ class MethodFacts(Protocol):
         ...
 
     def without_effect(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
-        """Settings of the loss that change nothing under the others, and what would turn each on."""
+        """Settings of the loss that change nothing under the others, and what would turn each
+        on.
+        """
         ...
 
     def contradictions(self, settings: Mapping[str, Any]) -> Mapping[str, str]:
@@ -82,7 +87,12 @@ MAKES = {
 }
 """Kind of the examples that each ``data.convert`` makes."""
 
-THRESHOLD = ("best_to_demonstrations", "scores_to_all_pairs", "scores_to_judgements", "scores_to_pairs")
+THRESHOLD = (
+    "best_to_demonstrations",
+    "scores_to_all_pairs",
+    "scores_to_judgements",
+    "scores_to_pairs",
+)
 """Conversions that read ``data.threshold``."""
 
 
@@ -97,8 +107,11 @@ SINKS_READ = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What a rule looks at. ``rows``: which of train, eval and test there are, in files or in memory; ``mixed``: the methods of
-    `mix`."""
+    """What a rule looks at.
+
+    ``rows``: which of train, eval and test there are, in files or in memory; ``mixed``: the methods
+    of `mix`.
+    """
 
     recipe: Recipe
     method: MethodFacts
@@ -144,7 +157,10 @@ class Case:
 
     @property
     def converts_astray(self) -> bool:
-        """Does ``data.convert`` make what the method does not read? A judgement is a scored answer, too."""
+        """Does ``data.convert`` make what the method does not read?
+
+        A judgement is a scored answer, too.
+        """
         if self.recipe.data.convert is None:
             return False
         makes = MAKES[self.recipe.data.convert]
@@ -153,7 +169,8 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A mistake about ``setting`` (a pattern of dotted names) that is there when ``broken`` says so.
+    """A mistake about ``setting`` (a pattern of dotted names) that is there when ``broken`` says
+    so.
 
     ``why`` may name ``{method}``, ``{kinds}`` and ``{convert}``.
     """
@@ -170,9 +187,24 @@ STORED = "{method} learns from stored answers, and the policy gives none of its 
 IN_PROCESS = "with rollout.engine: hf this process samples"
 NO_EFFECT = (
     Rule("rollout.*", lambda c: not c.method.online, STORED, "set reward"),
-    Rule("value.*", lambda c: not (c.method.online and c.method.name == "ppo"), "{method} has no value head", "choose ppo"),
-    Rule("rollout.top_n", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
-    Rule("rollout.min_reward", lambda c: c.method.name != "rejection", "only rejection reads it", "choose rejection"),
+    Rule(
+        "value.*",
+        lambda c: not (c.method.online and c.method.name == "ppo"),
+        "{method} has no value head",
+        "choose ppo",
+    ),
+    Rule(
+        "rollout.top_n",
+        lambda c: c.method.name != "rejection",
+        "only rejection reads it",
+        "choose rejection",
+    ),
+    Rule(
+        "rollout.min_reward",
+        lambda c: c.method.name != "rejection",
+        "only rejection reads it",
+        "choose rejection",
+    ),
     Rule(
         "rollout.mask_truncated",
         lambda c: c.method.online and c.method.name != "rejection" and not c.method.is_on_policy,
@@ -188,14 +220,35 @@ NO_EFFECT = (
     Rule(
         "reference.cache",
         lambda c: c.method.online,
-        "the policy's own answers are new in each round, and nothing that the reference said of them is asked again",
+        "the policy's own answers are new in each round, and nothing that the reference said of "
+        "them is asked again",
         "train on stored answers",
     ),
     *(
-        Rule(f"rollout.{name}", lambda c: c.method.online and not c.served, IN_PROCESS, "set rollout.engine: vllm")
-        for name in ("url", "start", "python", "transport", "folder", "timeout", "ahead", "check_prompts", "max_mismatch")
+        Rule(
+            f"rollout.{name}",
+            lambda c: c.method.online and not c.served,
+            IN_PROCESS,
+            "set rollout.engine: vllm",
+        )
+        for name in (
+            "url",
+            "start",
+            "python",
+            "transport",
+            "folder",
+            "timeout",
+            "ahead",
+            "check_prompts",
+            "max_mismatch",
+        )
     ),
-    Rule("train.drop_last", lambda c: c.method.online, "a round that reaches the end of the prompts goes on", "remove it"),
+    Rule(
+        "train.drop_last",
+        lambda c: c.method.online,
+        "a round that reaches the end of the prompts goes on",
+        "remove it",
+    ),
     Rule(
         "rollout.at_once",
         lambda c: c.recipe.rollout.engine == "vllm",
@@ -203,17 +256,45 @@ NO_EFFECT = (
         "set rollout.engine: hf",
     ),
     *(
-        Rule(f"rollout.{name}", lambda c: c.recipe.rollout.engine == "openai", "such a server keeps its weights", "choose vllm")
-        for name in ("start", "python", "transport", "folder", "ahead", "check_prompts", "max_mismatch")
+        Rule(
+            f"rollout.{name}",
+            lambda c: c.recipe.rollout.engine == "openai",
+            "such a server keeps its weights",
+            "choose vllm",
+        )
+        for name in (
+            "start",
+            "python",
+            "transport",
+            "folder",
+            "ahead",
+            "check_prompts",
+            "max_mismatch",
+        )
     ),
-    Rule("rollout.python", lambda c: not c.recipe.rollout.start, "no server is started", "set rollout.start: true"),
+    Rule(
+        "rollout.python",
+        lambda c: not c.recipe.rollout.start,
+        "no server is started",
+        "set rollout.start: true",
+    ),
     Rule("eval.every", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.at_start", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("eval.max_examples", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("eval.train_examples", lambda c: c.method.online, "the training rows are prompts", "leave it out"),
+    Rule(
+        "eval.train_examples",
+        lambda c: c.method.online,
+        "the training rows are prompts",
+        "leave it out",
+    ),
     Rule("run.keep_best*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
     Rule("run.early_stop*", lambda c: "eval" not in c.rows, NO_EVAL, "give data.eval"),
-    Rule("reference.*", lambda c: not c.needs_reference, "{method} reads no reference", "choose a method that reads one"),
+    Rule(
+        "reference.*",
+        lambda c: not c.needs_reference,
+        "{method} reads no reference",
+        "choose a method that reads one",
+    ),
     Rule(
         "reference.*",
         lambda c: c.measures_nothing,
@@ -226,7 +307,12 @@ NO_EFFECT = (
         "the reference does not move",
         "set reference.sync_every",
     ),
-    Rule("model.attributes", lambda c: not c.method.is_reward_model, "{method} trains no reward model", "choose pointwise"),
+    Rule(
+        "model.attributes",
+        lambda c: not c.method.is_reward_model,
+        "{method} trains no reward model",
+        "choose pointwise",
+    ),
     Rule(
         "data.threshold",
         lambda c: c.recipe.data.convert not in THRESHOLD,
@@ -235,13 +321,19 @@ NO_EFFECT = (
     ),
     Rule(
         "data.top_n",
-        lambda c: "best_to_demonstrations" not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix)),
+        lambda c: (
+            "best_to_demonstrations"
+            not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
+        ),
         "only data.convert: best_to_demonstrations reads it",
         "set data.convert",
     ),
     Rule(
         "data.mask_truncated",
-        lambda c: "best_to_demonstrations" not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix)),
+        lambda c: (
+            "best_to_demonstrations"
+            not in (c.recipe.data.convert, *(part.convert for part in c.recipe.mix))
+        ),
         "only data.convert: best_to_demonstrations reads it",
         "set data.convert",
     ),
@@ -263,9 +355,24 @@ NO_EFFECT = (
         "there is no adapter to merge or to keep apart",
         "set model.lora",
     ),
-    Rule("parallel.reshard", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
-    Rule("parallel.sync", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
-    Rule("parallel.offload", lambda c: c.recipe.parallel.shard == "off", WHOLE, "set parallel.shard: full"),
+    Rule(
+        "parallel.reshard",
+        lambda c: c.recipe.parallel.shard == "off",
+        WHOLE,
+        "set parallel.shard: full",
+    ),
+    Rule(
+        "parallel.sync",
+        lambda c: c.recipe.parallel.shard == "off",
+        WHOLE,
+        "set parallel.shard: full",
+    ),
+    Rule(
+        "parallel.offload",
+        lambda c: c.recipe.parallel.shard == "off",
+        WHOLE,
+        "set parallel.shard: full",
+    ),
     Rule(
         "run.samples.prompts",
         lambda c: not c.rows & {"eval", "test"},
@@ -300,13 +407,17 @@ CONTRADICTIONS = (
     ),
     Rule(
         "rollout.top_n",
-        lambda c: c.method.name == "rejection" and c.recipe.rollout.top_n > c.recipe.rollout.num_rollouts,
+        lambda c: (
+            c.method.name == "rejection" and c.recipe.rollout.top_n > c.recipe.rollout.num_rollouts
+        ),
         "there are not as many answers to choose from",
         "set it to rollout.num_rollouts at most",
     ),
     Rule(
         "rollout.url",
-        lambda c: c.method.online and c.served and not c.recipe.rollout.url and not c.recipe.rollout.start,
+        lambda c: (
+            c.method.online and c.served and not c.recipe.rollout.url and not c.recipe.rollout.start
+        ),
         "there is no server to ask",
         "name its address, or set rollout.start: true",
     ),
@@ -318,13 +429,21 @@ CONTRADICTIONS = (
     ),
     Rule(
         "run.keep_best",
-        lambda c: c.method.online and c.recipe.run.keep_best is not None and c.recipe.run.keep_best.metric == "eval/loss",
+        lambda c: (
+            c.method.online
+            and c.recipe.run.keep_best is not None
+            and c.recipe.run.keep_best.metric == "eval/loss"
+        ),
         "held-out prompts have no loss",
         "set run.keep_best: {metric: eval/reward/mean, mode: max}",
     ),
     Rule(
         "run.early_stop",
-        lambda c: c.method.online and c.recipe.run.early_stop is not None and c.recipe.run.early_stop.metric == "eval/loss",
+        lambda c: (
+            c.method.online
+            and c.recipe.run.early_stop is not None
+            and c.recipe.run.early_stop.metric == "eval/loss"
+        ),
         "held-out prompts have no loss",
         "set its metric to eval/reward/mean, and its mode to max",
     ),
@@ -336,7 +455,9 @@ CONTRADICTIONS = (
     ),
     Rule(
         "rollout.transport",
-        lambda c: c.method.online and c.recipe.rollout.transport not in ("auto", "lora") and c.adapts,
+        lambda c: (
+            c.method.online and c.recipe.rollout.transport not in ("auto", "lora") and c.adapts
+        ),
         "under an adapter it is the adapter that a server is sent",
         "set it to auto or lora",
     ),
@@ -361,13 +482,17 @@ CONTRADICTIONS = (
     Rule(
         "rollout.top_p",
         lambda c: c.method.is_on_policy and c.recipe.rollout.top_p < 1,
-        "the loss of {method} has a ratio of probabilities over the whole vocabulary, and rollout.top_p"
+        "the loss of {method} has a ratio of probabilities over the whole vocabulary, and "
+        "rollout.top_p"
         " below 1 samples from a part of it",
         "set rollout.top_p: 1, or choose rejection, online_dpo or online_kto",
     ),
     Rule(
         "reward",
-        lambda c: c.method.online and len({each.name or each.reward for each in c.recipe.reward}) < len(c.recipe.reward),
+        lambda c: (
+            c.method.online
+            and len({each.name or each.reward for each in c.recipe.reward}) < len(c.recipe.reward)
+        ),
         "two of them have the same name in the log",
         "give one of them another `name`",
     ),
@@ -380,20 +505,27 @@ CONTRADICTIONS = (
     Rule(
         "run.early_stop.metric",
         lambda c: any(
-            each is not None and not each.metric.startswith("eval/") for each in (c.recipe.run.early_stop, c.recipe.run.keep_best)
+            each is not None and not each.metric.startswith("eval/")
+            for each in (c.recipe.run.early_stop, c.recipe.run.keep_best)
         ),
         "only numbers of an evaluation are looked at: their names begin with eval/",
         "put eval/ before it",
     ),
     Rule(
         "reference.cache",
-        lambda c: c.recipe.reference.sync_every is not None and c.recipe.reference.cache not in ("auto", "off"),
-        "a reference that moves with the policy (reference.sync_every) has no values that could be kept",
+        lambda c: (
+            c.recipe.reference.sync_every is not None
+            and c.recipe.reference.cache not in ("auto", "off")
+        ),
+        "a reference that moves with the policy (reference.sync_every) has no values that could "
+        "be kept",
         "remove reference.cache, or reference.sync_every",
     ),
     Rule(
         "reference.model",
-        lambda c: c.recipe.reference.sync_every is not None and c.recipe.reference.model is not None,
+        lambda c: (
+            c.recipe.reference.sync_every is not None and c.recipe.reference.model is not None
+        ),
         "a reference that moves with the policy (reference.sync_every) is a copy of it",
         "remove reference.model, or reference.sync_every",
     ),
@@ -405,7 +537,9 @@ CONTRADICTIONS = (
     ),
     Rule(
         "data.threshold",
-        lambda c: c.recipe.data.convert == "scores_to_judgements" and c.recipe.data.threshold is None,
+        lambda c: (
+            c.recipe.data.convert == "scores_to_judgements" and c.recipe.data.threshold is None
+        ),
         "{convert} needs the score from which an answer is thumbs up",
         "set data.threshold",
     ),
@@ -460,7 +594,8 @@ CONTRADICTIONS = (
     Rule(
         "loss.class_weights",
         lambda c: c.method.online and c.recipe.loss.get("class_weights") == "auto",
-        "how many own answers are good is not known before they are judged, and differs from round to round",
+        "how many own answers are good is not known before they are judged, and differs from "
+        "round to round",
         "give loss.desirable_weight and loss.undesirable_weight",
     ),
     Rule(

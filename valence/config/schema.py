@@ -1,7 +1,7 @@
 """Every setting of a recipe, with its type, default and meaning. Imports no torch.
 
-The ``loss`` section is not here: its settings are the keyword-only parameters of the loss that the method names,
-and are handed to the loader (see ``load.py``).
+The ``loss`` section is not here: its settings are the keyword-only parameters of the loss that the
+method names, and are handed to the loader (see ``load.py``).
 """
 
 from __future__ import annotations
@@ -34,14 +34,18 @@ CLOCK = re.compile(r"(?:(\d+):)?(\d+):([0-5]\d):([0-5]\d)")
 
 def _clock(value: Any) -> Any:
     if value is not None and (not isinstance(value, str) or seconds_of(value) <= 0):
-        raise ValueError("not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (days before them)")
+        raise ValueError(
+            "not a time such as 01:30:00 (hours, minutes, seconds) or 0:03:45:00 (days before them)"
+        )
     return value
 
 
 def seconds_of(time: str) -> int:
     """Seconds of HH:MM:SS or D:HH:MM:SS; 0 of anything else."""
     found = CLOCK.fullmatch(time)
-    days, hours, minutes, seconds = (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    days, hours, minutes, seconds = (
+        (int(part or 0) for part in found.groups()) if found else (0, 0, 0, 0)
+    )
     return ((days * 24 + hours) * 60 + minutes) * 60 + seconds
 
 
@@ -54,9 +58,18 @@ def _dtype(value: Any) -> Any:
         raise PydanticCustomError(
             "unsupported",
             "is not supported: small gradients become 0 in float16, and there is no loss scaling",
-            {"fix": "write bfloat16, or float32 where the hardware does not multiply bfloat16 (auto chooses)"},
+            {
+                "fix": "write bfloat16, or float32 where the hardware does not multiply bfloat16 "
+                "(auto chooses)"
+            },
         )
-    return {"bf16": "bfloat16", "fp32": "float32", "float": "float32", "fp64": "float64", "double": "float64"}.get(name, name)
+    return {
+        "bf16": "bfloat16",
+        "fp32": "float32",
+        "float": "float32",
+        "fp64": "float64",
+        "double": "float64",
+    }.get(name, name)
 
 
 Dtype = Annotated[Literal["auto", "float32", "bfloat16", "float64"], BeforeValidator(_dtype)]
@@ -68,9 +81,14 @@ Clock = Annotated[str | None, BeforeValidator(_clock)]
 
 
 class Section(BaseModel):
-    """A mapping in the recipe. Unknown names are errors; values are not coerced between types, and are finite."""
+    """A mapping in the recipe.
 
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    Unknown names are errors; values are not coerced between types, and are finite.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Lora(Section):
@@ -79,7 +97,10 @@ class Lora(Section):
     alpha: PositiveFloat | None = None
     """Scale of the update, which is multiplied by alpha/rank. Default: twice the rank."""
     dropout: BelowOne = 0.0
-    """Dropout on the adapter's input. Above 0 the result depends on how a step is cut into micro-batches."""
+    """Dropout on the adapter's input.
+
+    Above 0 the result depends on how a step is cut into micro-batches.
+    """
     targets: list[Text] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers that get an adapter."""
 
@@ -88,22 +109,30 @@ class Model(Section):
     name: Text
     """A folder or a hub id."""
     dtype: Dtype = "auto"
-    """Type of the computation. Trained weights are float32 masters (float64 with float64). auto: bfloat16 where the hardware
-    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32; a resumed run keeps its type. The
-    environment variable VALENCE_DTYPE replaces what auto chooses."""
+    """Type of the computation.
+
+    Trained weights are float32 masters (float64 with float64). auto: bfloat16 where the hardware
+    multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32; a
+    resumed run keeps its type. The environment variable VALENCE_DTYPE replaces what auto chooses.
+    """
     lora: Lora | None = None
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
     quantize: Literal["nf4"] | None = None
-    """Keep the weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of linear layers, not the embedding, the head
-    or norms; also those of reference.model. Needs the extra `eightbit`."""
+    """Keep the weights below an adapter in 4 bits (QLoRA, arXiv 2305.14314): those of linear
+    layers, not the embedding, the head or norms; also those of reference.model. Needs the extra
+    `eightbit`.
+    """
     tokenizer: Text | None = None
     """Folder or hub id of the tokenizer. Default: the model's own."""
     gguf_file: Text | None = None
     """Name of a GGUF file inside the model folder to read the weights from."""
     attributes: list[Text] | None = None
-    """For a reward model: names of what it scores. Default: those of the training rows, or `reward` for a single number."""
+    """For a reward model: names of what it scores.
+
+    Default: those of the training rows, or `reward` for a single number.
+    """
     trust_remote_code: bool = False
     """Run Python code that comes with the model."""
 
@@ -112,13 +141,18 @@ class Reference(Section):
     model: Text | None = None
     """A folder or hub id. Default: the policy as it starts."""
     cache: Text = "auto"
-    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the run's folder, or none with
-    sync_every; off: none, they are computed whenever they are needed."""
+    """A folder that keeps the reference's log-probs for this and other runs. auto: one inside the
+    run's folder, or none with sync_every; off: none, they are computed whenever they are needed.
+    """
     sync_every: PositiveInt | None = None
-    """Move the reference to the policy every so many optimizer steps (TR-DPO, arXiv 2404.09656; with `loss.humanline` 1 was
-    published). null: it stays where it started. After a move both agree: rewards are 0 then, and `logps/*` tell more."""
+    """Move the reference to the policy every so many optimizer steps (TR-DPO, arXiv 2404.09656;
+    with `loss.humanline` 1 was published). null: it stays where it started. After a move both
+    agree: rewards are 0 then, and `logps/*` tell more.
+    """
     sync_mix: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """How far it moves, as a share of the way from its weights to the policy's: 1 copies them, less is a soft update."""
+    """How far it moves, as a share of the way from its weights to the policy's: 1 copies them, less
+    is a soft update.
+    """
 
 
 class Source(Section):
@@ -131,7 +165,10 @@ class Source(Section):
     format: Text | None = None
     """Name of the row format. Default: detected from the first rows."""
     keys: dict[Text, Text] = Field(default_factory=dict[str, str])
-    """Names of columns, as {the format's name: the file's name}. A dotted name is a place inside a column."""
+    """Names of columns, as {the format's name: the file's name}.
+
+    A dotted name is a place inside a column.
+    """
     weight: PositiveFloat = 1.0
     """Multiplies the weight of every row of this file."""
     limit: RowCount | None = None
@@ -162,33 +199,45 @@ class Data(Section):
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest prompt with its completion, in tokens."""
     long_rows: Literal["drop", "cut_completion", "cut_prompt"] = "drop"
-    """What happens to longer rows: left out; the end of the answer cut off (no end-of-turn added); or the start of the
-    prompt cut off (oldest turns first, never the last user turn)."""
+    """What happens to longer rows: left out; the end of the answer cut off (no end-of-turn added);
+    or the start of the prompt cut off (oldest turns first, never the last user turn).
+    """
     limit: RowCount | None = None
     """Use only the first so many rows of each list."""
     train_on: Literal["completion", "assistant"] = "completion"
     """Tokens a demonstration trains on: the last answer, or every assistant turn."""
     as_chat: Literal["auto"] | bool = "auto"
-    """Whether a prompt that is plain text becomes one user message of the chat template, and its completion the assistant's
-    answer. auto: exactly when the tokenizer has a chat template. false: text is trained on as it stands, which is right for
-    base models and for rows that are rendered with the template already. Evaluation, sampling and scoring do the same."""
+    """Whether a prompt that is plain text becomes one user message of the chat template, and its
+    completion the assistant's answer. auto: exactly when the tokenizer has a chat template. false:
+    text is trained on as it stands, which is right for base models and for rows that are rendered
+    with the template already. Evaluation, sampling and scoring do the same.
+    """
     chat_template: Text | None = None
-    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's own. It is saved with the tokenizer."""
+    """The chat template: `chatml`, or the path of a Jinja file. null: the tokenizer's own.
+
+    It is saved with the tokenizer.
+    """
     chat_template_kwargs: dict[Text, Any] = Field(default_factory=dict[str, Any])
     """Variables of the chat template for every rendering, such as `{enable_thinking: false}`."""
     convert: Convert | None = None
-    """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the best against the worst
-    answer of each prompt; scores_to_all_pairs: every two that differ in score; scores_to_rankings: all judged answers of a
-    prompt, by score or by label (up 1, down -1); pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer
-    with its score; best_to_demonstrations: the best answers of each prompt, as many as `top_n` says."""
+    """Turn the rows into what the method needs, when they are something else. scores_to_pairs: the
+    best against the worst answer of each prompt; scores_to_all_pairs: every two that differ in
+    score; scores_to_rankings: all judged answers of a prompt, by score or by label (up 1, down -1);
+    pairs_to_rankings: chosen 1, rejected -1; rankings_to_scored: every answer with its score;
+    best_to_demonstrations: the best answers of each prompt, as many as `top_n` says.
+    """
     threshold: float | None = None
-    """For scores_to_judgements: thumbs up at this score or above. For scores_to_pairs and scores_to_all_pairs: smallest
-    difference that makes a pair. For best_to_demonstrations: completions with a smaller score are never imitated."""
+    """For scores_to_judgements: thumbs up at this score or above.
+
+    For scores_to_pairs and scores_to_all_pairs: smallest difference that makes a pair. For
+    best_to_demonstrations: completions with a smaller score are never imitated.
+    """
     top_n: PositiveInt = 1
     """For best_to_demonstrations: how many completions of each prompt."""
     mask_truncated: bool = True
-    """For best_to_demonstrations: leave out completions that were truncated when they were sampled (`"stop": "length"` in rows of
-    `valence sample`)."""
+    """For best_to_demonstrations: leave out completions that were truncated when they were sampled
+    (`"stop": "length"` in rows of `valence sample`).
+    """
     on_bad_row: Literal["stop", "skip"] = "stop"
     """Stop at the first row that cannot be used, or skip such rows, count them and list them."""
     stratify: bool = False
@@ -199,8 +248,10 @@ class Reward(Section):
     """What judges the answers of a policy. Several are added up, each times its weight."""
 
     reward: Text
-    """A function (`package.module:function`), the name of a rule (see `valence rewards`), the folder or hub id of a reward model,
-    or the address of a server (`http://host:port/get_reward`; several with a comma between them take over from each other)."""
+    """A function (`package.module:function`), the name of a rule (see `valence rewards`), the
+    folder or hub id of a reward model, or the address of a server (`http://host:port/get_reward`;
+    several with a comma between them take over from each other).
+    """
     name: Text | None = None
     """Of its numbers in the log. Default: what `reward` names, made short."""
     weight: float = 1.0
@@ -208,18 +259,30 @@ class Reward(Section):
     clip: tuple[float, float] | None = None
     """Smallest and largest number that it may give; what is beyond counts as these."""
     gate: float | None = None
-    """An answer that it gives less than this has no other reward than its own: the rest of the sum counts 0."""
+    """An answer that it gives less than this has no other reward than its own: the rest of the sum
+    counts 0.
+    """
     settings: dict[str, Any] = Field(default_factory=dict[str, Any])
     """Keyword arguments of a rule or a function."""
     deterministic: bool = False
-    """The same answer always has the same score, which is then kept for the run. Rules and reward models are in any case."""
+    """The same answer always has the same score, which is then kept for the run.
+
+    Rules and reward models are in any case.
+    """
     timeout: PositiveFloat = 60.0
-    """Seconds that one call may take. It does not hold for reward models, which this process runs itself."""
+    """Seconds that one call may take.
+
+    It does not hold for reward models, which this process runs itself.
+    """
     retries: NonNegativeInt = 3
-    """How often a call that failed is made again, after a pause that grows and is drawn at random; after a time-out only while
-    less than twice `timeout` has passed since the first call."""
+    """How often a call that failed is made again, after a pause that grows and is drawn at random;
+    after a time-out only while less than twice `timeout` has passed since the first call.
+    """
     concurrency: PositiveInt = 8
-    """Calls of a server or of an async function under way at a time. Others are called one after the other."""
+    """Calls of a server or of an async function under way at a time.
+
+    Others are called one after the other.
+    """
     batch_size: PositiveInt = 64
     """Answers of one call."""
     token_env: Text | None = None
@@ -238,9 +301,10 @@ class Rollout(Section):
     the lowest reward of their group are not."""
     mask_truncated: bool | None = None
     """Completions that were truncated at max_new_tokens get no gradient: `rejection` does not
-    imitate them, and policy gradient methods leave their tokens out of the loss (overlong filtering,
-    arXiv 2503.14476). Their rewards still count in the statistics of the group. null: the default
-    of the method, which is true for `rejection` and false for the others."""
+    imitate them, and policy gradient methods leave their tokens out of the loss (overlong
+    filtering, arXiv 2503.14476). Their rewards still count in the statistics of the group. null:
+    the default of the method, which is true for `rejection` and false for the others.
+    """
     epochs: PositiveInt | None = None
     """Passes over the completions of a round. null: the default of the method, which is 4 for `ppo`
     and 1 for the others."""
@@ -249,46 +313,71 @@ class Rollout(Section):
     max_new_tokens: Annotated[int, Field(gt=0, le=2**20)] = 512
     """Longest completion, in tokens."""
     temperature: PositiveFloat = 1.0
-    """Divides the logits. Methods that compare with the policy that answered train with the same temperature."""
+    """Divides the logits.
+
+    Methods that compare with the policy that answered train with the same temperature.
+    """
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
     """Draw only from the smallest set of most likely tokens whose probability reaches this. Must be
     1 for methods whose loss has a ratio of probabilities (grpo, ppo, rloo and the like)."""
     at_once: PositiveInt = 64
     """Answers that are sampled at once, with engine hf."""
     overlong_buffer: NonNegativeInt = 0
-    """Inside the last so many tokens before max_new_tokens the reward falls linearly, by up to 1 (arXiv 2503.14476)."""
+    """Inside the last so many tokens before max_new_tokens the reward falls linearly, by up to 1
+    (arXiv 2503.14476).
+    """
     on_failure: Literal["drop", "drop_group", "stop"] = "drop"
-    """When a reward fails: leave the answer out, leave out all answers to its prompt, or stop the run."""
+    """When a reward fails: leave the answer out, leave out all answers to its prompt, or stop the
+    run.
+    """
     max_failed: Annotated[float, Field(ge=0.0, le=1.0)] = 0.1
     """Stop when more than this share of a round's answers has no score."""
     max_resample: PositiveInt = 10
-    """How often prompts are replaced by others in a round whose completions have nothing to teach."""
+    """How often prompts are replaced by others in a round whose completions have nothing to
+    teach.
+    """
     measure_kl: bool | Literal["auto"] = "auto"
     """Log the divergence from the reference (`kl`). auto: where the reference needs no second model
     in memory (a new adapter is switched off for it), where the loss reads it anyway, or where
     reference.model names one. true loads a copy of the model otherwise."""
     engine: Literal["hf", "vllm", "openai"] = "hf"
-    """What samples: this process; a vLLM server, whose weights are kept up to date; or any server with the completions wire of
-    OpenAI, which has weights of its own."""
+    """What samples: this process; a vLLM server, whose weights are kept up to date; or any server
+    with the completions wire of OpenAI, which has weights of its own.
+    """
     url: Text | None = None
     """Address of the server."""
     start: bool = False
     """Start a vLLM server for the run, and stop it in the end."""
     python: Text | None = None
-    """With start: the Python of an environment that has vLLM. Default: VALENCE_VLLM_PYTHON, or that of this program."""
+    """With start: the Python of an environment that has vLLM.
+
+    Default: VALENCE_VLLM_PYTHON, or that of this program.
+    """
     transport: Literal["auto", "disk", "gloo", "nccl", "lora"] = "auto"
-    """How weights get to a vLLM server: a folder that both see, a broadcast between hosts' memories or between CUDA devices, or
-    an adapter's folder. auto: lora under an adapter, else nccl between CUDA devices, else disk."""
+    """How weights get to a vLLM server: a folder that both see, a broadcast between hosts' memories
+    or between CUDA devices, or an adapter's folder. auto: lora under an adapter, else nccl between
+    CUDA devices, else disk.
+    """
     folder: Text | None = None
-    """Where weights for a server are put, by transports that need a folder. Default: in the run's folder."""
+    """Where weights for a server are put, by transports that need a folder.
+
+    Default: in the run's folder.
+    """
     timeout: PositiveFloat = 600.0
     """Seconds that a server may take for one request."""
     ahead: bool = False
-    """Sample the next round while this one is trained on, with weights that are one round old. For servers."""
+    """Sample the next round while this one is trained on, with weights that are one round old.
+
+    For servers.
+    """
     check_prompts: NonNegativeInt = 4
-    """Prompts whose log-probabilities are compared with a server's after each new version of the weights."""
+    """Prompts whose log-probabilities are compared with a server's after each new version of the
+    weights.
+    """
     max_mismatch: PositiveFloat | None = None
-    """Stop when they differ by more on average (nats per token). null: 0.005 where both sides compute in float32, else 0.1."""
+    """Stop when they differ by more on average (nats per token). null: 0.005 where both sides
+    compute in float32, else 0.1.
+    """
 
     @property
     def num_epochs(self) -> int:
@@ -305,7 +394,9 @@ class Value(Section):
     """The value head of ppo."""
 
     trunk: Literal["separate", "shared"] = "separate"
-    """A model of its own for values (under an adapter: another adapter), or a head on the policy."""
+    """A model of its own for values (under an adapter: another adapter), or a head on the
+    policy.
+    """
     learning_rate: PositiveFloat | None = None
     """Of the value model or head. Default: train.learning_rate."""
 
@@ -331,24 +422,34 @@ class Mix(Section):
 
 class Train(Section):
     batch_size: PositiveInt = 16
-    """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes; with a reward, prompts per round."""
+    """Examples (judgements, pairs, demonstrations) per optimizer step, over all processes; with a
+    reward, prompts per round.
+    """
     micro_batch_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Tokens that run through the model at once. Changes only memory and speed, not the result (except with adapter dropout or
-    train.router_aux_loss). auto: as many as fit the
-    device's free memory and make a step faster; a run that is taken up keeps the number."""
+    """Tokens that run through the model at once.
+
+    Changes only memory and speed, not the result (except with adapter dropout or
+    train.router_aux_loss). auto: as many as fit the device's free memory and make a step faster; a
+    run that is taken up keeps the number.
+    """
     epochs: Annotated[float, Field(gt=0, le=1e6)] = 1.0
     """Passes over the training data."""
     max_steps: PositiveInt | None = None
     """Stop after so many optimizer steps."""
     optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
-    """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs the extra `eightbit`)."""
+    """AdamW, or the same with moments of 8 bits: a quarter of their memory, slow on a CPU (needs
+    the extra `eightbit`).
+    """
     learning_rate: PositiveFloat | Literal["auto"] = "auto"
-    """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of docs/settings.md has a table);
-    a resumed run keeps its rate."""
+    """Peak learning rate. auto: the method's default for all weights or for an adapter (the end of
+    docs/settings.md has a table); a resumed run keeps its rate.
+    """
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """How the learning rate falls to 0 after the warm-up (constant: it does not)."""
     warmup: Annotated[NonNegativeFloat, WholeFromOne] = 0.03
-    """Optimizer steps over which the learning rate rises from 0: below 1 a fraction of all steps, else a number."""
+    """Optimizer steps over which the learning rate rises from 0: below 1 a fraction of all steps,
+    else a number.
+    """
     weight_decay: NonNegativeFloat = 0.0
     """AdamW's decoupled weight decay."""
     betas: tuple[BelowOne, BelowOne] = (0.9, 0.999)
@@ -360,18 +461,23 @@ class Train(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
     """Fixes the order of the examples and every random draw."""
     checkpointing: Literal["off", "selective", "full", "offloaded"] = "off"
-    """Compute layers again in the backward pass instead of keeping their activations, for less memory and more time, without
-    changing the result: every second layer, every layer, or every layer with its input moved to the host's memory."""
+    """Compute layers again in the backward pass instead of keeping their activations, for less
+    memory and more time, without changing the result: every second layer, every layer, or every
+    layer with its input moved to the host's memory.
+    """
     compile: Literal["auto", "on", "off"] = "auto"
-    """Compile the model's layers: faster steps after a slow start. auto: in runs that are long enough for it to pay, where there
-    is a compiler (on a CPU `g++`)."""
+    """Compile the model's layers: faster steps after a slow start. auto: in runs that are long
+    enough for it to pay, where there is a compiler (on a CPU `g++`).
+    """
     router_aux_loss: NonNegativeFloat = 0.0
-    """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv 2101.03961), which is added to
-    the loss of every step; 0: it is not computed. Switch Transformers uses 0.01, most configurations of transformers 0.001. It
-    covers all tokens of the sequences that train, prompts included, and those of `mix`. Above 0 the result depends on how a step
-    is cut into micro-batches: the loss is a product of means over a micro-batch, and the step takes the mean of its
-    micro-batches, weighted by their tokens. Evaluation leaves it out. It cannot be combined with weights that are split over
-    processes or with compiled layers."""
+    """Weight of the load-balancing loss of a mixture-of-experts model (Switch Transformers, arXiv
+    2101.03961), which is added to the loss of every step; 0: it is not computed. Switch
+    Transformers uses 0.01, most configurations of transformers 0.001. It covers all tokens of the
+    sequences that train, prompts included, and those of `mix`. Above 0 the result depends on how a
+    step is cut into micro-batches: the loss is a product of means over a micro-batch, and the step
+    takes the mean of its micro-batches, weighted by their tokens. Evaluation leaves it out. It
+    cannot be combined with weights that are split over processes or with compiled layers.
+    """
     max_skipped: PositiveInt = 5
     """Stop after so many steps in a row whose loss or gradient was not finite."""
     max_zero_gradient_steps: PositiveInt | None = 20
@@ -384,15 +490,24 @@ class Parallel(Section):
     """Nothing here changes a result, only memory and speed."""
 
     shard: Literal["auto", "off", "full"] = "auto"
-    """What several processes hold of a model: all of it each (off), or weights, gradients and moments split over them (full:
-    FSDP2). auto: full where one could not hold it all; a run that is taken up keeps the choice."""
+    """What several processes hold of a model: all of it each (off), or weights, gradients and
+    moments split over them (full: FSDP2). auto: full where one could not hold it all; a run that is
+    taken up keeps the choice.
+    """
     tensor: PositiveInt = 1
-    """Processes that share the products of each layer (tensor parallel), neighbours on one host. The others have other rows."""
+    """Processes that share the products of each layer (tensor parallel), neighbours on one host.
+
+    The others have other rows.
+    """
     reshard: bool = True
-    """With shard full: give a layer's weights back after its forward pass, and gather them again for the backward pass."""
+    """With shard full: give a layer's weights back after its forward pass, and gather them again
+    for the backward pass.
+    """
     sync: Literal["auto", "step", "micro_batch"] = "auto"
-    """With shard full: when gradients are summed over the processes: once a step, which needs room for a whole gradient, or after
-    each micro-batch. auto: once a step under an adapter, else after each micro-batch."""
+    """With shard full: when gradients are summed over the processes: once a step, which needs room
+    for a whole gradient, or after each micro-batch. auto: once a step under an adapter, else after
+    each micro-batch.
+    """
     offload: bool = False
     """With shard full: keep shards and moments in the host's memory (CUDA only)."""
 
@@ -403,10 +518,13 @@ class Eval(Section):
     at_start: bool = True
     """Also evaluate before the first step."""
     max_examples: PositiveInt | None = None
-    """Evaluate on only the first so many examples of data.eval. data.test is always measured whole."""
+    """Evaluate on only the first so many examples of data.eval. data.test is always measured
+    whole.
+    """
     train_examples: NonNegativeInt = 200
-    """After training, also measure so many rows of data.train for the report: those that the model contradicts most may be
-    mislabelled. Not where the model learns from its own answers."""
+    """After training, also measure so many rows of data.train for the report: those that the model
+    contradicts most may be mislabelled. Not where the model learns from its own answers.
+    """
 
 
 class Samples(Section):
@@ -436,15 +554,27 @@ class Sink(Section):
     kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
     """The tracker. Each needs the extra of its name: `pip install "valence-align[wandb]"`."""
     project: Text | None = None
-    """Project (of mlflow the experiment) that the run is put into. Default: `valence`. tensorboard has none."""
+    """Project (of mlflow the experiment) that the run is put into.
+
+    Default: `valence`. tensorboard has none.
+    """
     name: Text | None = None
     """Name of the run there. Default: that of the run's folder. tensorboard has none."""
     folder: Text | None = None
-    """Where its files go. Default: a folder with the tracker's name in the run's own folder; trackio takes TRACKIO_DIR first."""
+    """Where its files go.
+
+    Default: a folder with the tracker's name in the run's own folder; trackio takes TRACKIO_DIR
+    first.
+    """
     uri: Text | None = None
-    """Of mlflow: its server or database. Default: MLFLOW_TRACKING_URI, or files in the run's own folder."""
+    """Of mlflow: its server or database.
+
+    Default: MLFLOW_TRACKING_URI, or files in the run's own folder.
+    """
     mode: Literal["auto", "online", "offline"] = "auto"
-    """Of wandb: whether it sends. auto: as WANDB_MODE says, else online where there is a key and offline where there is none."""
+    """Of wandb: whether it sends. auto: as WANDB_MODE says, else online where there is a key and
+    offline where there is none.
+    """
     tags: list[Text] = Field(default_factory=list[Text])
     """Words to find the run by, of wandb and mlflow."""
 
@@ -453,7 +583,9 @@ class RunSection(Section):
     dir: Text = "runs/latest"
     """Folder of the run."""
     sinks: list[Sink] = Field(default_factory=list[Sink])
-    """Trackers that also get the log: their names, such as `[tensorboard, wandb]`, or sections with settings."""
+    """Trackers that also get the log: their names, such as `[tensorboard, wandb]`, or sections with
+    settings.
+    """
     log_every: PositiveInt = 1
     """Write a line of metrics every so many optimizer steps."""
     save_every: PositiveInt = 50
@@ -461,23 +593,36 @@ class RunSection(Section):
     keep: PositiveInt | None = 3
     """How many of the newest checkpoints stay; null: all."""
     keep_best: Best | None = None
-    """Also save and keep the checkpoint of the step whose evaluation was the best (`--step best` reads it)."""
+    """Also save and keep the checkpoint of the step whose evaluation was the best (`--step best`
+    reads it).
+    """
     save_state: bool = True
     """Save what a run is continued from: trained weights, optimizer and all else that has state."""
     save_hf: bool = False
-    """Also write the model as a Hugging Face folder (`model`) into each checkpoint. Training waits for it."""
+    """Also write the model as a Hugging Face folder (`model`) into each checkpoint.
+
+    Training waits for it.
+    """
     max_failed_saves: PositiveInt = 3
-    """Stop after so many saves in a row that failed, as on a full disk; until then training goes on."""
+    """Stop after so many saves in a row that failed, as on a full disk; until then training goes
+    on.
+    """
     max_time: Clock = None
-    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS": then the step is finished, the state saved, and
-    the exit status is 124. Started again, it goes on. Leave room for a step and a save."""
+    """Longest time of one start of the program, as "HH:MM:SS" or "D:HH:MM:SS": then the step is
+    finished, the state saved, and the exit status is 124. Started again, it goes on. Leave room for
+    a step and a save.
+    """
     early_stop: EarlyStop | None = None
-    """End the run when its evaluations, from that after the first steps on, no longer get better."""
+    """End the run when its evaluations, from that after the first steps on, no longer get
+    better.
+    """
     samples: Samples = Samples()
     """Answers sampled before and after training."""
     export: Literal["auto", "merged", "adapter"] = "auto"
-    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto: merged. With model.quantize
-    it is merged into the weights as they are in model.name, which are loaded in model.dtype into the host's memory for it."""
+    """What model/ holds after training with an adapter: merged weights, or the adapter alone. auto:
+    merged. With model.quantize it is merged into the weights as they are in model.name, which are
+    loaded in model.dtype into the host's memory for it.
+    """
 
 
 class Recipe(Section):
@@ -486,7 +631,9 @@ class Recipe(Section):
     method: Text
     """Name of a method or of a loss."""
     model: Model
-    """The model to train, called the policy: a section, or its name alone, such as `model: owner/model`."""
+    """The model to train, called the policy: a section, or its name alone, such as `model:
+    owner/model`.
+    """
     reference: Reference = Reference()
     """What the policy is compared with."""
     data: Data = Data()
@@ -500,7 +647,9 @@ class Recipe(Section):
     eval: Eval = Eval()
     """Evaluation during training."""
     reward: list[Reward] = Field(default_factory=list[Reward])
-    """What judges the policy's own answers to the prompts of the data, where it is to learn from them: one, or a list."""
+    """What judges the policy's own answers to the prompts of the data, where it is to learn from
+    them: one, or a list.
+    """
     rollout: Rollout = Rollout()
     """How the policy answers."""
     value: Value = Value()

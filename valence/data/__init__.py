@@ -1,5 +1,5 @@
 """Data: rows (sources) -> Examples (formats, load) -> Encoded (encode) -> micro-batches (pack).
 
-Knows no model and no loss. Every step is pure, every row keeps its place in its file, and nothing is left out
-without a count.
+Knows no model and no loss. Every step is pure, every row keeps its place in its file, and nothing
+is left out without a count.
 """

@@ -1,4 +1,6 @@
-"""What is in this data: balance, lengths, what truncation costs, duplicates, contradictions, trouble with the template."""
+"""What is in this data: balance, lengths, what truncation costs, duplicates, contradictions,
+trouble with the template.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,15 @@ from typing import Any, Literal
 from valence.data.encode import EncodedSet, Encoder, Unusable
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
-from valence.types import Chat, Example, Judgement, Preference, Ranking, TokenizedExample, content_id
+from valence.types import (
+    Chat,
+    Example,
+    Judgement,
+    Preference,
+    Ranking,
+    TokenizedExample,
+    content_id,
+)
 
 ROWS_SHOWN = 5
 """Rows that are named for each finding."""
@@ -22,7 +32,9 @@ RATIO = (1.0, 4 / 3)
 """Range that the KTO paper (arXiv 2402.01306) advises for the weighted ratio of the classes."""
 
 LENGTH_BIAS = 1.2
-"""The classes' mean lengths differ by this factor or more: length alone tells them apart to some degree."""
+"""The classes' mean lengths differ by this factor or more: length alone tells them apart to some
+degree.
+"""
 
 BLOCK_ROWS = 8
 """Fewer rows than this in one class after the other are no sign of anything."""
@@ -40,8 +52,11 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceCount:
-    """One file: rows read, units made of them by class, and rows that were not used. A converted row may make several.
-    ``notes``: how the file was read, where that had to be decided."""
+    """One file: rows read, units made of them by class, and rows that were not used.
+
+    A converted row may make several. ``notes``: how the file was read, where that had to be
+    decided.
+    """
 
     path: str
     format: str | None
@@ -55,7 +70,9 @@ class SourceCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Unused:
-    """Rows that became no unit for one kind of reason; ``reason`` and ``fix`` are those of the first of them."""
+    """Rows that became no unit for one kind of reason; ``reason`` and ``fix`` are those of the
+    first of them.
+    """
 
     kind: str
     reason: str
@@ -74,8 +91,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Truncation:
-    """What ``max_length`` costs: rows longer than it, tokens of all rows, tokens that are not trained on because of it.
-    ``keeps_99``: the max_length that would leave 99 % of the rows whole."""
+    """What ``max_length`` costs: rows longer than it, tokens of all rows, tokens that are not
+    trained on because of it. ``keeps_99``: the max_length that would leave 99 % of the rows whole.
+    """
 
     max_length: int
     long_rows: str
@@ -88,10 +106,11 @@ class Truncation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightAdvice:
-    """``ratio``: (desirable_weight * n_up) / (undesirable_weight * n_down), or None when a side is 0.
+    """``ratio``: (desirable_weight * n_up) / (undesirable_weight * n_down), or None when a side is
+    0.
 
-    ``change``, ``low``, ``high``: the smaller class's weight, and between what it would bring the ratio into the range
-    that the KTO paper advises; None when the ratio is in it, or there is none.
+    ``change``, ``low``, ``high``: the smaller class's weight, and between what it would bring the
+    ratio into the range that the KTO paper advises; None when the ratio is in it, or there is none.
     """
 
     n_up: int
@@ -105,7 +124,9 @@ class WeightAdvice:
 
     @property
     def remedy(self) -> str | None:
-        """Which weight to set to what, or None when nothing needs to change or nothing would help."""
+        """Which weight to set to what, or None when nothing needs to change or nothing would
+        help.
+        """
         if self.change is None or self.low is None or self.high is None:
             return None
         return f"set loss.{self.change} between {_inside(self.low, self.high)}"
@@ -115,18 +136,25 @@ class WeightAdvice:
         """What to tell someone who set these weights, or None when they are in the range."""
         counts = f"{self.n_up} rows up and {self.n_down} down"
         if self.ratio is None:
-            return f"{counts}, with weights {self.desirable_weight:g} and {self.undesirable_weight:g}: one side is 0"
+            return (
+                f"{counts}, with weights {self.desirable_weight:g} and "
+                f"{self.undesirable_weight:g}: one side is 0"
+            )
         if self.remedy is None:
             return None
         return (
-            f"{counts}: (desirable_weight {self.desirable_weight:g} x {self.n_up}) / (undesirable_weight "
-            f"{self.undesirable_weight:g} x {self.n_down}) is {self.ratio:.3g}, and 1 to 1.33 is advised: {self.remedy}"
+            f"{counts}: (desirable_weight {self.desirable_weight:g} x {self.n_up}) / "
+            f"(undesirable_weight "
+            f"{self.undesirable_weight:g} x {self.n_down}) is {self.ratio:.3g}, and 1 to 1.33 is "
+            f"advised: {self.remedy}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Audit:
-    """Counts are of units of training (a pair is one), ``files`` and ``unused`` of rows as well. Lengths are in tokens.
+    """Counts are of units of training (a pair is one), ``files`` and ``unused`` of rows as well.
+
+    Lengths are in tokens.
 
     Absent is None or left out, never 0: an audit without judgements has no ``weights``.
     """
@@ -177,28 +205,54 @@ def audit(loaded: Loaded, encoded: EncodedSet, encoder: Encoder) -> Audit:
 
 
 def overlap(train: Sequence[Example], other: Sequence[Example]) -> dict[str, Finding]:
-    """Rows of another list that are training rows too, and those that share only their prompt with one. Findings of that list."""
+    """Rows of another list that are training rows too, and those that share only their prompt with
+    one. Findings of that list.
+    """
     ids = {e.id for e in train}
     prompts = {content_id(e.prompt) for e in train}
     rows = {
         "rows_in_train": [str(e.origin) for e in other if e.id in ids],
-        "prompts_in_train": [str(e.origin) for e in other if e.id not in ids and content_id(e.prompt) in prompts],
+        "prompts_in_train": [
+            str(e.origin) for e in other if e.id not in ids and content_id(e.prompt) in prompts
+        ],
     }
     return _found(rows)
 
 
-def advised_weights(n_up: int, n_down: int, desirable_weight: float = 1.0, undesirable_weight: float = 1.0) -> WeightAdvice:
-    """What the KTO paper says about the classes' weights. Never raises, also when a class is empty."""
+def advised_weights(
+    n_up: int, n_down: int, desirable_weight: float = 1.0, undesirable_weight: float = 1.0
+) -> WeightAdvice:
+    """What the KTO paper says about the classes' weights.
+
+    Never raises, also when a class is empty.
+    """
     up, down = desirable_weight * n_up, undesirable_weight * n_down
-    given = {"n_up": n_up, "n_down": n_down, "desirable_weight": desirable_weight, "undesirable_weight": undesirable_weight}
+    given = {
+        "n_up": n_up,
+        "n_down": n_down,
+        "desirable_weight": desirable_weight,
+        "undesirable_weight": undesirable_weight,
+    }
     if up <= 0 or down <= 0:
         return WeightAdvice(**given, ratio=None)
     ratio, (low, high) = up / down, RATIO
     if low - 1e-9 <= ratio <= high + 1e-9:
         return WeightAdvice(**given, ratio=ratio)
     if n_up <= n_down:
-        return WeightAdvice(**given, ratio=ratio, change="desirable_weight", low=low * down / n_up, high=high * down / n_up)
-    return WeightAdvice(**given, ratio=ratio, change="undesirable_weight", low=up / (high * n_down), high=up / (low * n_down))
+        return WeightAdvice(
+            **given,
+            ratio=ratio,
+            change="desirable_weight",
+            low=low * down / n_up,
+            high=high * down / n_up,
+        )
+    return WeightAdvice(
+        **given,
+        ratio=ratio,
+        change="undesirable_weight",
+        low=up / (high * n_down),
+        high=up / (low * n_down),
+    )
 
 
 def _class(unit: TokenizedExample) -> str:
@@ -209,7 +263,10 @@ def _class(unit: TokenizedExample) -> str:
 
 def _ordered(classes: Mapping[str, int]) -> dict[str, int]:
     first = [name for name in ("up", "down", "scored") if classes.get(name)]
-    return {name: classes[name] for name in (*first, *sorted(n for n in classes if classes[n] and n not in first))}
+    return {
+        name: classes[name]
+        for name in (*first, *sorted(n for n in classes if classes[n] and n not in first))
+    }
 
 
 # Rows
@@ -237,7 +294,10 @@ def _files(files: Sequence[File], encoded: EncodedSet) -> tuple[SourceCount, ...
 
 
 def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused, ...]:
-    """Most frequent first. Rows refused while loading go by their reason, the others by their kind."""
+    """Most frequent first.
+
+    Rows refused while loading go by their reason, the others by their kind.
+    """
     groups: dict[str, list[BadRow | Unusable]] = defaultdict(list)
     for row in (*bad, *unusable):
         groups[row.kind if isinstance(row, Unusable) else row.reason].append(row)
@@ -260,7 +320,8 @@ def _not_converted(loaded: Loaded) -> tuple[Unused, ...]:
     for origin, why in loaded.unused:
         groups[why].append(str(origin))
     found = (
-        Unused(kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows)) for why, rows in groups.items()
+        Unused(kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows))
+        for why, rows in groups.items()
     )
     return tuple(sorted(found, key=lambda u: -u.count))
 
@@ -288,8 +349,14 @@ def _truncation(encoded: EncodedSet, encoder: Encoder) -> Truncation | None:
     if not encoded.lengths:
         return None
     longest = sorted(length.longest for length in encoded.lengths)
-    tokens = sum(length.prompt * max(1, len(length.answers)) + sum(length.answers) for length in encoded.lengths)
-    kept = sum(len(u.prompt_ids) * max(1, len(u.answers)) + sum(len(a.ids) for a in u.answers) for u in encoded.units)
+    tokens = sum(
+        length.prompt * max(1, len(length.answers)) + sum(length.answers)
+        for length in encoded.lengths
+    )
+    kept = sum(
+        len(u.prompt_ids) * max(1, len(u.answers)) + sum(len(a.ids) for a in u.answers)
+        for u in encoded.units
+    )
     return Truncation(
         max_length=encoder.max_length + encoder.answers,
         long_rows=encoder.long_rows,
@@ -316,14 +383,20 @@ def _mean_answer(units: Sequence[TokenizedExample]) -> dict[str, float]:
 # Findings
 
 
-def _findings(examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder) -> dict[str, Finding]:
+def _findings(
+    examples: Sequence[Example], encoded: EncodedSet, encoder: Encoder
+) -> dict[str, Finding]:
     """Only what was found, by name (``audit_text.py`` says what each means)."""
     units = encoded.units
     rows: dict[str, Sequence[str]] = {
         "contradictions": _contradictions(examples),
         "duplicates": _duplicates(examples),
-        "equal_sides": [str(e.origin) for e in examples if isinstance(e, Preference) and e.chosen == e.rejected],
-        "tied_scores": [str(e.origin) for e in examples if isinstance(e, Ranking) and len(set(e.scores)) == 1],
+        "equal_sides": [
+            str(e.origin) for e in examples if isinstance(e, Preference) and e.chosen == e.rejected
+        ],
+        "tied_scores": [
+            str(e.origin) for e in examples if isinstance(e, Ranking) and len(set(e.scores)) == 1
+        ],
         "missing_attributes": _missing_attributes(units),
         **{name: [str(o) for o in origins] for name, origins in encoded.notes.items()},
         **_ends(encoded),
@@ -337,7 +410,9 @@ def _found(rows: Mapping[str, Sequence[str]]) -> dict[str, Finding]:
     return {name: Finding(len(where), _first(where)) for name, where in rows.items() if where}
 
 
-def _of_the_whole(examples: Sequence[Example], units: Sequence[TokenizedExample], encoder: Encoder) -> list[str]:
+def _of_the_whole(
+    examples: Sequence[Example], units: Sequence[TokenizedExample], encoder: Encoder
+) -> list[str]:
     """Names of what no single row shows."""
     found: list[str] = []
     labels = [u.label for u in units if u.label is not None]
@@ -350,9 +425,14 @@ def _of_the_whole(examples: Sequence[Example], units: Sequence[TokenizedExample]
     if len(means) == 2 and max(means) >= LENGTH_BIAS * min(means):
         found.append("length_bias")
     judged = [u for u in units if u.label is not None]
-    if judged and (len({u.prompt_ids for u in judged}) < 2 or len({u.answers[0].ids for u in judged}) < 2):
+    if judged and (
+        len({u.prompt_ids for u in judged}) < 2 or len({u.answers[0].ids for u in judged}) < 2
+    ):
         found.append("no_mismatch")
-    chats = any(isinstance(e.prompt, Chat) or (encoder.as_chat and isinstance(e.prompt, str)) for e in examples)
+    chats = any(
+        isinstance(e.prompt, Chat) or (encoder.as_chat and isinstance(e.prompt, str))
+        for e in examples
+    )
     if chats and encoder.template.exists and "strftime_now" in encoder.template.source():
         found.append("dated_template")
     return found
@@ -394,7 +474,11 @@ def _verdict(example: Example) -> tuple[str, bool] | None:
     """What was judged, and which way."""
     if isinstance(example, Judgement) and example.label is not None:
         return content_id(example.prompt, example.completion), example.label
-    if isinstance(example, Preference) and example.chosen != example.rejected and example.soft != 0.5:
+    if (
+        isinstance(example, Preference)
+        and example.chosen != example.rejected
+        and example.soft != 0.5
+    ):
         chosen, rejected = content_id(example.chosen), content_id(example.rejected)
         better = (chosen < rejected) is (example.soft is None or example.soft > 0.5)
         return content_id(example.prompt, *sorted((chosen, rejected))), better
@@ -402,16 +486,24 @@ def _verdict(example: Example) -> tuple[str, bool] | None:
 
 
 def _ends(encoded: EncodedSet) -> dict[str, list[str]]:
-    """Whole answers without an end-of-turn token, and end-of-turn tokens outside the mask: neither teaches to stop."""
+    """Whole answers without an end-of-turn token, and end-of-turn tokens outside the mask: neither
+    teaches to stop.
+    """
     cut = set(encoded.notes.get("cut_completion", ()))
     whole = [u for u in encoded.units if u.origin not in cut]
     return {
-        "end_of_turn_missing": [str(u.origin) for u in whole if not all(a.complete for a in u.answers)],
-        "end_of_turn_unmasked": [str(u.origin) for u in whole if not all(a.mask[-1] for a in u.answers)],
+        "end_of_turn_missing": [
+            str(u.origin) for u in whole if not all(a.complete for a in u.answers)
+        ],
+        "end_of_turn_unmasked": [
+            str(u.origin) for u in whole if not all(a.mask[-1] for a in u.answers)
+        ],
     }
 
 
 def _inside(low: float, high: float) -> str:
     """A range with three digits, rounded inwards."""
     scale = 10.0 ** (2 - math.floor(math.log10(high)))
-    return f"{math.ceil(low * scale - 1e-9) / scale:g} and {math.floor(high * scale + 1e-9) / scale:g}"
+    return (
+        f"{math.ceil(low * scale - 1e-9) / scale:g} and {math.floor(high * scale + 1e-9) / scale:g}"
+    )

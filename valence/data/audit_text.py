@@ -18,16 +18,23 @@ WARNINGS = {
         "answers have the opposite label in another row: {rows}",
         "Remove such rows, or give them a weight below 1.",
     ),
-    "one_class": ("all rows have the same label", "Add rows with the other label, or train with sft on the good answers."),
+    "one_class": (
+        "all rows have the same label",
+        "Add rows with the other label, or train with sft on the good answers.",
+    ),
     "no_mismatch": (
         "all rows share one prompt or one answer",
         "Add rows with other prompts and answers: kto pairs each prompt with another row's answer.",
     ),
     "rows_in_train": (
         "rows are also in data.train: {rows}",
-        "Remove them from one of the two files: they cannot show what the model learned beyond its training rows.",
+        "Remove them from one of the two files: they cannot show what the model learned beyond "
+        "its training rows.",
     ),
-    "double_bos": ("prompts start with two BOS tokens: {rows}", "Remove the BOS text from the prompts."),
+    "double_bos": (
+        "prompts start with two BOS tokens: {rows}",
+        "Remove the BOS text from the prompts.",
+    ),
     "end_of_turn_missing": (
         "answers have no end-of-turn token: {rows}",
         "Add it to the tokens of each complete answer. Otherwise the model does not learn to stop.",
@@ -42,7 +49,8 @@ WARNINGS = {
     ),
     "another_header": (
         "answers start with another header than the generation prompt: {rows}",
-        "Set data.chat_template_kwargs so that both agree (see docs/chat-templates.md). Otherwise training sees other tokens "
+        "Set data.chat_template_kwargs so that both agree (see docs/chat-templates.md). "
+        "Otherwise training sees other tokens "
         "than sampling.",
     ),
     "reasoning_ignored": (
@@ -57,14 +65,18 @@ WARNINGS = {
         "rows have tools, which the chat template does not print: {rows}",
         "Use a model or a template with tool support, or remove the tools.",
     ),
-    "equal_sides": ("pairs have the same answer on both sides: {rows}", "Remove them: they express no preference."),
+    "equal_sides": (
+        "pairs have the same answer on both sides: {rows}",
+        "Remove them: they express no preference.",
+    ),
     "tied_scores": (
         "rankings give all answers the same score: {rows}",
         "Remove them, or use finer scores: nothing can be learned from them.",
     ),
     "length_bias": (
         "answer length alone separates good from bad answers (mean tokens: {lengths})",
-        "If you do not want the model to learn length, balance the lengths (see docs/tasks/thumbs.md).",
+        "If you do not want the model to learn length, balance the lengths (see "
+        "docs/tasks/thumbs.md).",
     ),
 }
 """What may spoil a result, and what to do about it, by the name of the finding."""
@@ -92,11 +104,13 @@ REMARKS = {
         "Nothing to do: training sees them as sampling does.",
     ),
     "reasoning_kept": (
-        "answers have reasoning that the chat template drops from a conversation; it is trained on: {rows}",
+        "answers have reasoning that the chat template drops from a conversation; it is trained "
+        "on: {rows}",
         "Remove the reasoning from the rows if the model should not produce it.",
     ),
     "split_turns": (
-        "conversations became one example for each assistant turn, because the template prints earlier turns differently: {rows}",
+        "conversations became one example for each assistant turn, because the template prints "
+        "earlier turns differently: {rows}",
         "Nothing to do; expect more examples than rows.",
     ),
     "boundary_merges": (
@@ -117,8 +131,10 @@ REMARKS = {
         "Raise data.max_length to keep them whole.",
     ),
     "logps_of_others": (
-        "answers were not sampled at temperature 1 from all tokens, so their log-probabilities are not used: {rows}",
-        "Sample at temperature 1 and top_p 1 to use them; the reference replaces the behaviour policy.",
+        "answers were not sampled at temperature 1 from all tokens, so their log-probabilities "
+        "are not used: {rows}",
+        "Sample at temperature 1 and top_p 1 to use them; the reference replaces the behaviour "
+        "policy.",
     ),
     "logps_missing": (
         "rankings have answers without log-probabilities, so none are used: {rows}",
@@ -155,19 +171,32 @@ def render(audit: Audit, *, training: bool = True) -> str:
 def warnings_of(audit: Audit) -> list[str]:
     """What the screen lists under "Not used" and "Warnings", one sentence each."""
     said = audited(audit)["said"]
-    return [*(f"{count:,} {text}" for count, text in _unused(audit)), *(said[name] for name in WARNINGS if name in said)]
+    return [
+        *(f"{count:,} {text}" for count, text in _unused(audit)),
+        *(said[name] for name in WARNINGS if name in said),
+    ]
 
 
 def _files(audit: Audit) -> Iterator[str]:
     extras = {"bad": "bad", "too_long": "too long", "not_converted": "not converted"}
-    extras = {name: head for name, head in extras.items() if any(getattr(f, name) for f in audit.files)}
+    extras = {
+        name: head for name, head in extras.items() if any(getattr(f, name) for f in audit.files)
+    }
     names = list(audit.classes)
     rows = [
-        [f.path, f.format or "?", f.rows, *(f.classes.get(n, 0) for n in names), *(getattr(f, e) for e in extras)]
+        [
+            f.path,
+            f.format or "?",
+            f.rows,
+            *(f.classes.get(n, 0) for n in names),
+            *(getattr(f, e) for e in extras),
+        ]
         for f in audit.files
     ]
     if len(rows) > 1:
-        rows.append(["all", "", *(sum(int(row[i]) for row in rows) for i in range(2, len(rows[0])))])
+        rows.append(
+            ["all", "", *(sum(int(row[i]) for row in rows) for i in range(2, len(rows[0])))]
+        )
     yield from _table(["file", "format", "rows", *names, *extras.values()], rows, left=2)
     yield from (f"{f.path}: {note}" for f in audit.files for note in f.notes)
 
@@ -190,8 +219,13 @@ def _cost(cut: Truncation) -> Iterator[str]:
         yield f"No row is longer than max_length ({cut.max_length:,} tokens)."
         return
     rows = f"{cut.too_long:,} of {cut.rows:,} rows ({_percent(cut.too_long, cut.rows)})"
-    tokens = f"{cut.tokens_lost:,} of {cut.tokens:,} tokens ({_percent(cut.tokens_lost, cut.tokens)})"
-    yield f"{rows} are longer than max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} would keep 99 % of the rows whole."
+    tokens = (
+        f"{cut.tokens_lost:,} of {cut.tokens:,} tokens ({_percent(cut.tokens_lost, cut.tokens)})"
+    )
+    yield (
+        f"{rows} are longer than max_length ({cut.max_length:,} tokens); {cut.keeps_99:,} "
+        f"would keep 99 % of the rows whole."
+    )
     yield f"long_rows: {cut.long_rows} loses {tokens}. To lose less, raise data.max_length."
 
 
@@ -203,18 +237,29 @@ def _percent(part: int, whole: int) -> str:
 def _balance(audit: Audit, training: bool) -> Iterator[str]:
     if len(audit.mean_answer) == 2:
         (first, a), (second, b) = audit.mean_answer.items()
-        longer = f"{first} {a / b:.2f} times as long" if a >= b else f"{second} {b / a:.2f} times as long"
+        longer = (
+            f"{first} {a / b:.2f} times as long"
+            if a >= b
+            else f"{second} {b / a:.2f} times as long"
+        )
         yield f"mean answer length: {first} {a:,.0f} tokens, {second} {b:,.0f} ({longer})"
     weights = audit.weights
     if training and weights and weights.ratio is not None:
-        ratio = f"class balance: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
-        yield f"{ratio}; for kto, 1 to 1.33 is advised{f': {weights.remedy}' if weights.remedy else ''}"
+        ratio = (
+            f"class balance: {weights.n_up:,} up / {weights.n_down:,} down = {weights.ratio:.3g}"
+        )
+        yield (
+            f"{ratio}; for kto, 1 to 1.33 is "
+            f"advised{f': {weights.remedy}' if weights.remedy else ''}"
+        )
 
 
 def _unused(audit: Audit) -> list[tuple[int, str]]:
     lines = [(u.count, _why(u, audit)) for u in audit.unused[:REASONS_SHOWN]]
     more = audit.unused[REASONS_SHOWN:]
-    return [*lines, (sum(u.count for u in more), f"for {len(more)} other reasons")] if more else lines
+    return (
+        [*lines, (sum(u.count for u in more), f"for {len(more)} other reasons")] if more else lines
+    )
 
 
 def _why(unused: Unused, audit: Audit) -> str:
@@ -225,9 +270,12 @@ def _why(unused: Unused, audit: Audit) -> str:
 
 
 def audited(audit: Audit) -> dict[str, Any]:
-    """The audit as plain values, with ``said``: by the name of each finding, what it is and what to do about it."""
+    """The audit as plain values, with ``said``: by the name of each finding, what it is and what to
+    do about it.
+    """
     said = {
-        name: (f"{found.count:,} " if "{rows}" in what else "") + f"{_sentence(what, found, audit)}. {fix}"
+        name: (f"{found.count:,} " if "{rows}" in what else "")
+        + f"{_sentence(what, found, audit)}. {fix}"
         for name, (what, fix) in (WARNINGS | REMARKS).items()
         if (found := audit.findings.get(name))
     }
@@ -247,10 +295,18 @@ def _sentence(text: str, found: Finding, audit: Audit) -> str:
 
 def _ignored(audit: Audit) -> list[tuple[int, str]]:
     columns = list(audit.ignored_columns.items())
-    lines = [(count, f"rows have a column {column!r}, which is not read") for column, count in columns[:COLUMNS_SHOWN]]
+    lines = [
+        (count, f"rows have a column {column!r}, which is not read")
+        for column, count in columns[:COLUMNS_SHOWN]
+    ]
     more = columns[COLUMNS_SHOWN:]
     if more:
-        lines.append((max(count for _, count in more), f"rows have one of {len(more):,} other columns that are not read"))
+        lines.append(
+            (
+                max(count for _, count in more),
+                f"rows have one of {len(more):,} other columns that are not read",
+            )
+        )
     return lines
 
 
@@ -269,13 +325,24 @@ def _listed(title: str, lines: Sequence[tuple[int, str]]) -> list[str]:
         return []
     width = max(len(f"{count:,}") for count, _ in lines)
     indent = "\n" + " " * (width + 4)
-    return [title, *(f"  {count:>{width},}  {text.replace(chr(10), indent)}" for count, text in lines)]
+    return [
+        title,
+        *(f"  {count:>{width},}  {text.replace(chr(10), indent)}" for count, text in lines),
+    ]
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[object]], *, left: int) -> Iterator[str]:
-    """Columns as wide as they need; the first ``left`` of them start at the left, the others are numbers."""
-    cells = [list(head), *([f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows)]
+    """Columns as wide as they need; the first ``left`` of them start at the left, the others are
+    numbers.
+    """
+    cells = [
+        list(head),
+        *([f"{c:,}" if isinstance(c, int) else str(c) for c in row] for row in rows),
+    ]
     widths = [max(len(row[i]) for row in cells) for i in range(len(head))]
     for row in cells:
-        aligned = (c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        aligned = (
+            c.ljust(w) if i < left else c.rjust(w)
+            for i, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
         yield "  ".join(aligned).rstrip()

@@ -1,4 +1,6 @@
-"""Convert rows of one kind into another, only when asked to. Rows that cannot be used come back with the reason.
+"""Convert rows of one kind into another, only when asked to.
+
+Rows that cannot be used come back with the reason.
 
 ``info`` is kept where an example is made of one row, and left out where it is made of several.
 """
@@ -12,7 +14,16 @@ from itertools import combinations
 from typing import Literal, TypeVar
 
 from valence.data.verdicts import shared_verdicts
-from valence.types import Content, Demonstration, Example, Judgement, Kind, Preference, Ranking, content_id
+from valence.types import (
+    Content,
+    Demonstration,
+    Example,
+    Judgement,
+    Kind,
+    Preference,
+    Ranking,
+    content_id,
+)
 
 
 class Unused(StrEnum):
@@ -46,21 +57,34 @@ T = TypeVar("T", bound=Example)
 
 
 def pairs_to_judgements(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """Each chosen answer judged up and, next to it, its rejected one judged down. Margin and soft label are not kept."""
+    """Each chosen answer judged up and, next to it, its rejected one judged down.
+
+    Margin and soft label are not kept.
+    """
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e):
             unused.append((e, Unused.UNDECIDED))
         elif isinstance(e, Preference):
             made += [
-                Judgement(prompt=e.prompt, completion=side, label=label, weight=e.weight, info=e.info, origin=e.origin)
+                Judgement(
+                    prompt=e.prompt,
+                    completion=side,
+                    label=label,
+                    weight=e.weight,
+                    info=e.info,
+                    origin=e.origin,
+                )
                 for side, label in ((e.chosen, True), (e.rejected, False))
             ]
     return made, unused
 
 
 def pairs_to_rankings(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """The chosen answer with the score 1 and the rejected one with -1. Margin and soft label are not kept."""
+    """The chosen answer with the score 1 and the rejected one with -1.
+
+    Margin and soft label are not kept.
+    """
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e):
@@ -68,7 +92,12 @@ def pairs_to_rankings(examples: Sequence[Example], threshold: float | None) -> C
         elif isinstance(e, Preference):
             sides = (e.chosen, e.rejected)
             ranking = Ranking(
-                prompt=e.prompt, completions=sides, scores=(1.0, -1.0), weight=e.weight, info=e.info, origin=e.origin
+                prompt=e.prompt,
+                completions=sides,
+                scores=(1.0, -1.0),
+                weight=e.weight,
+                info=e.info,
+                origin=e.origin,
             )
             made.append(ranking)
     return made, unused
@@ -87,9 +116,11 @@ def rankings_to_scored(examples: Sequence[Example], threshold: float | None) -> 
 
 
 def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """All judged answers of a prompt as one ranking, by their scores, or else by their labels: 1 for up and -1 for down.
+    """All judged answers of a prompt as one ranking, by their scores, or else by their labels: 1
+    for up and -1 for down.
 
-    A ranking's weight is the smallest of its rows'. Raises UserError when some rows have only a score and others only a label.
+    A ranking's weight is the smallest of its rows'. Raises UserError when some rows have only a
+    score and others only a label.
     """
     made, unused = _nothing()
     judged = [e for e in examples if isinstance(e, Judgement)]
@@ -112,7 +143,9 @@ def scores_to_rankings(examples: Sequence[Example], threshold: float | None) -> 
 
 
 def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """The chosen answer of a pair, an answer judged up, or the best of a ranking, to be imitated."""
+    """The chosen answer of a pair, an answer judged up, or the best of a ranking, to be
+    imitated.
+    """
     made, unused = _nothing()
     for e in examples:
         if _is_undecided(e) or (isinstance(e, Judgement) and not e.label):
@@ -125,12 +158,23 @@ def chosen_to_demonstrations(examples: Sequence[Example], threshold: float | Non
         else:
             assert isinstance(e, Judgement)
             completion = e.completion
-        made.append(Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin))
+        made.append(
+            Demonstration(
+                prompt=e.prompt,
+                completion=completion,
+                weight=e.weight,
+                info=e.info,
+                origin=e.origin,
+            )
+        )
     return made, unused
 
 
 def best_to_demonstrations(
-    examples: Sequence[Example], threshold: float | None, top_n: int = 1, mask_truncated: bool = True
+    examples: Sequence[Example],
+    threshold: float | None,
+    top_n: int = 1,
+    mask_truncated: bool = True,
 ) -> Converted:
     """Of each ranking, and of each prompt with scored completions, those with the ``top_n`` largest
     scores, to be imitated. Of equal scores the first in the file is taken.
@@ -147,7 +191,13 @@ def best_to_demonstrations(
         reasons = [_not_imitated(answer, scored, threshold, mask_truncated) for answer in scored]
         allowed = [answer for answer, reason in zip(scored, reasons, strict=True) if not reason]
         demonstrations += [
-            Demonstration(prompt=e.prompt, completion=completion, weight=e.weight, info=e.info, origin=e.origin)
+            Demonstration(
+                prompt=e.prompt,
+                completion=completion,
+                weight=e.weight,
+                info=e.info,
+                origin=e.origin,
+            )
             for completion, _, e in allowed[:top_n]
         ]
         excluded = [(e, why) for (_, _, e), why in zip(scored, reasons, strict=True) if why]
@@ -161,7 +211,9 @@ def best_to_demonstrations(
     return demonstrations, unused
 
 
-def _not_imitated(answer: Scored, group: Sequence[Scored], threshold: float | None, mask_truncated: bool) -> Unused | None:
+def _not_imitated(
+    answer: Scored, group: Sequence[Scored], threshold: float | None, mask_truncated: bool
+) -> Unused | None:
     """Why a completion must not be imitated, whatever ``top_n`` is; None if it may be."""
     _, score, example = answer
     if threshold is None or len(group) > 1:
@@ -179,16 +231,21 @@ def _not_imitated(answer: Scored, group: Sequence[Scored], threshold: float | No
 def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
     """Answers judged up against answers judged down, for each prompt that has both.
 
-    The shorter side is used again in turn, so every answer is in a pair. An answer judged both ways is in none.
+    The shorter side is used again in turn, so every answer is in a pair. An answer judged both ways
+    is in none.
     """
     made, unused = _nothing()
     for group in _by_prompt(e for e in examples if isinstance(e, Judgement)):
         up, down = ([e for e in group if e.label is label] for label in (True, False))
         both = {content_id(e.completion) for e in up} & {content_id(e.completion) for e in down}
         unused += [(e, Unused.JUDGED_BOTH_WAYS) for e in group if content_id(e.completion) in both]
-        up, down = ([e for e in side if content_id(e.completion) not in both] for side in (up, down))
+        up, down = (
+            [e for e in side if content_id(e.completion) not in both] for side in (up, down)
+        )
         if not up or not down:
-            unused += [(e, Unused.NO_OTHER_DOWN if e.label else Unused.NO_OTHER_UP) for e in up + down]
+            unused += [
+                (e, Unused.NO_OTHER_DOWN if e.label else Unused.NO_OTHER_UP) for e in up + down
+            ]
             continue
         rounds = ((up[i % len(up)], down[i % len(down)]) for i in range(max(len(up), len(down))))
         made += [_pair(u, u.completion, d, d.completion) for u, d in rounds]
@@ -198,15 +255,18 @@ def judgements_to_pairs(examples: Sequence[Example], threshold: float | None) ->
 def scores_to_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
     """The best against the worst answer of each ranking, and of each prompt with scored answers.
 
-    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
+    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do,
+    and no margin is set.
     """
     return _paired(examples, threshold or 0.0, _best_worst, Unused.BETWEEN_BEST_AND_WORST)
 
 
 def scores_to_all_pairs(examples: Sequence[Example], threshold: float | None) -> Converted:
-    """Every two answers of each ranking, and of each prompt with scored answers, whose scores differ.
+    """Every two answers of each ranking, and of each prompt with scored answers, whose scores
+    differ.
 
-    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do, and no margin is set.
+    ``threshold``: the smallest difference of their scores that makes a pair. Equal scores never do,
+    and no margin is set.
     """
     return _paired(examples, threshold or 0.0, _all_pairs, Unused.WITHIN_THRESHOLD_OF_ALL)
 
@@ -221,12 +281,19 @@ def _paired(
     choose: Callable[[Sequence[Scored]], Iterable[tuple[Scored, Scored]]],
     left: Unused,
 ) -> Converted:
-    """The pairs that ``choose`` finds, as far as they tell two answers apart. ``left``: why a row is in no pair of its group."""
+    """The pairs that ``choose`` finds, as far as they tell two answers apart.
+
+    ``left``: why a row is in no pair of its group.
+    """
     made, unused = _nothing()
     groups = _by_prompt(e for e in examples if isinstance(e, Judgement))
     for group in (*groups, *([e] for e in examples if isinstance(e, Ranking))):
         answers = [answer for e in group for answer in _scored(e)]
-        pairs = [(a, b) for a, b in choose(answers) if a[0] != b[0] and a[1] > b[1] and a[1] - b[1] >= threshold]
+        pairs = [
+            (a, b)
+            for a, b in choose(answers)
+            if a[0] != b[0] and a[1] > b[1] and a[1] - b[1] >= threshold
+        ]
         used = {id(e) for pair in pairs for _, _, e in pair}
         reason = left if pairs else _no_pair(answers, threshold)
         unused += [(e, reason) for e in group if id(e) not in used]
@@ -254,14 +321,24 @@ def _is_undecided(e: Example) -> bool:
 def _answers_of(e: Example) -> list[Judgement]:
     assert isinstance(e, Ranking)
     return [
-        Judgement(prompt=e.prompt, completion=completion, score=score, weight=e.weight, info=e.info, origin=e.origin)
+        Judgement(
+            prompt=e.prompt,
+            completion=completion,
+            score=score,
+            weight=e.weight,
+            info=e.info,
+            origin=e.origin,
+        )
         for completion, score in zip(e.completions, e.scores, strict=True)
     ]
 
 
 def _scored(e: Example) -> list[Scored]:
     if isinstance(e, Ranking):
-        return [(completion, score, e) for completion, score in zip(e.completions, e.scores, strict=True)]
+        return [
+            (completion, score, e)
+            for completion, score in zip(e.completions, e.scores, strict=True)
+        ]
     assert isinstance(e, Judgement)
     assert e.score is not None
     return [(e.completion, e.score, e)]
@@ -278,8 +355,16 @@ def _no_pair(answers: Sequence[Scored], threshold: float) -> Unused:
     return Unused.SAME_ANSWER
 
 
-def _pair(up: Judgement | Ranking, better: Content, down: Judgement | Ranking, worse: Content) -> Preference:
-    return Preference(prompt=up.prompt, chosen=better, rejected=worse, weight=min(up.weight, down.weight), origin=up.origin)
+def _pair(
+    up: Judgement | Ranking, better: Content, down: Judgement | Ranking, worse: Content
+) -> Preference:
+    return Preference(
+        prompt=up.prompt,
+        chosen=better,
+        rejected=worse,
+        weight=min(up.weight, down.weight),
+        origin=up.origin,
+    )
 
 
 def _by_prompt(examples: Iterable[T]) -> Iterable[list[T]]:
@@ -326,10 +411,16 @@ CONVERSIONS: dict[str, Conversion] = {
     "scores_to_judgements": Conversion(scores_to_judgements, _is_scored, "judgement", "needed"),
     "scores_to_pairs": Conversion(scores_to_pairs, _is_scored, "preference", "optional"),
     "scores_to_all_pairs": Conversion(scores_to_all_pairs, _is_scored, "preference", "optional"),
-    "scores_to_rankings": Conversion(scores_to_rankings, lambda e: _is_labelled(e) or _is_scored_judgement(e), "ranking"),
+    "scores_to_rankings": Conversion(
+        scores_to_rankings, lambda e: _is_labelled(e) or _is_scored_judgement(e), "ranking"
+    ),
     "rankings_to_scored": Conversion(rankings_to_scored, _is_ranking, "scored"),
     "chosen_to_demonstrations": Conversion(
-        chosen_to_demonstrations, lambda e: _is_pair(e) or _is_ranking(e) or _is_labelled(e), "demonstration"
+        chosen_to_demonstrations,
+        lambda e: _is_pair(e) or _is_ranking(e) or _is_labelled(e),
+        "demonstration",
     ),
-    "best_to_demonstrations": Conversion(best_to_demonstrations, _is_scored, "demonstration", "optional"),
+    "best_to_demonstrations": Conversion(
+        best_to_demonstrations, _is_scored, "demonstration", "optional"
+    ),
 }

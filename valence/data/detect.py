@@ -21,16 +21,22 @@ COLUMNS_SHOWN = 20
 
 
 def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = None) -> str:
-    """The name of the format that most of these rows have. Raises UserError when none or several fit."""
+    """The name of the format that most of these rows have.
+
+    Raises UserError when none or several fit.
+    """
     for ours in keys or ():
         if ours not in COLUMNS:
             raise UserError(
                 f"keys: no format has a column {ours!r}",
                 code="keys-unknown-column",
-                fix=f"write keys as {{the format's name: the file's name}}, with {', '.join(sorted(COLUMNS))}",
+                fix=f"write keys as {{the format's name: the file's name}}, with "
+                f"{', '.join(sorted(COLUMNS))}",
             )
     shapes = [_shape(row, keys or {}) for row in rows]
-    votes: Counter[tuple[str, ...]] = Counter(found for found in (candidates(*shape) for shape in shapes) if found)
+    votes: Counter[tuple[str, ...]] = Counter(
+        found for found in (candidates(*shape) for shape in shapes) if found
+    )
     if not votes:
         found = sorted({name for row in rows for name, value in row.items() if value is not None})
         raise _unknown(found, frozenset(name for names, _ in shapes for name in names))
@@ -53,15 +59,16 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
     lacks = "; ".join(
         f"{name}, which also needs {', '.join(sorted(FORMATS[name].required - names))}"
         if count
-        else f"{name}, if you name it (but other columns or the form of the chat turns speak against it)"
+        else f"{name}, if you name it (but other columns or the form of the chat turns speak "
+        f"against it)"
         for _, count, name in near
     )
     return UserError(
         f"no format fits the columns {listed(map(repr, found)) or '(none)'}",
         code="format-unknown-columns",
         fix=(
-            "map your columns next to the path: {path: FILE, keys: {prompt: question, label: verdict}}"
-            + (f". Nearest formats: {lacks}" if lacks else "")
+            "map your columns next to the path: {path: FILE, keys: {prompt: question, label: "
+            "verdict}}" + (f". Nearest formats: {lacks}" if lacks else "")
         ),
     )
 
@@ -73,11 +80,19 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(every[:COLUMNS_SHOWN]) + (f" and {more:,} more" if more > 0 else "")
 
 
-def _shape(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[frozenset[str], Dialect | None]:
-    """The columns that a row has, by the format's names, and how its chat turns are written (None: it has none)."""
+def _shape(
+    row: Mapping[str, Any], keys: Mapping[str, str]
+) -> tuple[frozenset[str], Dialect | None]:
+    """The columns that a row has, by the format's names, and how its chat turns are written (None:
+    it has none).
+    """
     taken = {part for theirs in keys.values() for part in (theirs, theirs.partition(".")[0])}
     names = {ours for ours, theirs in keys.items() if lookup(row, theirs) is not None}
-    names |= {n for n, v in row.items() if v is not None and n in COLUMNS and n not in taken and n not in keys}
+    names |= {
+        n
+        for n, v in row.items()
+        if v is not None and n in COLUMNS and n not in taken and n not in keys
+    }
     names |= {n for n in NESTED if n not in keys and n not in taken and lookup(row, n) is not None}
     if has_failed(row, keys):
         names.add("score")
@@ -107,16 +122,24 @@ def candidates(names: frozenset[str], dialect: Dialect | None) -> tuple[str, ...
     fits = {
         name: f
         for name, f in FORMATS.items()
-        if f.required <= names and _speaks(f, dialect) and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
+        if f.required <= names
+        and _speaks(f, dialect)
+        and (f.gives != "prompt" or names & CONTENT == f.required & CONTENT)
     }
 
     def covered(name: str) -> bool:
         mine = fits[name]
-        return any(mine.required <= {*f.columns} and not f.required <= {*mine.columns} for f in fits.values())
+        return any(
+            mine.required <= {*f.columns} and not f.required <= {*mine.columns}
+            for f in fits.values()
+        )
 
     return tuple(name for name in fits if not covered(name))
 
 
 def _speaks(f: Format, dialect: Dialect | None) -> bool:
-    """Whether the format reads turns of this dialect. Those of OpenAI and ShareGPT are distinguished turn by turn."""
+    """Whether the format reads turns of this dialect.
+
+    Those of OpenAI and ShareGPT are distinguished turn by turn.
+    """
     return (f.dialect is COLOSSAL) is (dialect is COLOSSAL)

@@ -1,4 +1,6 @@
-"""Examples to tokens: what sampling would feed the model, then the answer, with a mask that ends at the end-of-turn."""
+"""Examples to tokens: what sampling would feed the model, then the answer, with a mask that ends at
+the end-of-turn.
+"""
 
 from __future__ import annotations
 
@@ -44,8 +46,8 @@ LongRows = Literal["drop", "cut_completion", "cut_prompt"]
 class Unusable:
     """An example that became no unit of training.
 
-    ``dropped``: it is too long, which the recipe allows for; otherwise the row is bad. ``kind``: a short stable name to
-    count by (``too_long``, ``not_a_prefix``, ``empty_answer``, ...).
+    ``dropped``: it is too long, which the recipe allows for; otherwise the row is bad. ``kind``: a
+    short stable name to count by (``too_long``, ``not_a_prefix``, ``empty_answer``, ...).
     """
 
     origin: Origin
@@ -78,9 +80,10 @@ class Length:
 class EncodedSet:
     """All units in the order of their examples, and what happened on the way.
 
-    ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for every example that
-    could be tokenised, so also for those that were then dropped or cut. ``parts``: the examples that took the place of
-    conversations which were split into one for each assistant turn.
+    ``notes``: name of a remark -> the rows it was made on (see ``Encoder``). ``lengths``: one for
+    every example that could be tokenised, so also for those that were then dropped or cut.
+    ``parts``: the examples that took the place of conversations which were split into one for each
+    assistant turn.
     """
 
     units: tuple[TokenizedExample, ...]
@@ -92,7 +95,10 @@ class EncodedSet:
 
 @dataclass(frozen=True, slots=True)
 class _Tokens:
-    """A prompt and its answers as tokens. ``head``: tokens at the start of the prompt that no cut may take (BOS)."""
+    """A prompt and its answers as tokens.
+
+    ``head``: tokens at the start of the prompt that no cut may take (BOS).
+    """
 
     prompt: tuple[int, ...]
     prompt_mask: tuple[bool, ...]
@@ -118,29 +124,43 @@ class _Row:
 class Encoder:
     """Turns examples into tokens with a tokenizer and its chat template.
 
-    max_length: longest prompt with its answer, in tokens. answers: how many of these are for answers that are still to come.
-    long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids: tokens at which the model
-    stops, by its generation config. Raises UserError for a template that is asked for and missing.
+    max_length: longest prompt with its answer, in tokens. answers: how many of these are for
+    answers that are still to come.
+    long_rows, train_on, as_chat, chat_template_kwargs: as in a recipe's data section. stop_ids:
+    tokens at which the model stops, by its generation config. Raises UserError for a template that
+    is asked for and missing.
 
-    Its attribute of that name says whether a prompt of plain text becomes a user message; an empty one never does.
+    Its attribute of that name says whether a prompt of plain text becomes a user message; an empty
+    one never does.
 
     Notes that it makes on rows:
-    ``boundary_merges``       tokenising prompt and answer at once would have merged text across the boundary
-    ``special_tokens_in_text`` the row's own text holds the name of a special token, which becomes that token
-    ``bos_in_text``           a text prompt starts with BOS already; none was added
-    ``double_bos``            the prompt starts with two BOS tokens
-    ``empty_prompt``          an empty text prompt: BOS, or else EOS, stands in for it
-    ``end_of_turn_added``     the template prints no end-of-turn token behind the answer; one was appended
-    ``rewritten_prompt``      the template prints the prompt differently once it is answered; it is trained on as it is sampled
-    ``another_header``        the template starts an answered turn with another header than its generation prompt has
-    ``reasoning_kept``        the template drops an answer's reasoning; it is trained on, behind the generation prompt
-    ``reasoning_ignored``     the template does not print an answer's reasoning, which is not trained on
-    ``split_turns``           the template rewrites earlier turns; each assistant turn became an example
-    ``text_has_no_turns``     train_on is "assistant", and the prompt is text, which has no earlier answers to train on
-    ``tools_ignored``         the row has tools, and the template does not print tools
-    ``cut_prompt``, ``cut_completion``  the row was too long and lost its oldest turns / the end of an answer
-    ``logps_of_others``       the stored log-probabilities are not those of the model as it is, and are not read
-    ``logps_missing``         a ranking has none, where others do: none are read
+    ``boundary_merges``: tokenising prompt and answer at once would have merged text across the
+        boundary
+    ``special_tokens_in_text``: the row's own text holds the name of a special token, which becomes
+        that token
+    ``bos_in_text``: a text prompt starts with BOS already; none was added
+    ``double_bos``: the prompt starts with two BOS tokens
+    ``empty_prompt``: an empty text prompt: BOS, or else EOS, stands in for it
+    ``end_of_turn_added``: the template prints no end-of-turn token behind the answer; one was
+        appended
+    ``rewritten_prompt``: the template prints the prompt differently once it is answered; it is
+        trained on as it is sampled
+    ``another_header``: the template starts an answered turn with another header than its generation
+        prompt has
+    ``reasoning_kept``: the template drops an answer's reasoning; it is trained on, behind the
+        generation prompt
+    ``reasoning_ignored``: the template does not print an answer's reasoning, which is not trained
+        on
+    ``split_turns``: the template rewrites earlier turns; each assistant turn became an example
+    ``text_has_no_turns``: train_on is "assistant", and the prompt is text, which has no earlier
+        answers to train on
+    ``tools_ignored``: the row has tools, and the template does not print tools
+    ``cut_prompt``, ``cut_completion``: the row was too long and lost its oldest turns / the end of
+        an answer
+    ``logps_of_others``: the stored log-probabilities are not those of the model as it is, and are
+        not read
+    ``logps_missing``: a ranking has none, where others do: none are read
+
     """
 
     def __init__(
@@ -166,15 +186,20 @@ class Encoder:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """Tokens at which generation stops: the template's end-of-turn, the tokenizer's end-of-sequence token, and those of
-        the model's generation config. The first is the one that ends a completion of a plain-text prompt."""
+        """Tokens at which generation stops: the template's end-of-turn, the tokenizer's
+        end-of-sequence token, and those of the model's generation config. The first is the one that
+        ends a completion of a plain-text prompt.
+        """
         turn = self.template.turn_end.token
         turns = () if turn is None else (turn,)
         own = (*turns, *self.vocab.ends) if self.as_chat else (*self.vocab.ends, *turns)
         return tuple(dict.fromkeys((*own, *self.stop_ids)))
 
     def encode_prompt(self, prompt: Content) -> tuple[int, ...]:
-        """The tokens that a prompt is sampled from, and the same ones that training sees. Raises UserError."""
+        """The tokens that a prompt is sampled from, and the same ones that training sees.
+
+        Raises UserError.
+        """
         try:
             return self._tokens(self._form(prompt), (), False, _Row()).prompt
         except RowError as error:
@@ -184,7 +209,9 @@ class Encoder:
         """One example as tokens, or why it cannot be used."""
         return self._encode(example, source, _Row())
 
-    def encode_all(self, examples: Sequence[Example], sources: Sequence[str] | None = None) -> EncodedSet:
+    def encode_all(
+        self, examples: Sequence[Example], sources: Sequence[str] | None = None
+    ) -> EncodedSet:
         """All examples as tokens. ``sources``: the file that each example came from."""
         units: list[TokenizedExample] = []
         unusable: list[Unusable] = []
@@ -197,7 +224,9 @@ class Encoder:
             if rows[0].rewritten and isinstance(example, Demonstration):
                 turns = _one_per_turn(example)
                 rows = [_Row(whole=False) for _ in turns]
-                results = [self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)]
+                results = [
+                    self._encode(part, source, row) for part, row in zip(turns, rows, strict=True)
+                ]
                 rows[0].notes.add("split_turns")
                 parts += turns
             units += [result for result in results if isinstance(result, TokenizedExample)]
@@ -213,7 +242,9 @@ class Encoder:
     def _encode(self, example: Example, source: str, row: _Row) -> TokenizedExample | Unusable:
         completions, verdict = _parts(example)
         row.follows = isinstance(example, Ranking)
-        trained_prompt = row.whole and isinstance(example, Demonstration) and self.train_on == "assistant"
+        trained_prompt = (
+            row.whole and isinstance(example, Demonstration) and self.train_on == "assistant"
+        )
         try:
             prompt = self._form(example.prompt, completions)
             if trained_prompt and not isinstance(prompt, Chat):
@@ -223,7 +254,13 @@ class Encoder:
             fitted = self._fit(tokens, prompt, completions, trained_prompt, row)
         except RowError as error:
             row.rewritten = isinstance(error, RewrittenTurnError)
-            return Unusable(origin=example.origin, kind=error.kind, reason=error.reason, fix=error.fix, source=source)
+            return Unusable(
+                origin=example.origin,
+                kind=error.kind,
+                reason=error.reason,
+                fix=error.fix,
+                source=source,
+            )
         if fitted is None:
             return self._too_long(tokens.length, example.origin, source)
         return TokenizedExample(
@@ -240,7 +277,8 @@ class Encoder:
     # --- a prompt and its answers as tokens
 
     def _form(self, prompt: Content, completions: Sequence[Content] = ()) -> Content:
-        """The prompt as it is encoded: text becomes a user message as ``as_chat`` says, or when a chat answers it.
+        """The prompt as it is encoded: text becomes a user message as ``as_chat`` says, or when a
+        chat answers it.
 
         Raises RowError for text that already holds the template's markup.
         """
@@ -252,13 +290,16 @@ class Encoder:
         if marker := next((name for name in sorted(self.template.markers) if name in prompt), None):
             raise RowError(
                 "template_in_text",
-                f"the prompt is plain text that already holds {marker}, a token of the chat template",
+                f"the prompt is plain text that already holds {marker}, a token of the chat "
+                f"template",
                 "set data.as_chat: false if the rows are rendered with the template already; "
                 f"or remove {marker} from them, to make each prompt a user message",
             )
         return _turns(prompt, "user")
 
-    def _tokens(self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row) -> _Tokens:
+    def _tokens(
+        self, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row
+    ) -> _Tokens:
         """``trained_prompt``: assistant turns of the prompt are in its mask. Raises RowError."""
         if isinstance(prompt, Chat):
             tokens = self._chat_tokens(prompt, completions, trained_prompt, row)
@@ -270,7 +311,9 @@ class Encoder:
             row.notes.add("double_bos")
         return tokens
 
-    def _chat_tokens(self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Row) -> _Tokens:
+    def _chat_tokens(
+        self, prompt: Chat, completions: Sequence[Content], trained_prompt: bool, row: _Row
+    ) -> _Tokens:
         text = self.template.prompt(prompt)
         self._note_special(prompt, row)
         if prompt.tools and "tools" not in self.template.source(prompt.tools):
@@ -289,21 +332,29 @@ class Encoder:
         if trained_prompt:
             joined, mask = self._join(self.template.prompt_pieces(prompt, text), "", (), row)
             if joined != ids:
-                what = "the tokens of an earlier turn merge with the text around it, or its prompt differs"
+                what = (
+                    "the tokens of an earlier turn merge with the text around it, or its "
+                    "prompt differs"
+                )
                 raise RewrittenTurnError("not_a_prefix", what, "leave data.train_on at completion")
         answers: list[TokenizedCompletion] = []
         for each in rendered:
-            # Answers share the shortest context; what others have more of it precedes their own text.
+            # Answers share the shortest context; what others have more of it precedes their own
+            # text.
             between = each.context[len(context) :]
             pieces = [(between, False), *each.pieces] if between else each.pieces
             answers.append(self._ended(self._join(pieces, context, ids, row), row))
         return _Tokens(ids, mask, tuple(answers))
 
     def _ended(self, marked: Marked, row: _Row) -> TokenizedCompletion:
-        """An answer with the end-of-turn token that the template printed, or else with one appended."""
+        """An answer with the end-of-turn token that the template printed, or else with one
+        appended.
+        """
         ids, mask = marked
         if not any(mask):
-            raise RowError("no_weight", "all assistant turns of the answer have weight 0", "leave this row out")
+            raise RowError(
+                "no_weight", "all assistant turns of the answer have weight 0", "leave this row out"
+            )
         if self._stops.issuperset(i for i, trained in zip(ids, mask, strict=True) if trained):
             raise _empty_answer()
         if ids[-1] in self._stops:
@@ -327,7 +378,9 @@ class Encoder:
         answers = (self._text_answer(c, prompt, plain, row) for c in completions)
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head)
 
-    def _text_answer(self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row) -> TokenizedCompletion:
+    def _text_answer(
+        self, completion: Content, prompt: str, plain: tuple[int, ...], row: _Row
+    ) -> TokenizedCompletion:
         if not isinstance(completion, str):
             raise _mixed("text", completion)
         if not completion.strip():
@@ -343,7 +396,11 @@ class Encoder:
     def _ids_tokens(self, prompt: Ids, completions: Sequence[Content], row: _Row) -> _Tokens:
         ids = self.vocab.checked(prompt.ids)
         if not ids:
-            raise RowError("empty_prompt", "the prompt has no tokens", "start it with the model's BOS token at least")
+            raise RowError(
+                "empty_prompt",
+                "the prompt has no tokens",
+                "start it with the model's BOS token at least",
+            )
         answers: list[TokenizedCompletion] = []
         for completion in completions:
             if not isinstance(completion, Ids):
@@ -352,16 +409,23 @@ class Encoder:
                 raise _empty_answer()
             answer = self.vocab.checked(completion.ids)
             columns = self._columns(completion.sampled, row)
-            answers.append(TokenizedCompletion(answer, (True,) * len(answer), answer[-1] in self.end_ids, columns))
+            answers.append(
+                TokenizedCompletion(
+                    answer, (True,) * len(answer), answer[-1] in self.end_ids, columns
+                )
+            )
         return _Tokens(ids, (False,) * len(ids), tuple(answers), head=int(ids[0] == self.vocab.bos))
 
-    def _columns(self, sampled: Sampled | None, row: _Row) -> tuple[tuple[str, tuple[float, ...]], ...]:
+    def _columns(
+        self, sampled: Sampled | None, row: _Row
+    ) -> tuple[tuple[str, tuple[float, ...]], ...]:
         """`old` of an answer that was sampled, if it is to be known."""
         if sampled is not None and sampled.vocabulary not in ("", self.vocab.digest):
             raise RowError(
                 "another_vocabulary",
                 "its tokens are those of another tokenizer",
-                "train the model that gave the answers, or set format: scored (or demonstration) to read them as text",
+                "train the model that gave the answers, or set format: scored (or demonstration) "
+                "to read them as text",
             )
         if sampled is None or not sampled.logps or not row.follows:
             return ()
@@ -376,15 +440,23 @@ class Encoder:
 
     @cached_property
     def _stops(self) -> frozenset[int | None]:
-        """Tokens that can end a turn: the end-of-turn token, or another special one that some turns end with."""
-        return frozenset({self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None})
+        """Tokens that can end a turn: the end-of-turn token, or another special one that some turns
+        end with.
+        """
+        return frozenset(
+            {self.template.turn_end.token, *self.vocab.ends, *self.vocab.special.values()} - {None}
+        )
 
     def _note_special(self, content: str | Chat, row: _Row) -> None:
-        texts = [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
+        texts = (
+            [content] if isinstance(content, str) else [m.get("content") for m in content.messages]
+        )
         if any(isinstance(t, str) and self._special.search(t) for t in texts):
             row.notes.add("special_tokens_in_text")
 
-    def _join(self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Row) -> Marked:
+    def _join(
+        self, pieces: Sequence[Piece], before: str, context: tuple[int, ...], row: _Row
+    ) -> Marked:
         marked, merged = self.vocab.join(pieces, before, context)
         if merged:
             row.notes.add("boundary_merges")
@@ -393,7 +465,12 @@ class Encoder:
     # --- rows longer than max_length
 
     def _fit(
-        self, tokens: _Tokens, prompt: Content, completions: Sequence[Content], trained_prompt: bool, row: _Row
+        self,
+        tokens: _Tokens,
+        prompt: Content,
+        completions: Sequence[Content],
+        trained_prompt: bool,
+        row: _Row,
     ) -> _Tokens | None:
         """The same within max_length, or None."""
         if tokens.length.longest <= self.max_length:
@@ -403,7 +480,9 @@ class Encoder:
             fitted = _cut_answers(tokens, self.max_length - len(tokens.prompt))
         elif self.long_rows == "cut_prompt":
             if isinstance(prompt, Chat):
-                shorter = (self._tokens(p, completions, trained_prompt, row) for p in _shorter(prompt))
+                shorter = (
+                    self._tokens(p, completions, trained_prompt, row) for p in _shorter(prompt)
+                )
                 fitted = next((t for t in shorter if t.length.longest <= self.max_length), None)
             else:
                 fitted = _cut_prompt(tokens, self.max_length)
@@ -415,23 +494,40 @@ class Encoder:
         what = {
             "drop": f"{length.longest} tokens",
             "cut_completion": f"the prompt alone has {length.prompt} tokens",
-            "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut as far as it may be",
+            "cut_prompt": f"{length.longest} tokens, and too many still when the prompt is cut "
+            f"as far as it may be",
         }[self.long_rows]
-        kept = f", of which {self.answers} are for the answer (rollout.max_new_tokens)" if self.answers else ""
+        kept = (
+            f", of which {self.answers} are for the answer (rollout.max_new_tokens)"
+            if self.answers
+            else ""
+        )
         reason = f"{what}; data.max_length is {self.max_length + self.answers}{kept}"
         fix = "raise data.max_length, or shorten the row"
-        return Unusable(origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source)
+        return Unusable(
+            origin=origin, kind="too_long", reason=reason, fix=fix, dropped=True, source=source
+        )
 
 
 def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:
-    """The completions, and what an Encoded says of them: its kind and what is known about their worth."""
+    """The completions, and what an Encoded says of them: its kind and what is known about their
+    worth.
+    """
     match example:
         case Judgement():
             scores = () if example.score is None else (example.score,)
-            judged = {"label": example.label, "scores": scores, "attributes": tuple(sorted(example.attributes.items()))}
+            judged = {
+                "label": example.label,
+                "scores": scores,
+                "attributes": tuple(sorted(example.attributes.items())),
+            }
             return (example.completion,), {"kind": "judgement", **judged}
         case Preference():
-            return (example.chosen, example.rejected), {"kind": "preference", "margin": example.margin, "soft": example.soft}
+            return (example.chosen, example.rejected), {
+                "kind": "preference",
+                "margin": example.margin,
+                "soft": example.soft,
+            }
         case Demonstration():
             return (example.completion,), {"kind": "demonstration"}
         case Ranking():
@@ -448,7 +544,9 @@ def _turns(content: Content, role: str) -> Chat:
 
 
 def _check_turns(completion: Chat) -> None:
-    """Raises RowError unless the completion starts and ends with an assistant turn, and none of these is empty."""
+    """Raises RowError unless the completion starts and ends with an assistant turn, and none of
+    these is empty.
+    """
     messages = completion.messages
     if not messages or messages[0]["role"] != "assistant" or messages[-1]["role"] != "assistant":
         raise RowError(
@@ -464,51 +562,75 @@ def _check_turns(completion: Chat) -> None:
 
 
 def _one_per_turn(example: Demonstration) -> list[Example]:
-    """A conversation as one example for each assistant turn, with all that precedes it as the prompt."""
+    """A conversation as one example for each assistant turn, with all that precedes it as the
+    prompt.
+    """
     prompt, completion = example.prompt, example.completion
     assert isinstance(prompt, Chat)
     messages = (*prompt.messages, *_turns(completion, "assistant").messages)
     return [
-        replace(example, prompt=replace(prompt, messages=messages[:i]), completion=Chat((messages[i],)))
+        replace(
+            example, prompt=replace(prompt, messages=messages[:i]), completion=Chat((messages[i],))
+        )
         for i, message in enumerate(messages)
         if message["role"] == "assistant" and i > 0 and not has_no_weight(message)
     ]
 
 
 def _empty_answer() -> RowError:
-    return RowError("empty_answer", "the answer is empty", "leave this row out, or write the answer")
+    return RowError(
+        "empty_answer", "the answer is empty", "leave this row out, or write the answer"
+    )
 
 
 def _mixed(wanted: str, found: Content) -> RowError:
     name = {str: "text", Chat: "chat messages", Ids: "token ids"}[type(found)]
-    return RowError("mixed_content", f"the row mixes {wanted} with {name}", "give prompt and completion in the same form")
+    return RowError(
+        "mixed_content",
+        f"the row mixes {wanted} with {name}",
+        "give prompt and completion in the same form",
+    )
 
 
 def _cut_answers(tokens: _Tokens, room: int) -> _Tokens | None:
     """The answers cut on the right to at most ``room`` tokens; None when nothing would be left."""
     if room < 1 or not all(any(a.mask[:room]) for a in tokens.answers):
         return None
-    return replace(tokens, answers=tuple(a if len(a.ids) <= room else _cut(a, room) for a in tokens.answers))
+    return replace(
+        tokens, answers=tuple(a if len(a.ids) <= room else _cut(a, room) for a in tokens.answers)
+    )
 
 
 def _cut(answer: TokenizedCompletion, room: int) -> TokenizedCompletion:
     return TokenizedCompletion(
-        answer.ids[:room], answer.mask[:room], False, tuple((name, each[:room]) for name, each in answer.columns)
+        answer.ids[:room],
+        answer.mask[:room],
+        False,
+        tuple((name, each[:room]) for name, each in answer.columns),
     )
 
 
 def _all_or_none(units: list[TokenizedExample]) -> tuple[list[TokenizedExample], list[Origin]]:
-    """The units, without their answers' columns unless all answers of all rankings have them; and which have none."""
+    """The units, without their answers' columns unless all answers of all rankings have them; and
+    which have none.
+    """
     rankings = [unit for unit in units if unit.kind == "ranking"]
-    lacking = [unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)]
+    lacking = [
+        unit.origin for unit in rankings if not all(answer.columns for answer in unit.answers)
+    ]
     if not lacking or not any(answer.columns for unit in rankings for answer in unit.answers):
         return units, []
-    bare = (replace(unit, answers=tuple(replace(answer, columns=()) for answer in unit.answers)) for unit in units)
+    bare = (
+        replace(unit, answers=tuple(replace(answer, columns=()) for answer in unit.answers))
+        for unit in units
+    )
     return list(bare), lacking
 
 
 def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:
-    """The prompt cut on the left, behind its head; None when none of its own tokens would be left."""
+    """The prompt cut on the left, behind its head; None when none of its own tokens would be
+    left.
+    """
     room = max_length - max(tokens.length.answers, default=0) - tokens.head
     if room < 1:
         return None
@@ -517,8 +639,11 @@ def _cut_prompt(tokens: _Tokens, max_length: int) -> _Tokens | None:
 
 
 def _shorter(prompt: Chat) -> Iterator[Chat]:
-    """The prompt without its oldest turns, longest first. A leading system turn stays, the rest starts with a user turn
-    (most templates insist), and the last user turn stays with all that follows it."""
+    """The prompt without its oldest turns, longest first.
+
+    A leading system turn stays, the rest starts with a user turn (most templates insist), and the
+    last user turn stays with all that follows it.
+    """
     system = int(bool(prompt.messages) and prompt.messages[0]["role"] == "system")
     users = [i for i, m in enumerate(prompt.messages) if m["role"] == "user" and i > system]
     for start in users:

@@ -1,7 +1,7 @@
 """Row -> Example: one function per format, and the table of them all.
 
-A format reads *parts* (prompt, completion, label, ...) from columns. A new format is a line in ``FORMATS``,
-with a function of its own if none here reads its shape.
+A format reads *parts* (prompt, completion, label, ...) from columns. A new format is a line in
+``FORMATS``, with a function of its own if none here reads its shape.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """One row, read by part: ``columns`` says which of the file's columns holds each part of the format."""
+    """One row, read by part: ``columns`` says which of the file's columns holds each part of the
+    format.
+    """
 
     value: Mapping[str, Any]
     columns: Mapping[str, str]
@@ -55,7 +57,11 @@ class Columns:
     @property
     def common(self) -> dict[str, Any]:
         """What every Example has."""
-        return {"weight": self.parse("weight", values.weight, 1.0), "info": self.info, "origin": self.origin}
+        return {
+            "weight": self.parse("weight", values.weight, 1.0),
+            "info": self.info,
+            "origin": self.origin,
+        }
 
     @property
     def info(self) -> Mapping[str, Any]:
@@ -67,14 +73,21 @@ class Columns:
 
 
 def lookup(row: Mapping[str, Any], path: str) -> Any:
-    """The value of a column, or of a dotted path into one (``input.messages``, ``choices.0.text``); None when there is none."""
+    """The value of a column, or of a dotted path into one (``input.messages``, ``choices.0.text``);
+    None when there is none.
+    """
     if path in row or "." not in path:
         return row.get(path)
     value: Any = row
     for name in path.split("."):
         if isinstance(value, Mapping):
             value = value.get(name)
-        elif isinstance(value, list) and name.isascii() and name.isdecimal() and int(name) < len(value):
+        elif (
+            isinstance(value, list)
+            and name.isascii()
+            and name.isdecimal()
+            and int(name) < len(value)
+        ):
             value = value[int(name)]
         else:
             return None
@@ -86,29 +99,41 @@ def lookup(row: Mapping[str, Any], path: str) -> Any:
 
 def exchange(row: Columns, *parts: str) -> tuple[Content, tuple[Content, ...]]:
     """The prompt, and the answers in these parts."""
-    answers = {row.name(part): values.answer(row.get(part), row.name(part), row.dialect) for part in parts}
+    answers = {
+        row.name(part): values.answer(row.get(part), row.name(part), row.dialect) for part in parts
+    }
     return values.exchange(asked(row), answers, row.tools)
 
 
 def asked(row: Columns) -> str | tuple[Message, ...]:
-    """The prompt: a text, or turns with the system column in front, or an instruction with its input."""
+    """The prompt: a text, or turns with the system column in front, or an instruction with its
+    input.
+    """
     if "instruction" in row.columns:
         return instruction(row)
     return values.prompt(_with_system(row, row.get("prompt")), row.name("prompt"), row.dialect)
 
 
 def instruction(row: Columns) -> tuple[Message, ...]:
-    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on a line of its own, its input."""
+    """Alpaca's prompt as chat: system, earlier rounds, then the instruction and, on a line of its
+    own, its input.
+    """
     rounds = row.get("history") or []
-    if not isinstance(rounds, list) or not all(isinstance(r, list | tuple) and len(r) == 2 for r in rounds):
+    if not isinstance(rounds, list) or not all(
+        isinstance(r, list | tuple) and len(r) == 2 for r in rounds
+    ):
         raise UserError(
             f"{row.name('history')} is {values.shown(rounds)}, and must be a list of rounds",
             code="row-value-type",
             fix='write [["instruction", "answer"], ...]',
         )
     name, more = row.name("instruction"), row.get("input")
-    question = values.text(row.get("instruction"), name) + (f"\n{values.text(more, row.name('input'))}" if more else "")
-    said = [turn for asked, answered in rounds for turn in (("user", asked), ("assistant", answered))]
+    question = values.text(row.get("instruction"), name) + (
+        f"\n{values.text(more, row.name('input'))}" if more else ""
+    )
+    said = [
+        turn for asked, answered in rounds for turn in (("user", asked), ("assistant", answered))
+    ]
     turns = [{"role": role, "content": content} for role, content in (*said, ("user", question))]
     return values.check_prompt(values.turns(_with_system(row, turns), name, OPENAI), name)
 
@@ -118,7 +143,9 @@ def implicit(row: Columns) -> tuple[Content, tuple[Content, ...]]:
     sides = {row.name(part): row.get(part) for part in ("chosen", "rejected")}
     shared = values.shared_prompt(row.get("chosen"), row.get("rejected"), row.dialect)
     answers = {
-        name: side.removeprefix(shared) if isinstance(shared, str) else values.answer(side, name, row.dialect)
+        name: side.removeprefix(shared)
+        if isinstance(shared, str)
+        else values.answer(side, name, row.dialect)
         for name, side in sides.items()
     }
     return values.exchange(shared, answers, row.tools)
@@ -134,14 +161,19 @@ def _with_system(row: Columns, turns: Any) -> Any:
     first = turns[0] if turns and isinstance(turns[0], dict) else {}
     dialect = values.dialect_of(first) or row.dialect
     if dialect.roles.get(str(first.get(dialect.role))) == "system":
-        raise UserError("the row has a system turn and a system column", code="row-system-twice", fix="keep one of the two")
+        raise UserError(
+            "the row has a system turn and a system column",
+            code="row-system-twice",
+            fix="keep one of the two",
+        )
     return [{row.dialect.role: "system", row.dialect.content: system}, *turns]
 
 
 def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
     """A conversation as its prompt and the assistant's last turn.
 
-    to_learn: turns behind the last one that is to be learnt (whose weight is not 0) are left out: nothing follows from them.
+    to_learn: turns behind the last one that is to be learnt (whose weight is not 0) are left out:
+    nothing follows from them.
     """
     name = row.name("messages")
     turns = values.turns(_with_system(row, row.get("messages")), name, row.dialect)
@@ -149,10 +181,18 @@ def conversation(row: Columns, *, to_learn: bool = False) -> tuple[Chat, Chat]:
         raise UserError(
             f"{name} ends with a {turns[-1]['role']} turn, so there is no answer to learn from",
             code="row-answer-missing",
-            fix="end the conversation with an assistant turn, or read it as a prompt with keys: {prompt: messages}",
+            fix="end the conversation with an assistant turn, or read it as a prompt with keys: "
+            "{prompt: messages}",
         )
     if to_learn:
-        last = max((i for i, turn in enumerate(turns) if turn["role"] == "assistant" and turn.get("weight") != 0), default=-1)
+        last = max(
+            (
+                i
+                for i, turn in enumerate(turns)
+                if turn["role"] == "assistant" and turn.get("weight") != 0
+            ),
+            default=-1,
+        )
         turns = turns[: last + 1] or turns
     prompt = values.check_prompt(turns[:-1], name)
     return Chat(prompt, row.tools), Chat(values.check_answer(turns[-1:], name))
@@ -196,7 +236,9 @@ def _judgement(row: Columns, prompt: Content, completion: Content) -> Judgement:
 
 
 def has_failed(value: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
-    """Whether a row has an error where its score would be. columns: of the file, by the format's name or part."""
+    """Whether a row has an error where its score would be. columns: of the file, by the format's
+    name or part.
+    """
     score, error = columns.get("score", "score"), columns.get("error", "error")
     return score in value and value[score] is None and isinstance(value.get(error), str)
 
@@ -220,9 +262,13 @@ def pairwise_feedback(row: Columns) -> Preference:
     rewards = row.parse("reward_A", values.number, None), row.parse("reward_B", values.number, None)
     if None not in rewards and rewards[0] == rewards[1]:
         raise UserError(
-            "both outputs have the same reward, so neither is preferred", code="row-pair-tied", fix="leave out tied rows"
+            "both outputs have the same reward, so neither is preferred",
+            code="row-pair-tied",
+            fix="leave out tied rows",
         )
-    return _preference(row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a)))
+    return _preference(
+        row, prompt, *((a, b) if values.label(row.get("label"), row.name("label")) else (b, a))
+    )
 
 
 def _preference(row: Columns, prompt: Content, chosen: Content, rejected: Content) -> Preference:
@@ -259,7 +305,9 @@ def demonstrated_ids(row: Columns) -> Demonstration:
 
 def _answered(row: Columns) -> tuple[Content, Content]:
     """A prompt and its answer as tokens, with what is known of an answer that was sampled."""
-    prompt, completion = (values.ids(row.get(part), row.name(part)) for part in ("prompt", "completion"))
+    prompt, completion = (
+        values.ids(row.get(part), row.name(part)) for part in ("prompt", "completion")
+    )
     return prompt, replace(completion, sampled=_sampled(row, len(completion.ids)))
 
 
@@ -275,7 +323,9 @@ def _sampled(row: Columns, tokens: int) -> Sampled | None:
         )
     if not logps and not given:
         return None
-    temperature, top_p = (values.number(given.get(key, 1.0), f"{key} of {name}") for key in ("temperature", "top_p"))
+    temperature, top_p = (
+        values.number(given.get(key, 1.0), f"{key} of {name}") for key in ("temperature", "top_p")
+    )
     return Sampled(logps, temperature, top_p, str(given.get("vocabulary") or ""))
 
 
@@ -292,9 +342,14 @@ def ranking(row: Columns) -> Ranking:
             code="row-value-type",
             fix="give all answers of a prompt in one row, as a list",
         )
-    answers = {f"answer {n} of {name}": values.answer(each, name, row.dialect) for n, each in enumerate(given, 1)}
+    answers = {
+        f"answer {n} of {name}": values.answer(each, name, row.dialect)
+        for n, each in enumerate(given, 1)
+    }
     prompt, completions = values.exchange(asked(row), answers, row.tools)
-    return Ranking(prompt=prompt, completions=completions, scores=_scores(row, len(given)), **row.common)
+    return Ranking(
+        prompt=prompt, completions=completions, scores=_scores(row, len(given)), **row.common
+    )
 
 
 def _scores(row: Columns, count: int) -> tuple[float, ...]:
@@ -317,7 +372,9 @@ def _scores(row: Columns, count: int) -> tuple[float, ...]:
         return numbers
     if any(rank < 1 or rank != int(rank) for rank in numbers):
         raise UserError(
-            f"{name} is {values.shown(given)}, and must hold whole numbers from 1", code="row-rank-invalid", fix="rank the best 1"
+            f"{name} is {values.shown(given)}, and must hold whole numbers from 1",
+            code="row-rank-invalid",
+            fix="rank the best 1",
         )
     return tuple(-rank for rank in numbers)
 
@@ -341,8 +398,10 @@ def prompt(row: Columns) -> Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """``need`` and ``may``: the columns (or dotted paths) a row must and may have, besides ``weight`` and ``info``, which
-    any row may have. ``parts``: the part that a column holds, where it has another name."""
+    """``need`` and ``may``: the columns (or dotted paths) a row must and may have, besides
+    ``weight`` and ``info``, which any row may have. ``parts``: the part that a column holds, where
+    it has another name.
+    """
 
     read: Callable[[Columns], Example]
     gives: Kind
@@ -361,19 +420,28 @@ class Format:
 
 
 IDS = {
-    "prompt_ids": "prompt", "completion_ids": "completion", "chosen_ids": "chosen", "rejected_ids": "rejected",
-    "prompt": "prompt_text", "completion": "completion_text",
-}  # fmt: skip
+    "prompt_ids": "prompt",
+    "completion_ids": "completion",
+    "chosen_ids": "chosen",
+    "rejected_ids": "rejected",
+    "prompt": "prompt_text",
+    "completion": "completion_text",
+}
 BESIDE = "logps sampled prompt completion rendered tools info stop version index parts"
-"""What `valence sample` and `valence score` write beside the tokens: of text and tokens it is the tokens that are read."""
+"""What `valence sample` and `valence score` write beside the tokens: of text and tokens it is the
+tokens that are read.
+"""
 HALOS = {"output": "completion", "reward": "score"}
 NEMO = {"response": "completion", "preference": "label"}
 HELPSTEER = {"response": "completion"}
 HELPSTEER_ATTRIBUTES = "helpfulness correctness coherence complexity verbosity"
 OPENRLHF = {"input": "prompt", "output": "completion"}
 OPENAI_PAIR = {
-    "input.messages": "prompt", "input.tools": "tools", "preferred_output": "chosen", "non_preferred_output": "rejected",
-}  # fmt: skip
+    "input.messages": "prompt",
+    "input.tools": "tools",
+    "preferred_output": "chosen",
+    "non_preferred_output": "rejected",
+}
 SHARED = {"conversations": "messages", "kto_tag": "label"}
 ALPACA = {"output": "completion", "kto_tag": "label"}
 MORE = "input system history"
@@ -391,30 +459,59 @@ FORMATS: dict[str, Format] = {
     "prompt": Format(prompt, "prompt", "prompt", "tools"),
     "text_prompt": Format(prompt, "prompt", "text", parts={"text": "prompt"}),
     # Token ids, taken as they are
-    "judgement_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids label", f"score error {BESIDE}", IDS),
-    "scored_ids": Format(judged_ids, "judgement", "prompt_ids completion_ids score", f"error {BESIDE}", IDS),
-    "preference_ids": Format(preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin soft", IDS),
-    "demonstration_ids": Format(demonstrated_ids, "demonstration", "prompt_ids completion_ids", BESIDE, IDS),
+    "judgement_ids": Format(
+        judged_ids, "judgement", "prompt_ids completion_ids label", f"score error {BESIDE}", IDS
+    ),
+    "scored_ids": Format(
+        judged_ids, "judgement", "prompt_ids completion_ids score", f"error {BESIDE}", IDS
+    ),
+    "preference_ids": Format(
+        preferred_ids, "preference", "prompt_ids chosen_ids rejected_ids", "margin soft", IDS
+    ),
+    "demonstration_ids": Format(
+        demonstrated_ids, "demonstration", "prompt_ids completion_ids", BESIDE, IDS
+    ),
     # HALOs: what its labelling script writes
     "binary_feedback": Format(judgement, "judgement", "prompt output label", "reward type", HALOS),
     "scalar_feedback": Format(judgement, "judgement", "prompt output reward", "type", HALOS),
-    "pairwise_feedback": Format(pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"),
+    "pairwise_feedback": Format(
+        pairwise_feedback, "preference", "prompt output_A output_B label", "reward_A reward_B type"
+    ),
     # HelpSteer, NeMo-Aligner, ColossalChat, OpenRLHF
     "helpsteer": Format(
-        helpsteer, "judgement", "prompt response helpfulness", "correctness coherence complexity verbosity", HELPSTEER
+        helpsteer,
+        "judgement",
+        "prompt response helpfulness",
+        "correctness coherence complexity verbosity",
+        HELPSTEER,
     ),
     "nemo_aligner": Format(judgement, "judgement", "prompt response preference", "", NEMO),
     "colossalchat": Format(judgement, "judgement", "prompt completion label", "", dialect=COLOSSAL),
     "openrlhf": Format(judgement, "judgement", "input output label", "", OPENRLHF),
-    "openrlhf_preference": Format(preference, "preference", "input chosen rejected", "margin soft", OPENRLHF),
+    "openrlhf_preference": Format(
+        preference, "preference", "input chosen rejected", "margin soft", OPENRLHF
+    ),
     "openai_preference": Format(
-        preference, "preference", "input.messages preferred_output non_preferred_output", "input.tools margin soft", OPENAI_PAIR
+        preference,
+        "preference",
+        "input.messages preferred_output non_preferred_output",
+        "input.tools margin soft",
+        OPENAI_PAIR,
     ),
     # LLaMA-Factory
-    "sharegpt": Format(messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT),
-    "sharegpt_kto": Format(judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT),
+    "sharegpt": Format(
+        messages, "demonstration", "conversations", "system tools", SHARED, SHAREGPT
+    ),
+    "sharegpt_kto": Format(
+        judged_messages, "judgement", "conversations kto_tag", "system tools", SHARED, SHAREGPT
+    ),
     "sharegpt_preference": Format(
-        preference, "preference", "conversations chosen rejected", "system tools", {"conversations": "prompt"}, SHAREGPT
+        preference,
+        "preference",
+        "conversations chosen rejected",
+        "system tools",
+        {"conversations": "prompt"},
+        SHAREGPT,
     ),
     "alpaca": Format(demonstration, "demonstration", "instruction output", MORE, ALPACA),
     "alpaca_kto": Format(judgement, "judgement", "instruction output kto_tag", MORE, ALPACA),
@@ -426,7 +523,10 @@ FORMATS: dict[str, Format] = {
 
 
 def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
-    """The file's column that holds each part. Raises UserError when ``keys`` names what the format does not have."""
+    """The file's column that holds each part.
+
+    Raises UserError when ``keys`` names what the format does not have.
+    """
     f = FORMATS[name]
     for ours in keys:
         if ours not in f.columns:
@@ -438,11 +538,20 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
     return {f.parts.get(column, column): keys.get(column, column) for column in f.columns}
 
 
-def read_example(name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None) -> Example:
-    """The Example that a row of this format holds. Raises UserError, without the place, when it holds none."""
+def read_example(
+    name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None
+) -> Example:
+    """The Example that a row of this format holds.
+
+    Raises UserError, without the place, when it holds none.
+    """
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
-    missing = [columns[part] for part in (f.parts.get(c, c) for c in f.need.split()) if row.get(part) is None]
+    missing = [
+        columns[part]
+        for part in (f.parts.get(c, c) for c in f.need.split())
+        if row.get(part) is None
+    ]
     if has_failed(value, columns):
         missing = [column for column in missing if column != columns.get("score")]
     if missing:

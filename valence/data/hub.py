@@ -16,10 +16,14 @@ REMEDIES = {
 """How what the library says of a mistake in a name begins, and what mends it."""
 
 
-def hub_rows(path: str, split: str | None, subset: str | None = None) -> Iterator[tuple[Origin, dict[str, Any]]]:
-    """Each row with its place, ``owner/name[split]`` (with a subset ``owner/name/subset[split]``) and its number.
+def hub_rows(
+    path: str, split: str | None, subset: str | None = None
+) -> Iterator[tuple[Origin, dict[str, Any]]]:
+    """Each row with its place, ``owner/name[split]`` (with a subset ``owner/name/subset[split]``)
+    and its number.
 
-    ``split`` may be None when there is only one; else only that one is fetched. Raises UserError when it cannot be read.
+    ``split`` may be None when there is only one; else only that one is fetched. Raises UserError
+    when it cannot be read.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -32,12 +36,17 @@ def hub_rows(path: str, split: str | None, subset: str | None = None) -> Iterato
         fix = next((fix for begins, fix in REMEDIES.items() if said.startswith(begins)), None)
         general = "check the name and your access to it, or download its files and name one of them"
         raise UserError(
-            f"the hub data set cannot be loaded: {said}", code="hub-dataset", where=path, fix=fix or general
+            f"the hub data set cannot be loaded: {said}",
+            code="hub-dataset",
+            where=path,
+            fix=fix or general,
         ) from error
     if split is None:
         if len(found) > 1:
             fix = f"set split: one of {', '.join(map(str, found))}"
-            raise UserError("the data set has several splits", code="hub-split-missing", where=path, fix=fix)
+            raise UserError(
+                "the data set has several splits", code="hub-split-missing", where=path, fix=fix
+            )
         ((split, found),) = found.items()
     place = f"{path}/{subset}" if subset else path
     for number, value in enumerate(found, 1):
@@ -58,5 +67,8 @@ def _check_answers(path: str) -> None:
             f"there is no such file, and the hub does not answer ({error})",
             code="hub-unreachable",
             where=path,
-            fix=("name a file, or go online, or set HF_HUB_OFFLINE=1 to use what was downloaded before"),
+            fix=(
+                "name a file, or go online, or set HF_HUB_OFFLINE=1 to use what was downloaded "
+                "before"
+            ),
         ) from error

@@ -1,4 +1,6 @@
-"""The kind of rows that a method reads: which Examples are of it, which conversion makes it, and what to say of others."""
+"""The kind of rows that a method reads: which Examples are of it, which conversion makes it, and
+what to say of others.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,16 @@ from functools import partial
 from valence.data.convert import CONVERSIONS, Conversion, Unused, best_to_demonstrations
 from valence.data.verdicts import shared_verdicts, verdicts
 from valence.errors import UserError
-from valence.types import Demonstration, Example, Judgement, Kind, Preference, Prompt, Ranking, content_id
+from valence.types import (
+    Demonstration,
+    Example,
+    Judgement,
+    Kind,
+    Preference,
+    Prompt,
+    Ranking,
+    content_id,
+)
 
 KINDS: dict[type[Example], Kind] = {
     Judgement: "judgement",
@@ -45,7 +56,10 @@ def conversion_to(
     top_n: int = 1,
     mask_truncated: bool = True,
 ) -> Conversion | None:
-    """The conversion of this name. Raises UserError when it does not make ``kind``, or does not go with the threshold."""
+    """The conversion of this name.
+
+    Raises UserError when it does not make ``kind``, or does not go with the threshold.
+    """
     conversion = CONVERSIONS.get(name) if name is not None else None
     if name is not None and conversion is None:
         raise UserError(
@@ -74,10 +88,14 @@ def conversion_to(
             f"{threshold} has no effect here",
             code="threshold-no-effect",
             where="data.threshold",
-            fix="remove it, or set it to a finite number and data.convert to a conversion of scores",
+            fix="remove it, or set it to a finite number and data.convert to a conversion of "
+            "scores",
         )
     if conversion is not None and conversion.run is best_to_demonstrations:
-        return replace(conversion, run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated))
+        return replace(
+            conversion,
+            run=partial(best_to_demonstrations, top_n=top_n, mask_truncated=mask_truncated),
+        )
     return conversion
 
 
@@ -89,8 +107,10 @@ def _serves(made: Kind, kind: Kind) -> bool:
 def of_kind(
     examples: Sequence[Example], kind: Kind, conversion: Conversion | None, threshold: float | None
 ) -> tuple[tuple[Example, ...], list[tuple[Example, Unused]]]:
-    """These examples as the kind, and those that the conversion made nothing of, each with the reason. Raises UserError at
-    the first that is of another kind and is not converted, and where ``scored`` answers share no sort of verdict."""
+    """These examples as the kind, and those that the conversion made nothing of, each with the
+    reason. Raises UserError at the first that is of another kind and is not converted, and where
+    ``scored`` answers share no sort of verdict.
+    """
     made = conversion.gives if conversion else kind
     examples, failed = _without_failed(examples)
     ready: list[Example] = []
@@ -115,15 +135,22 @@ def of_kind(
     return found, [*failed, *unused]
 
 
-def _without_failed(examples: Sequence[Example]) -> tuple[list[Example], list[tuple[Example, Unused]]]:
-    """The examples, and those of which no reward could be had, each with what that means for its prompt."""
+def _without_failed(
+    examples: Sequence[Example],
+) -> tuple[list[Example], list[tuple[Example, Unused]]]:
+    """The examples, and those of which no reward could be had, each with what that means for its
+    prompt.
+    """
     failed = [e for e in examples if isinstance(e, Judgement) and e.error and not verdicts(e)]
     if not failed:
         return list(examples), []
     gone = set(map(id, failed))
     kept = [e for e in examples if id(e) not in gone]
     judged = {content_id(e.prompt) for e in kept}
-    reasons = (Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED for e in failed)
+    reasons = (
+        Unused.REWARD_FAILED if content_id(e.prompt) in judged else Unused.ALL_REWARDS_FAILED
+        for e in failed
+    )
     return kept, list(zip(failed, reasons, strict=True))
 
 
@@ -142,9 +169,15 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
     if kind == "prompt":
         ways.append("format: prompt on this file, to read only its prompts")
     if kind == "demonstration" and isinstance(e, Judgement) and e.label is None:
-        ways.append("format: demonstration (or messages) on this file, to imitate every answer whatever its score")
+        ways.append(
+            "format: demonstration (or messages) on this file, to imitate every answer whatever "
+            "its score"
+        )
     if isinstance(e, Prompt) and e.info:
-        ways.append(f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the answers")
+        ways.append(
+            f"keys on this file, if its other columns ({', '.join(sorted(e.info))}) hold the "
+            f"answers"
+        )
     return UserError(
         f"the rows are {_described(e)}, and the method needs {WORDS[kind]}",
         code="kind-mismatch",
@@ -152,7 +185,8 @@ def _wrong_kind(e: Example, kind: Kind) -> UserError:
         fix=(
             f"set {', or '.join(ways)}; or choose a method for such rows{_methods(e)}"
             if ways
-            else f"choose a method for such rows{_methods(e)}, or other data: no conversion makes the one of the other"
+            else f"choose a method for such rows{_methods(e)}, or other data: no conversion "
+            f"makes the one of the other"
         ),
     )
 

@@ -61,7 +61,10 @@ class DataFile:
 
 @dataclass(frozen=True, slots=True)
 class InMemory:
-    """Rows that a program holds, in place of a file. Their origin is ``path`` and their number; Examples keep their own."""
+    """Rows that a program holds, in place of a file.
+
+    Their origin is ``path`` and their number; Examples keep their own.
+    """
 
     rows: Rows
     path: str = "rows in memory"
@@ -89,8 +92,12 @@ class InMemory:
 
 
 def sources_from(rows: object) -> Sequence[Source]:
-    """What a program gives as its rows: sources as they are, paths as files, anything else as rows in memory."""
-    if isinstance(rows, list | tuple) and all(hasattr(row, "path") and hasattr(row, "keys") for row in rows):
+    """What a program gives as its rows: sources as they are, paths as files, anything else as rows
+    in memory.
+    """
+    if isinstance(rows, list | tuple) and all(
+        hasattr(row, "path") and hasattr(row, "keys") for row in rows
+    ):
         return rows
     paths = paths_from(rows)
     return [InMemory(rows_from(rows))] if paths is None else [DataFile(path) for path in paths]
@@ -100,7 +107,8 @@ def sources_from(rows: object) -> Sequence[Source]:
 class File:
     """What became of one file's rows: each was used, or bad, or left unused by a conversion.
 
-    path: the file, or ``owner/name[split]``. format: None when no row could be read. rows: how many were read.
+    path: the file, or ``owner/name[split]``. format: None when no row could be read. rows: how many
+    were read.
     examples: how many Examples have their origin here. unused: reason -> rows.
     ignored_columns: column that the format does not read -> rows that have it.
     notes: how the file was read, where that had to be decided.
@@ -122,8 +130,10 @@ class File:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """Examples of one kind in the order of the files, and the account of them. ``unused``: rows that a conversion made
-    nothing of, each with the reason."""
+    """Examples of one kind in the order of the files, and the account of them.
+
+    ``unused``: rows that a conversion made nothing of, each with the reason.
+    """
 
     examples: tuple[Example, ...]
     files: tuple[File, ...]
@@ -156,19 +166,26 @@ def load(
     limit: int | None = None,
     on_bad_row: OnBadRow = "stop",
 ) -> Loaded:
-    """The Examples of these files, all of the kind asked for. A file's weight multiplies the weight of its rows.
-    Of the kind ``scored`` are judgements that all have a label, or all a score, or all attributes.
+    """The Examples of these files, all of the kind asked for.
 
-    ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into ``kind``, and puts
-    them after those that are of that kind already; ``top_n`` and ``mask_truncated`` are for best_to_demonstrations.
+    A file's weight multiplies the weight of its rows. Of the kind ``scored`` are judgements that
+    all have a label, or all a score, or all attributes.
 
-    Raises UserError at the first row that cannot be used, unless ``on_bad_row`` is "skip"; when rows are of another
-    kind than asked for; and when nothing remains.
+    ``limit``: rows read in all, before any conversion. ``convert`` turns rows of another kind into
+    ``kind``, and puts them after those that are of that kind already; ``top_n`` and
+    ``mask_truncated`` are for best_to_demonstrations.
+
+    Raises UserError at the first row that cannot be used, unless ``on_bad_row`` is "skip"; when
+    rows are of another kind than asked for; and when nothing remains.
     """
     conversion = conversion_to(kind, convert, threshold, top_n, mask_truncated)
     read: list[tuple[list[File], list[Example], list[BadRow]]] = []
     for source in sources:
-        left = None if limit is None else limit - sum(file.rows for files, _, _ in read for file in files)
+        left = (
+            None
+            if limit is None
+            else limit - sum(file.rows for files, _, _ in read for file in files)
+        )
         read.append(_read(source, left, on_bad_row))
     files = [file for files, _, _ in read for file in files]
     twice = [path for path, count in Counter(f.path for f in files).items() if count > 1]
@@ -179,7 +196,9 @@ def load(
             where=twice[0],
             fix="list it once, with weight: 2 if it is to count twice",
         )
-    examples, unused = of_kind([e for _, made, _ in read for e in made], kind, conversion, threshold)
+    examples, unused = of_kind(
+        [e for _, made, _ in read for e in made], kind, conversion, threshold
+    )
     bad = tuple(row for _, _, rows in read for row in rows)
     if not examples:
         raise _nothing_left(files, bad, unused)
@@ -189,7 +208,11 @@ def load(
         bad=bad,
         unused=tuple((e.origin, why) for e, why in unused),
         files=tuple(
-            replace(f, examples=made[f.path], unused=dict(Counter(why for e, why in unused if e.origin.path == f.path)))
+            replace(
+                f,
+                examples=made[f.path],
+                unused=dict(Counter(why for e, why in unused if e.origin.path == f.path)),
+            )
             for f in files
         ),
     )
@@ -198,21 +221,30 @@ def load(
 # One file
 
 
-def read_sources(sources: Sequence[Source], limit: int | None = None) -> Iterator[Row | BadRow | Example]:
+def read_sources(
+    sources: Sequence[Source], limit: int | None = None
+) -> Iterator[Row | BadRow | Example]:
     """The rows of these files as they are read, before anything is made of them."""
     return islice(chain.from_iterable(_rows(source, source.limit) for source in sources), limit)
 
 
 def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
-    """Each row of a file with the Example of whatever kind that it holds, or why it holds none, read when it is asked for.
+    """Each row of a file with the Example of whatever kind that it holds, or why it holds none,
+    read when it is asked for.
 
-    Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row, at its end."""
-    head, rest = _head(read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip")
+    Raises UserError where the file as a whole is at fault; when ``keys`` name a column of no row,
+    at its end.
+    """
+    head, rest = _head(
+        read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
+    )
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
     absent = set(source.keys.values())
     for row in chain(head, rest):
         if isinstance(row, Row) and layout.format:
-            absent = {path for path in absent if path not in row.value and lookup(row.value, path) is None}
+            absent = {
+                path for path in absent if path not in row.value and lookup(row.value, path) is None
+            }
             yield row, _example(row, layout)
         elif isinstance(row, BadRow):
             yield row, row
@@ -225,13 +257,19 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
         )
 
 
-def _rows(source: Source, limit: int | None, notes: list[str] | None = None) -> Iterator[Row | BadRow | Example]:
+def _rows(
+    source: Source, limit: int | None, notes: list[str] | None = None
+) -> Iterator[Row | BadRow | Example]:
     if isinstance(source, InMemory):
         return source.read(limit)
-    return read_rows(source.path, split=source.split, subset=source.subset, limit=limit, notes=notes)
+    return read_rows(
+        source.path, split=source.split, subset=source.subset, limit=limit, notes=notes
+    )
 
 
-def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list[File], list[Example], list[BadRow]]:
+def _read(
+    source: Source, limit: int | None, on_bad_row: OnBadRow
+) -> tuple[list[File], list[Example], list[BadRow]]:
     limit = min((n for n in (source.limit, limit) if n is not None), default=None)
     if isinstance(source, InMemory) and isinstance(source.rows, Iterator):
         source = replace(source, rows=list(islice(source.rows, limit)))  # rows may be read twice
@@ -244,13 +282,21 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
     bad: list[BadRow] = []
     seen: Counter[str] = Counter()
     absent = list(source.keys.values())
-    path, rows = str(source.path), Counter[str]()  # rows by file: Examples in memory name the one they came from
+    # rows by file: Examples in memory name the one they came from
+    path, rows = (
+        str(source.path),
+        Counter[str](),
+    )
     for row in chain(head, rest):
         rows[row.origin.path] += 1
         if isinstance(row, Row) and layout.format:
             path = row.origin.path
             seen.update(column for column, value in row.value.items() if value is not None)
-            absent = [theirs for theirs in absent if lookup(row.value, theirs) is None] if absent else absent
+            absent = (
+                [theirs for theirs in absent if lookup(row.value, theirs) is None]
+                if absent
+                else absent
+            )
             zeros.add(row)
             row = _example(row, layout)
         elif isinstance(row, Example):
@@ -261,7 +307,8 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
                     row.reason,
                     code=row.code,
                     where=str(row.origin),
-                    fix=f"{row.fix}; or set data.on_bad_row: skip, which counts and lists such rows",
+                    fix=f"{row.fix}; or set data.on_bad_row: skip, which counts and lists such "
+                    f"rows",
                 )
             bad.append(row)
         elif not isinstance(row, Row):
@@ -269,7 +316,8 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
     if absent and examples and limit is None:
         raise _no_such_column(path, absent[0], seen)
     zeros.check()
-    carried = layout.format is not None and FORMATS[layout.format].gives == "prompt"  # a Prompt's info has its other columns
+    # a Prompt's info has its other columns
+    carried = layout.format is not None and FORMATS[layout.format].gives == "prompt"
     known = {part for column in columns.values() for part in (column, column.partition(".")[0])}
     ignored = {} if carried else {column: n for column, n in seen.items() if column not in known}
     refused = Counter(row.origin.path for row in bad)
@@ -285,7 +333,10 @@ def _read(source: Source, limit: int | None, on_bad_row: OnBadRow) -> tuple[list
 
 
 def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]]:
-    """The first rows, of which at least one is readable if any is, and the others. Examples have no format to detect."""
+    """The first rows, of which at least one is readable if any is, and the others.
+
+    Examples have no format to detect.
+    """
     head: list[R] = []
     readable = 0
     for row in rows:
@@ -298,7 +349,10 @@ def _head(rows: Iterator[R], on_bad_row: OnBadRow) -> tuple[list[R], Iterator[R]
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """How the rows of a file are read. ``rating``: the part that the column ``rating`` holds, where that was decided here."""
+    """How the rows of a file are read.
+
+    ``rating``: the part that the column ``rating`` holds, where that was decided here.
+    """
 
     format: str | None
     keys: Mapping[str, str]
@@ -337,7 +391,8 @@ class _Zeros:
         """Raises UserError when there are both."""
         if self.zero and self.minus:
             raise UserError(
-                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may be a row without a verdict",
+                f"{self.column} is 0 here and -1 at {self.minus}, so 0 may be a row without a "
+                f"verdict",
                 code="label-zero-ambiguous",
                 where=str(self.zero),
                 fix="leave out rows without a verdict, and write the labels as true and false",
@@ -345,7 +400,10 @@ class _Zeros:
 
 
 def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
-    """The format of a file, and the columns of its parts. Of a file with ratings all rows are read to decide what these are."""
+    """The format of a file, and the columns of its parts.
+
+    Of a file with ratings all rows are read to decide what these are.
+    """
     if source.format is not None and source.format not in FORMATS:
         near = difflib.get_close_matches(source.format, FORMATS, n=1)
         raise UserError(
@@ -361,7 +419,9 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
         if not named and any(rated_format(value, keys) for value in head):
             as_label = {**keys, "label": RATING}
             if "label" in FORMATS[detect(head, as_label)].required:
-                ratings = (row.value.get(RATING) for row in _rows(source, None) if isinstance(row, Row))
+                ratings = (
+                    row.value.get(RATING) for row in _rows(source, None) if isinstance(row, Row)
+                )
                 rating = part_of(ratings, source.path)
                 keys = as_label if rating == "label" else {**keys, "score": RATING}
         name = source.format or detect(head, keys)
@@ -369,8 +429,12 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
     except UserError as error:
         for theirs in source.keys.values():
             if all(theirs not in value and lookup(value, theirs) is None for value in head):
-                raise _no_such_column(source.path, theirs, (name for value in head for name in value)) from error
-        raise UserError(error.what, code=error.code, where=error.where or source.path, fix=error.fix) from error
+                raise _no_such_column(
+                    source.path, theirs, (name for value in head for name in value)
+                ) from error
+        raise UserError(
+            error.what, code=error.code, where=error.where or source.path, fix=error.fix
+        ) from error
     return _Layout(name, keys, source.weight, named, rating)
 
 
@@ -390,7 +454,12 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         example = read_example(layout.format, row.value, row.origin, layout.keys)
     except UserError as error:
         hint = f" (the row looks like the format {other})" if other else ""
-        return BadRow(row.origin, error.what + hint, error.fix or "correct the row or leave it out", error.code)
+        return BadRow(
+            row.origin,
+            error.what + hint,
+            error.fix or "correct the row or leave it out",
+            error.code,
+        )
     if other is not None:
         return BadRow(
             row.origin,
@@ -402,7 +471,8 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
         return BadRow(
             row.origin,
             f"the row has a {RATING}, and the file's first rows have none",
-            f"put judged rows in a file of their own, or set format: {layout.format} to ignore the {RATING}",
+            f"put judged rows in a file of their own, or set format: {layout.format} to ignore "
+            f"the {RATING}",
             "row-format-differs",
         )
     return _weighted(example, layout.weight)
@@ -413,14 +483,20 @@ def _given(example: Example, source: Source) -> Example | BadRow:
     try:
         _check_numbers(example)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out", error.code)
+        return BadRow(
+            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+        )
     return _weighted(example, source.weight)
 
 
 def _check_numbers(example: Example) -> None:
     match example:
         case Judgement(score=score, attributes=attributes):
-            named = {name: number for name, number in {"score": score, **attributes}.items() if number is not None}
+            named = {
+                name: number
+                for name, number in {"score": score, **attributes}.items()
+                if number is not None
+            }
         case Preference(soft=soft):
             named = {"margin": example.margin}
             if soft is not None:
@@ -429,7 +505,8 @@ def _check_numbers(example: Example) -> None:
             named = {f"number {n} of scores": score for n, score in enumerate(scores, 1)}
             if len(scores) != len(example.completions) or len(scores) < 2:
                 raise UserError(
-                    f"the ranking has {len(example.completions)} completions and {len(scores)} scores",
+                    f"the ranking has {len(example.completions)} completions and {len(scores)} "
+                    f"scores",
                     code="row-length-mismatch",
                     fix="give two or more completions, and a score for each",
                 )
@@ -444,16 +521,24 @@ def _weighted(example: Example, weight: float) -> Example | BadRow:
     try:
         return replace(example, weight=values.weight(example.weight, "weight") * weight)
     except UserError as error:
-        return BadRow(example.origin, error.what, error.fix or "correct the row or leave it out", error.code)
+        return BadRow(
+            example.origin, error.what, error.fix or "correct the row or leave it out", error.code
+        )
 
 
 # What remains
 
 
-def _nothing_left(files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, Unused]]) -> UserError:
+def _nothing_left(
+    files: Sequence[File], bad: Sequence[BadRow], unused: Sequence[tuple[Example, Unused]]
+) -> UserError:
     reasons = Counter([*(row.reason for row in bad), *(why for _, why in unused)])
     why = "; ".join(f"{count} x {reason}" for reason, count in reasons.most_common(3))
-    where = str(bad[0].origin if bad else unused[0][0].origin) if bad or unused else ", ".join(f.path for f in files)
+    where = (
+        str(bad[0].origin if bad else unused[0][0].origin)
+        if bad or unused
+        else ", ".join(f.path for f in files)
+    )
     return UserError(
         f"of {sum(f.rows for f in files)} rows none can be used{f': {why}' if why else ''}",
         code="no-usable-rows",

@@ -1,4 +1,6 @@
-"""Rows that a program holds: lists of dictionaries or Examples, DataFrames, data sets, and paths of files."""
+"""Rows that a program holds: lists of dictionaries or Examples, DataFrames, data sets, and paths of
+files.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,11 @@ def paths_from(value: object) -> list[str] | None:
     """The paths, where ``value`` is a path or a list of paths; None for rows."""
     if isinstance(value, str | os.PathLike):
         return [os.fspath(value)]  # pyright: ignore[reportUnknownArgumentType]
-    if isinstance(value, list | tuple) and value and all(isinstance(each, str | os.PathLike) for each in value):
+    if (
+        isinstance(value, list | tuple)
+        and value
+        and all(isinstance(each, str | os.PathLike) for each in value)
+    ):
         return [os.fspath(each) for each in value]
     return None
 
@@ -34,8 +40,9 @@ def paths_from(value: object) -> list[str] | None:
 def as_overrides(
     given: Mapping[str, Rows | PathOrPaths | None], overrides: Sequence[str]
 ) -> tuple[dict[str, Rows | None], list[str]]:
-    """Paths among what is given for ``data.train`` and the like as overrides of a recipe, so that the run folder names them;
-    and the rows in memory that remain."""
+    """Paths among what is given for ``data.train`` and the like as overrides of a recipe, so that
+    the run folder names them; and the rows in memory that remain.
+    """
     rows: dict[str, Rows | None] = {}
     words = list(overrides)
     for name, value in given.items():
@@ -65,7 +72,12 @@ def rows_from(value: Any) -> Rows:
             fix='give one of them: dataset["train"]',
         )
     if isinstance(value, Mapping) or not isinstance(value, Iterable):
-        raise UserError(f"a {type(value).__name__} is not a list of rows", code="rows-type", where="rows", fix=ROWS_FIX)
+        raise UserError(
+            f"a {type(value).__name__} is not a list of rows",
+            code="rows-type",
+            where="rows",
+            fix=ROWS_FIX,
+        )
     return value
 
 

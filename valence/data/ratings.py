@@ -18,7 +18,9 @@ Part = Literal["label", "score"]
 
 
 def rated_format(row: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
-    """The format of judged answers that this row has if its rating is the label; None when the rating is not read."""
+    """The format of judged answers that this row has if its rating is the label; None when the
+    rating is not read.
+    """
     if row.get(RATING) is None or RATING in keys.values() or any(part in keys for part in VERDICTS):
         return None
     if any(row.get(part) is not None for part in VERDICTS):
@@ -28,9 +30,11 @@ def rated_format(row: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:
 
 
 def part_of(ratings: Iterable[object], path: str) -> Part:
-    """What all ratings of a file are: labels if there are words, or no numbers but 1 and one of -1 and 0, otherwise scores.
+    """What all ratings of a file are: labels if there are words, or no numbers but 1 and one of -1
+    and 0, otherwise scores.
 
-    Raises UserError for a file in which every rating is the same 0 or 1, which may be a thumb or the end of a scale.
+    Raises UserError for a file in which every rating is the same 0 or 1, which may be a thumb or
+    the end of a scale.
     """
     numbers: set[float] = set()
     has_words = False
@@ -47,6 +51,7 @@ def part_of(ratings: Iterable[object], path: str) -> Part:
             f"every rating is {min(numbers):g}, which may be a thumb or the end of a scale",
             code="rating-ambiguous",
             where=path,
-            fix=f"say which: keys: {{label: {RATING}}} for thumbs, keys: {{score: {RATING}}} for a scale",
+            fix=f"say which: keys: {{label: {RATING}}} for thumbs, keys: {{score: {RATING}}} for "
+            f"a scale",
         )
     return "label" if numbers <= {-1.0, 1.0} or numbers <= {0.0, 1.0} else "score"

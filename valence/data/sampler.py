@@ -1,4 +1,6 @@
-"""Which examples make up which optimizer step: a function of the seed, the epoch and the examples' content alone."""
+"""Which examples make up which optimizer step: a function of the seed, the epoch and the examples'
+content alone.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +12,33 @@ from valence.types import TokenizedExample
 
 
 def canonical_order(units: Sequence[TokenizedExample], seed: int, epoch: int) -> list[int]:
-    """Indices of the units sorted by a hash of (seed, epoch, content id): a shuffle that does not know how the units arrived.
+    """Indices of the units sorted by a hash of (seed, epoch, content id): a shuffle that does not
+    know how the units arrived.
 
     Units with the same content are interchangeable and keep their order of arrival.
     """
-    keys = [hashlib.blake2b(f"{seed}/{epoch}/{unit.id}".encode(), digest_size=8).digest() for unit in units]
+    keys = [
+        hashlib.blake2b(f"{seed}/{epoch}/{unit.id}".encode(), digest_size=8).digest()
+        for unit in units
+    ]
     return sorted(range(len(units)), key=lambda i: keys[i])
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """The steps of every epoch. ``batch_size`` counts units per step; ``stratify`` gives each step the classes' overall share."""
+    """The steps of every epoch.
+
+    ``batch_size`` counts units per step; ``stratify`` gives each step the classes' overall share.
+    """
 
     units: tuple[TokenizedExample, ...]
     batch_size: int
     seed: int = 0
     drop_last: bool = False
     stratify: bool = False
-    _orders: dict[int, tuple[int, ...]] = field(default_factory=dict[int, tuple[int, ...]], init=False, repr=False, compare=False)
+    _orders: dict[int, tuple[int, ...]] = field(
+        default_factory=dict[int, tuple[int, ...]], init=False, repr=False, compare=False
+    )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -53,7 +64,9 @@ class Sampler:
         return sorted(order, key=lambda i: place[i])
 
     def step(self, number: int) -> tuple[list[int], list[int]]:
-        """The units of optimizer step ``number`` (from 0) in canonical order, and those that follow in its epoch, cyclically."""
+        """The units of optimizer step ``number`` (from 0) in canonical order, and those that follow
+        in its epoch, cyclically.
+        """
         epoch, index = divmod(number, self.steps_per_epoch)
         order = self.epoch(epoch)
         start, end = index * self.batch_size, (index + 1) * self.batch_size

@@ -1,6 +1,9 @@
-"""Rows from files and hub data sets, each with the place it came from. What a row means is decided in formats.py.
+"""Rows from files and hub data sets, each with the place it came from.
 
-A problem of one row is yielded as a ``BadRow``; a problem of the whole file is raised as a ``UserError``.
+What a row means is decided in formats.py.
+
+A problem of one row is yielded as a ``BadRow``; a problem of the whole file is raised as a
+``UserError``.
 """
 
 from __future__ import annotations
@@ -65,16 +68,20 @@ def read_rows(
     limit: int | None = None,
     notes: list[str] | None = None,
 ) -> Iterator[Row | BadRow]:
-    """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the first so many.
+    """The rows of a file, or of a hub data set ``owner/name``, in order; with ``limit``, only the
+    first so many.
 
-    An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row (parquet, hub, and json
-    without line breaks). What had to be decided about the file, such as its delimiter, is added to ``notes``.
-    Raises UserError when the file as a whole cannot be read or has no rows.
+    An origin's line is the line of the file (jsonl, csv, json arrays) or the number of the row
+    (parquet, hub, and json without line breaks). What had to be decided about the file, such as its
+    delimiter, is added to ``notes``. Raises UserError when the file as a whole cannot be read or
+    has no rows.
     """
     return islice(_rows(str(path), split, subset, [] if notes is None else notes), limit)
 
 
-def _rows(path: str, split: str | None, subset: str | None, notes: list[str]) -> Iterator[Row | BadRow]:
+def _rows(
+    path: str, split: str | None, subset: str | None, notes: list[str]
+) -> Iterator[Row | BadRow]:
     file = Path(os.path.expanduser(path))
     if _is_hub_id(path, file):
         rows = (Row(value, origin) for origin, value in hub_rows(path, split, subset))
@@ -93,12 +100,21 @@ def _rows(path: str, split: str | None, subset: str | None, notes: list[str]) ->
         empty = False
         yield row
     if empty:
-        raise UserError("the file has no rows", code="file-empty", where=path, fix="name a file that holds at least one row")
+        raise UserError(
+            "the file has no rows",
+            code="file-empty",
+            where=path,
+            fix="name a file that holds at least one row",
+        )
 
 
 def _is_hub_id(path: str, file: Path) -> bool:
-    """Does it look like ``owner/name``, and not like a file that is missing from a folder that is there?"""
-    return bool(HUB_ID.fullmatch(path)) and _suffix(file) not in READERS and not file.parent.exists()
+    """Does it look like ``owner/name``, and not like a file that is missing from a folder that is
+    there?
+    """
+    return (
+        bool(HUB_ID.fullmatch(path)) and _suffix(file) not in READERS and not file.parent.exists()
+    )
 
 
 # Files
@@ -120,7 +136,10 @@ def _file(path: str, file: Path, notes: list[str]) -> Iterator[Row | BadRow]:
         ) from error
     except PermissionError as error:
         raise UserError(
-            "no permission to read this file", code="file-not-readable", where=path, fix=f"allow it: chmod +r {path}"
+            "no permission to read this file",
+            code="file-not-readable",
+            where=path,
+            fix=f"allow it: chmod +r {path}",
         ) from error
     except OSError as error:
         raise UserError(
@@ -143,7 +162,12 @@ def _check_is_file(path: str, file: Path) -> None:
             fix=f"name a file in it, such as {inside[0]}" if inside else "name a data file",
         )
     if file.exists():
-        raise UserError("this is neither a file nor a folder", code="file-not-regular", where=path, fix="name a regular file")
+        raise UserError(
+            "this is neither a file nor a folder",
+            code="file-not-regular",
+            where=path,
+            fix="name a regular file",
+        )
     if not file.parent.is_dir():
         raise UserError(
             f"there is no such file, nor a folder {file.parent}",
@@ -161,7 +185,8 @@ def _check_is_file(path: str, file: Path) -> None:
         fix=(
             f"did you mean {' or '.join(near)}?"
             if near
-            else f"the folder {file.parent} has {', '.join(found) or 'no data files'}; check the path"
+            else f"the folder {file.parent} has {', '.join(found) or 'no data files'}; check the "
+            f"path"
         ),
     )
 
@@ -179,11 +204,15 @@ def _unpacked(raw: io.BufferedReader) -> io.BufferedReader:
 
 
 Reader = Callable[[str, io.BufferedReader, list[str]], Iterator[Row | BadRow]]
-"""Yields the rows of a file, given its path and its content, and adds to a list what had to be decided."""
+"""Yields the rows of a file, given its path and its content, and adds to a list what had to be
+decided.
+"""
 
 
 def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
-    """The function that reads this content: chosen by suffix, unless the content is plainly something else."""
+    """The function that reads this content: chosen by suffix, unless the content is plainly
+    something else.
+    """
     head = stream.peek(4096)[:4096]
     if head.startswith(b"PAR1"):
         return _parquet
@@ -197,7 +226,10 @@ def _reader(path: str, file: Path, stream: io.BufferedReader) -> Reader:
         )
     if head.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise UserError(
-            "the file is UTF-16 or UTF-32, not UTF-8", code="file-encoding", where=path, fix=f"convert it: {_iconv('UTF-16')}"
+            "the file is UTF-16 or UTF-32, not UTF-8",
+            code="file-encoding",
+            where=path,
+            fix=f"convert it: {_iconv('UTF-16')}",
         )
     if b"\0" in head and suffix != ".parquet":
         raise UserError(
@@ -218,7 +250,9 @@ def _iconv(encoding: str) -> str:
 # JSON
 
 
-JSON_FAULT_FIX = "write each name once in an object, null for a missing number, and whole characters"
+JSON_FAULT_FIX = (
+    "write each name once in an object, null for a missing number, and whole characters"
+)
 
 
 def _row(value: object, fault: str | None, origin: Origin) -> Row | BadRow:
@@ -264,7 +298,10 @@ def _jsonl_row(decoder: StrictDecoder, line: bytes, origin: Origin) -> Row | Bad
         )
     except ValueError as error:
         return BadRow(
-            origin, f"the line cannot be read as JSON: {error}", "write shorter numbers and flatter objects", "json-limits"
+            origin,
+            f"the line cannot be read as JSON: {error}",
+            "write shorter numbers and flatter objects",
+            "json-limits",
         )
     return _row(value, decoder.fault, origin)
 
@@ -333,7 +370,9 @@ def _array(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
         position = _skip(text, end)
         mark = text[position : position + 1]
         if mark not in (",", "]"):
-            raise json.JSONDecodeError("Expecting ',' or ']'" if mark else "The array is not closed", text, position)
+            raise json.JSONDecodeError(
+                "Expecting ',' or ']'" if mark else "The array is not closed", text, position
+            )
         position, closed = _skip(text, position + 1), mark == "]"
     if text[position:].strip():
         raise json.JSONDecodeError("Extra data after the array", text, position)
@@ -348,8 +387,14 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
     decoder = StrictDecoder()
     value, end = decoder.value_at(text, start)
     if text[end:].strip():
-        raise json.JSONDecodeError("Extra data: neither one array nor one object per line", text, _skip(text, end))
-    lists = [] if not isinstance(value, dict) else [name for name, part in value.items() if _is_list_of_rows(part)]
+        raise json.JSONDecodeError(
+            "Extra data: neither one array nor one object per line", text, _skip(text, end)
+        )
+    lists = (
+        []
+        if not isinstance(value, dict)
+        else [name for name, part in value.items() if _is_list_of_rows(part)]
+    )
     if len(lists) > 1:
         raise UserError(
             f"the file holds several lists of rows: {', '.join(lists)}",
@@ -367,7 +412,9 @@ def _document(path: str, text: str, start: int) -> Iterator[Row | BadRow]:
 def _is_list_of_rows(part: object) -> bool:
     """A list of objects that are not chat turns."""
     return (
-        isinstance(part, list) and bool(part) and all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in part)
+        isinstance(part, list)
+        and bool(part)
+        and all(isinstance(row, dict) and not {"role", "from"} & row.keys() for row in part)
     )
 
 
@@ -376,16 +423,23 @@ def _is_list_of_rows(part: object) -> bool:
 DELIMITERS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 
 
-def _csv(path: str, stream: io.BufferedReader, notes: list[str], *, usual: str) -> Iterator[Row | BadRow]:
+def _csv(
+    path: str, stream: io.BufferedReader, notes: list[str], *, usual: str
+) -> Iterator[Row | BadRow]:
     """usual: the delimiter that the suffix stands for."""
-    csv.field_size_limit(2**31 - 1)  # the default, 131,072 characters, is less than a long conversation
+    # the default, 131,072 characters, is less than a long conversation
+    csv.field_size_limit(2**31 - 1)
     delimiter = _delimiter(stream.peek(BUFFER), usual)
     if delimiter != usual:
         notes.append(f"fields are separated by {DELIMITERS[delimiter]}")
     lines = (_text(path, line.removeprefix(BOM), number) for number, line in enumerate(stream, 1))
     records = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
-    empty: list[int] = []  # lines without a field, which are rows where there is one column, but not at the end of the file
+    empty: list[
+        int
+        # lines without a field, which are rows where there is one column, but not at the end of the
+        # file
+    ] = []
     start = 1
     try:
         for cells in records:
@@ -408,9 +462,14 @@ def _csv(path: str, stream: io.BufferedReader, notes: list[str], *, usual: str) 
         ) from error
 
 
-def _record(path: str, line: int, cells: list[str], header: list[str], delimiter: str) -> Row | BadRow:
+def _record(
+    path: str, line: int, cells: list[str], header: list[str], delimiter: str
+) -> Row | BadRow:
     if len(cells) == len(header):
-        return Row({name: cell or None for name, cell in zip(header, cells, strict=True)}, Origin(path, line))
+        return Row(
+            {name: cell or None for name, cell in zip(header, cells, strict=True)},
+            Origin(path, line),
+        )
     return BadRow(
         Origin(path, line),
         f"the record has {len(cells)} fields, and the header has {len(header)}",
@@ -422,15 +481,20 @@ def _record(path: str, line: int, cells: list[str], header: list[str], delimiter
 def _empty_rows(path: str, lines: list[int]) -> Iterator[BadRow]:
     """The empty rows of a table with one column, which are taken from the list."""
     for line in lines:
-        yield BadRow(Origin(path, line), "the row is empty", "remove its line, or write its text", "row-empty")
+        yield BadRow(
+            Origin(path, line),
+            "the row is empty",
+            "remove its line, or write its text",
+            "row-empty",
+        )
     lines.clear()
 
 
 def _delimiter(start: bytes, usual: str) -> str:
     """The character between the fields of a table, found in its first bytes.
 
-    Of the characters that part the header into several fields, the one that parts most rows into as many; of equals, the
-    usual one, and without any, the usual one too.
+    Of the characters that part the header into several fields, the one that parts most rows into as
+    many; of equals, the usual one, and without any, the usual one too.
     """
     text = start.removeprefix(BOM).decode(errors="replace")
     is_whole = len(start) < BUFFER
@@ -438,7 +502,10 @@ def _delimiter(start: bytes, usual: str) -> str:
     for delimiter in dict.fromkeys((usual, *DELIMITERS)):
         records: list[list[str]] = []
         with suppress(csv.Error):
-            records += islice((r for r in csv.reader(io.StringIO(text), delimiter=delimiter) if r), SAMPLE_ROWS + 1)
+            records += islice(
+                (r for r in csv.reader(io.StringIO(text), delimiter=delimiter) if r),
+                SAMPLE_ROWS + 1,
+            )
         if len(records) < SAMPLE_ROWS + 1 and not is_whole and len(records) > 1:
             records.pop()  # it may be cut
         if records and len(records[0]) > 1:
@@ -479,7 +546,10 @@ def _parquet(path: str, stream: BinaryIO, notes: list[str]) -> Iterator[Row | Ba
         table = pq.ParquetFile(stream, page_checksum_verification=True)
         if len(set(table.schema_arrow.names)) < len(table.schema_arrow.names):
             raise UserError(
-                "two columns have the same name", code="column-duplicate", where=path, fix="give every column a name of its own"
+                "two columns have the same name",
+                code="column-duplicate",
+                where=path,
+                fix="give every column a name of its own",
             )
         for batch in table.iter_batches():
             for value in _batch_rows(batch):
@@ -498,9 +568,16 @@ def _batch_rows(batch: Any) -> list[dict[str, Any]]:
     """The rows of a record batch of Arrow."""
     try:
         return batch.to_pylist()
-    except (ValueError, OverflowError, KeyError):  # a date out of range, a time zone or text that is none
+    except (
+        ValueError,
+        OverflowError,
+        KeyError,
+    ):  # a date out of range, a time zone or text that is none
         columns = [_values(column) for column in batch.columns]
-        return [dict(zip(batch.schema.names, cells, strict=True)) for cells in zip(*columns, strict=True)]
+        return [
+            dict(zip(batch.schema.names, cells, strict=True))
+            for cells in zip(*columns, strict=True)
+        ]
 
 
 def _values(column: Any) -> list[Any]:

@@ -1,4 +1,6 @@
-"""What a reward model learns of single answers: for each unit its targets, one for each attribute."""
+"""What a reward model learns of single answers: for each unit its targets, one for each
+attribute.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,10 @@ def attribute_names(units: Sequence[TokenizedExample]) -> tuple[str, ...]:
 
 
 def verdict(units: Sequence[TokenizedExample], order: Sequence[str]) -> str:
-    """The first in ``order`` (label, score, attributes) that all units are judged by. Raises UserError at a unit that lacks what
-    most have, when there is none."""
+    """The first in ``order`` (label, score, attributes) that all units are judged by.
+
+    Raises UserError at a unit that lacks what most have, when there is none.
+    """
     for kind in order:
         if all(_given(unit, kind) for unit in units):
             return kind
@@ -28,11 +32,14 @@ def verdict(units: Sequence[TokenizedExample], order: Sequence[str]) -> str:
     raise _lacks(next(unit for unit in units if not _given(unit, best)), best)
 
 
-def with_targets(units: Sequence[TokenizedExample], kind: str, names: Sequence[str]) -> tuple[TokenizedExample, ...]:
-    """The same units with targets in the place of their scores: their label (1 up, 0 down), score, or attributes, of which one
-    that a unit lacks is NaN.
+def with_targets(
+    units: Sequence[TokenizedExample], kind: str, names: Sequence[str]
+) -> tuple[TokenizedExample, ...]:
+    """The same units with targets in the place of their scores: their label (1 up, 0 down), score,
+    or attributes, of which one that a unit lacks is NaN.
 
-    names: of the attributes, in their order. Raises UserError at a unit that has no such verdict, or an attribute without a name.
+    names: of the attributes, in their order. Raises UserError at a unit that has no such verdict,
+    or an attribute without a name.
     """
     odd = next((unit for unit in units if not _given(unit, kind)), None)
     if odd is not None:
@@ -51,7 +58,11 @@ def _lacks(unit: TokenizedExample, kind: str) -> UserError:
 
 
 def _given(unit: TokenizedExample, kind: str) -> bool:
-    return {"label": unit.label is not None, "score": bool(unit.scores), "attributes": bool(unit.attributes)}[kind]
+    return {
+        "label": unit.label is not None,
+        "score": bool(unit.scores),
+        "attributes": bool(unit.attributes),
+    }[kind]
 
 
 def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[float, ...]:
@@ -71,10 +82,21 @@ def _targets(unit: TokenizedExample, kind: str, names: Sequence[str]) -> tuple[f
     return tuple(own.get(name, math.nan) for name in names)
 
 
-def check_range(units: Sequence[TokenizedExample], low: float, high: float, whole: bool, what: str, fix: str) -> None:
-    """Raises UserError at the first unit with a target that is not from ``low`` to ``high`` (and a whole number, if asked)."""
+def check_range(
+    units: Sequence[TokenizedExample], low: float, high: float, whole: bool, what: str, fix: str
+) -> None:
+    """Raises UserError at the first unit with a target that is not from ``low`` to ``high`` (and a
+    whole number, if asked).
+    """
     for unit in units:
         for target in unit.scores:
-            fits = math.isnan(target) or (low <= target <= high and (not whole or target == int(target)))
+            fits = math.isnan(target) or (
+                low <= target <= high and (not whole or target == int(target))
+            )
             if not fits:
-                raise UserError(f"the row has {target:g}, and {what}", code="row-target-range", where=str(unit.origin), fix=fix)
+                raise UserError(
+                    f"the row has {target:g}, and {what}",
+                    code="row-target-range",
+                    where=str(unit.origin),
+                    fix=fix,
+                )

@@ -30,7 +30,10 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 CHATML = "chatml"
 """The name of the built-in template."""
 
-NO_TEMPLATE = "set data.chat_template: chatml, or to the path of a Jinja file; or give prompts and completions as plain text"
+NO_TEMPLATE = (
+    "set data.chat_template: chatml, or to the path of a Jinja file; or give prompts "
+    "and completions as plain text"
+)
 
 Piece = tuple[str, bool]
 """Some text, and whether it is trained on: the assistant's own text with its end-of-turn."""
@@ -89,7 +92,9 @@ def renders_as_chat(as_chat: AsChat, tokenizer: PreTrainedTokenizerBase) -> bool
     return bool(tokenizer.chat_template) if as_chat == "auto" else as_chat
 
 
-def with_template(tokenizer: PreTrainedTokenizerBase, chosen: str | None) -> PreTrainedTokenizerBase:
+def with_template(
+    tokenizer: PreTrainedTokenizerBase, chosen: str | None
+) -> PreTrainedTokenizerBase:
     """Return the tokenizer with the template of ``data.chat_template``; with None, as it is.
 
     chosen: ``chatml``, or the text of a Jinja template. The given tokenizer is not changed.
@@ -114,13 +119,16 @@ def chatml_template(tokenizer: PreTrainedTokenizerBase) -> str:
         end = "'<|im_end|>'"
     elif not vocab.ends:
         raise UserError(
-            "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so a ChatML turn could not end",
+            "the tokenizer has neither <|im_end|> nor an end-of-sequence token, so a ChatML turn "
+            "could not end",
             code="end-token-missing",
             where="data.chat_template",
             fix="set model.tokenizer to one that has either",
         )
     bos = "{{ bos_token }}" if vocab.bos is not None and vocab.prefix == (vocab.bos,) else ""
-    turn = f"{{{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
+    turn = (
+        f"{{{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + {end} + '\\n' }}}}"
+    )
     ask = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
     return f"{bos}{{% for message in messages %}}{turn}{{% endfor %}}{ask}"
 
@@ -151,10 +159,18 @@ class ChatTemplate:
             where = f"data.chat_template_kwargs.{name}"
             if name in own:
                 raise UserError(
-                    f"{name} is not a variable of the template", code="template-variable-unknown", where=where, fix="remove it"
+                    f"{name} is not a variable of the template",
+                    code="template-variable-unknown",
+                    where=where,
+                    fix="remove it",
                 )
             if not self.exists:
-                raise UserError("the tokenizer has no chat template", code="chat-template-missing", where=where, fix=NO_TEMPLATE)
+                raise UserError(
+                    "the tokenizer has no chat template",
+                    code="chat-template-missing",
+                    where=where,
+                    fix=NO_TEMPLATE,
+                )
             if not re.search(rf"\b{re.escape(name)}\b", self._every_source()):
                 raise UserError(
                     f"the chat template does not read {name}",
@@ -213,15 +229,25 @@ class ChatTemplate:
         """
         if not self.exists:
             return TurnEnd(None, "", "")
-        fix = "fix the tokenizer's chat template, or set model.tokenizer to one whose template works"
+        fix = (
+            "fix the tokenizer's chat template, or set model.tokenizer to one whose template works"
+        )
         answer: Message = {"role": "assistant", "content": _SENTINEL}
         try:
             text = self.render([_QUESTION, answer], ask=False)
         except RowError as error:
-            raise UserError(f"{error.reason} (one user turn and its answer)", code="chat-template-failed", fix=fix) from error
+            raise UserError(
+                f"{error.reason} (one user turn and its answer)",
+                code="chat-template-failed",
+                fix=fix,
+            ) from error
         _, printed, tail = text.rpartition(_SENTINEL)
         if not printed:
-            raise UserError("the chat template does not print the assistant's answer", code="chat-template-no-answer", fix=fix)
+            raise UserError(
+                "the chat template does not print the assistant's answer",
+                code="chat-template-no-answer",
+                fix=fix,
+            )
         matches = list(self._vocab.unsplit.finditer(tail))
         tokens = [self._vocab.token(match.group()) for match in matches]
         stops = {*self._stops, *self._vocab.ends} if self._stops else set[int]()
@@ -245,8 +271,8 @@ class ChatTemplate:
     def markers(self) -> frozenset[str]:
         """Special tokens that the template prints around turns.
 
-        EOS is not one of them, and BOS only where it opens turns, as ``<|im_start|>`` does in SmolLM2: elsewhere they may be
-        ordinary text, such as the HTML tag ``<s>``.
+        EOS is not one of them, and BOS only where it opens turns, as ``<|im_start|>`` does in
+        SmolLM2: elsewhere they may be ordinary text, such as the HTML tag ``<s>``.
         """
         try:
             text = self.render([_QUESTION, {"role": "assistant", "content": _SENTINEL}], ask=False)
@@ -255,8 +281,14 @@ class ChatTemplate:
             return frozenset()
         text += asked
         outer = {self._vocab.bos, *self._vocab.ends}
-        outer -= {i for n, i in self._vocab.special.items() if i == self._vocab.bos and n in asked.removeprefix(n)}
-        return frozenset(n for n, i in self._vocab.special.items() if n.strip() and n in text and i not in outer)
+        outer -= {
+            i
+            for n, i in self._vocab.special.items()
+            if i == self._vocab.bos and n in asked.removeprefix(n)
+        }
+        return frozenset(
+            n for n, i in self._vocab.special.items() if n.strip() and n in text and i not in outer
+        )
 
     # --- prompts and their answers
 
@@ -284,16 +316,27 @@ class ChatTemplate:
             raise RewrittenTurnError("not_a_prefix", reason, "leave data.train_on at completion")
         for i in places:
             before = self.render(messages[:i], tools, ask=True)
-            upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(self.turn_end.after)
+            upto = self.render(messages[: i + 1], tools, ask=False).removesuffix(
+                self.turn_end.after
+            )
             for part, name in ((before, "before"), (upto, "up to")):
                 if not prompt_text.startswith(part):
-                    raise _not_a_prefix(part, prompt_text, f"the conversation {name} turn {i + 1}", RewrittenTurnError)
-            start = self._own_start(messages, i, tools, prompt_text, len(before), len(upto), ask=True)
+                    raise _not_a_prefix(
+                        part,
+                        prompt_text,
+                        f"the conversation {name} turn {i + 1}",
+                        RewrittenTurnError,
+                    )
+            start = self._own_start(
+                messages, i, tools, prompt_text, len(before), len(upto), ask=True
+            )
             spans.append((start, self._with_next_token(prompt_text, len(upto))))
         return _cut(prompt_text, 0, spans)
 
     def _with_next_token(self, text: str, end: int) -> int:
-        """Where a turn ends that ``text`` goes on behind; with the next turn's first token, if that is what ends it."""
+        """Where a turn ends that ``text`` goes on behind; with the next turn's first token, if that
+        is what ends it.
+        """
         if self.turn_end.text or self.turn_end.token is None:
             return end
         name = str(self._tokenizer.convert_ids_to_tokens(self.turn_end.token))
@@ -342,15 +385,20 @@ class ChatTemplate:
             end = self._turn_stop(messages, i, tools, text)
             aligned = text.startswith(prompt_text) if i == first else "another_header" not in notes
             start = self._own_start(messages, i, tools, text, header, end, aligned=aligned)
-            closed = _CLOSING_TAG.search(prompt_text[len(context) :]) and not _OPENING_TAG.match(own)
+            closed = _CLOSING_TAG.search(prompt_text[len(context) :]) and not _OPENING_TAG.match(
+                own
+            )
             if own and closed and "another_header" in notes:
-                # The generation prompt ends with an empty block of reasoning, which the rendering of an answer lacks.
+                # The generation prompt ends with an empty block of reasoning, which the rendering
+                # of an answer lacks.
                 return RenderedAnswer(prompt_text, ((text[start:], True),))
             spans.append((start, end))
         return RenderedAnswer(context, tuple(_cut(text, len(context), spans)), tuple(sorted(notes)))
 
     def _shared_context(self, prompt: Chat, prompt_text: str, text: str) -> str | None:
-        """The prompt without its generation prompt, if ``text`` and ``prompt_text`` differ only behind it; else None."""
+        """The prompt without its generation prompt, if ``text`` and ``prompt_text`` differ only
+        behind it; else None.
+        """
         try:
             bare = self.render(prompt.messages, prompt.tools, ask=False)
         except RowError:
@@ -358,15 +406,25 @@ class ChatTemplate:
         return bare if prompt_text.startswith(bare) and text.startswith(bare) else None
 
     def _behind_rewritten(
-        self, messages: Sequence[Message], tools: Tools, prompt_text: str, text: str, own: str, whole: str
+        self,
+        messages: Sequence[Message],
+        tools: Tools,
+        prompt_text: str,
+        text: str,
+        own: str,
+        whole: str,
     ) -> RenderedAnswer:
-        """An answer of one turn behind the prompt as it is sampled from, which the template prints differently once it is
-        answered (some print a system message only before the last user turn). Raises RowError for any other answer."""
+        """An answer of one turn behind the prompt as it is sampled from, which the template prints
+        differently once it is answered (some print a system message only before the last user
+        turn). Raises RowError for any other answer.
+        """
         _, _, tail = self._with_sentinel(messages, len(messages) - 1, tools).partition(_SENTINEL)
         verbatim = own and _match_backwards(own, text, self._content_end(text, tail)) is not None
         if not verbatim or _ENDS_OPEN.search(prompt_text):
             raise _not_a_prefix(prompt_text, whole, "the prompt alone")
-        start = self._own_start(messages, len(messages) - 1, tools, text, 0, len(text), aligned=False)
+        start = self._own_start(
+            messages, len(messages) - 1, tools, text, 0, len(text), aligned=False
+        )
         return RenderedAnswer(prompt_text, ((text[start:], True),), ("rewritten_prompt",))
 
     def _turn_stop(self, messages: Sequence[Message], i: int, tools: Tools, text: str) -> int:
@@ -388,7 +446,9 @@ class ChatTemplate:
     def _stop_pattern(self) -> re.Pattern[str]:
         """Matches the tokens that end a turn."""
         ids = {self.turn_end.token, *self._vocab.ends, *self._stops} - {None}
-        names = sorted((str(self._tokenizer.convert_ids_to_tokens(i)) for i in ids), key=len, reverse=True)
+        names = sorted(
+            (str(self._tokenizer.convert_ids_to_tokens(i)) for i in ids), key=len, reverse=True
+        )
         return re.compile("|".join(map(re.escape, names)) or r"(?!)")
 
     def _own_start(
@@ -425,8 +485,12 @@ class ChatTemplate:
         start = min(max(start, header), end)
         return header if aligned and not text[header:start].strip() else start
 
-    def _is_shortened(self, messages: Sequence[Message], tools: Tools, text: str, content: str) -> bool:
-        """Whether the template prints only the end of the last turn's content (it drops reasoning)."""
+    def _is_shortened(
+        self, messages: Sequence[Message], tools: Tools, text: str, content: str
+    ) -> bool:
+        """Whether the template prints only the end of the last turn's content (it drops
+        reasoning).
+        """
         head, _, tail = self._with_sentinel(messages, len(messages) - 1, tools).partition(_SENTINEL)
         end = self._content_end(text, tail)
         if _match_backwards(content, text, end) is not None:
@@ -435,15 +499,23 @@ class ChatTemplate:
         return content.strip().endswith(printed)
 
     def _content_end(self, text: str, tail: str, *, ask: bool = False) -> int:
-        """Where the content ends in front of the ``tail``, of which ``text`` may lack what follows the turn's end."""
+        """Where the content ends in front of the ``tail``, of which ``text`` may lack what follows
+        the turn's end.
+        """
         kept = tail if ask else tail.removesuffix(self.turn_end.after)
         return len(text) - len(kept) if text.endswith(kept) else len(text)
 
-    def _with_sentinel(self, messages: Sequence[Message], i: int, tools: Tools, *, ask: bool = False) -> str:
-        """The conversation with a made-up content of turn i, without its reasoning and tool calls."""
+    def _with_sentinel(
+        self, messages: Sequence[Message], i: int, tools: Tools, *, ask: bool = False
+    ) -> str:
+        """The conversation with a made-up content of turn i, without its reasoning and tool
+        calls.
+        """
         left_out = {*REASONING, "tool_calls"}
         blank = {name: value for name, value in messages[i].items() if name not in left_out}
-        return self.render([*messages[:i], {**blank, "content": _SENTINEL}, *messages[i + 1 :]], tools, ask=ask)
+        return self.render(
+            [*messages[:i], {**blank, "content": _SENTINEL}, *messages[i + 1 :]], tools, ask=ask
+        )
 
     # --- checks
 
@@ -454,22 +526,32 @@ class ChatTemplate:
             role = message["role"]
             if role not in ROLES and f"'{role}'" not in source and f'"{role}"' not in source:
                 raise RowError(
-                    "unknown_role", f"the chat template has no role {role!r}", f"use one of {', '.join(sorted(ROLES))}"
+                    "unknown_role",
+                    f"the chat template has no role {role!r}",
+                    f"use one of {', '.join(sorted(ROLES))}",
                 )
             if message.get("tool_calls") and "tool_calls" not in source:
                 raise RowError(
                     "not_printed",
                     "a turn calls tools, which the chat template does not print",
-                    "use a model whose template knows tools, or write the call as the turn's content",
+                    "use a model whose template knows tools, or write the call as the turn's "
+                    "content",
                 )
 
-    def _check_printed(self, messages: Sequence[Message], tools: Tools, text: str, *, first: int = 0) -> None:
+    def _check_printed(
+        self, messages: Sequence[Message], tools: Tools, text: str, *, first: int = 0
+    ) -> None:
         """Raises RowError when the template leaves out a turn, from message ``first`` on."""
         for i, message in enumerate(messages[first:], start=first):
             content = message.get("content")
-            if not isinstance(content, str) or content.strip() in text or json.dumps(content, ensure_ascii=False)[1:-1] in text:
+            if (
+                not isinstance(content, str)
+                or content.strip() in text
+                or json.dumps(content, ensure_ascii=False)[1:-1] in text
+            ):
                 continue
-            # Either the template rewrote it, or it left it out: then another content prints the same.
+            # Either the template rewrote it, or it left it out: then another content prints the
+            # same.
             changed = [*messages[:i], {**message, "content": _SENTINEL}, *messages[i + 1 :]]
             if self.render(changed, tools, ask=True) == self.render(messages, tools, ask=True):
                 raise RowError(
@@ -480,7 +562,9 @@ class ChatTemplate:
 
 
 def _trained(messages: Sequence[Message], first: int) -> list[int]:
-    """Places of the assistant turns from ``first`` on that answer something and may be trained on."""
+    """Places of the assistant turns from ``first`` on that answer something and may be trained
+    on.
+    """
     found = enumerate(messages[first:], start=first)
     return [i for i, m in found if m["role"] == "assistant" and i > 0 and not has_no_weight(m)]
 
@@ -496,10 +580,16 @@ def _content(message: Message) -> str:
 
 
 def _text_alone(completion: Chat) -> str:
-    """The content of an answer that is one turn of text and nothing else, to be trained on; else an empty string."""
+    """The content of an answer that is one turn of text and nothing else, to be trained on; else an
+    empty string.
+    """
     message = completion.messages[0]
     alone = len(completion.messages) == 1 and not message.get("tool_calls")
-    return _content(message) if alone and not _has_reasoning(message) and not has_no_weight(message) else ""
+    return (
+        _content(message)
+        if alone and not _has_reasoning(message) and not has_no_weight(message)
+        else ""
+    )
 
 
 def _has_reasoning(message: Message) -> bool:
@@ -513,7 +603,9 @@ def _prints_reasoning(message: Message, text: str) -> bool:
 
 
 def _match_backwards(own: str, text: str, end: int) -> int | None:
-    """Where ``own`` starts in ``text`` if it stands right before ``end``, whatever white space differs; else None."""
+    """Where ``own`` starts in ``text`` if it stands right before ``end``, whatever white space
+    differs; else None.
+    """
     stripped = own.strip()
     if text.endswith(stripped, 0, end):
         return end - len(stripped)
@@ -530,7 +622,9 @@ def _match_backwards(own: str, text: str, end: int) -> int | None:
 
 
 def _without_repeated_tag(own: str, prompt_text: str) -> str:
-    """The answer without an opening tag, such as ``<think>``, that the generation prompt ends with."""
+    """The answer without an opening tag, such as ``<think>``, that the generation prompt ends
+    with.
+    """
     tag = _OPENING_TAG.match(own)
     return own[tag.end() :] if tag and prompt_text.rstrip().endswith(tag[1]) else own
 
@@ -558,5 +652,6 @@ def _not_a_prefix(part: str, whole: str, name: str, kind: type[RowError] = RowEr
         "not_a_prefix",
         f"{name} is printed differently once it is answered: after {at} characters it reads "
         f"{part[at : at + 40]!r}, and in the whole conversation {whole[at : at + 40]!r}",
-        "training would see another prompt than sampling: change the row, or the model's chat template",
+        "training would see another prompt than sampling: change the row, or the model's chat "
+        "template",
     )

@@ -1,4 +1,6 @@
-"""The pieces of a row: labels, numbers, chat turns, prompts and the answers to them. All are parsed strictly.
+"""The pieces of a row: labels, numbers, chat turns, prompts and the answers to them.
+
+All are parsed strictly.
 
 Every function raises UserError with what is wrong and its remedy; the caller adds the place.
 """
@@ -16,20 +18,53 @@ from typing import Any, cast
 from valence.errors import UserError
 from valence.types import Chat, Content, Ids, Message
 
-UP = frozenset({
-    "true", "yes", "1", "+1", "1.0", "chosen", "good", "desirable", "positive", "up", "like", "upvote", "thumbsup",
-    "thumbup", "👍",
-})  # fmt: skip
-DOWN = frozenset({
-    "false", "no", "0", "-1", "0.0", "-1.0", "rejected", "bad", "undesirable", "negative", "down", "dislike", "downvote",
-    "thumbsdown", "thumbdown", "👎",
-})  # fmt: skip
+UP = frozenset(
+    {
+        "true",
+        "yes",
+        "1",
+        "+1",
+        "1.0",
+        "chosen",
+        "good",
+        "desirable",
+        "positive",
+        "up",
+        "like",
+        "upvote",
+        "thumbsup",
+        "thumbup",
+        "👍",
+    }
+)
+DOWN = frozenset(
+    {
+        "false",
+        "no",
+        "0",
+        "-1",
+        "0.0",
+        "-1.0",
+        "rejected",
+        "bad",
+        "undesirable",
+        "negative",
+        "down",
+        "dislike",
+        "downvote",
+        "thumbsdown",
+        "thumbdown",
+        "👎",
+    }
+)
 TWO_WORDS = re.compile(r"(thumbs?)[\s_-]*(up|down)|(up|down)[\s_-]*(vote)")
 """Labels that tools write as one word or two, with or without a separator, after lower-casing."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LABEL_FIX = (
-    "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or bad, positive or negative, "
-    "like or dislike, thumbs_up or thumbs_down, upvote or downvote; put a graded judgement into a column called score"
+    "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or "
+    "bad, positive or negative, "
+    "like or dislike, thumbs_up or thumbs_down, upvote or downvote; put a graded judgement into "
+    "a column called score"
 )
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -38,7 +73,9 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialect:
-    """How a chat turn is written: the names of its role and its content, and what each role means."""
+    """How a chat turn is written: the names of its role and its content, and what each role
+    means.
+    """
 
     role: str
     content: str
@@ -46,9 +83,16 @@ class Dialect:
 
 
 ROLES = {
-    "system": "system", "user": "user", "assistant": "assistant", "tool": "tool",
-    "developer": "system", "human": "user", "gpt": "assistant", "model": "assistant", "function": "tool",
-}  # fmt: skip
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "developer": "system",
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function": "tool",
+}
 """Role as tools write it -> one of the four that chat templates know."""
 OPENAI = Dialect("role", "content", ROLES)
 SHAREGPT = Dialect("from", "value", {**ROLES, "observation": "tool"})
@@ -59,7 +103,11 @@ def label(value: object, name: str) -> bool:
     """Thumbs up or down."""
     verdict = thumb(value)
     if verdict is None:
-        raise UserError(f"{name} is {shown(value)}, which is not a label", code="row-label-invalid", fix=LABEL_FIX)
+        raise UserError(
+            f"{name} is {shown(value)}, which is not a label",
+            code="row-label-invalid",
+            fix=LABEL_FIX,
+        )
     return verdict
 
 
@@ -84,7 +132,9 @@ def number(value: object, name: str) -> float:
         raise UserError(
             f"{name} is {shown(value)}, and must be a finite number",
             code="row-decimal-comma" if comma else "row-number-invalid",
-            fix="write a decimal point instead of the comma" if comma else f"correct {name} or leave the row out",
+            fix="write a decimal point instead of the comma"
+            if comma
+            else f"correct {name} or leave the row out",
         )
     return result
 
@@ -121,23 +171,34 @@ def probability(value: object, name: str) -> float:
         raise UserError(
             f"{name} is {result:g}, and must be a probability",
             code="row-number-range",
-            fix="give a number from 0 to 1: how likely it is that the chosen answer is the better one",
+            fix="give a number from 0 to 1: how likely it is that the chosen answer is the "
+            "better one",
         )
     return result
 
 
 def attributes(value: object, name: str) -> dict[str, float]:
-    """Scores by the name of what they are about. Null (a table's filling) is a score that was not given."""
+    """Scores by the name of what they are about.
+
+    Null (a table's filling) is a score that was not given.
+    """
     if not isinstance(value, Mapping) or not all(isinstance(each, str) and each for each in value):
         raise UserError(
             f"{name} is {shown(value)}, and must be an object of attributes with a score each",
             code="row-value-type",
-            fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else needs another name',
+            fix='write {"helpfulness": 3, "correctness": 4}; a column that holds anything else '
+            "needs another name",
         )
-    found = {each: number(score, f"{each} in {name}") for each, score in value.items() if score is not None}
+    found = {
+        each: number(score, f"{each} in {name}")
+        for each, score in value.items()
+        if score is not None
+    }
     if not found:
         raise UserError(
-            f"{name} has no score", code="row-scores-empty", fix="give at least one attribute a score, or leave the row out"
+            f"{name} has no score",
+            code="row-scores-empty",
+            fix="give at least one attribute a score, or leave the row out",
         )
     return found
 
@@ -179,13 +240,18 @@ def mapping(value: object, name: str) -> Mapping[str, Any]:
     """An object, whatever is in it."""
     if not isinstance(value, Mapping):
         raise UserError(
-            f"{name} is {shown(value)}, and must be an object", code="row-value-type", fix=f"correct {name} or leave it out"
+            f"{name} is {shown(value)}, and must be an object",
+            code="row-value-type",
+            fix=f"correct {name} or leave it out",
         )
     return value
 
 
 def info(value: object, name: str) -> Mapping[str, Any]:
-    """Metadata of a row: an object, also one written as JSON text. Any other value keeps the name of its column."""
+    """Metadata of a row: an object, also one written as JSON text.
+
+    Any other value keeps the name of its column.
+    """
     found = value
     if isinstance(value, str) and value.lstrip().startswith("{"):
         with suppress(ValueError, RecursionError):
@@ -196,7 +262,8 @@ def info(value: object, name: str) -> Mapping[str, Any]:
 def tools(value: object, name: str) -> tuple[Mapping[str, Any], ...]:
     """Descriptions of tools: a list of objects, or that list written as JSON text."""
     if isinstance(value, str):
-        with suppress(ValueError, RecursionError):  # what cannot be read stays text, and is refused below
+        # what cannot be read stays text, and is refused below
+        with suppress(ValueError, RecursionError):
             value = json.loads(value) if value.strip() else []
     if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
         raise UserError(
@@ -215,7 +282,9 @@ def turns(value: object, name: str, dialect: Dialect) -> tuple[Message, ...]:
             code="row-value-type",
             fix=f'write [{{"{dialect.role}": "...", "{dialect.content}": "..."}}, ...]',
         )
-    return tuple(_turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1))
+    return tuple(
+        _turn(turn, f"turn {number} of {name}", dialect) for number, turn in enumerate(value, 1)
+    )
 
 
 def _turn(value: object, name: str, dialect: Dialect) -> Message:
@@ -230,13 +299,19 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
     role = dialect.roles.get(given) if isinstance(given, str) else None
     if role is None:
         raise UserError(
-            f"{name} has {dialect.role} {shown(given)}", code="row-role-invalid", fix=f"use one of {', '.join(dialect.roles)}"
+            f"{name} has {dialect.role} {shown(given)}",
+            code="row-role-invalid",
+            fix=f"use one of {', '.join(dialect.roles)}",
         )
     # A table's file format fills in null for what a turn does not have.
-    rest = {k: v for k, v in value.items() if k not in (dialect.role, dialect.content) and v is not None}
+    rest = {
+        k: v for k, v in value.items() if k not in (dialect.role, dialect.content) and v is not None
+    }
     if isinstance(content, list):
         content = parts_as_text(content, f"{dialect.content} of {name}") if content else None
-    if not isinstance(content, str) and not (content is None and role == "assistant" and rest.get("tool_calls")):
+    if not isinstance(content, str) and not (
+        content is None and role == "assistant" and rest.get("tool_calls")
+    ):
         raise UserError(
             f"{name} has {dialect.content} {shown(content)}, and must have text",
             code="row-content-invalid",
@@ -247,7 +322,8 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
         raise UserError(
             f"weight of {name} is {shown(turn_weight)}, and must be 0 or 1",
             code="row-weight-invalid",
-            fix="write 0 for a turn that is not to be learnt; the weight of the whole row has a column of its own",
+            fix="write 0 for a turn that is not to be learnt; the weight of the whole row has a "
+            "column of its own",
         )
     ignored = {"weight": 0} if role == "assistant" and turn_weight == 0 else {}
     return {"role": role, "content": content, **rest, **ignored}
@@ -255,18 +331,27 @@ def _turn(value: object, name: str, dialect: Dialect) -> Message:
 
 def dialect_of(turn: Mapping[Any, Any]) -> Dialect | None:
     """The dialect whose role and content this turn has."""
-    return next((d for d in (OPENAI, SHAREGPT, COLOSSAL) if d.role in turn and d.content in turn), None)
+    return next(
+        (d for d in (OPENAI, SHAREGPT, COLOSSAL) if d.role in turn and d.content in turn), None
+    )
 
 
 def is_parts(value: object) -> bool:
-    """Whether this is content in parts, as OpenAI and Bedrock write it, and not a list of chat turns."""
-    if not isinstance(value, list) or not all(isinstance(part, dict) and not {"role", "from"} & part.keys() for part in value):
+    """Whether this is content in parts, as OpenAI and Bedrock write it, and not a list of chat
+    turns.
+    """
+    if not isinstance(value, list) or not all(
+        isinstance(part, dict) and not {"role", "from"} & part.keys() for part in value
+    ):
         return False
     return any(part.get("type") in TEXT_PARTS or part.keys() == {"text"} for part in value)
 
 
 def parts_as_text(parts: Sequence[object], name: str) -> str:
-    """The text of content in parts, one below the other. Raises UserError for a part that is not text."""
+    """The text of content in parts, one below the other.
+
+    Raises UserError for a part that is not text.
+    """
     texts: list[str] = []
     for number, part in enumerate(parts, 1):
         text_of = part.get("text") if isinstance(part, dict) else part
@@ -279,14 +364,19 @@ def parts_as_text(parts: Sequence[object], name: str) -> str:
             )
         if not isinstance(text_of, str):
             raise UserError(
-                f"part {number} of {name} has no text", code="row-content-parts", fix='write {"type": "text", "text": "..."}'
+                f"part {number} of {name} has no text",
+                code="row-content-parts",
+                fix='write {"type": "text", "text": "..."}',
             )
         texts.append(text_of)
     return "\n".join(texts)
 
 
 def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
-    """A prompt as text, or as turns of which the last is to be answered. One turn may stand without its list."""
+    """A prompt as text, or as turns of which the last is to be answered.
+
+    One turn may stand without its list.
+    """
     if isinstance(value, Mapping) and isinstance(value.get("messages"), list):
         raise UserError(
             f"{name} is an object that holds the chat turns in its messages",
@@ -296,9 +386,13 @@ def prompt(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
     if not isinstance(value, str):
-        return check_prompt(turns([value] if isinstance(value, dict) else value, name, dialect), name)
+        return check_prompt(
+            turns([value] if isinstance(value, dict) else value, name, dialect), name
+        )
     if not value:
-        raise UserError(f"{name} is empty", code="row-prompt-empty", fix="give the text that the answer follows")
+        raise UserError(
+            f"{name} is empty", code="row-prompt-empty", fix="give the text that the answer follows"
+        )
     return text(value, name)
 
 
@@ -315,7 +409,9 @@ def check_prompt(given: Sequence[Message], name: str) -> tuple[Message, ...]:
 
 
 def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, ...]:
-    """An answer as text or as turns (one object, or a list), which may still have the prompt in front."""
+    """An answer as text or as turns (one object, or a list), which may still have the prompt in
+    front.
+    """
     if is_parts(value):
         value = parts_as_text(cast(list[object], value), name)
     if isinstance(value, str):
@@ -326,22 +422,33 @@ def answer(value: object, name: str, dialect: Dialect) -> str | tuple[Message, .
 def text(value: object, name: str) -> str:
     """Text that is not a list of chat turns in disguise, as a csv would have it."""
     if not isinstance(value, str):
-        raise UserError(f"{name} is {shown(value)}, and must be text", code="row-value-type", fix="write one string")
+        raise UserError(
+            f"{name} is {shown(value)}, and must be text",
+            code="row-value-type",
+            fix="write one string",
+        )
     if CHAT_AS_TEXT.match(value):
         raise UserError(
             f"{name} is a list of chat turns written as text",
             code="row-turns-as-text",
-            fix=("store the list itself, in jsonl or parquet; as text the model would be shown its brackets and quotes"),
+            fix=(
+                "store the list itself, in jsonl or parquet; as text the model would be shown "
+                "its brackets and quotes"
+            ),
         )
     return value
 
 
 def exchange(
-    asked: str | tuple[Message, ...], answers: Mapping[str, str | tuple[Message, ...]], offered: tuple[Mapping[str, Any], ...]
+    asked: str | tuple[Message, ...],
+    answers: Mapping[str, str | tuple[Message, ...]],
+    offered: tuple[Mapping[str, Any], ...],
 ) -> tuple[Content, tuple[Content, ...]]:
-    """A prompt with its answers (by the name of their column), as text if all of it is text, else as chat.
+    """A prompt with its answers (by the name of their column), as text if all of it is text, else
+    as chat.
 
-    In a chat, a text prompt is a user turn, a text answer an assistant turn, and a prompt repeated in answers is cut.
+    In a chat, a text prompt is a user turn, a text answer an assistant turn, and a prompt repeated
+    in answers is cut.
     """
     if isinstance(asked, str) and all(isinstance(given, str) for given in answers.values()):
         if offered:
@@ -355,22 +462,34 @@ def exchange(
     following: list[Content] = []
     for name, given in answers.items():
         told = ({"role": "assistant", "content": given},) if isinstance(given, str) else given
-        following.append(Chat(check_answer(told[len(opening) :] if told[: len(opening)] == opening else told, name)))
+        following.append(
+            Chat(
+                check_answer(
+                    told[len(opening) :] if told[: len(opening)] == opening else told, name
+                )
+            )
+        )
     return Chat(opening, offered), tuple(following)
 
 
 def _check_not_empty(given: str, name: str) -> str:
     if not given.strip():
-        raise UserError(f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer")
+        raise UserError(
+            f"{name} is empty", code="row-completion-empty", fix="leave out rows without an answer"
+        )
     return given
 
 
 def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
-    """The turns, when they are an answer: the assistant's, with tool results between, none of them empty."""
+    """The turns, when they are an answer: the assistant's, with tool results between, none of them
+    empty.
+    """
     for turn in given:
         if turn["role"] == "assistant" and not turn.get("tool_calls"):
             _check_not_empty(turn["content"], name)
-    wrong = next((turn["role"] for turn in given if turn["role"] not in ("assistant", "tool")), None)
+    wrong = next(
+        (turn["role"] for turn in given if turn["role"] not in ("assistant", "tool")), None
+    )
     if wrong is not None:
         raise UserError(
             f"{name} has a {wrong} turn that is not part of the prompt",
@@ -393,7 +512,10 @@ def check_answer(given: Sequence[Message], name: str) -> tuple[Message, ...]:
 
 
 def shared_prompt(chosen: object, rejected: object, dialect: Dialect) -> str | tuple[Message, ...]:
-    """The prompt that two whole conversations begin with. Text is split before its last ``Assistant:`` answer."""
+    """The prompt that two whole conversations begin with.
+
+    Text is split before its last ``Assistant:`` answer.
+    """
     if isinstance(chosen, str) and isinstance(rejected, str):
         head, mark, _ = chosen.rpartition("\n\nAssistant:")
         if not mark or rejected.rpartition("\n\nAssistant:")[0] != head:

@@ -1,4 +1,7 @@
-"""What judgements are judged by: a label, a score, attributes. All rows that are trained on together share one of these."""
+"""What judgements are judged by: a label, a score, attributes.
+
+All rows that are trained on together share one of these.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +24,13 @@ def verdicts(judgement: Judgement) -> list[str]:
     return [name for name in VERDICTS if given[name]]
 
 
-def shared_verdicts(judgements: Iterable[Judgement], among: Sequence[str] = tuple(VERDICTS)) -> list[str]:
-    """Those of ``among`` that every judgement has. Raises UserError at the first that leaves none."""
+def shared_verdicts(
+    judgements: Iterable[Judgement], among: Sequence[str] = tuple(VERDICTS)
+) -> list[str]:
+    """Those of ``among`` that every judgement has.
+
+    Raises UserError at the first that leaves none.
+    """
     shared = list(among)
     for judgement in judgements:
         own = verdicts(judgement)
@@ -32,7 +40,8 @@ def shared_verdicts(judgements: Iterable[Judgement], among: Sequence[str] = tupl
                 f"the row has {_named(own)}, and {_named(before)} is what the rows before it share",
                 code="rows-rated-differently",
                 where=str(judgement.origin),
-                fix="train on rows that are all judged alike: by a label, by a score or by attributes; leave out the others",
+                fix="train on rows that are all judged alike: by a label, by a score or by "
+                "attributes; leave out the others",
             )
     return shared
 

@@ -1,4 +1,6 @@
-"""A tokenizer as encoding needs it: plain text to ids, with nothing added, merged or split unseen."""
+"""A tokenizer as encoding needs it: plain text to ids, with nothing added, merged or split
+unseen.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ def row_code(kind: str) -> str:
 
 
 class RowError(Exception):
-    """This row cannot be encoded. ``kind``: a short stable name to count by; ``reason``, ``fix``: one sentence each."""
+    """This row cannot be encoded.
+
+    ``kind``: a short stable name to count by; ``reason``, ``fix``: one sentence each.
+    """
 
     def __init__(self, kind: str, reason: str, fix: str | None = None) -> None:
         super().__init__(reason)
@@ -67,7 +72,9 @@ class Vocab:
 
     @cached_property
     def unsplit(self) -> re.Pattern[str]:
-        """Matches what is never split into smaller tokens: special and added tokens, but for runs of white space."""
+        """Matches what is never split into smaller tokens: special and added tokens, but for runs
+        of white space.
+        """
         return any_of(self._special_names() | set(self._tokenizer.get_added_vocab()))
 
     @cached_property
@@ -79,7 +86,9 @@ class Vocab:
 
     @cached_property
     def stand_in(self) -> tuple[int, ...]:
-        """What an empty prompt becomes, since the first token of an answer needs something to be predicted from."""
+        """What an empty prompt becomes, since the first token of an answer needs something to be
+        predicted from.
+        """
         for token in (self.bos, self._eos):
             if token is not None:
                 return (token,)
@@ -117,11 +126,15 @@ class Vocab:
                 )
         return ids
 
-    def join(self, pieces: Sequence[tuple[str, bool]], before: str, context: tuple[int, ...]) -> tuple[Marked, bool]:
-        """Ids and mask of pieces of text that follow ``before`` (whose ids are ``context``); and if any would have merged.
+    def join(
+        self, pieces: Sequence[tuple[str, bool]], before: str, context: tuple[int, ...]
+    ) -> tuple[Marked, bool]:
+        """Ids and mask of pieces of text that follow ``before`` (whose ids are ``context``); and if
+        any would have merged.
 
-        No token crosses from one piece into the next. Each is tokenised together with the piece in front of it all the
-        same, because some tokenizers write a word differently where a text starts.
+        No token crosses from one piece into the next. Each is tokenised together with the piece in
+        front of it all the same, because some tokenizers write a word differently where a text
+        starts.
         """
         ids: list[int] = []
         mask: list[bool] = []

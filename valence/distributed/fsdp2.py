@@ -1,4 +1,6 @@
-"""Weights, their gradients and the optimizer's moments split over the processes of a group, by PyTorch's FSDP2."""
+"""Weights, their gradients and the optimizer's moments split over the processes of a group, by
+PyTorch's FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,16 @@ def shard(
     each: bool = False,
     offload: bool = False,
 ) -> None:
-    """Leaves each process its part of the engine's weights; a layer's are gathered for as long as it runs.
+    """Leaves each process its part of the engine's weights; a layer's are gathered for as long as
+    it runs.
 
-    From now on every run of the engine, forward and backward, is one of all processes (``engine.is_sharded``). All that is not in
-    ``layers`` (embedding, head) is whole throughout a run; weights of fewer than 2 axes stay on every process. Gradients are
-    summed over the processes. compute: the type that layers are gathered in, when that of their products is narrower than that of
-    their weights. reshard: give a layer's weights back between its forward and its backward run. each: sum gradients in each
-    backward run, whatever ``sync_gradients`` says. offload: keep the parts in the host's memory. Works on weights that have no
-    memory yet.
+    From now on every run of the engine, forward and backward, is one of all processes
+    (``engine.is_sharded``). All that is not in ``layers`` (embedding, head) is whole throughout a
+    run; weights of fewer than 2 axes stay on every process. Gradients are summed over the
+    processes. compute: the type that layers are gathered in, when that of their products is
+    narrower than that of their weights. reshard: give a layer's weights back between its forward
+    and its backward run. each: sum gradients in each backward run, whatever ``sync_gradients``
+    says. offload: keep the parts in the host's memory. Works on weights that have no memory yet.
     """
     device = group.device
     more: dict[str, Any] = {
@@ -54,7 +58,8 @@ def shard(
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }
     wide = None if compute is None else torch.float32
-    # Autocast would round the operands anyway: it takes half the bytes to gather them rounded. Inputs stay as they are.
+    # Autocast would round the operands anyway: it takes half the bytes to gather them rounded.
+    # Inputs stay as they are.
     narrow = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=wide, cast_forward_inputs=False)
     for layer in layers:
         fully_shard(layer, reshard_after_forward=reshard, mp_policy=narrow, **more)
@@ -73,7 +78,9 @@ def shard(
 
 
 def sync_gradients(engine: Any, on: bool) -> None:
-    """Whether the next backward run sums the gradients of all processes, with those that it has kept until then."""
+    """Whether the next backward run sums the gradients of all processes, with those that it has
+    kept until then.
+    """
     engine.set_requires_gradient_sync(on or engine.each)
 
 
@@ -92,7 +99,9 @@ def _parts(engine: nn.Module) -> list[FSDPModule]:
 
 
 def _give_back(engine: nn.Module, *_: Any) -> None:
-    """Leaves this process its part of the weights, after a forward run that no backward run follows."""
+    """Leaves this process its part of the weights, after a forward run that no backward run
+    follows.
+    """
     for module in _parts(engine) if not torch.is_grad_enabled() else ():
         module.reshard()
 

@@ -1,9 +1,10 @@
 """Starts a command in several processes of this host, and ends as one process would.
 
-torchrun's engine cannot serve here. After a signal it gives processes 30 seconds and then kills them, which may be less than a
-save takes; it ends with status 1 where ``valence`` documents others; SIGUSR1 ends it; the first process that has saved and ended
-counts as a failure, for which the others are signalled again, and a second signal ends them at once. Under torchrun itself all
-that is as torchrun has it. This module imports no torch.
+torchrun's engine cannot serve here. After a signal it gives processes 30 seconds and then kills
+them, which may be less than a save takes; it ends with status 1 where ``valence`` documents others;
+SIGUSR1 ends it; the first process that has saved and ended counts as a failure, for which the
+others are signalled again, and a second signal ends them at once. Under torchrun itself all that is
+as torchrun has it. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -24,16 +25,23 @@ from valence.errors import UserError
 from valence.terminal import write_line
 
 LISTENS = "VALENCE_STORE_FD"
-"""Names the socket on which rank 0 is to listen: opened here, so that no other program can take the port in between."""
+"""Names the socket on which rank 0 is to listen: opened here, so that no other program can take the
+port in between.
+"""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 MISTAKE, OUT_OF_TIME = 2, 124
 STOPPED = (OUT_OF_TIME, *(128 + number for number in SIGNALS))
 """Statuses of a process that was asked to end, and has saved."""
 GRACE = 6.0
-"""Seconds in which a process may end by itself when another has failed, or when it was asked twice. Longer than it looks whether
-another has failed before it says so itself: it is to leave its folder in order."""
+"""Seconds in which a process may end by itself when another has failed, or when it was asked twice.
+
+Longer than it looks whether another has failed before it says so itself: it is to leave its folder
+in order.
+"""
 ECHO = 2.0
-"""Seconds within which the same signal once more (but for Ctrl-C) is the same one: schedulers send it twice."""
+"""Seconds within which the same signal once more (but for Ctrl-C) is the same one: schedulers send
+it twice.
+"""
 KEPT = 1 << 16
 """Bytes, the last, of what a process said that are shown when it fails."""
 LOOKS_EVERY = 0.05
@@ -41,14 +49,21 @@ PR_SET_PDEATHSIG = 1
 
 
 def needed(nproc: int | None) -> bool:
-    """Whether processes are to be started: several are asked for, and this is not one of them. Raises UserError when there are
-    others already, and not as many."""
+    """Whether processes are to be started: several are asked for, and this is not one of them.
+
+    Raises UserError when there are others already, and not as many.
+    """
     local = os.environ.get("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE"))
     if nproc is None or local is None:
         return nproc is not None
     if int(local) != nproc:
         what = f"{nproc} processes are asked for where {local} have been started"
-        raise UserError(what, code="nproc-conflict", where="--nproc", fix="leave it out under torchrun and accelerate launch")
+        raise UserError(
+            what,
+            code="nproc-conflict",
+            where="--nproc",
+            fix="leave it out under torchrun and accelerate launch",
+        )
     return False
 
 
@@ -57,26 +72,45 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def launch(arguments: Sequence[str], nproc: int, *, program: Sequence[str] = (sys.executable, "-m", "valence")) -> int:
-    """Runs the program with these arguments in nproc processes that know of each other, and returns their exit status.
+def launch(
+    arguments: Sequence[str],
+    nproc: int,
+    *,
+    program: Sequence[str] = (sys.executable, "-m", "valence"),
+) -> int:
+    """Runs the program with these arguments in nproc processes that know of each other, and returns
+    their exit status.
 
-    That is 0; 124, 130, 138 or 143 when all have stopped and saved; else that of the first that failed: 2 for a mistake, 1 for
-    all else. Its error is shown first and once, the others are ended. Signals reach each process once and are waited for.
-    Rank 0 has this process's output; what the others say is shown when they fail. Raises UserError for fewer than 1.
+    That is 0; 124, 130, 138 or 143 when all have stopped and saved; else that of the first that
+    failed: 2 for a mistake, 1 for all else. Its error is shown first and once, the others are
+    ended. Signals reach each process once and are waited for. Rank 0 has this process's output;
+    what the others say is shown when they fail. Raises UserError for fewer than 1.
     """
     if nproc < 1:
-        raise UserError(f"{nproc} is no number of processes", code="nproc-invalid", where="--nproc", fix="give at least 1")
+        raise UserError(
+            f"{nproc} is no number of processes",
+            code="nproc-invalid",
+            where="--nproc",
+            fix="give at least 1",
+        )
     asked: list[int] = []
     with ExitStack() as ending:
         for number in SIGNALS:
-            ending.callback(signal.signal, number, signal.signal(number, lambda number, _: asked.append(number)))
+            ending.callback(
+                signal.signal, number, signal.signal(number, lambda number, _: asked.append(number))
+            )
         return _Launched([*program, *arguments], nproc, asked, ending).wait()
 
 
 class _Worker:
-    """One of the processes. What it says passes through here, but for what rank 0 prints, so that a terminal stays one."""
+    """One of the processes.
 
-    def __init__(self, command: Sequence[str], rank: int, listening: socket.socket, nproc: int) -> None:
+    What it says passes through here, but for what rank 0 prints, so that a terminal stays one.
+    """
+
+    def __init__(
+        self, command: Sequence[str], rank: int, listening: socket.socket, nproc: int
+    ) -> None:
         self.rank = rank
         self.said = b""
         self._passes, self._passing = rank == 0, threading.Lock()
@@ -86,7 +120,8 @@ class _Worker:
             stdin=subprocess.DEVNULL,
             stdout=None if rank == 0 else subprocess.PIPE,
             stderr=subprocess.PIPE if rank == 0 else subprocess.STDOUT,
-            start_new_session=True,  # else Ctrl-C in a terminal would reach it both from there and from here
+            # else Ctrl-C in a terminal would reach it both from there and from here
+            start_new_session=True,
             preexec_fn=_with_parent,
             pass_fds=(listening.fileno(),) if rank == 0 else (),
         )
@@ -126,7 +161,9 @@ class _Worker:
 
 
 class _Launched:
-    def __init__(self, command: Sequence[str], nproc: int, asked: list[int], ending: ExitStack) -> None:
+    def __init__(
+        self, command: Sequence[str], nproc: int, asked: list[int], ending: ExitStack
+    ) -> None:
         self.asked = asked
         self.workers: list[_Worker] = []
         self._last, self._at, self._kill_at = 0, float("-inf"), float("inf")
@@ -165,15 +202,26 @@ class _Launched:
             worker.process.send_signal(number)  # which does nothing to one that has ended
 
     def _failed(self, worker: _Worker, status: int) -> int:
-        """Shows the error of a process. Rank 0 says nothing any more: it would only say the same, or that another is missing."""
+        """Shows the error of a process.
+
+        Rank 0 says nothing any more: it would only say the same, or that another is missing.
+        """
         words = worker.words()
         passed = self.workers[0].hush()
-        mistake = words[words.rfind("valence: ") :] if status == MISTAKE and "valence: " in words else ""
+        mistake = (
+            words[words.rfind("valence: ") :] if status == MISTAKE and "valence: " in words else ""
+        )
         shown = worker.rank == 0 or (mistake and mistake in passed)
         lines = [] if shown or not words else [mistake or f"rank {worker.rank} says:\n{words}"]
         if status > 128:
-            why = ", as the system does when there is no memory left" if status - 128 == signal.SIGKILL else ""
-            lines.append(f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}{why}")
+            why = (
+                ", as the system does when there is no memory left"
+                if status - 128 == signal.SIGKILL
+                else ""
+            )
+            lines.append(
+                f"rank {worker.rank} was ended by {signal.Signals(status - 128).name}{why}"
+            )
         if lines:
             write_line("\n".join(lines), sys.stderr)
         return MISTAKE if status == MISTAKE else 1
@@ -195,9 +243,13 @@ def _environment(rank: int, nproc: int, listening: socket.socket) -> dict[str, s
     cores = usable_cores()
     defaults = {"OMP_NUM_THREADS": str(max(1, cores // nproc)), "PYTHONFAULTHANDLER": "1"}
     ours = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": nproc, "LOCAL_WORLD_SIZE": nproc, "MASTER_ADDR": "127.0.0.1",
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": nproc,
+        "LOCAL_WORLD_SIZE": nproc,
+        "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": listening.getsockname()[1],
-    } | ({LISTENS: listening.fileno()} if rank == 0 else {})  # fmt: skip
+    } | ({LISTENS: listening.fileno()} if rank == 0 else {})
     return defaults | dict(os.environ) | {name: str(value) for name, value in ours.items()}
 
 
@@ -205,6 +257,8 @@ _libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def _with_parent() -> None:
-    """In a new process: should the one that started it be killed, it is asked to end (and saves)."""
+    """In a new process: should the one that started it be killed, it is asked to end (and
+    saves).
+    """
     if _libc is not None:
         _libc.prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""Which collective each process has come to, where all can read it: the one that waits in vain says who is missing, and where."""
+"""Which collective each process has come to, where all can read it: the one that waits in vain says
+who is missing, and where.
+"""
 
 from __future__ import annotations
 
@@ -53,32 +55,48 @@ class Posts:
             with suppress(RuntimeError):
                 found.extend(self.store.multi_get([f"at/{rank}" for rank in ranks]))
 
-        # In a thread that may be left behind: after its timeout the store tells rank 0's host that it waits no more, and waits
-        # for the answer to that without end.
+        # In a thread that may be left behind: after its timeout the store tells rank 0's host that
+        # it waits no more, and waits for the answer to that without end.
         asking = threading.Thread(target=ask, name="posts", daemon=True)
         asking.start()
         asking.join(self.store.timeout.total_seconds())  # pyright: ignore[reportAttributeAccessIssue]
         if len(found) < len(ranks):
             return None
         parts = [each.decode().partition(" ") for each in found]
-        return {rank: Place(int(number), name) for rank, (number, _, name) in zip(ranks, parts, strict=True)}
+        return {
+            rank: Place(int(number), name)
+            for rank, (number, _, name) in zip(ranks, parts, strict=True)
+        }
 
     def missed(self, here: Place, waited: float | None) -> UserError:
-        """What to say of a collective that failed. waited: seconds, when they were too many; None when a connection broke."""
+        """What to say of a collective that failed. waited: seconds, when they were too many; None
+        when a connection broke.
+        """
         others = self.others()
         code = "rank-lost" if waited is None else "rank-late"
-        ended = f"within {waited:g} s" if waited is not None else "before a connection to another process broke"
+        ended = (
+            f"within {waited:g} s"
+            if waited is not None
+            else "before a connection to another process broke"
+        )
         if others is None:
             keeper = f"rank 0, or what started it, does not answer{_address(self.store)}"
             what = f"{here} did not end {ended}, and nobody can say who is missing: {keeper}"
         elif behind := {rank: at for rank, at in others.items() if at.number < here.number}:
             what = f"{_ranks(behind)} not come to {here} {ended} ({_places(behind)})"
-        elif apart := {rank: at for rank, at in others.items() if at.number == here.number and at.name != here.name}:
+        elif apart := {
+            rank: at
+            for rank, at in others.items()
+            if at.number == here.number and at.name != here.name
+        }:
             code = "ranks-parted"
             what = f"the processes have parted: this one is at {here}, {_places(apart)}"
         else:
             gone = f"rank {next(iter(others))}" if len(others) == 1 else "one of them"
-            what = f"{here} did not end {ended}: all processes had come to it, so {gone} has ended or cannot be reached"
+            what = (
+                f"{here} did not end {ended}: all processes had come to it, so {gone} has "
+                f"ended or cannot be reached"
+            )
         fix = "see what these processes said last, and whether their hosts can be reached"
         return UserError(what, code=code, where=f"rank {self.rank}", fix=fix)
 
@@ -97,5 +115,10 @@ def _ranks(ranks: Mapping[int, Place]) -> str:
 
 
 def _places(ranks: Mapping[int, Place]) -> str:
-    found = [(f"rank {rank}" if len(ranks) > 1 else "it", at) for rank, at in list(ranks.items())[:SHOWN]]
-    return ", ".join(f"{who} was last at {at}" if at.number else f"{who} has joined, and no more" for who, at in found)
+    found = [
+        (f"rank {rank}" if len(ranks) > 1 else "it", at) for rank, at in list(ranks.items())[:SHOWN]
+    ]
+    return ", ".join(
+        f"{who} was last at {at}" if at.number else f"{who} has joined, and no more"
+        for who, at in found
+    )

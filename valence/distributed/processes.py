@@ -38,37 +38,53 @@ LONGEST = 1e6
 BUCKET = 64 << 20
 """Bytes of gradients that travel together: more gain nothing, and are held twice meanwhile."""
 HEAD_START = 2.0
-"""Seconds that a process lives on when a collective has failed: the error of one that ended before is then seen first. Rank 0
-does so twice as long, as with it ends what the others know of each other."""
+"""Seconds that a process lives on when a collective has failed: the error of one that ended before
+is then seen first. Rank 0 does so twice as long, as with it ends what the others know of each
+other.
+"""
 PATIENCE = 15.0
 """Seconds after which it is said that others are waited for."""
 OF_GLOO = ("gloo/transport", "pair closure")
 """Words of errors that are RuntimeErrors like any other."""
 ANSWERS = 30.0
-"""Seconds within which the store answers a question of where the others are, but at most half of the deadline."""
+"""Seconds within which the store answers a question of where the others are, but at most half of
+the deadline.
+"""
 LATER = timedelta(seconds=60)
 """How much later nccl's own deadline is: it ends a process without a word of who is missing."""
 _starts = itertools.count()
 _connected: dict[tuple[str, int], tuple[dist.Store, dist.Store]] = {}
-"""The stores of this process, kept for as long as it lives: another may still read what rank 0 has closed."""
+"""The stores of this process, kept for as long as it lives: another may still read what rank 0 has
+closed.
+"""
 
 
 def start(deadline: float | None = None, device: str | None = None) -> Group:
-    """The group that the environment tells of, as torchrun, `accelerate launch` and ``launch`` set it: RANK, LOCAL_RANK,
-    WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where it tells of no other process, one alone.
+    """The group that the environment tells of, as torchrun, `accelerate launch` and ``launch`` set
+    it: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Where it tells of no other
+    process, one alone.
 
-    deadline: seconds after which a process that waits for another gives up; default: VALENCE_DEADLINE of the environment, or
-    600. device: cuda or cpu; default: cuda if there is any.
-    Raises UserError when the environment is not whole, this host has fewer devices than processes, or a process does not come.
+    deadline: seconds after which a process that waits for another gives up; default:
+    VALENCE_DEADLINE of the environment, or
+    600. device: cuda or cpu; default: cuda if there is any. Raises UserError when the environment
+    is not whole, this host has fewer devices than processes, or a process does not come.
     """
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return Single()
-    rank, local_rank, size, port = (_number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT"))
+    rank, local_rank, size, port = (
+        _number(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")
+    )
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
-        what = f"there is no device for process {local_rank} of this host: it has {torch.cuda.device_count()}"
+        what = (
+            f"there is no device for process {local_rank} of this host: it has "
+            f"{torch.cuda.device_count()}"
+        )
         raise UserError(
-            what, code="device-missing", where="LOCAL_RANK", fix="start no more processes on a host than it has devices"
+            what,
+            code="device-missing",
+            where="LOCAL_RANK",
+            fix="start no more processes on a host than it has devices",
         )
     wait = _deadline() if deadline is None else deadline
     return Processes(_stores(rank, port, wait), rank, size, local_rank, wait, kind)
@@ -82,7 +98,12 @@ def _deadline() -> float:
         seconds = 0.0
     if not 0 < seconds <= LONGEST:
         fix = f"leave it out ({DEADLINE:g}), or set it above 0, to at most {LONGEST:g}"
-        raise UserError(f"{given!r} is no number of seconds", code="environment-variable-invalid", where=DEADLINE_IS, fix=fix)
+        raise UserError(
+            f"{given!r} is no number of seconds",
+            code="environment-variable-invalid",
+            where=DEADLINE_IS,
+            fix=fix,
+        )
     return seconds
 
 
@@ -100,7 +121,9 @@ def _number(name: str) -> int:
 
 
 def _stores(rank: int, port: int, deadline: float) -> tuple[dist.Store, dist.Store]:
-    """Two connections to what the processes know of each other: PyTorch's and ours, which is to answer sooner."""
+    """Two connections to what the processes know of each other: PyTorch's and ours, which is to
+    answer sooner.
+    """
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     if (host, port) not in _connected:
         _connected[host, port] = _connect(host, port, rank, deadline)
@@ -110,29 +133,56 @@ def _stores(rank: int, port: int, deadline: float) -> tuple[dist.Store, dist.Sto
 
 
 def _connect(host: str, port: int, rank: int, deadline: float) -> tuple[dist.Store, dist.Store]:
-    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"  # else torchrun itself keeps it
+    # else torchrun itself keeps it
+    keeps = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     opened = os.environ.pop(LISTENS, None)
     socket = int(opened) if keeps and opened is not None else None
     wait = timedelta(seconds=deadline)
     try:
         return (
-            dist.TCPStore(host, port, is_master=keeps, timeout=wait, wait_for_workers=False, master_listen_fd=socket),
+            dist.TCPStore(
+                host,
+                port,
+                is_master=keeps,
+                timeout=wait,
+                wait_for_workers=False,
+                master_listen_fd=socket,
+            ),
             dist.TCPStore(host, port, is_master=False, timeout=wait, wait_for_workers=False),
         )
     except RuntimeError as error:
-        what = "the port cannot be opened" if keeps else f"rank 0 does not answer within {deadline:g} s"
-        fix = "see whether rank 0 has started there, and whether the port is free and can be reached from this host"
+        what = (
+            "the port cannot be opened"
+            if keeps
+            else f"rank 0 does not answer within {deadline:g} s"
+        )
+        fix = (
+            "see whether rank 0 has started there, and whether the port is free and can be "
+            "reached from this host"
+        )
         raise UserError(
-            f"{what} ({str(error).splitlines()[0]})", code="rank-connection", where=f"{host}:{port}", fix=fix
+            f"{what} ({str(error).splitlines()[0]})",
+            code="rank-connection",
+            where=f"{host}:{port}",
+            fix=fix,
         ) from error
 
 
 class Processes:
-    """The group of several processes: gloo between hosts' memories, nccl between CUDA devices. Tensors of either kind of memory
-    are taken. A collective that some process does not come to raises UserError, which says who is missing and where."""
+    """The group of several processes: gloo between hosts' memories, nccl between CUDA devices.
+
+    Tensors of either kind of memory are taken. A collective that some process does not come to
+    raises UserError, which says who is missing and where.
+    """
 
     def __init__(
-        self, stores: tuple[dist.Store, dist.Store], rank: int, size: int, local_rank: int, deadline: float, device: str
+        self,
+        stores: tuple[dist.Store, dist.Store],
+        rank: int,
+        size: int,
+        local_rank: int,
+        deadline: float,
+        device: str,
     ) -> None:
         self.rank, self.size, self.local_rank, self.deadline = rank, size, local_rank, deadline
         self.device = torch.device(device, local_rank) if device == "cuda" else torch.device(device)
@@ -150,16 +200,31 @@ class Processes:
             if self.device.type == "cuda":
                 torch.cuda.set_device(self.device)
                 dist.init_process_group(
-                    "cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=size, timeout=wait + LATER, device_id=self.device
+                    "cpu:gloo,cuda:nccl",
+                    store=store,
+                    rank=rank,
+                    world_size=size,
+                    timeout=wait + LATER,
+                    device_id=self.device,
                 )
                 self._host = dist.new_group(backend="gloo", timeout=wait)
-                self._watch = CollectiveWatchdog(deadline, lambda place: self._posts.missed(place, deadline))
+                self._watch = CollectiveWatchdog(
+                    deadline, lambda place: self._posts.missed(place, deadline)
+                )
             else:
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=wait)
+                dist.init_process_group(
+                    "gloo", store=store, rank=rank, world_size=size, timeout=wait
+                )
         except RuntimeError as error:
-            fix = "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for devices) to the network device by which hosts reach each other"
+            fix = (
+                "set GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME for devices) to the network device "
+                "by which hosts reach each other"
+            )
             raise UserError(
-                f"cannot connect ({str(error).splitlines()[0]})", code="rank-connection", where=f"rank {rank}", fix=fix
+                f"cannot connect ({str(error).splitlines()[0]})",
+                code="rank-connection",
+                where=f"rank {rank}",
+                fix=fix,
             ) from error
 
     def _roll_call(self, store: dist.Store) -> None:
@@ -170,13 +235,21 @@ class Processes:
             try:
                 store.wait(all_of_them, timedelta(seconds=min(PATIENCE, self.deadline / 2)))
             except RuntimeError:
-                write_line(f"valence: rank {self.rank} of {self.size} waits for the other processes", sys.stderr)
+                write_line(
+                    f"valence: rank {self.rank} of {self.size} waits for the other processes",
+                    sys.stderr,
+                )
                 store.wait(all_of_them, timedelta(seconds=self.deadline))
         except RuntimeError as error:
             missing = self._posts.absent()
-            said = f"not all processes have started within {self.deadline:g} s; missing: rank {', '.join(map(str, missing))}"
+            said = (
+                f"not all processes have started within {self.deadline:g} s; missing: rank "
+                f"{', '.join(map(str, missing))}"
+            )
             fix = "see what these say, and whether their hosts can reach rank 0's"
-            raise UserError(said, code="rank-missing", where=f"rank {self.rank}", fix=fix) from error
+            raise UserError(
+                said, code="rank-missing", where=f"rank {self.rank}", fix=fix
+            ) from error
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         if self.size % tensor:
@@ -194,10 +267,13 @@ class Processes:
         return self._splits[tensor]
 
     def _split(self, tensor: int) -> tuple[Group, Group]:
-        grid = torch.arange(self.size).view(-1, tensor)  # neighbours share layers: they sit on one host
+        # neighbours share layers: they sit on one host
+        grid = torch.arange(self.size).view(-1, tensor)
         data, layers = self._part("data", grid.T.tolist()), self._part("tensor", grid.tolist())
         members = [data._members, layers._members]
-        mesh = DeviceMesh.from_group(members, self.device.type, grid, mesh_dim_names=("data", "tensor"))
+        mesh = DeviceMesh.from_group(
+            members, self.device.type, grid, mesh_dim_names=("data", "tensor")
+        )
         data.mesh, layers.mesh = mesh["data"], mesh["tensor"]
         return data, layers
 
@@ -217,7 +293,10 @@ class Processes:
         with self._at(f"split {name}"):
             for ranks in rows:  # all processes make all groups, in the same order
                 if self.device.type == "cuda":
-                    groups = dist.new_group(ranks, timeout=wait + LATER), dist.new_group(ranks, timeout=wait, backend="gloo")
+                    groups = (
+                        dist.new_group(ranks, timeout=wait + LATER),
+                        dist.new_group(ranks, timeout=wait, backend="gloo"),
+                    )
                 else:
                     groups = (dist.new_group(ranks, timeout=wait),) * 2
                 if self.rank in ranks:
@@ -246,7 +325,9 @@ class Processes:
             padded[: len(own)] = own
             parts = [torch.empty_like(padded) for _ in lengths]
             dist.all_gather(parts, padded, group=self._members)
-        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(values.device)
+        return torch.cat([part[:length] for part, length in zip(parts, lengths, strict=True)]).to(
+            values.device
+        )
 
     def reduce_gradients(self, parameters: Sequence[Tensor]) -> None:
         for bucket in _buckets([p for p in parameters if self._all not in _split_over(p)]):
@@ -294,14 +375,18 @@ class Processes:
 
     @contextmanager
     def _at(self, name: str) -> Iterator[None]:
-        """Around a collective: says where this process is, and turns the failure of communication into who is missing."""
+        """Around a collective: says where this process is, and turns the failure of communication
+        into who is missing.
+        """
         self._number += 1
         place, began = Place(self._number, name), time.monotonic()
         try:
             self._posts.post(place)
             yield
         except RuntimeError as error:
-            if not isinstance(error, dist.DistError) and not any(words in str(error) for words in OF_GLOO):
+            if not isinstance(error, dist.DistError) and not any(
+                words in str(error) for words in OF_GLOO
+            ):
                 raise
             late = time.monotonic() - began >= 0.9 * self.deadline
             missed = self._posts.missed(place, self.deadline if late else None)
@@ -323,15 +408,25 @@ class Processes:
         return [int(length) for length in found]
 
     def _reduce(self, bucket: Sequence[Tensor]) -> None:
-        """Gradients travel in one piece, behind them which of them there are: one that is nowhere stays absent, as its parameter
-        would otherwise decay."""
-        given = torch.tensor([float(p.grad is not None) for p in bucket], dtype=bucket[0].dtype, device=bucket[0].device)
-        grads = [_own(p).new_zeros(_own(p).numel()) if p.grad is None else _own(p.grad).flatten() for p in bucket]
+        """Gradients travel in one piece, behind them which of them there are: one that is nowhere
+        stays absent, as its parameter would otherwise decay.
+        """
+        given = torch.tensor(
+            [float(p.grad is not None) for p in bucket],
+            dtype=bucket[0].dtype,
+            device=bucket[0].device,
+        )
+        grads = [
+            _own(p).new_zeros(_own(p).numel()) if p.grad is None else _own(p.grad).flatten()
+            for p in bucket
+        ]
         flat = torch.cat([*grads, given]).to(self.device)
         del grads
         with self._at("reduce_gradients"):
             dist.all_reduce(flat, group=self._members)
-        *sums, counts = flat.to(bucket[0].device).split([*(_own(p).numel() for p in bucket), len(bucket)])
+        *sums, counts = flat.to(bucket[0].device).split(
+            [*(_own(p).numel() for p in bucket), len(bucket)]
+        )
         for p, total, count in zip(bucket, sums, counts, strict=True):
             if p.grad is None and count:
                 p.grad = torch.zeros_like(p)
@@ -340,15 +435,26 @@ class Processes:
 
 
 class Part(Processes):
-    """Some processes of a group as a group of their own, which lasts as long as that. Errors name the ranks of the whole."""
+    """Some processes of a group as a group of their own, which lasts as long as that.
 
-    def __init__(self, whole: Processes, name: str, ranks: Sequence[int], members: Any, host: Any) -> None:
-        self.rank, self.size, self.local_rank = ranks.index(whole.rank), len(ranks), whole.local_rank
+    Errors name the ranks of the whole.
+    """
+
+    def __init__(
+        self, whole: Processes, name: str, ranks: Sequence[int], members: Any, host: Any
+    ) -> None:
+        self.rank, self.size, self.local_rank = (
+            ranks.index(whole.rank),
+            len(ranks),
+            whole.local_rank,
+        )
         self.deadline, self.device = whole.deadline, whole.device
         self._number, self._members, self._host = 0, members, host
         self._posts = whole._posts.part(f"{name}/{ranks[0]}", ranks)
         self._posts.post(Place(0, "start"))
-        self._watch = whole._watch and CollectiveWatchdog(self.deadline, lambda place: self._posts.missed(place, self.deadline))
+        self._watch = whole._watch and CollectiveWatchdog(
+            self.deadline, lambda place: self._posts.missed(place, self.deadline)
+        )
 
     def split(self, tensor: int) -> tuple[Group, Group]:
         raise NotImplementedError("a part is not split again")
@@ -373,7 +479,9 @@ def _own(tensor: Tensor) -> Tensor:
 
 
 def _buckets(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Parameters of one type and device, in their order, as many as fit a bucket; a larger one is alone."""
+    """Parameters of one type and device, in their order, as many as fit a bucket; a larger one is
+    alone.
+    """
     found: list[list[Tensor]] = []
     open_: dict[tuple[torch.dtype, torch.device], tuple[list[Tensor], int]] = {}
     for parameter in parameters:

@@ -19,12 +19,19 @@ CHUNK = 2**20
 
 
 def total_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Euclidean norm of all of them together. On a CPU in float64, where PyTorch's own sum in float32 loses 4e-5 of millions."""
+    """Euclidean norm of all of them together.
+
+    On a CPU in float64, where PyTorch's own sum in float32 loses 4e-5 of millions.
+    """
     if any(grad.device.type != "cpu" for grad in grads):
         return get_total_norm(grads)
     chunks = (chunk for grad in grads for chunk in grad.detach().flatten().split(CHUNK))
     norms = [torch.linalg.vector_norm(chunk, dtype=torch.float64) for chunk in chunks]
-    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), dtype=torch.float64)
+    return (
+        torch.linalg.vector_norm(torch.stack(norms))
+        if norms
+        else torch.zeros((), dtype=torch.float64)
+    )
 
 
 class Single:

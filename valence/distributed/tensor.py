@@ -1,8 +1,10 @@
-"""Tensor parallelism: several processes hold a part of each layer's weights, and share its products.
+"""Tensor parallelism: several processes hold a part of each layer's weights, and share its
+products.
 
-Weights are DTensors, so that whoever saves, loads or shards them knows their parts; products run on this process's part as a
-plain tensor. That goes along with an adapter's layers, autocast, and layers that run again in the backward pass. What all
-processes of the group hold alike, they compute alike.
+Weights are DTensors, so that whoever saves, loads or shards them knows their parts; products run on
+this process's part as a plain tensor. That goes along with an adapter's layers, autocast, and
+layers that run again in the backward pass. What all processes of the group hold alike, they compute
+alike.
 """
 
 from __future__ import annotations
@@ -26,11 +28,12 @@ SMALL = "replicated_with_grad_allreduce"
 
 
 def tensor_parallel(model: nn.Module, group: Group) -> None:
-    """Keeps of each layer this process's part, by the model's own plan; of the embedding and the head these tokens' rows.
+    """Keeps of each layer this process's part, by the model's own plan; of the embedding and the
+    head these tokens' rows.
 
-    model: with its adapter, if it is to have one, whose weights are then those that one process draws. All processes hold the
-    same weights, or none (meta). group: those that share each layer (the second of ``Group.split``). Raises UserError when the
-    model cannot be shared among so many.
+    model: with its adapter, if it is to have one, whose weights are then those that one process
+    draws. All processes hold the same weights, or none (meta). group: those that share each layer
+    (the second of ``Group.split``). Raises UserError when the model cannot be shared among so many.
     """
     if group.size == 1:
         return
@@ -44,7 +47,10 @@ def tensor_parallel(model: nn.Module, group: Group) -> None:
 
 
 def check_shares(causal: nn.Module, size: int) -> None:
-    """Raises UserError when the layers of a model cannot be shared among so many processes. The model needs no memory."""
+    """Raises UserError when the layers of a model cannot be shared among so many processes.
+
+    The model needs no memory.
+    """
     if size > 1:
         _plan(causal, size)
 
@@ -52,20 +58,29 @@ def check_shares(causal: nn.Module, size: int) -> None:
 def _plan(causal: Any, size: int) -> dict[str, str]:
     """What transformers says of each layer of the decoder."""
     asked: dict[str, str] = getattr(causal, "_tp_plan", None) or {}
-    styles = {name: asked.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in causal.named_modules()}
+    styles = {
+        name: asked.get(re.sub(r"\.\d+(?=\.|$)", ".*", name)) for name, _ in causal.named_modules()
+    }
     found = {
         name: style
         for name, style in styles.items()
-        if style is not None and name.startswith(f"{causal.base_model_prefix}.") and not style.startswith("embedding")
+        if style is not None
+        and name.startswith(f"{causal.base_model_prefix}.")
+        and not style.startswith("embedding")
     }
     what = type(causal).__name__
     if not found:
-        raise _mistake(f"transformers has no plan of how to share the layers of {what}", "tensor-plan-missing")
+        raise _mistake(
+            f"transformers has no plan of how to share the layers of {what}", "tensor-plan-missing"
+        )
     if unknown := sorted({*found.values()} - {*STYLES, SMALL}):
         raise _mistake(f"the plan of {what} asks for {', '.join(unknown)}, which is not done here")
     if any(style == "colwise" and "att" in name.split(".")[-2] for name, style in found.items()):
         config = causal.config.get_text_config()
-        heads = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        heads = (
+            config.num_attention_heads,
+            getattr(config, "num_key_value_heads", None) or config.num_attention_heads,
+        )
         if any(count % size for count in heads):
             common = math.gcd(*heads)
             fits = f"; numbers that divide {common} fit" if common > 1 else ""
@@ -83,11 +98,14 @@ def _mistake(what: str, code: str = "tensor-unsupported") -> UserError:
     )
 
 
-# ---------------------------------------------------------------- what crosses from one process to another
+# ---------------------------------------------------------------- what crosses from one process to
+# another
 
 
 class _Spread(torch.autograd.Function):
-    """What all processes have, as the input of products that they share: each knows a part of its gradient."""
+    """What all processes have, as the input of products that they share: each knows a part of its
+    gradient.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
@@ -186,7 +204,9 @@ class WholeColumns(Columns):
 
 
 class Rows(nn.Linear):
-    """Has some columns of the weight: from these columns of the input to the product, which all processes have."""
+    """Has some columns of the weight: from these columns of the input to the product, which all
+    processes have.
+    """
 
     group: Group
 
@@ -213,7 +233,9 @@ class Lookup(nn.Embedding):
         absent = (place < 0) | (place >= len(own))
         padding = None if self.padding_idx is None else self.padding_idx - first
         padding = padding if padding is not None and 0 <= padding < len(own) else None
-        found = embedding(place.masked_fill(absent, 0), own, padding).masked_fill(absent[..., None], 0)
+        found = embedding(place.masked_fill(absent, 0), own, padding).masked_fill(
+            absent[..., None], 0
+        )
         return _Total.apply(found, self.group)  # type: ignore[return-value]
 
 
@@ -225,7 +247,9 @@ STYLES: dict[str, tuple[type[nn.Linear], int]] = {
     "rowwise_split_input": (CutRows, 1),
     "rowwise_rep": (CutRows, 1),
 }
-"""transformers' name of how a linear layer is shared -> what it becomes, and the axis of its weight that is cut."""
+"""transformers' name of how a linear layer is shared -> what it becomes, and the axis of its weight
+that is cut.
+"""
 
 
 def _share(module: Any, name: str, style: str, group: Part) -> None:
@@ -238,11 +262,16 @@ def _share(module: Any, name: str, style: str, group: Part) -> None:
     if not isinstance(base, nn.Linear):
         raise _mistake(f"{name} is no linear layer, but {type(base).__name__}")
     kind, axis = STYLES[style]
-    if base.weight.shape[axis] % group.size:  # an adapter's dropout would draw unlike numbers in each process
+    # an adapter's dropout would draw unlike numbers in each process
+    if base.weight.shape[axis] % group.size:
         why = f"the {base.weight.shape[axis]} numbers of {name} evenly"
         raise _mistake(f"{group.size} processes cannot share {why}", "tensor-layer-uneven")
     convert_layer(base, kind, axis, group)
-    if base is module or kind in (WholeColumns, CutRows):  # then an adapter sees whole inputs and outputs
+    # then an adapter sees whole inputs and outputs
+    if base is module or kind in (
+        WholeColumns,
+        CutRows,
+    ):
         return
     if module.lora_magnitude_vector:
         raise _mistake(f"the adapter on {name} has magnitudes of its own (DoRA)")
@@ -251,9 +280,11 @@ def _share(module: Any, name: str, style: str, group: Part) -> None:
 
 
 def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Part) -> None:
-    """Turn a linear or embedding layer into a tensor-parallel one that holds this process's part of its weight.
+    """Turn a linear or embedding layer into a tensor-parallel one that holds this process's part of
+    its weight.
 
-    kind: the tensor-parallel class. axis: the axis along which the weight is split; a bias is split with axis 0.
+    kind: the tensor-parallel class. axis: the axis along which the weight is split; a bias is split
+    with axis 0.
     """
     own = type(module)
     # A model's own kind of layer keeps what it does around the product.
@@ -267,7 +298,12 @@ def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Part) ->
 def _cut(weight: nn.Parameter, axis: int, group: Part) -> nn.Parameter:
     own = _own(weight.detach(), axis, group).clone(memory_format=torch.contiguous_format)
     made = DTensor.from_local(
-        own, group.mesh, [Shard(axis)], run_check=False, shape=weight.shape, stride=weight.detach().contiguous().stride()
+        own,
+        group.mesh,
+        [Shard(axis)],
+        run_check=False,
+        shape=weight.shape,
+        stride=weight.detach().contiguous().stride(),
     )
     return nn.Parameter(made, requires_grad=weight.requires_grad)
 
@@ -277,7 +313,10 @@ def _local(weight: Any) -> Any:
 
 
 def _share_vocabulary(causal: Any, group: Part) -> None:
-    """The embedding and the head, which may have their weight in common. One that has an adapter stays whole."""
+    """The embedding and the head, which may have their weight in common.
+
+    One that has an adapter stays whole.
+    """
     table, head = causal.get_input_embeddings(), causal.get_output_embeddings()
     tied = head is not None and getattr(table, "weight", None) is getattr(head, "weight", None)
     shared = [isinstance(table, nn.Embedding), type(head) is nn.Linear]
@@ -292,10 +331,13 @@ def _share_vocabulary(causal: Any, group: Part) -> None:
 
 
 def _spread_weights(module: Any, _inputs: Any) -> None:
-    """For the run of a small layer that all processes have, each for its own part of what runs through it."""
+    """For the run of a small layer that all processes have, each for its own part of what runs
+    through it.
+    """
     for name, weight in module.named_parameters(recurse=False):
         if torch.is_grad_enabled() and weight.requires_grad:
-            module.__dict__[name] = _Spread.apply(weight, module.group)  # is found before the parameter
+            # is found before the parameter
+            module.__dict__[name] = _Spread.apply(weight, module.group)
 
 
 def _as_before(module: Any, *_: Any) -> None:

@@ -1,4 +1,6 @@
-"""Deadlines on a device: the host goes on while a collective is queued there, so that somebody else must look at the clock."""
+"""Deadlines on a device: the host goes on while a collective is queued there, so that somebody else
+must look at the clock.
+"""
 
 from __future__ import annotations
 
@@ -21,8 +23,10 @@ STATUS = 2
 
 
 class CollectiveWatchdog:
-    """Ends this process when a collective is the device's next for longer than the deadline (seconds). The main thread cannot be
-    told: it waits for the device. late: what to say of the place."""
+    """Ends this process when a collective is the device's next for longer than the deadline
+    (seconds). The main thread cannot be
+    told: it waits for the device. late: what to say of the place.
+    """
 
     def __init__(self, deadline: float, late: Callable[[Place], UserError]) -> None:
         self._deadline, self._late = deadline, late

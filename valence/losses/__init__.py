@@ -1,7 +1,10 @@
-"""The table of losses. A loss is a pure function of named tensors; its row says how it is fed and averaged.
+"""The table of losses.
 
-Positional parameters name the tensors that ``views.py`` supplies; keyword-only parameters are the settings of a
-recipe's ``loss`` section. Whether a reference model is needed follows from whether a ``ref`` is among the former.
+A loss is a pure function of named tensors; its row says how it is fed and averaged.
+
+Positional parameters name the tensors that ``views.py`` supplies; keyword-only parameters are the
+settings of a recipe's ``loss`` section. Whether a reference model is needed follows from whether a
+``ref`` is among the former.
 """
 
 from __future__ import annotations
@@ -11,7 +14,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from valence.losses import advantage, coupled, imitation, metrics, policy, preference, reward, stats, unpaired
+from valence.losses import (
+    advantage,
+    coupled,
+    imitation,
+    metrics,
+    policy,
+    preference,
+    reward,
+    stats,
+    unpaired,
+)
 from valence.losses.average import INSIDE, OF_TOKENS, Average, among, weighted_sum
 from valence.losses.lazy import Tensor, torch
 from valence.losses.metrics import Metrics, Rewards, Settings
@@ -26,11 +39,17 @@ Direction = Literal[-1, 0, 1]
 
 @dataclass(frozen=True)
 class Loss:
-    """One row. ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up, -1 down).
+    """One row.
 
-    statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights. credit: scores[S], units[S] and
-    the step's mean and spread of scores -> advantages[S]. shifts: it reads BCO's running delta. couples: its value at one sequence depends on the others of the whole step.
-    defaults: of settings, where they differ from a modifier's own. needs: of its own settings. clashes: (setting, value, modifier) that cannot go together.
+    ``direction`` declares where a descent step moves each kind of log-probability at r = 0 (1 up,
+    -1 down).
+
+    statistic: of mismatched sequences, for z0. balances: counts of both classes -> their weights.
+    credit: scores[S], units[S] and the step's mean and spread of scores -> advantages[S]. shifts:
+    it reads BCO's running delta. couples: its value at one sequence depends on the others of the
+    whole step.
+    defaults: of settings, where they differ from a modifier's own. needs: of its own settings.
+    clashes: (setting, value, modifier) that cannot go together.
     """
 
     fn: Callable[..., Tensor]
@@ -53,16 +72,26 @@ class Loss:
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of the tensors that the function takes."""
-        return tuple(p.name for p in inspect.signature(self.fn).parameters.values() if p.kind is not p.KEYWORD_ONLY)
+        return tuple(
+            p.name
+            for p in inspect.signature(self.fn).parameters.values()
+            if p.kind is not p.KEYWORD_ONLY
+        )
 
     @property
     def needs_reference(self) -> bool:
-        """Stored answers have no record of the policy that gave them, for which the reference stands in."""
+        """Stored answers have no record of the policy that gave them, for which the reference
+        stands in.
+        """
         return any(name.startswith(("ref", "old")) for name in self.reads)
 
     def refers(self, settings: Settings) -> bool:
-        """Whether it reads the reference even where it is known what the policy that answered said."""
-        return any(name.startswith("ref") for name in self.reads) or any(m.refers for m in self.acting(None, settings))
+        """Whether it reads the reference even where it is known what the policy that answered
+        said.
+        """
+        return any(name.startswith("ref") for name in self.reads) or any(
+            m.refers for m in self.acting(None, settings)
+        )
 
     @property
     def is_reward_model(self) -> bool:
@@ -72,30 +101,54 @@ class Loss:
     @property
     def functions(self) -> tuple[Callable[..., Any], ...]:
         """All whose keyword-only parameters are its settings."""
-        own = [fn for fn in (self.statistic, self.balances, INSIDE.get(self.average)) if fn is not None]
+        own = [
+            fn for fn in (self.statistic, self.balances, INSIDE.get(self.average)) if fn is not None
+        ]
         return (self.fn, *own, *(MODIFIERS[name].fn for name in self.modifiers))
 
     @property
     def settings(self) -> dict[str, inspect.Parameter]:
         """What a recipe may set: types and defaults."""
-        parameters = [p for fn in self.functions for p in inspect.signature(fn, eval_str=True).parameters.values()]
-        return {p.name: p.replace(default=self.defaults.get(p.name, p.default)) for p in parameters if p.kind is p.KEYWORD_ONLY}
+        parameters = [
+            p
+            for fn in self.functions
+            for p in inspect.signature(fn, eval_str=True).parameters.values()
+        ]
+        return {
+            p.name: p.replace(default=self.defaults.get(p.name, p.default))
+            for p in parameters
+            if p.kind is p.KEYWORD_ONLY
+        }
 
     def acting(self, stage: str | None, settings: Settings) -> list[Modifier]:
         """The modifiers of a stage (None: of all) that change something under these settings."""
         own = (MODIFIERS[name] for name in self.modifiers)
-        return [modifier for modifier in own if stage in (None, modifier.stage) and modifier.acts(settings)]
+        return [
+            modifier
+            for modifier in own
+            if stage in (None, modifier.stage) and modifier.acts(settings)
+        ]
 
     def wants(self, settings: Settings) -> tuple[str, ...]:
         """What the engine is to tell besides log-probabilities."""
         return tuple(name for modifier in self.acting(None, settings) for name in modifier.wants)
 
     def without_effect(self, settings: Settings) -> dict[str, str]:
-        """Settings that change nothing under the others, and the setting that would turn each on."""
+        """Settings that change nothing under the others, and the setting that would turn each
+        on.
+        """
         own = [MODIFIERS[name] for name in self.modifiers]
-        idle = {name: m.idle[0] for m in own if not m.acts(settings) for name in m.settings if name != m.idle[0]}
+        idle = {
+            name: m.idle[0]
+            for m in own
+            if not m.acts(settings)
+            for name in m.settings
+            if name != m.idle[0]
+        }
         needs = [each for part in (self, *own) for each in part.needs]
-        return idle | {name: f"{other}: {value}" for name, other, value in needs if settings[other] != value}
+        return idle | {
+            name: f"{other}: {value}" for name, other, value in needs if settings[other] != value
+        }
 
     def contradictions(self, settings: Settings) -> dict[str, str]:
         """Settings of a modifier that another setting rules out, and that setting."""
@@ -107,24 +160,32 @@ class Loss:
 
     def averages(self, settings: Settings) -> list[Average]:
         """Those of its terms: what a step counts before its first forward pass."""
-        return list(dict.fromkeys([self.average, *(average for average, _ in self._terms(settings))]))
+        return list(
+            dict.fromkeys([self.average, *(average for average, _ in self._terms(settings))])
+        )
 
     def _terms(self, settings: Settings) -> list[tuple[Average, Modifier]]:
         """What is added to the loss, and how each is averaged."""
         alike = OF_TOKENS.get(self.average, self.average)
-        return [(m.average(settings) if m.average else alike, m) for m in self.acting("term", settings)]
+        return [
+            (m.average(settings) if m.average else alike, m) for m in self.acting("term", settings)
+        ]
 
     def read(
         self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None, settings: Settings, shared: Mapping[str, Tensor] | None = None,
         view: View | None = None,
     ) -> tuple[Named, Named]:  # fmt: skip
-        """The micro-batch as it was measured, and as the loss reads it under these settings. ``shared``: what holds for the whole
-        step (z0, delta); ``view``: another one than the row's."""
+        """The micro-batch as it was measured, and as the loss reads it under these settings.
+
+        ``shared``: what holds for the whole step (z0, delta); ``view``: another one than the row's.
+        """
         columns = token_columns(batch, out, ref)
         if self.credit is not None and "adv_t" not in columns:
             assert batch.target is not None
             assert shared is not None
-            advantage = self.credit(batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"])
+            advantage = self.credit(
+                batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"]
+            )
             columns["adv_t"] = advantage[batch.seq[batch.scored]]
         lay = VIEWS[view or self.view]
         plain = lay(batch, columns) | dict(shared or {})
@@ -133,8 +194,11 @@ class Loss:
             changed = modifier(changed, batch, settings=settings)
         found = plain
         if changed is not columns:
-            wanted = {f"{name}_t" for name in self.wants(settings)}  # what is made of these stays as it was measured
-            found = plain | lay(batch, {name: values for name, values in changed.items() if name not in wanted})
+            # what is made of these stays as it was measured
+            wanted = {f"{name}_t" for name in self.wants(settings)}
+            found = plain | lay(
+                batch, {name: values for name, values in changed.items() if name not in wanted}
+            )
         for modifier in self.acting("view", settings) if view is None else ():
             found = modifier(found, settings=settings)
         return plain, found
@@ -144,10 +208,18 @@ class Loss:
         return self.fn(*(view[name] for name in self.reads), **among(settings, self.fn))
 
     def total(
-        self, plain: Mapping[str, Tensor], view: Mapping[str, Tensor], settings: Settings, count: Mapping[Average, Tensor]
+        self,
+        plain: Mapping[str, Tensor],
+        view: Mapping[str, Tensor],
+        settings: Settings,
+        count: Mapping[Average, Tensor],
     ) -> Tensor:
-        """The part of the step's loss that these sequences are: each term's weighted sum by its own count."""
-        total = weighted_sum(self.average, self(view, settings), view, settings) / count[self.average]
+        """The part of the step's loss that these sequences are: each term's weighted sum by its own
+        count.
+        """
+        total = (
+            weighted_sum(self.average, self(view, settings), view, settings) / count[self.average]
+        )
         for average, modifier in self._terms(settings):
             values = modifier(plain, settings=settings)
             total = total + weighted_sum(average, values, plain, settings) / count[average]
@@ -168,7 +240,13 @@ class Loss:
         return tuple(rewards)
 
     def measure(
-        self, batch: MicroBatch, out: PolicyOutput, ref: Tensor | None, plain: Named, view: Named, settings: Settings
+        self,
+        batch: MicroBatch,
+        out: PolicyOutput,
+        ref: Tensor | None,
+        plain: Named,
+        view: Named,
+        settings: Settings,
     ) -> Metrics:
         """Metrics of a micro-batch. plain, view: as ``read`` returns them."""
         numbers = self.metrics(plain, self.rewards(view, settings), settings)
@@ -179,7 +257,13 @@ class Loss:
 
 
 _UP_DOWN: Mapping[str, Direction] = {"chosen": 1, "rejected": -1}
-_LONG = ("humanline", "ld_alpha", "wpo", "nll")  # of rows that read the sum over a whole answer, and a reference
+# of rows that read the sum over a whole answer, and a reference
+_LONG = (
+    "humanline",
+    "ld_alpha",
+    "wpo",
+    "nll",
+)
 _NORM = ("humanline", "wpo", "nll")
 _SOFT = ("smoothing",)
 _F = ("f_divergence",)
@@ -188,27 +272,56 @@ _SAMPLED = ("humanline", "correction", "kl_penalty")
 
 def _unpaired(fn: Callable[..., Tensor], **more: Any) -> Loss:
     base: dict[str, Any] = {
-        "view": "seq", "average": "seq_mean", "data": "judgement", "metrics": metrics.unpaired, "direction": _UP_DOWN,
-        "reward": metrics.log_ratio, "modifiers": ("humanline",),
-    }  # fmt: skip
+        "view": "seq",
+        "average": "seq_mean",
+        "data": "judgement",
+        "metrics": metrics.unpaired,
+        "direction": _UP_DOWN,
+        "reward": metrics.log_ratio,
+        "modifiers": ("humanline",),
+    }
     return Loss(fn, **(base | more))
 
 
-def _paired(fn: Callable[..., Tensor], modifiers: tuple[str, ...], reward: metrics.Reward | None = None, **more: Any) -> Loss:
-    """``reward``: beta * (logp - ref) unless given, or beta * logp of a function that reads no reference."""
+def _paired(
+    fn: Callable[..., Tensor],
+    modifiers: tuple[str, ...],
+    reward: metrics.Reward | None = None,
+    **more: Any,
+) -> Loss:
+    """``reward``: beta * (logp - ref) unless given, or beta * logp of a function that reads no
+    reference.
+    """
     if reward is None:
-        reward = metrics.log_ratio if "ref_w" in inspect.signature(fn).parameters else metrics.likelihood
+        reward = (
+            metrics.log_ratio if "ref_w" in inspect.signature(fn).parameters else metrics.likelihood
+        )
     base: dict[str, Any] = {
-        "view": "pair", "average": "pair_mean", "data": "preference", "metrics": metrics.paired, "direction": _UP_DOWN,
-        "reward": reward, "modifiers": modifiers,
-    }  # fmt: skip
+        "view": "pair",
+        "average": "pair_mean",
+        "data": "preference",
+        "metrics": metrics.paired,
+        "direction": _UP_DOWN,
+        "reward": reward,
+        "modifiers": modifiers,
+    }
     return Loss(fn, **(base | more))
 
 
 def _policy(
-    fn: Callable[..., Tensor], average: Average, credit: Callable[..., Tensor], metrics: Callable[..., Metrics], **more: Any
+    fn: Callable[..., Tensor],
+    average: Average,
+    credit: Callable[..., Tensor],
+    metrics: Callable[..., Metrics],
+    **more: Any,
 ) -> Loss:
-    base: dict[str, Any] = {"view": "token", "data": "ranking", "direction": _UP_DOWN, "modifiers": _SAMPLED, "credit": credit}
+    base: dict[str, Any] = {
+        "view": "token",
+        "data": "ranking",
+        "direction": _UP_DOWN,
+        "modifiers": _SAMPLED,
+        "credit": credit,
+    }
     return Loss(fn, average=average, metrics=metrics, **(base | more))
 
 

@@ -1,8 +1,9 @@
 """How good a completion was, compared with others: from scores and rewards to advantages.
 
-Two tables use it. A row of the table of losses that reads stored, scored answers has a credit of signature (score[S], group[S],
-moments[2]): mean and standard deviation of the step's scores. ``CREDITS`` has that of every method that learns from the policy's
-own answers, for a whole round: its positional parameters are what it reads, its keyword-only ones settings of the method.
+Two tables use it. A row of the table of losses that reads stored, scored answers has a credit of
+signature (score[S], group[S], moments[2]): mean and standard deviation of the step's scores.
+``CREDITS`` has that of every method that learns from the policy's own answers, for a whole round:
+its positional parameters are what it reads, its keyword-only ones settings of the method.
 """
 
 from __future__ import annotations
@@ -31,8 +32,10 @@ def _places(group: Tensor) -> Tensor:
 
 
 def _compared(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R - mean_g [S], the numbers of the groups [S], and how many each score is compared with, itself among them [S]. Equal
-    scores give exactly 0: each is counted from the lowest of its group, so that nothing is rounded."""
+    """R - mean_g [S], the numbers of the groups [S], and how many each score is compared with,
+    itself among them [S]. Equal scores give exactly 0: each is counted from the lowest of its
+    group, so that nothing is rounded.
+    """
     place = _places(group)
     blank = torch.zeros_like(score)
     count = blank.index_add(0, place, torch.ones_like(score))[place]
@@ -41,11 +44,14 @@ def _compared(score: Tensor, group: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def group_norm(score: Tensor, group: Tensor) -> Tensor:
-    """Scores standardised within their group: (R - mean_g)/(std_g + 1e-4), the sample standard deviation.
+    """Scores standardised within their group: (R - mean_g)/(std_g + 1e-4), the sample standard
+    deviation.
 
-    Shao et al. 2024, arXiv 2402.03300, Sec. 4.1. Exactly 0 in a group of one and in a group of equal scores.
+    Shao et al. 2024, arXiv 2402.03300, Sec. 4.1. Exactly 0 in a group of one and in a group of
+    equal scores.
 
-    score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], no unit.
+    score[S]: reward of each completion; group[S]: integer that completions of one prompt share.
+    Returns [S], no unit.
     """
     centred, place, count = _compared(score, group)
     squares = torch.zeros_like(score).index_add(0, place, centred.square())[place]
@@ -57,32 +63,40 @@ def group_centre(score: Tensor, group: Tensor) -> Tensor:
 
     Liu et al. 2025, arXiv 2503.20783. Exactly 0 in a group of one and in a group of equal scores.
 
-    score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], units of reward.
+    score[S]: reward of each completion; group[S]: integer that completions of one prompt share.
+    Returns [S], units of reward.
     """
     return _compared(score, group)[0]
 
 
 def leave_one_out(score: Tensor, group: Tensor) -> Tensor:
-    """Scores less the mean of the others in their group: R - mean of the other G-1 = G/(G-1) * (R - mean_g).
+    """Scores less the mean of the others in their group: R - mean of the other G-1 = G/(G-1) * (R -
+    mean_g).
 
-    Ahmadian et al. 2024, arXiv 2402.14740 (RLOO). Exactly 0 in a group of one and in a group of equal scores.
+    Ahmadian et al. 2024, arXiv 2402.14740 (RLOO). Exactly 0 in a group of one and in a group of
+    equal scores.
 
-    score[S]: reward of each completion; group[S]: integer that completions of one prompt share. Returns [S], units of reward.
+    score[S]: reward of each completion; group[S]: integer that completions of one prompt share.
+    Returns [S], units of reward.
     """
     centred, _, count = _compared(score, group)
     return centred * count / (count - 1).clamp(min=1)
 
 
 def whiten(score: Tensor, mean: Tensor, std: Tensor) -> Tensor:
-    """Scores (or advantages) standardised by the mean and standard deviation of a larger set: (score - mean)/(std + 1e-4).
+    """Scores (or advantages) standardised by the mean and standard deviation of a larger set:
+    (score - mean)/(std + 1e-4).
 
-    score[...]: any shape; mean[], std[]: same unit as the score. Returns the shape of the score, no unit.
+    score[...]: any shape; mean[], std[]: same unit as the score. Returns the shape of the score, no
+    unit.
     """
     return (score - mean) / (std + _FLOOR)
 
 
 def whitened(values: Tensor) -> Tensor:
-    """Numbers [N] standardised by their own mean and (population) standard deviation; exactly 0 where all are equal."""
+    """Numbers [N] standardised by their own mean and (population) standard deviation; exactly 0
+    where all are equal.
+    """
     if not len(values):
         return values
     above = values - values.min()
@@ -90,25 +104,36 @@ def whitened(values: Tensor) -> Tensor:
 
 
 def within_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score against those of the same prompt: (R - mean_g)/(std_g + 1e-4). Shao et al. 2024, arXiv 2402.03300 (GRPO)."""
+    """The score against those of the same prompt: (R - mean_g)/(std_g + 1e-4).
+
+    Shao et al. 2024, arXiv 2402.03300 (GRPO).
+    """
     del moments
     return group_norm(score, group)
 
 
 def above_group(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score above the mean of the same prompt: R - mean_g. Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO)."""
+    """The score above the mean of the same prompt: R - mean_g.
+
+    Liu et al. 2025, arXiv 2503.20783 (Dr. GRPO).
+    """
     del moments
     return group_centre(score, group)
 
 
 def above_others(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score above the mean of the prompt's other answers. Ahmadian et al. 2024, arXiv 2402.14740 (RLOO)."""
+    """The score above the mean of the prompt's other answers.
+
+    Ahmadian et al. 2024, arXiv 2402.14740 (RLOO).
+    """
     del moments
     return leave_one_out(score, group)
 
 
 def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
-    """The score against all of the optimizer step: (R - mean)/(std + 1e-4), with moments[2] = (mean, std)."""
+    """The score against all of the optimizer step: (R - mean)/(std + 1e-4), with moments[2] =
+    (mean, std).
+    """
     del group
     return whiten(score, *moments.to(score.dtype).unbind())
 
@@ -119,7 +144,8 @@ def over_step(score: Tensor, group: Tensor, moments: Tensor) -> Tensor:
 
 
 def of_group_norm(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
-    """The reward against those of the same prompt: A = (R - mean_g)/(std_g + 1e-4), for every token of an answer.
+    """The reward against those of the same prompt: A = (R - mean_g)/(std_g + 1e-4), for every token
+    of an answer.
 
     Shao et al. 2024, arXiv 2402.03300, Sec. 4.1.
     """
@@ -135,11 +161,19 @@ def of_group_centre(reward: Tensor, group: Tensor, owner: Tensor) -> Tensor:
 
 
 def of_leave_one_out(
-    reward: Tensor, group: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.05
+    reward: Tensor,
+    group: Tensor,
+    owner: Tensor,
+    old_t: Tensor,
+    ref_t: Tensor,
+    *,
+    kl_beta: KlBeta = 0.05,
 ) -> Tensor:
-    """The reward, less the divergence from the reference, above the mean of the prompt's other answers.
+    """The reward, less the divergence from the reference, above the mean of the prompt's other
+    answers.
 
-    A = R' - mean of the other G-1, R' = R - kl_beta*sum_t (old_t - ref_t). Ahmadian et al. 2024, arXiv 2402.14740.
+    A = R' - mean of the other G-1, R' = R - kl_beta*sum_t (old_t - ref_t). Ahmadian et al. 2024,
+    arXiv 2402.14740.
 
     kl_beta: what a nat of divergence from the reference costs, in units of reward.
     """
@@ -147,11 +181,14 @@ def of_leave_one_out(
     return leave_one_out(reward - kl_beta * apart, group)[owner]
 
 
-def of_reward_to_go(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01) -> Tensor:
-    """The reward, less the divergence from the reference from here on, against all tokens of the round.
+def of_reward_to_go(
+    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, *, kl_beta: KlBeta = 0.01
+) -> Tensor:
+    """The reward, less the divergence from the reference from here on, against all tokens of the
+    round.
 
-    A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of the round. Hu 2025,
-    arXiv 2501.03262.
+    A_t = R - kl_beta*sum_{i>=t} (old_i - ref_i), then (A_t - mean)/(std + 1e-4) over the tokens of
+    the round. Hu 2025, arXiv 2501.03262.
 
     kl_beta: what a nat of divergence from the reference costs, in units of reward.
     """
@@ -161,10 +198,18 @@ def of_reward_to_go(reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor,
 
 
 def gae(
-    reward: Tensor, owner: Tensor, old_t: Tensor, ref_t: Tensor, value_t: Tensor, *,
-    kl_beta: KlBeta = 0.05, kl_target: Annotated[float, Gt(0)] | None = None, kl_horizon: Annotated[float, Gt(0)] = 10_000.0,
-    gamma: Share = 1.0, gae_lambda: Share = 0.95,
-) -> dict[str, Tensor]:  # fmt: skip
+    reward: Tensor,
+    owner: Tensor,
+    old_t: Tensor,
+    ref_t: Tensor,
+    value_t: Tensor,
+    *,
+    kl_beta: KlBeta = 0.05,
+    kl_target: Annotated[float, Gt(0)] | None = None,
+    kl_horizon: Annotated[float, Gt(0)] = 10_000.0,
+    gamma: Share = 1.0,
+    gae_lambda: Share = 0.95,
+) -> dict[str, Tensor]:
     """Generalised advantage estimation: how much better a token is than the value head expects.
 
     d_t = r_t + gamma*V_{t+1} - V_t, A_t = d_t + gamma*gae_lambda*A_{t+1}, G_t = A_t + V_t;
@@ -201,17 +246,22 @@ def gae(
 
 
 def adapted(kl_beta: float, kl: float, target: float, horizon: float, count: int) -> float:
-    """The weight of the divergence after a round: larger where the policy went further from the reference than it should.
+    """The weight of the divergence after a round: larger where the policy went further from the
+    reference than it should.
 
-    kl_beta * (1 + clip(kl/target - 1, -0.2, 0.2) * count/horizon). Ziegler et al. 2019, arXiv 1909.08593, Sec. 2.2.
+    kl_beta * (1 + clip(kl/target - 1, -0.2, 0.2) * count/horizon). Ziegler et al. 2019, arXiv
+    1909.08593, Sec. 2.2.
 
-    kl: mean over the round's answers of sum_t (old_t - ref_t), nats; count: how many answers they are.
+    kl: mean over the round's answers of sum_t (old_t - ref_t), nats; count: how many answers they
+        are.
     """
     return kl_beta * (1 + min(max(kl / target - 1, -_MOST), _MOST) * count / horizon)
 
 
 def _laid_out(values: Tensor, owner: Tensor, answers: int) -> tuple[Tensor, Tensor]:
-    """Tokens [N] as a row for each answer, with zeros behind it [S, longest]; and the place of each in its answer [N]."""
+    """Tokens [N] as a row for each answer, with zeros behind it [S, longest]; and the place of each
+    in its answer [N].
+    """
     counts = owner.bincount(minlength=answers)
     place = torch.arange(len(owner), device=owner.device) - (counts.cumsum(0) - counts)[owner]
     rows = values.new_zeros(answers, int(counts.max()) if answers else 0)

@@ -1,7 +1,8 @@
 """PyTorch, imported at its first use.
 
-The names of losses, their settings and their documentation can then be read in milliseconds, without the seconds that
-``import torch`` takes. Loss modules write ``from valence.losses.lazy import Tensor, torch``.
+The names of losses, their settings and their documentation can then be read in milliseconds,
+without the seconds that ``import torch`` takes. Loss modules write ``from valence.losses.lazy
+import Tensor, torch``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Metrics of a loss, as pure functions of its view: name -> value with its reduction.
 
-A row's implicit reward is a function of summed log-probabilities, beta * (logp - ref) for most. It is
-taken of the tensors that the loss reads, after its modifiers, so that ``rewards/*`` say what the loss
-optimizes; ``logps/*`` and ``logratio/*`` are the unmodified sums.
+A row's implicit reward is a function of summed log-probabilities, beta * (logp - ref) for most. It
+is taken of the tensors that the loss reads, after its modifiers, so that ``rewards/*`` say what the
+loss optimizes; ``logps/*`` and ``logratio/*`` are the unmodified sums.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def mean(values: Tensor) -> Mean:
 
 
 def mean_of(values: Tensor, rows: Tensor) -> Mean:
-    """Over the rows where ``rows`` is True: without picking them, as a device would have to say how many they are."""
+    """Over the rows where ``rows`` is True: without picking them, as a device would have to say how
+    many they are.
+    """
     return Mean(values.masked_fill(~rows, 0).sum(), rows.sum())
 
 
@@ -36,7 +38,9 @@ def mean_of(values: Tensor, rows: Tensor) -> Mean:
 
 
 def log_ratio(sums: Sums, settings: Settings) -> Tensor:
-    """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than the reference does."""
+    """beta * (logp - ref): how much more likely (nats, scaled) the policy makes a completion than
+    the reference does.
+    """
     return settings["beta"] * (sums["logp"] - sums["ref"])
 
 
@@ -72,7 +76,10 @@ def likelihood_per_token(sums: Sums, settings: Settings) -> Tensor:
 
 
 def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
-    """Means over each class. An absent class has a count of zero and is left out of the log, never shown as 0."""
+    """Means over each class.
+
+    An absent class has a count of zero and is left out of the log, never shown as 0.
+    """
     up, sums = view["label"], _detached(view, "logp", "ref")
     (reward,) = rewards
     numbers: Metrics = {}
@@ -85,7 +92,9 @@ def unpaired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
 
 
 def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
-    """Means over chosen and rejected, and the share of pairs whose chosen side has the larger reward (a tie counts half)."""
+    """Means over chosen and rejected, and the share of pairs whose chosen side has the larger
+    reward (a tie counts half).
+    """
     numbers: Metrics = {}
     chosen, rejected = rewards
     for name, side, reward in (("chosen", "w", chosen), ("rejected", "l", rejected)):
@@ -99,15 +108,19 @@ def paired(view: Sums, rewards: Rewards, settings: Settings) -> Metrics:
 
 
 def imitation(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft raises."""
+    """Mean log-probability of a demonstrated token (nats), and mean probability, which is what dft
+    raises.
+    """
     logp = view["logp_t"].detach()
     return {"logps/token": mean(logp), "probs/token": mean(logp.exp())}
 
 
 def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
-    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain and times the advantage (what
-    a step raises), the divergence of that policy from this one, and of this one from the reference where that is a third (nats
-    per token, k3), and the part of advantages above zero."""
+    """Mean log-probability of a token (nats), its mean log-ratio to the policy that answered, plain
+    and times the advantage (what a step raises), the divergence of that policy from this one, and
+    of this one from the reference where that is a third (nats per token, k3), and the part of
+    advantages above zero.
+    """
     found = _detached(view, "logp_t", "old_t", "adv_t", "ref_t")
     d = found["logp_t"] - found["old_t"]
     numbers: Metrics = {
@@ -117,7 +130,8 @@ def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> 
         "advantages/positive": mean((found["adv_t"] > 0).to(d)),
         "kl/old": mean(k3(found["old_t"], found["logp_t"])),  # whose tokens they are
     }
-    if "ref_t" in view and view["ref_t"] is not view["old_t"]:  # it stands in for the old policy of stored answers
+    # it stands in for the old policy of stored answers
+    if "ref_t" in view and view["ref_t"] is not view["old_t"]:
         numbers["kl/reference"] = mean(k3(found["logp_t"], found["ref_t"]))
     return numbers
 
@@ -125,23 +139,31 @@ def policy_gradient(view: Sums, rewards: Rewards | None, settings: Settings) -> 
 def clipped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of tokens whose ratio the clipping cut off, so that they are left alone."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
-    return policy_gradient(view, rewards, settings) | {"clipped": mean(_cut(ratio, view["adv_t"], settings))}
+    return policy_gradient(view, rewards, settings) | {
+        "clipped": mean(_cut(ratio, view["adv_t"], settings))
+    }
 
 
 def clipped_answers(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of answers whose ratio, the mean one of their tokens, the clipping cut off."""
     ratio = ((view["logp"].detach() - view["old"]) / view["n"]).exp()
-    return policy_gradient(view, rewards, settings) | {"clipped": mean(_cut(ratio, view["adv"], settings))}
+    return policy_gradient(view, rewards, settings) | {
+        "clipped": mean(_cut(ratio, view["adv"], settings))
+    }
 
 
 def capped_tokens(view: Sums, rewards: Rewards | None, settings: Settings) -> Metrics:
     """Also the share of tokens whose ratio was capped, which count no more than it."""
     ratio = (view["logp_t"].detach() - view["old_t"]).exp()
-    return policy_gradient(view, rewards, settings) | {"clipped": mean((ratio > settings["eps_high"]).to(ratio))}
+    return policy_gradient(view, rewards, settings) | {
+        "clipped": mean((ratio > settings["eps_high"]).to(ratio))
+    }
 
 
 def _cut(ratio: Tensor, adv: Tensor, settings: Settings) -> Tensor:
-    """1 where the ratio has left the interval in the direction of its advantage, or is beyond the dual clip, else 0."""
+    """1 where the ratio has left the interval in the direction of its advantage, or is beyond the
+    dual clip, else 0.
+    """
     cap = math.inf if settings["dual_clip"] is None else settings["dual_clip"]
     down = (ratio < 1 - settings["eps_low"]) | (ratio > cap)
     return (((adv > 0) & (ratio > 1 + settings["eps_high"])) | ((adv < 0) & down)).to(ratio)

@@ -1,7 +1,9 @@
-"""What may be added to a loss by a setting: other log-probabilities, other weights, or a term of its own.
+"""What may be added to a loss by a setting: other log-probabilities, other weights, or a term of
+its own.
 
-Which rows of the table allow which is said there. A modifier's keyword-only parameters become settings of those rows.
-``tokens`` are changed before they are summed, a ``view`` after that; a ``term`` is added to the loss.
+Which rows of the table allow which is said there. A modifier's keyword-only parameters become
+settings of those rows. ``tokens`` are changed before they are summed, a ``view`` after that; a
+``term`` is added to the loss.
 """
 
 from __future__ import annotations
@@ -30,19 +32,25 @@ High = Annotated[float, Gt(0)]
 MOST = 40.0  # nats; the square of e to more of them would be infinite in float32
 
 
-def humanline(tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None) -> Named:
+def humanline(
+    tokens: Tokens, batch: MicroBatch, *, humanline: tuple[Low, High] | None = None
+) -> Named:
     """Clamps each token's log-ratio, beyond which it has no gradient: people do not perceive more.
 
     d_t = clamp(logp_t - ref_t, low, high), r = sum_t d_t. Ethayarajh et al. 2025, arXiv 2509.24207.
 
     tokens: logp_t[N], ref_t[N] (nats).
 
-    humanline: the range [low, high] of a token's log-ratio (nats), with 0 inside it, published as [-1.0, 1.5]; null for no
+    humanline: the range [low, high] of a token's log-ratio (nats), with 0 inside it, published as
+        [-1.0, 1.5]; null for no
         clamping. Goes with reference.sync_every.
     """
     del batch
     assert humanline is not None
-    return {**tokens, "logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline)}
+    return {
+        **tokens,
+        "logp_t": tokens["ref_t"] + (tokens["logp_t"] - tokens["ref_t"]).clamp(*humanline),
+    }
 
 
 def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
@@ -53,9 +61,11 @@ def unclamped(tokens: Tokens, settings: Settings) -> Metrics:
 
 
 def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Named:
-    """Counts the tokens by which one answer is longer than the other for less, in policy and reference alike.
+    """Counts the tokens by which one answer is longer than the other for less, in policy and
+    reference alike.
 
-    Token t of an answer counts alpha times where t > min(n_w, n_l). Liu et al. 2024, arXiv 2409.06411 (LD-DPO).
+    Token t of an answer counts alpha times where t > min(n_w, n_l). Liu et al. 2024, arXiv
+    2409.06411 (LD-DPO).
 
     tokens: logp_t[N], ref_t[N] (nats).
 
@@ -67,7 +77,10 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
     limit = n.index_put((torch.cat([chosen, rejected]),), torch.cat([shorter, shorter]))
     beyond = places(batch) >= limit[batch.seq[batch.scored]]
     weight = torch.ones_like(beyond, dtype=n.dtype).masked_fill(beyond, ld_alpha)
-    return {**tokens, **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens}}
+    return {
+        **tokens,
+        **{name: tokens[name] * weight for name in ("logp_t", "ref_t") if name in tokens},
+    }
 
 
 def places(batch: MicroBatch) -> Tensor:
@@ -81,11 +94,13 @@ def places(batch: MicroBatch) -> Tensor:
 
 
 def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0) -> Named:
-    """The probability that a verdict is wrong: what the row says of its own (1 - soft), else the setting.
+    """The probability that a verdict is wrong: what the row says of its own (1 - soft), else the
+    setting.
 
     wrong[P] = 1 - soft, or e = label_smoothing.
 
-    label_smoothing: assumed share of pairs whose verdict is wrong, where a row does not say it by its column `soft`.
+    label_smoothing: assumed share of pairs whose verdict is wrong, where a row does not say it by
+        its column `soft`.
     """
     soft = view["soft"]
     return {**view, "wrong": (1 - soft).masked_fill(soft.isnan(), label_smoothing)}
@@ -105,7 +120,8 @@ def f_divergence(
     view: logp_w, logp_l, ref_w, ref_l [P] (nats).
 
     f_divergence: the divergence from the reference that the loss implies.
-    f_alpha: the a of `f_divergence: alpha`, between reverse KL (towards 0) and forward KL (towards 1).
+    f_alpha: the a of `f_divergence: alpha`, between reverse KL (towards 0) and forward KL (towards
+        1).
     """
 
     def score(r: Tensor) -> Tensor:
@@ -134,16 +150,23 @@ def wpo(view: Named, *, wpo: bool = False) -> Named:
     return {**view, "weight": view["weight"] * confidence.clamp(max=0).exp()}
 
 
-def nll(view: Named, *, nll_weight: Annotated[float, Ge(0)] = 0.0, nll_average: Literal["token", "sequence"] = "token") -> Tensor:
+def nll(
+    view: Named,
+    *,
+    nll_weight: Annotated[float, Ge(0)] = 0.0,
+    nll_average: Literal["token", "sequence"] = "token",
+) -> Tensor:
     """Adds the negative log-likelihood of the chosen answer.
 
-    nll_weight * -logp_w over all chosen tokens of the step (token), or nll_weight * -logp_w / n_w over its pairs (sequence).
-    Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024, arXiv 2401.08417 (CPO).
+    nll_weight * -logp_w over all chosen tokens of the step (token), or nll_weight * -logp_w / n_w
+    over its pairs (sequence). Pang et al. 2024, arXiv 2404.19733 (RPO), Eq. 1; Xu et al. 2024,
+    arXiv 2401.08417 (CPO).
 
     view: logp_w[P] (nats), n_w[P] (tokens).
 
     nll_weight: weight of the chosen answer's negative log-likelihood.
-    nll_average: over what it is a mean: all chosen tokens of the step, or the answers, each of which is a mean over its tokens.
+    nll_average: over what it is a mean: all chosen tokens of the step, or the answers, each of
+        which is a mean over its tokens.
     """
     loss = -nll_weight * view["logp_w"]
     return loss if nll_average == "token" else loss / view["n_w"]
@@ -153,25 +176,37 @@ def average_of_nll(settings: Settings) -> Average:
     return "chosen_token_mean" if settings["nll_average"] == "token" else "pair_mean"
 
 
-def kl_penalty(view: Named, *, kl_weight: Annotated[float, Ge(0)] = 0.0, kl_estimator: Literal["k2", "k3"] = "k3") -> Tensor:
-    """Adds an estimate of the divergence from the reference, token by token, averaged as the loss is.
+def kl_penalty(
+    view: Named,
+    *,
+    kl_weight: Annotated[float, Ge(0)] = 0.0,
+    kl_estimator: Literal["k2", "k3"] = "k3",
+) -> Tensor:
+    """Adds an estimate of the divergence from the reference, token by token, averaged as the loss
+    is.
 
-    kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman 2020, "Approximating KL
-    divergence". k1 is not offered: as a loss its gradient averages to nothing.
+    kl_weight * k2 or k3 of logp_t - ref_t. Shao et al. 2024, arXiv 2402.03300, Eq. 4 (k3). Schulman
+    2020, "Approximating KL divergence". k1 is not offered: as a loss its gradient averages to
+    nothing.
 
     view: logp_t[T], ref_t[T] (nats).
 
     kl_weight: weight of the divergence from the reference.
-    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which follows KL(reference, policy).
+    kl_estimator: k2 (half the squared log-ratio), or k3 (exp(x) - x - 1, x = ref - logp), which
+        follows KL(reference, policy).
     """
-    return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](view["logp_t"], view["ref_t"])
+    return kl_weight * {"k2": policy.k2, "k3": policy.k3}[kl_estimator](
+        view["logp_t"], view["ref_t"]
+    )
 
 
 def correction(view: Named, *, correction: High | None = 2.0) -> Named:
-    """Counts tokens for more or less where the sampler has given them another probability than the policy that it stands for.
+    """Counts tokens for more or less where the sampler has given them another probability than the
+    policy that it stands for.
 
-    weight * min(exp(old_t - sampler_t), correction), without a gradient; of sums over the answer for losses of whole answers.
-    Ionides 2008 (truncated importance sampling). Only where the sampler's log-probabilities are known.
+    weight * min(exp(old_t - sampler_t), correction), without a gradient; of sums over the answer
+    for losses of whole answers. Ionides 2008 (truncated importance sampling). Only where the
+    sampler's log-probabilities are known.
 
     view: old_t[T], sampler_t[T], or old[S], sampler[S] (nats).
 
@@ -186,28 +221,38 @@ def correction(view: Named, *, correction: High | None = 2.0) -> Named:
 
 
 def corrected(tokens: Tokens, settings: Settings) -> Metrics:
-    """How far sampler and policy are apart (nats per token, on average over the sampler's tokens not below 0), and the share of
-    weights, of tokens or answers, that were held at ``correction``."""
+    """How far sampler and policy are apart (nats per token, on average over the sampler's tokens
+    not below 0), and the share of weights, of tokens or answers, that were held at ``correction``.
+    """
     if "sampler_t" not in tokens:
         return {}
     end = "" if "sampler" in tokens else "_t"
     over = tokens[f"old{end}"] - tokens[f"sampler{end}"] > math.log(settings["correction"])
-    return {"sampler/kl": mean(tokens["sampler_t"] - tokens["old_t"]), "sampler/truncated": mean(over.to(tokens["old_t"]))}
+    return {
+        "sampler/kl": mean(tokens["sampler_t"] - tokens["old_t"]),
+        "sampler/truncated": mean(over.to(tokens["old_t"])),
+    }
 
 
 def value(
-    view: Named, *, value: bool = False, value_weight: Annotated[float, Ge(0)] = 0.1, value_clip: High | None = 0.2
+    view: Named,
+    *,
+    value: bool = False,
+    value_weight: Annotated[float, Ge(0)] = 0.1,
+    value_clip: High | None = 0.2,
 ) -> Tensor:
     """Adds the error of the value head, token by token, averaged as the loss is.
 
-    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V when the answer was sampled. Schulman et
-    al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its published code. 0 for answers without a return G, as stored ones.
+    value_weight * 0.5*max((V - G)^2, (clip(V, V_old +- value_clip) - G)^2), V_old = V when the
+    answer was sampled. Schulman et al. 2017, arXiv 1707.06347, Eq. 9; the clip is that of its
+    published code. 0 for answers without a return G, as stored ones.
 
     view: critic_t[T] (V), value_t[T] (V_old), return_t[T] (G), units of reward.
 
     value: train a value head; with a reward, ppo sets it itself.
     value_weight: weight of the value head's error.
-    value_clip: how far an estimate may move from that of the sampled answer before its gradient stops; null is no limit.
+    value_clip: how far an estimate may move from that of the sampled answer before its gradient
+        stops; null is no limit.
     """
     del value
     if "return_t" not in view:
@@ -224,8 +269,9 @@ def _value_error(view: Tokens, clip: float | None) -> Tensor:
 
 
 def valued(tokens: Tokens, settings: Settings) -> Metrics:
-    """Mean error of the value head as it is trained on, its mean estimate, and the share of the returns' variance that it
-    explains."""
+    """Mean error of the value head as it is trained on, its mean estimate, and the share of the
+    returns' variance that it explains.
+    """
     if "return_t" not in tokens:
         return {}
     found = {name: values.detach() for name, values in tokens.items()}
@@ -238,10 +284,14 @@ def valued(tokens: Tokens, settings: Settings) -> Metrics:
 
 @dataclass(frozen=True, slots=True)
 class Modifier:
-    """All that a loss is to know of one. ``idle``: the setting that turns it on, and its value at which nothing is changed.
+    """All that a loss is to know of one.
 
-    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of the loss, over tokens).
-    metrics: more numbers to report, of tokens and view as they were measured. refers: it reads the reference.
+    ``idle``: the setting that turns it on, and its value at which nothing is changed.
+
+    wants: what the engine is to tell besides log-probabilities. average: of a term (None: that of
+    the loss, over tokens).
+    metrics: more numbers to report, of tokens and view as they were measured. refers: it reads the
+    reference.
     """
 
     fn: Callable[..., Any]
@@ -268,8 +318,14 @@ class Modifier:
 MODIFIERS: dict[str, Modifier] = {
     "humanline": Modifier(humanline, "tokens", ("humanline", None), metrics=unclamped, refers=True),
     "ld_alpha": Modifier(ld_alpha, "tokens", ("ld_alpha", 1.0)),
-    "smoothing": Modifier(smoothing, "view", ("label_smoothing", None)),  # which it never is: rows may say more than the setting
-    "f_divergence": Modifier(f_divergence, "view", ("f_divergence", "reverse_kl"), needs=(("f_alpha", "f_divergence", "alpha"),)),
+    # which it never is: rows may say more than the setting
+    "smoothing": Modifier(smoothing, "view", ("label_smoothing", None)),
+    "f_divergence": Modifier(
+        f_divergence,
+        "view",
+        ("f_divergence", "reverse_kl"),
+        needs=(("f_alpha", "f_divergence", "alpha"),),
+    ),
     "wpo": Modifier(wpo, "view", ("wpo", False), wants=("sum_sq",)),
     "nll": Modifier(nll, "term", ("nll_weight", 0.0), average=average_of_nll),
     "kl_penalty": Modifier(kl_penalty, "term", ("kl_weight", 0.0), refers=True),

@@ -1,6 +1,9 @@
-"""Losses that read a chosen and a rejected completion of one prompt. All return one number per pair [P], not reduced.
+"""Losses that read a chosen and a rejected completion of one prompt.
 
-Throughout, s is the sigmoid, r = logp - ref (nats), d = r_w - r_l, and ``wrong`` is the probability that a verdict is wrong.
+All return one number per pair [P], not reduced.
+
+Throughout, s is the sigmoid, r = logp - ref (nats), d = r_w - r_l, and ``wrong`` is the probability
+that a verdict is wrong.
 """
 
 from __future__ import annotations
@@ -17,25 +20,38 @@ Weight = Annotated[float, Ge(0)]
 
 
 def logistic(x: Tensor, wrong: Tensor | float, margin: Tensor | float = 0.0) -> Tensor:
-    """Cross-entropy of the verdict "x > 0" that is wrong with a known probability: -(1-e) log s(x - margin) - e log s(-x)."""
+    """Cross-entropy of the verdict "x > 0" that is wrong with a known probability: -(1-e) log s(x -
+    margin) - e log s(-x).
+    """
     return -(1 - wrong) * logsigmoid(x - margin) - wrong * logsigmoid(-x)
 
 
 def _gap(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor) -> Tensor:
-    """d = r_w - r_l [P]: by how much more than the reference the policy favours the chosen completion (nats)."""
+    """d = r_w - r_l [P]: by how much more than the reference the policy favours the chosen
+    completion (nats).
+    """
     return (logp_w - ref_w) - (logp_l - ref_l)
 
 
 def dpo(
-    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, margin: Tensor, wrong: Tensor, *, beta: Beta = 0.1
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    margin: Tensor,
+    wrong: Tensor,
+    *,
+    beta: Beta = 0.1,
 ) -> Tensor:
-    """Direct preference optimisation: raise the log-ratio of the chosen completion over that of the rejected one.
+    """Direct preference optimisation: raise the log-ratio of the chosen completion over that of the
+    rejected one.
 
-    -(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong. Rafailov et al. 2023, arXiv 2305.18290, Eq. 7; with e > 0
-    it is conservative DPO.
+    -(1-e) log s(beta*d - margin) - e log s(-beta*d), e = wrong. Rafailov et al. 2023, arXiv
+    2305.18290, Eq. 7; with e > 0 it is conservative DPO.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats); margin[P]: by how much the
-    chosen one should win (units of beta*d; 0 when the data gives none); wrong[P]: probability.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities of chosen and rejected (nats);
+    margin[P]: by how much the chosen one should win (units of beta*d; 0 when the data gives none);
+    wrong[P]: probability.
 
     beta: strength of the pull towards the reference.
     """
@@ -43,28 +59,45 @@ def dpo(
 
 
 def dpo_norm(
-    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, n_w: Tensor, n_l: Tensor, margin: Tensor, wrong: Tensor, *,
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    n_w: Tensor,
+    n_l: Tensor,
+    margin: Tensor,
+    wrong: Tensor,
+    *,
     beta: Beta = 5.0,
-) -> Tensor:  # fmt: skip
-    """Length-normalised DPO: the log-ratios are means over tokens, so that long completions do not dominate.
+) -> Tensor:
+    """Length-normalised DPO: the log-ratios are means over tokens, so that long completions do not
+    dominate.
 
-    -(1-e) log s(x - margin) - e log s(-x), x = beta*(r_w/n_w - r_l/n_l), e = wrong. Lambert et al. 2024, arXiv 2411.15124.
+    -(1-e) log s(x - margin) - e log s(-x), x = beta*(r_w/n_w - r_l/n_l), e = wrong. Lambert et al.
+    2024, arXiv 2411.15124.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of x;
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens;
+    margin[P]: units of x;
     wrong[P]: probability.
 
     beta: strength of the pull towards the reference, per nat and token, hence larger than for dpo.
     """
-    return logistic(beta * _gap(logp_w / n_w, logp_l / n_l, ref_w / n_w, ref_l / n_l), wrong, margin)
+    return logistic(
+        beta * _gap(logp_w / n_w, logp_l / n_l, ref_w / n_w, ref_l / n_l), wrong, margin
+    )
 
 
-def robust_dpo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """DPO made unbiased for flipped verdicts: its expectation under the noise is the DPO loss of the true verdicts.
+def robust_dpo(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """DPO made unbiased for flipped verdicts: its expectation under the noise is the DPO loss of
+    the true verdicts.
 
-    (-(1-e) log s(beta*d) + e log s(-beta*d)) / (1-2e), e = wrong. Chowdhury et al. 2024, arXiv 2403.00409, Sec. 3.
+    (-(1-e) log s(beta*d) + e log s(-beta*d)) / (1-2e), e = wrong. Chowdhury et al. 2024, arXiv
+    2403.00409, Sec. 3.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, not 1/2, where a verdict says
-    nothing and the loss has a pole.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, not
+    1/2, where a verdict says nothing and the loss has a pole.
 
     beta: strength of the pull towards the reference.
     """
@@ -73,27 +106,46 @@ def robust_dpo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wro
 
 
 def ipo(
-    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, n_w: Tensor, n_l: Tensor, *,
-    tau: Beta = 0.1, normalize: bool = True,
-) -> Tensor:  # fmt: skip
-    """Identity preference optimisation: regress the gap of log-ratios to a fixed target, so that it cannot grow for ever.
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    n_w: Tensor,
+    n_l: Tensor,
+    *,
+    tau: Beta = 0.1,
+    normalize: bool = True,
+) -> Tensor:
+    """Identity preference optimisation: regress the gap of log-ratios to a fixed target, so that it
+    cannot grow for ever.
 
-    (r_w/n_w - r_l/n_l - 1/(2*tau))^2, or (d - 1/(2*tau))^2 when not normalised. Azar et al. 2023, arXiv 2310.12036, Eq. 17.
+    (r_w/n_w - r_l/n_l - 1/(2*tau))^2, or (d - 1/(2*tau))^2 when not normalised. Azar et al. 2023,
+    arXiv 2310.12036, Eq. 17.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 
     tau: strength of the pull towards the reference; the target gap is 1/(2*tau).
-    normalize: whether the gap is that of means over tokens, as the authors ran it, rather than of sums.
+    normalize: whether the gap is that of means over tokens, as the authors ran it, rather than of
+        sums.
     """
     r_w, r_l = logp_w - ref_w, logp_l - ref_l
     gap = r_w / n_w - r_l / n_l if normalize else r_w - r_l
     return (gap - 1 / (2 * tau)).square()
 
 
-def hinge(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, margin: Tensor, *, beta: Beta = 0.1) -> Tensor:
+def hinge(
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    margin: Tensor,
+    *,
+    beta: Beta = 0.1,
+) -> Tensor:
     """Hinge loss on the gap of log-ratios: nothing is learnt from a pair that is ahead by enough.
 
-    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), where margin is 0.
+    max(0, 1 - (beta*d - margin)). Liu et al. 2023, arXiv 2309.06657 (hinge-norm), where margin is
+    0.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); margin[P]: units of beta*d.
 
@@ -102,11 +154,14 @@ def hinge(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, margin: 
     return torch.relu(1 + margin - beta * _gap(logp_w, logp_l, ref_w, ref_l))
 
 
-def slic(logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: Weight = 0.1) -> Tensor:
-    """Sequence likelihood calibration: the chosen completion shall be likelier by a margin, and stay likely.
+def slic(
+    logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: Weight = 0.1
+) -> Tensor:
+    """Sequence likelihood calibration: the chosen completion shall be likelier by a margin, and
+    stay likely.
 
-    max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with the chosen completion as
-    the target of the regulariser. No reference model.
+    max(0, margin - logp_w + logp_l) - nll_weight*logp_w. Zhao et al. 2023, arXiv 2305.10425, with
+    the chosen completion as the target of the regulariser. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -117,15 +172,25 @@ def slic(logp_w: Tensor, logp_l: Tensor, *, margin: Weight = 1.0, nll_weight: We
 
 
 def simpo(
-    logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, margin: Tensor, wrong: Tensor, *,
-    beta: Beta = 2.0, gamma_beta_ratio: Weight = 0.5,
-) -> Tensor:  # fmt: skip
-    """Simple preference optimisation: the mean log-probability is the reward, and the chosen one shall win by gamma.
+    logp_w: Tensor,
+    logp_l: Tensor,
+    n_w: Tensor,
+    n_l: Tensor,
+    margin: Tensor,
+    wrong: Tensor,
+    *,
+    beta: Beta = 2.0,
+    gamma_beta_ratio: Weight = 0.5,
+) -> Tensor:
+    """Simple preference optimisation: the mean log-probability is the reward, and the chosen one
+    shall win by gamma.
 
-    -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma = gamma_beta_ratio*beta,
-    e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, where margin and e are 0. No reference model.
+    -(1-e) log s(x - margin) - e log s(-x), x = beta*(logp_w/n_w - logp_l/n_l) - gamma, gamma =
+    gamma_beta_ratio*beta, e = wrong. Meng et al. 2024, arXiv 2405.14734, Eq. 6, where margin and e
+    are 0. No reference model.
 
-    logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of x; wrong[P]: probability.
+    logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens; margin[P]: units of
+    x; wrong[P]: probability.
 
     beta: scale of the reward, per nat and token.
     gamma_beta_ratio: target gap of the mean log-probabilities (nats per token).
@@ -134,10 +199,11 @@ def simpo(
 
 
 def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Contrastive preference optimisation: DPO under a uniform reference, to be trained beside the chosen one's likelihood.
+    """Contrastive preference optimisation: DPO under a uniform reference, to be trained beside the
+    chosen one's likelihood.
 
-    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417, whose objective adds the mean negative
-    log-likelihood of the chosen completions. No reference model.
+    -log s(beta*(logp_w - logp_l)). Xu et al. 2024, arXiv 2401.08417, whose objective adds the mean
+    negative log-likelihood of the chosen completions. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats).
 
@@ -147,16 +213,19 @@ def cpo(logp_w: Tensor, logp_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
 
 
 def _log_odds(mean: Tensor) -> Tensor:
-    """log(p/(1-p)) for log p = mean (nats), with log p held at -1e-6 or less: certainty has infinite odds."""
+    """log(p/(1-p)) for log p = mean (nats), with log p held at -1e-6 or less: certainty has
+    infinite odds.
+    """
     a = mean.clamp(max=-1e-6)
     return a - torch.where(a > -math.log(2), torch.log(-torch.expm1(a)), torch.log1p(-torch.exp(a)))
 
 
 def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Odds-ratio preference optimisation: imitate the chosen completion while raising its odds over the rejected one's.
+    """Odds-ratio preference optimisation: imitate the chosen completion while raising its odds over
+    the rejected one's.
 
-    -logp_w/n_w - beta*log s(o_w - o_l), o = a - log(1 - exp a), a = logp/n. Hong et al. 2024, arXiv 2403.07691, Eq. 6-7.
-    No reference model.
+    -logp_w/n_w - beta*log s(o_w - o_l), o = a - log(1 - exp a), a = logp/n. Hong et al. 2024, arXiv
+    2403.07691, Eq. 6-7. No reference model.
 
     logp_w, logp_l [P]: summed log-probabilities (nats); n_w, n_l [P]: tokens.
 
@@ -166,8 +235,11 @@ def orpo(logp_w: Tensor, logp_l: Tensor, n_w: Tensor, n_l: Tensor, *, beta: Beta
     return -mean_w - beta * logsigmoid(_log_odds(mean_w) - _log_odds(mean_l))
 
 
-def apo_zero(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Anchored preference optimisation: the chosen completion up and the rejected one down, each from the reference.
+def apo_zero(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Anchored preference optimisation: the chosen completion up and the rejected one down, each
+    from the reference.
 
     1 - s(beta*r_w) + s(beta*r_l). D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 7.
 
@@ -178,8 +250,11 @@ def apo_zero(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, be
     return torch.sigmoid(-beta * (logp_w - ref_w)) + torch.sigmoid(beta * (logp_l - ref_l))
 
 
-def apo_down(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Anchored preference optimisation for a policy better than its data: both completions down, the rejected one further.
+def apo_down(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Anchored preference optimisation for a policy better than its data: both completions down,
+    the rejected one further.
 
     s(beta*r_w) + 1 - s(beta*d). D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 8.
 
@@ -187,16 +262,22 @@ def apo_down(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, be
 
     beta: how sharply the loss saturates.
     """
-    return torch.sigmoid(beta * (logp_w - ref_w)) + torch.sigmoid(-beta * _gap(logp_w, logp_l, ref_w, ref_l))
+    return torch.sigmoid(beta * (logp_w - ref_w)) + torch.sigmoid(
+        -beta * _gap(logp_w, logp_l, ref_w, ref_l)
+    )
 
 
-def exo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Efficient exact optimisation: the reverse divergence from the policy's verdict to the noisy one of the data.
+def exo(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Efficient exact optimisation: the reverse divergence from the policy's verdict to the noisy
+    one of the data.
 
-    q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = s(beta*d), e = wrong. Ji et al. 2024, arXiv 2402.00856, Eq. 16.
+    q (log q - log(1-e)) + (1-q) (log(1-q) - log e), q = s(beta*d), e = wrong. Ji et al. 2024, arXiv
+    2402.00856, Eq. 16.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, held within
-    [1e-6, 1 - 1e-6], since the divergence from a certain verdict is infinite.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); wrong[P]: probability, held
+    within [1e-6, 1 - 1e-6], since the divergence from a certain verdict is infinite.
 
     beta: strength of the pull towards the reference.
     """
@@ -205,10 +286,14 @@ def exo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, wrong: Ten
     return agree + torch.sigmoid(-x) * (logsigmoid(-x) - torch.log(e))
 
 
-def nca(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Noise-contrastive alignment: tell the chosen completion from draws of the reference, so that it does not grow rarer.
+def nca(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Noise-contrastive alignment: tell the chosen completion from draws of the reference, so that
+    it does not grow rarer.
 
-    -log s(beta*r_w) - 0.5 log s(-beta*r_w) - 0.5 log s(-beta*r_l). Chen et al. 2024, arXiv 2402.05369, Sec. 4, for pairs.
+    -log s(beta*r_w) - 0.5 log s(-beta*r_w) - 0.5 log s(-beta*r_l). Chen et al. 2024, arXiv
+    2402.05369, Sec. 4, for pairs.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
@@ -218,24 +303,33 @@ def nca(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: B
     return -logsigmoid(x_w) - 0.5 * (logsigmoid(-x_w) + logsigmoid(-x_l))
 
 
-def bco_pair(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Binary classifier optimisation on pairs: the implicit reward separates chosen from rejected at the threshold delta.
+def bco_pair(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, delta: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Binary classifier optimisation on pairs: the implicit reward separates chosen from rejected
+    at the threshold delta.
 
     -log s(beta*r_w - delta) - log s(-(beta*r_l - delta)). Jung et al. 2024, arXiv 2404.04656. The
     density ratio of its prompts is 1 here, as both sides of a pair have the same prompt.
 
-    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the implicit rewards of
-    both kinds (units of beta*r), no gradient.
+    logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats); delta[]: running mean of the
+    implicit rewards of both kinds (units of beta*r), no gradient.
 
     beta: scale of the implicit reward.
     """
-    return -logsigmoid(beta * (logp_w - ref_w) - delta) - logsigmoid(delta - beta * (logp_l - ref_l))
+    return -logsigmoid(beta * (logp_w - ref_w) - delta) - logsigmoid(
+        delta - beta * (logp_l - ref_l)
+    )
 
 
-def sppo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Self-play preference optimisation with hard verdicts: regress each log-ratio to its own target.
+def sppo(
+    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1
+) -> Tensor:
+    """Self-play preference optimisation with hard verdicts: regress each log-ratio to its own
+    target.
 
-    (r_w - 1/(2*beta))^2 + (r_l + 1/(2*beta))^2. Wu et al. 2024, arXiv 2405.00675, with beta = 1/eta and win rates 1 and 0.
+    (r_w - 1/(2*beta))^2 + (r_l + 1/(2*beta))^2. Wu et al. 2024, arXiv 2405.00675, with beta = 1/eta
+    and win rates 1 and 0.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
@@ -245,8 +339,17 @@ def sppo(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: 
     return (logp_w - ref_w - target).square() + (logp_l - ref_l + target).square()
 
 
-def dpop(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: Beta = 0.1, penalty: Weight = 50.0) -> Tensor:
-    """DPO-positive: DPO that also punishes making the chosen completion rarer than under the reference.
+def dpop(
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    *,
+    beta: Beta = 0.1,
+    penalty: Weight = 50.0,
+) -> Tensor:
+    """DPO-positive: DPO that also punishes making the chosen completion rarer than under the
+    reference.
 
     -log s(beta*(d - penalty*max(0, ref_w - logp_w))). Pal et al. 2024, arXiv 2402.13228, Sec. 4.
 
@@ -255,23 +358,33 @@ def dpop(logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *, beta: 
     beta: strength of the pull towards the reference.
     penalty: weight of each nat that the chosen completion has lost.
     """
-    return -logsigmoid(beta * (_gap(logp_w, logp_l, ref_w, ref_l) - penalty * torch.relu(ref_w - logp_w)))
+    return -logsigmoid(
+        beta * (_gap(logp_w, logp_l, ref_w, ref_l) - penalty * torch.relu(ref_w - logp_w))
+    )
 
 
 def discopop(
-    logp_w: Tensor, logp_l: Tensor, ref_w: Tensor, ref_l: Tensor, *,
-    beta: Beta = 0.1, tau: Annotated[float, Gt(0), Le(1)] = 0.05,
-) -> Tensor:  # fmt: skip
-    """Log-ratio modulated loss, found by search: logistic where the chosen completion is behind, exponential where ahead.
+    logp_w: Tensor,
+    logp_l: Tensor,
+    ref_w: Tensor,
+    ref_l: Tensor,
+    *,
+    beta: Beta = 0.1,
+    tau: Annotated[float, Gt(0), Le(1)] = 0.05,
+) -> Tensor:
+    """Log-ratio modulated loss, found by search: logistic where the chosen completion is behind,
+    exponential where ahead.
 
-    (1-m)*(-log s(x)) + m*exp(-x), x = beta*d, m = s(x/tau). Lu et al. 2024, arXiv 2406.08414, Eq. 5.
-    It is not convex: at d = 0 a small step lowers the chosen completion.
+    (1-m)*(-log s(x)) + m*exp(-x), x = beta*d, m = s(x/tau). Lu et al. 2024, arXiv 2406.08414, Eq.
+    5. It is not convex: at d = 0 a small step lowers the chosen completion.
 
     logp_w, logp_l, ref_w, ref_l [P]: summed log-probabilities (nats).
 
     beta: strength of the pull towards the reference.
-    tau: width of the switch between the two forms (units of x); above 1 the loss would have no bound in slope.
+    tau: width of the switch between the two forms (units of x); above 1 the loss would have no
+        bound in slope.
     """
     x = beta * _gap(logp_w, logp_l, ref_w, ref_l)
-    exponential = torch.exp(logsigmoid(x / tau) - x)  # m*exp(-x), whose factors overflow on their own
+    # m*exp(-x), whose factors overflow on their own
+    exponential = torch.exp(logsigmoid(x / tau) - x)
     return -torch.sigmoid(-x / tau) * logsigmoid(x) + exponential

@@ -1,4 +1,6 @@
-"""Numbers that a loss needs about the whole optimizer step before its first gradient, and those it keeps from step to step."""
+"""Numbers that a loss needs about the whole optimizer step before its first gradient, and those it
+keeps from step to step.
+"""
 
 from __future__ import annotations
 
@@ -13,54 +15,77 @@ from valence.losses.lazy import Tensor, torch
 
 
 class GroupScope(TypedDict):
-    """Reference points of published systems: one for each run of ``group`` examples in step order, paired cyclically."""
+    """Reference points of published systems: one for each run of ``group`` examples in step order,
+    paired cyclically.
+    """
 
     group: Annotated[int, Ge(2)]  # of one, a row would be paired with itself
     pairing: Literal["next", "previous", "reversed"]
 
 
 def mismatched_kl(
-    logp: Tensor, ref: Tensor, group: Tensor, groups: int, *, z0_scope: Literal["step"] | GroupScope = "step"
+    logp: Tensor,
+    ref: Tensor,
+    group: Tensor,
+    groups: int,
+    *,
+    z0_scope: Literal["step"] | GroupScope = "step",
 ) -> Tensor:
-    """Sums and counts of logp - ref over mismatched completions: [2, groups], to be added up over micro-batches and processes.
+    """Sums and counts of logp - ref over mismatched completions: [2, groups], to be added up over
+    micro-batches and processes.
 
-    logp[S], ref[S]: summed log-probabilities of a completion behind a prompt that it does not answer (nats);
+    logp[S], ref[S]: summed log-probabilities of a completion behind a prompt that it does not
+    answer (nats);
     group[S]: which reference point a sequence counts towards.
 
-    z0_scope: step (one reference point for the whole optimizer step, over all processes), or {group: N, pairing: next |
-        previous | reversed} to reproduce runs of other systems: one for each N examples in step order.
+    z0_scope: step (one reference point for the whole optimizer step, over all processes), or
+        {group: N, pairing: next |
+        previous | reversed} to reproduce runs of other systems: one for each N examples in step
+        order.
     """
     del z0_scope  # says how sequences were grouped and paired, which has happened by now
     return summed(torch.stack([(logp - ref).detach(), torch.ones_like(logp)]), group, groups)
 
 
 def summed(values: Tensor, place: Tensor, count: int) -> Tensor:
-    """Adds up values[..., N] by their place[N]: [..., count]. Always in the same order, for a run that is taken up is to end bit
-    for bit as it would have: on CUDA ``index_add`` adds in the order in which its threads come."""
+    """Adds up values[..., N] by their place[N]: [..., count].
+
+    Always in the same order, for a run that is taken up is to end bit for bit as it would have: on
+    CUDA ``index_add`` adds in the order in which its threads come.
+    """
     blank = values.new_zeros(*values.shape[:-1], count)
     if not values.is_cuda:
         return blank.index_add(-1, place, values)
-    return blank.movedim(-1, 0).index_put((place,), values.movedim(-1, 0), accumulate=True).movedim(0, -1)
+    return (
+        blank.movedim(-1, 0)
+        .index_put((place,), values.movedim(-1, 0), accumulate=True)
+        .movedim(0, -1)
+    )
 
 
 def reference_point(sums: Tensor) -> tuple[Tensor, Tensor]:
     """z0 = max(0, sum/count) of each group, and the same without the clamp: both [groups], in nats.
 
-    arXiv 2402.01306, Sec. 4.1. The clamp comes after the sums of all micro-batches and processes were added, never before:
-    the mean of clamped means is biased upward.
+    arXiv 2402.01306, Sec. 4.1. The clamp comes after the sums of all micro-batches and processes
+    were added, never before: the mean of clamped means is biased upward.
     """
     raw = sums[0] / sums[1]
     return raw.clamp(min=0), raw
 
 
-def class_weights(n_up: int, n_down: int, *, class_weights: Literal["given", "auto"] = "given") -> tuple[float, float]:
-    """Weights (desirable, undesirable) under which both classes count the same: the smaller one's is raised.
+def class_weights(
+    n_up: int, n_down: int, *, class_weights: Literal["given", "auto"] = "given"
+) -> tuple[float, float]:
+    """Weights (desirable, undesirable) under which both classes count the same: the smaller one's
+    is raised.
 
-    (desirable_weight * n_up) / (undesirable_weight * n_down) = 1. arXiv 2402.01306, Sec. 4.2, advises 1 to 4/3.
+    (desirable_weight * n_up) / (undesirable_weight * n_down) = 1. arXiv 2402.01306, Sec. 4.2,
+    advises 1 to 4/3.
 
     n_up, n_down: examples of each class. With a class that is absent both are 1.
 
-    class_weights: given (desirable_weight and undesirable_weight, as they are set), or auto (the weight of the smaller class is
+    class_weights: given (desirable_weight and undesirable_weight, as they are set), or auto (the
+        weight of the smaller class is
         set so that both classes count the same).
     """
     del class_weights  # says whether this is asked
@@ -82,22 +107,29 @@ def moments(powers: Tensor) -> Tensor:
 
 
 def class_sums(view: Mapping[str, Tensor]) -> Tensor:
-    """Sum of logp - ref (nats) and count of desirable (or chosen) and of undesirable (or rejected) answers: [2, 2], to be added
-    up over micro-batches and processes."""
+    """Sum of logp - ref (nats) and count of desirable (or chosen) and of undesirable (or rejected)
+    answers: [2, 2], to be added up over micro-batches and processes.
+    """
     if "label" in view:
         ratios, up = (view["logp"] - view["ref"]).detach(), view["label"]
-        return torch.stack([torch.stack([ratios.masked_fill(~rows, 0).sum(), rows.sum().to(ratios)]) for rows in (up, ~up)])
+        return torch.stack(
+            [
+                torch.stack([ratios.masked_fill(~rows, 0).sum(), rows.sum().to(ratios)])
+                for rows in (up, ~up)
+            ]
+        )
     ratios = [(view[f"logp_{side}"] - view[f"ref_{side}"]).detach() for side in "wl"]
     return torch.stack([torch.stack([r.sum(), r.new_full((), r.numel())]) for r in ratios])
 
 
 @dataclass(frozen=True, slots=True)
 class RewardShift:
-    """BCO's delta: the running mean over steps of the point half-way between the mean rewards of both classes.
+    """BCO's delta: the running mean over steps of the point half-way between the mean rewards of
+    both classes.
 
-    m_k = (mean over desirable + mean over undesirable) / 2 of beta*r; delta_k = delta_{k-1} + (m_k - delta_{k-1}) / k from
-    delta_0 = 0.
-    Jung et al. 2024, arXiv 2404.04656, Sec. 3.1. A step that lacks a class leaves it as it is.
+    m_k = (mean over desirable + mean over undesirable) / 2 of beta*r; delta_k = delta_{k-1} + (m_k
+    - delta_{k-1}) / k from delta_0 = 0. Jung et al. 2024, arXiv 2404.04656, Sec. 3.1. A step that
+    lacks a class leaves it as it is.
     """
 
     delta: float = 0.0

@@ -1,4 +1,7 @@
-"""Losses that read one completion and its verdict. All return one number per sequence [S], not reduced."""
+"""Losses that read one completion and its verdict.
+
+All return one number per sequence [S], not reduced.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def kto(
     desirable_weight: Weight = 1.0,
     undesirable_weight: Weight = 1.0,
 ) -> Tensor:
-    """Kahneman-Tversky optimisation: push r = logp - ref above (thumbs up) or below (thumbs down) the reference point z0.
+    """Kahneman-Tversky optimisation: push r = logp - ref above (thumbs up) or below (thumbs down)
+    the reference point z0.
 
     desirable: w_D * (1 - s(beta*(r - z0))); undesirable: w_U * (1 - s(beta*(z0 - r))).
     Ethayarajh et al. 2024, arXiv 2402.01306, Eq. 7-8, with the constant w subtracted out.
@@ -24,16 +28,20 @@ def kto(
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     z0[S]: the reference point (nats), no gradient.
 
-    beta: how sharply the loss saturates; small values let the policy move further from the reference.
+    beta: how sharply the loss saturates; small values let the policy move further from the
+        reference.
     desirable_weight: weight of thumbs up.
     undesirable_weight: weight of thumbs down.
     """
     margin = beta * (logp - ref - z0)
-    return torch.where(label, desirable_weight * torch.sigmoid(-margin), undesirable_weight * torch.sigmoid(margin))
+    return torch.where(
+        label, desirable_weight * torch.sigmoid(-margin), undesirable_weight * torch.sigmoid(margin)
+    )
 
 
 def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Anchored preference optimisation without pairs: r up for thumbs up, down for thumbs down, anchored at the reference.
+    """Anchored preference optimisation without pairs: r up for thumbs up, down for thumbs down,
+    anchored at the reference.
 
     desirable: 1 - s(beta*r); undesirable: s(beta*r), r = logp - ref.
     D'Oosterlinck et al. 2024, arXiv 2408.06266, Eq. 7, split into its two halves.
@@ -47,12 +55,13 @@ def apo_zero_unpaired(logp: Tensor, ref: Tensor, label: Tensor, *, beta: Beta = 
 
 
 def bco(logp: Tensor, ref: Tensor, label: Tensor, delta: Tensor, *, beta: Beta = 0.1) -> Tensor:
-    """Binary classifier optimisation: the implicit reward separates thumbs up from thumbs down at the threshold delta.
+    """Binary classifier optimisation: the implicit reward separates thumbs up from thumbs down at
+    the threshold delta.
 
-    desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref.
-    Jung et al. 2024, arXiv 2404.04656, without its density-ratio term: the paper also weights thumbs
-    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates. Without it,
-    prompts of thumbs up and of thumbs down should come from the same distribution.
+    desirable: -log s(beta*r - delta); undesirable: -log s(-(beta*r - delta)), r = logp - ref. Jung
+    et al. 2024, arXiv 2404.04656, without its density-ratio term: the paper also weights thumbs
+    down by p(prompt is liked)/p(prompt is disliked), which an extra classifier estimates. Without
+    it, prompts of thumbs up and of thumbs down should come from the same distribution.
 
     logp[S], ref[S]: summed log-probabilities of the completion (nats); label[S]: True is thumbs up;
     delta[]: running mean of the implicit rewards of both kinds (units of beta*r), no gradient.

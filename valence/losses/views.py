@@ -1,7 +1,7 @@
 """What a loss may read: named tensors taken out of a micro-batch and the engine's answer.
 
-A loss names its inputs by its positional parameters; a view supplies exactly those. It is made of token columns, which have a
-number for every token that is read.
+A loss names its inputs by its positional parameters; a view supplies exactly those. It is made of
+token columns, which have a number for every token that is read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,16 @@ Named = dict[str, Tensor]
 
 
 def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> Named:
-    """Of tokens that are read, in batch order: logp_t[N], ref_t[N] (log-probabilities, nats), sum_sq_t[N] (of all probabilities),
-    critic_t[N] (value head's estimate, units of reward; both when asked for); score[S, A]: what a reward model says.
+    """Of tokens that are read, in batch order: logp_t[N], ref_t[N] (log-probabilities, nats),
+    sum_sq_t[N] (of all probabilities),
+    critic_t[N] (value head's estimate, units of reward; both when asked for); score[S, A]: what a
+    reward model says.
 
-    What was known of them when they were sampled, by the names of ``Answer.columns``: old_t[N], sampler_t[N] (nats), adv_t[N],
-    value_t[N] (critic_t at that time), return_t[N]. Where there is an adv_t and no old_t, the policy has answered just now: old_t
-    is what it says, without a gradient."""
+    What was known of them when they were sampled, by the names of ``Answer.columns``: old_t[N],
+    sampler_t[N] (nats), adv_t[N],
+    value_t[N] (critic_t at that time), return_t[N]. Where there is an adv_t and no old_t, the
+    policy has answered just now: old_t is what it says, without a gradient.
+    """
     rows = batch.scored
     columns = {f"{name}_t": values.to(out.logp.dtype) for name, values in batch.given.items()}
     columns["logp_t"] = out.logp[rows]
@@ -50,8 +54,10 @@ def lengths(batch: MicroBatch, like: Tensor) -> Tensor:
 
 
 def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for stored answers the reference
-    stands in), adv_t (advantage), n_t (tokens of its sequence), weight_t (of its row), and what else is known: [N] each."""
+    """Tokens that are read, in batch order: logp_t, ref_t, old_t (of the policy that answered: for
+    stored answers the reference stands in), adv_t (advantage), n_t (tokens of its sequence),
+    weight_t (of its row), and what else is known: [N] each.
+    """
     seq, logp = batch.seq[batch.scored], columns["logp_t"]
     named = {name: values for name, values in columns.items() if name.endswith("_t")}
     if "ref_t" in named and "old_t" not in named:
@@ -60,10 +66,15 @@ def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums over its tokens, nats), adv[S]
-    (their mean), n[S] (tokens, at least 1), weight[S]."""
+    """Tokens that are read, and one number per sequence: logp[S], ref[S], old[S], sampler[S] (sums
+    over its tokens, nats), adv[S] (their mean), n[S] (tokens, at least 1), weight[S].
+    """
     named = token_view(batch, columns)
-    sums = {name: seq_sum(named[f"{name}_t"], batch) for name in ("logp", "ref", "old", "sampler", "adv") if f"{name}_t" in named}
+    sums = {
+        name: seq_sum(named[f"{name}_t"], batch)
+        for name in ("logp", "ref", "old", "sampler", "adv")
+        if f"{name}_t" in named
+    }
     n = lengths(batch, columns["logp_t"]).clamp(min=1)  # masked answers count, with sums of 0
     named |= sums | {"n": n, "weight": batch.weight.to(columns["logp_t"].dtype)}
     if "adv" in named:
@@ -72,28 +83,39 @@ def answer_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
 
 
 def seq_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens), label[S], weight[S], unit[S] (its
-    place in the step)."""
+    """One number per sequence. logp[S], ref[S] (sums over its tokens, nats), n[S] (tokens),
+    label[S], weight[S], unit[S] (its place in the step).
+    """
     logp = columns["logp_t"]
-    named = {name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns}
+    named = {
+        name[:-2]: seq_sum(columns[name], batch) for name in ("logp_t", "ref_t") if name in columns
+    }
     named |= {"n": lengths(batch, logp), "weight": batch.weight.to(logp.dtype), "unit": batch.unit}
-    if "sum_sq_t" in columns:  # the confidence that WPO weighs by: mean over tokens of log(p / sum_v p_v^2)
-        named["confidence"] = seq_sum((logp - columns["sum_sq_t"].log()).detach(), batch) / named["n"]
+    # the confidence that WPO weighs by: mean over tokens of log(p / sum_v p_v^2)
+    if "sum_sq_t" in columns:
+        named["confidence"] = (
+            seq_sum((logp - columns["sum_sq_t"].log()).detach(), batch) / named["n"]
+        )
     if batch.label is not None:
         named["label"] = batch.label
     return named
 
 
 def sides(batch: MicroBatch) -> tuple[Tensor, Tensor]:
-    """Indices of the chosen and of the rejected sequence of each pair, both [P], in the order of their units."""
-    # All chosen sides come first, then as many rejected ones: no device has to be asked how many there are.
+    """Indices of the chosen and of the rejected sequence of each pair, both [P], in the order of
+    their units.
+    """
+    # All chosen sides come first, then as many rejected ones: no device has to be asked how many
+    # there are.
     order = (batch.side * (batch.unit.max() + 1) + batch.unit).argsort()
     chosen, rejected = order.chunk(2)
     return chosen, rejected
 
 
 def pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN: none), weight, unit: all [P]."""
+    """One number per pair and side: logp_w, logp_l, ref_w, ref_l, n_w, n_l; margin, soft (NaN:
+    none), weight, unit: all [P].
+    """
     sums = seq_view(batch, columns)
     named = _of_pairs(batch, sums["weight"])
     chosen, rejected = sides(batch)
@@ -110,8 +132,9 @@ def _of_pairs(batch: MicroBatch, weight: Tensor) -> Named:
 
 
 def score_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
-    """What a reward model is trained on, answer by answer: score[S, A], target[S, A], given[S, A] (False where the row gives no
-    target, which is then 0), weight[S]."""
+    """What a reward model is trained on, answer by answer: score[S, A], target[S, A], given[S, A]
+    (False where the row gives no target, which is then 0), weight[S].
+    """
     score = columns["score"]
     named = {"score": score, "weight": batch.weight.to(score.dtype)}
     if batch.target is not None:
@@ -124,7 +147,10 @@ def score_pair_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     """What a reward model says of a pair: score_w[P], score_l[P]; margin[P], soft[P], weight[P]."""
     score = columns["score"][:, 0]
     chosen, rejected = sides(batch)
-    return _of_pairs(batch, batch.weight.to(score.dtype)) | {"score_w": score[chosen], "score_l": score[rejected]}
+    return _of_pairs(batch, batch.weight.to(score.dtype)) | {
+        "score_w": score[chosen],
+        "score_l": score[rejected],
+    }
 
 
 VIEWS: dict[View, Callable[[MicroBatch, Mapping[str, Tensor]], Named]] = {

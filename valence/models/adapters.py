@@ -16,14 +16,16 @@ from torch import Tensor, nn
 from valence.errors import UserError
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # peft imports it where it is installed: it warns of 4-bit kernels
+# peft imports it where it is installed: it warns of 4-bit kernels
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
-    """The model with the adapter of a folder, which trains on, or else with a fresh one (rank, alpha, dropout, targets).
+    """The model with the adapter of a folder, which trains on, or else with a fresh one (rank,
+    alpha, dropout, targets).
 
-    Raises UserError when the adapter cannot be loaded, when one of both is of a reward model and the other is not, or a target is
-    no layer. Warns of an adapter made for another model.
+    Raises UserError when the adapter cannot be loaded, when one of both is of a reward model and
+    the other is not, or a target is no layer. Warns of an adapter made for another model.
     """
     from peft import PeftModel
 
@@ -41,24 +43,36 @@ def with_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
 
 
 def go_on_without_dropout(model: nn.Module, adapter: str) -> None:
-    """Switches off the dropout that an adapter was trained with, for which nobody has asked here. Warns if it had any."""
-    own = [module for name, module in model.named_modules() if "lora_dropout" in name and getattr(module, "p", 0)]
+    """Switches off the dropout that an adapter was trained with, for which nobody has asked here.
+
+    Warns if it had any.
+    """
+    own = [
+        module
+        for name, module in model.named_modules()
+        if "lora_dropout" in name and getattr(module, "p", 0)
+    ]
     for module in own:
         cast(Any, module).p = 0.0
     if own:
-        warnings.warn(f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=3)
+        warnings.warn(
+            f"the adapter {adapter!r} was trained with dropout, and goes on without", stacklevel=3
+        )
 
 
 def planned_adapter(model: nn.Module, lora: Any, adapter: str | None) -> nn.Module:
-    """The model as ``with_adapter`` would make it, without the adapter's weights: for a model without memory behind it."""
+    """The model as ``with_adapter`` would make it, without the adapter's weights: for a model
+    without memory behind it.
+    """
     config = _fresh(model, lora) if adapter is None else _saved(adapter)
     config.inference_mode = False
     return _wrapped(model, config)
 
 
 def merged(base: nn.Module, trained: Any, weights: Mapping[str, Tensor]) -> nn.Module:
-    """The base with the adapter of a trained model added to it, in the type of the base's weights. weights: those of the adapter,
-    as peft saves them."""
+    """The base with the adapter of a trained model added to it, in the type of the base's weights.
+    weights: those of the adapter, as peft saves them.
+    """
     from peft import set_peft_model_state_dict
 
     wrapped: Any = _wrapped(base, copy.deepcopy(trained.peft_config[trained.active_adapter]))
@@ -74,11 +88,16 @@ def adapted(model: nn.Module) -> bool:
 def largest_rank(model: nn.Module) -> int:
     """The largest rank of an adapter's updates; 0 without one."""
     configs: Any = getattr(model, "peft_config", {})
-    return max((rank for each in configs.values() for rank in (each.r, *each.rank_pattern.values())), default=0)
+    return max(
+        (rank for each in configs.values() for rank in (each.r, *each.rank_pattern.values())),
+        default=0,
+    )
 
 
 def inputs_as_they_come(module: nn.Module) -> AbstractContextManager[None]:
-    """Inside the block an adapter's layers do not first widen their input, which autocast would narrow again."""
+    """Inside the block an adapter's layers do not first widen their input, which autocast would
+    narrow again.
+    """
     from peft.helpers import disable_input_dtype_casting
 
     return disable_input_dtype_casting(module)
@@ -120,7 +139,10 @@ def _wrapped(model: nn.Module, config: Any) -> nn.Module:
             return get_peft_model(model, config)  # type: ignore[arg-type]
     except ValueError as error:
         raise UserError(
-            str(error), code="lora-targets", where="model.lora.targets", fix="name linear layers of this model, or all-linear"
+            str(error),
+            code="lora-targets",
+            where="model.lora.targets",
+            fix="name linear layers of this model, or all-linear",
         ) from error
 
 
@@ -138,16 +160,23 @@ def _check_base(saved: Any, adapter: str, model: nn.Module) -> None:
     put_on: str = model.config.name_or_path  # type: ignore[union-attr]
     if made_for and "/" not in made_for and Path(put_on).name == made_for:
         return  # an exported adapter holds the last part alone of a local folder
-    if made_for and put_on and Path(made_for).expanduser().resolve() != Path(put_on).expanduser().resolve():
+    if (
+        made_for
+        and put_on
+        and Path(made_for).expanduser().resolve() != Path(put_on).expanduser().resolve()
+    ):
         warnings.warn(
-            f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is of use only if both hold the "
+            f"the adapter {adapter!r} was made for {made_for!r} and is put on {put_on!r}: it is "
+            f"of use only if both hold the "
             "same weights",
             stacklevel=4,
         )
 
 
 def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
-    """Raises UserError when an adapter's head for scores would be left out, or the model's would stay as it is."""
+    """Raises UserError when an adapter's head for scores would be left out, or the model's would
+    stay as it is.
+    """
     if saved.task_type == "SEQ_CLS" != _task(model):
         raise UserError(
             f"the adapter {adapter!r} is of a reward model, and the model has no head for scores",
@@ -160,7 +189,8 @@ def _check_task(saved: Any, adapter: str, model: nn.Module) -> None:
             f"the adapter {adapter!r} was made for a language model, and brings no head for scores",
             code="adapter-kind",
             where="model.adapter",
-            fix="merge it into its model and start from that, or continue the adapter of a reward model",
+            fix="merge it into its model and start from that, or continue the adapter of a "
+            "reward model",
         )
 
 
@@ -171,12 +201,19 @@ def _check_targets(model: nn.Module, targets: list[str] | str) -> None:
     names = [name for name, _ in model.named_modules()]
     for target in targets:
         if not any(name == target or name.endswith(f".{target}") for name in names):
-            layers = [name for name, module in model.named_modules() if getattr(module, "weight", None) is not None]
-            leaves = sorted({leaf for name in layers if not (leaf := name.rpartition(".")[2]).isdigit()})
+            layers = [
+                name
+                for name, module in model.named_modules()
+                if getattr(module, "weight", None) is not None
+            ]
+            leaves = sorted(
+                {leaf for name in layers if not (leaf := name.rpartition(".")[2]).isdigit()}
+            )
             near = difflib.get_close_matches(target, leaves) or leaves
             raise UserError(
                 f"no layer of {type(model).__name__} is named {target!r}",
                 code="lora-targets",
                 where="model.lora.targets",
-                fix=f"name linear layers of this model (near ones: {', '.join(near)}), or all-linear",
+                fix=f"name linear layers of this model (near ones: {', '.join(near)}), or "
+                f"all-linear",
             )

@@ -1,4 +1,6 @@
-"""Loading a causal or a reward model and its tokenizer, putting an adapter on it, and saying which weights train."""
+"""Loading a causal or a reward model and its tokenizer, putting an adapter on it, and saying which
+weights train.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
-from transformers.utils.logging import disable_progress_bar, get_verbosity, set_verbosity, set_verbosity_error
+from transformers.utils.logging import (
+    disable_progress_bar,
+    get_verbosity,
+    set_verbosity,
+    set_verbosity_error,
+)
 
 from valence.errors import UserError
 from valence.models.adapters import go_on_without_dropout, with_adapter
@@ -27,15 +34,24 @@ from valence.models.checkpointing import Checkpointing, recompute_layers
 from valence.models.loading import LOADING_ERRORS, cannot_load, must_exist
 from valence.models.policy_model import PolicyModel
 from valence.models.quantized import compute_alike, how, packed
-from valence.models.reference import AdapterDisabledReference, FrozenReference, Reference, SyncedReference, copied
+from valence.models.reference import (
+    AdapterDisabledReference,
+    FrozenReference,
+    Reference,
+    SyncedReference,
+    copied,
+)
 from valence.models.scores import Scorer, is_reward_model, widen_head
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 BARS = sys.stderr.isatty()  # transformers' own bars are noise in a log
-NOISE = re.compile("drop|^(input_)?jitter_noise$")  # names of numbers that make a training forward random, and nothing else
+# names of numbers that make a training forward random, and nothing else
+NOISE = re.compile("drop|^(input_)?jitter_noise$")
 
 
-def load_tokenizer(name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder or hub id. Raises UserError when there is none."""
     must_exist(name, "model.tokenizer or model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
@@ -45,8 +61,12 @@ def load_tokenizer(name: str, *, gguf_file: str | None = None, trust_remote_code
         raise cannot_load("tokenizer", name, error) from error
 
 
-def generation_stops(name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False) -> tuple[int, ...]:
-    """Tokens at which a model stops by its generation config, or else by its configuration; empty if neither names any."""
+def generation_stops(
+    name: str, *, gguf_file: str | None = None, trust_remote_code: bool = False
+) -> tuple[int, ...]:
+    """Tokens at which a model stops by its generation config, or else by its configuration; empty
+    if neither names any.
+    """
     try:
         return stops_of(GenerationConfig.from_pretrained(name))
     except (OSError, ValueError, TypeError):  # it has none
@@ -75,17 +95,25 @@ def load_model(
     trust_remote_code: bool = False,
     quantize: bool = False,
 ) -> nn.Module:
-    """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model, which scores each of them.
+    """A causal language model with its weights in ``dtype``; or with ``attributes`` a reward model,
+    which scores each of them.
 
-    A reward model's head is the one that was saved with it; on a language model it is fresh, and zero: all answers score 0.
-    quantize: linear layers, but no head, keep 4 bits of each weight, and their products are in ``dtype``; such a model is loaded
-    onto the CUDA device if there is one. Raises UserError when the model cannot be loaded, is quantized already, or was trained
-    on other attributes.
+    A reward model's head is the one that was saved with it; on a language model it is fresh, and
+    zero: all answers score 0.
+    quantize: linear layers, but no head, keep 4 bits of each weight, and their products are in
+    ``dtype``; such a model is loaded onto the CUDA device if there is one. Raises UserError when
+    the model cannot be loaded, is quantized already, or was trained on other attributes.
     """
-    config = read_config(name, attributes=attributes, gguf_file=gguf_file, trust_remote_code=trust_remote_code)
+    config = read_config(
+        name, attributes=attributes, gguf_file=gguf_file, trust_remote_code=trust_remote_code
+    )
     if not BARS:
         disable_progress_bar()
-    extra: dict[str, Any] = {"dtype": dtype, "trust_remote_code": trust_remote_code, "config": config}
+    extra: dict[str, Any] = {
+        "dtype": dtype,
+        "trust_remote_code": trust_remote_code,
+        "config": config,
+    }
     if gguf_file:
         from transformers import GgufConfig
 
@@ -104,7 +132,9 @@ def load_model(
         if attributes is None:
             return AutoModelForCausalLM.from_pretrained(name, **extra)
         with quiet():
-            model, report = AutoModelForSequenceClassification.from_pretrained(name, output_loading_info=True, **extra)
+            model, report = AutoModelForSequenceClassification.from_pretrained(
+                name, output_loading_info=True, **extra
+            )
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
     absent = sorted(key for key in report["missing_keys"] if key != "score.weight")
@@ -116,13 +146,23 @@ def load_model(
         if "score.weight" in report["missing_keys"]:
             nn.init.zeros_(model.score.weight)
         return model
-    raise UserError(why, code=code, where=f"model.name: {name}", fix="use a causal language model, or a reward model")
+    raise UserError(
+        why,
+        code=code,
+        where=f"model.name: {name}",
+        fix="use a causal language model, or a reward model",
+    )
 
 
 def read_config(
-    name: str, *, attributes: Sequence[str] | None = None, gguf_file: str | None = None, trust_remote_code: bool = False
+    name: str,
+    *,
+    attributes: Sequence[str] | None = None,
+    gguf_file: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Any:
-    """The configuration of a model; with ``attributes`` that of a reward model which scores each of them.
+    """The configuration of a model; with ``attributes`` that of a reward model which scores each of
+    them.
 
     Raises UserError when it cannot be read, or is of a model for others.
     """
@@ -139,7 +179,9 @@ def read_config(
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """transformers tells at length that a head is new, and that the one over the vocabulary is not used."""
+    """transformers tells at length that a head is new, and that the one over the vocabulary is not
+    used.
+    """
     before = get_verbosity()
     set_verbosity_error()
     try:
@@ -149,10 +191,16 @@ def quiet() -> Iterator[None]:
 
 
 def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
-    """Gives the head its size and names. Raises UserError when the model has a head for others, or can have none."""
-    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not getattr(config, "auto_map", None):
+    """Gives the head its size and names.
+
+    Raises UserError when the model has a head for others, or can have none.
+    """
+    if config.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES and not getattr(
+        config, "auto_map", None
+    ):
         raise UserError(
-            f"transformers knows no {config.model_type} with a head for scores, and could not load what would be saved",
+            f"transformers knows no {config.model_type} with a head for scores, and could not "
+            f"load what would be saved",
             code="reward-head-unsupported",
             where=f"model.name: {name}",
             fix="use another decoder, such as Llama, Qwen, Gemma, Mistral or GPT-2",
@@ -172,8 +220,9 @@ def _name_attributes(config: Any, attributes: Sequence[str], name: str) -> None:
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Sets every dropout (and multiplicative jitter) to 0, but not an adapter's own: with it, the loss of a step would depend on
-    how the step is cut into micro-batches."""
+    """Sets every dropout (and multiplicative jitter) to 0, but not an adapter's own: with it, the
+    loss of a step would depend on how the step is cut into micro-batches.
+    """
     for name, module in model.named_modules():
         if "lora_" in name:
             continue
@@ -181,21 +230,33 @@ def without_dropout(model: nn.Module) -> nn.Module:
             module.p = 0.0
         # Many models keep no dropout module but a number, by which they call the function.
         module.__dict__.update(
-            {key: 0.0 for key, value in vars(module).items() if isinstance(value, float) and NOISE.search(key)}
+            {
+                key: 0.0
+                for key, value in vars(module).items()
+                if isinstance(value, float) and NOISE.search(key)
+            }
         )
     return model
 
 
 def position_limit(model: nn.Module) -> tuple[int, bool] | None:
-    """The number of positions that a model was made for (None: its configuration says nothing), and whether it is a table of
-    positions that ends there, beyond which the forward pass fails (not so with rotary positions)."""
+    """The number of positions that a model was made for (None: its configuration says nothing), and
+    whether it is a table of positions that ends there, beyond which the forward pass fails (not so
+    with rotary positions).
+    """
     config: Any = model.config
     limit = getattr(config.get_text_config(), "max_position_embeddings", None)
     if not limit:
         return None
-    tables = [(name, p) for name, p in (*model.named_parameters(), *model.named_buffers()) if re.search(r"pos|wpe", name)]
+    tables = [
+        (name, p)
+        for name, p in (*model.named_parameters(), *model.named_buffers())
+        if re.search(r"pos|wpe", name)
+    ]
     # Some tables have two rows more, for padding.
-    return limit, any(table.ndim == 2 and limit <= table.shape[0] <= limit + 2 for _, table in tables)
+    return limit, any(
+        table.ndim == 2 and limit <= table.shape[0] <= limit + 2 for _, table in tables
+    )
 
 
 def build_policy(
@@ -208,14 +269,17 @@ def build_policy(
     levels: int | None = None,
     check: bool = True,
 ) -> PolicyModel:
-    """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or with a continued one.
+    """Makes a loaded model trainable, without dropout of its own: whole, with a fresh adapter, or
+    with a continued one.
 
-    A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its thresholds (None: it has none).
-    lora: rank, alpha, dropout, targets. dtype: of the computation.
-    Weights that train are float32 masters, whatever the type that the model comes in (float64 stays, and comes with float64);
-    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check: whether its layout is chosen
-    here (``PolicyModel.check_layout``), which runs the model.
-    Raises UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed as asked.
+    A reward model becomes a ``Scorer``; its head trains under an adapter too. levels: of its
+    thresholds (None: it has none).
+    lora: rank, alpha, dropout, targets. dtype: of the computation. Weights that train are float32
+    masters, whatever the type that the model comes in (float64 stays, and comes with float64);
+    those under an adapter are cast to ``dtype``. checkpointing: as for ``recompute_layers``. check:
+    whether its layout is chosen here (``PolicyModel.check_layout``), which runs the model. Raises
+    UserError when the model is not causal, the adapter does not fit, or layers cannot be recomputed
+    as asked.
     """
     model, scores = without_dropout(model), is_reward_model(model)
     full = lora is None and adapter is None
@@ -231,7 +295,11 @@ def build_policy(
             go_on_without_dropout(model, adapter)
     recompute_layers(model, checkpointing, next(model.parameters()).device)
     compute = torch.bfloat16 if dtype == torch.bfloat16 else None
-    engine = Scorer(model, compute=compute, levels=levels) if scores else PolicyModel(model, compute=compute)
+    engine = (
+        Scorer(model, compute=compute, levels=levels)
+        if scores
+        else PolicyModel(model, compute=compute)
+    )
     compute_alike(model)
     if check:
         engine.eval().check_layout()  # dropout of an adapter would make any two passes differ
@@ -247,11 +315,13 @@ def build_reference(
     follows: bool = False,
     check: bool = True,
 ) -> Reference:
-    """The reference: a model of its own, or the policy as it starts (adapter off if that started from zero, else a copy).
+    """The reference: a model of its own, or the policy as it starts (adapter off if that started
+    from zero, else a copy).
     follows: a copy that can be moved. check: as for ``build_policy``.
 
-    A model of its own is computed as the policy is, in the types of the policy's weights and products and at its temperature: the
-    same weights have a reward of exactly zero. Raises UserError when it is not causal.
+    A model of its own is computed as the policy is, in the types of the policy's weights and
+    products and at its temperature: the same weights have a reward of exactly zero. Raises
+    UserError when it is not causal.
     """
     if model is not None:
         _cast(model, policy.causal.get_input_embeddings().weight.dtype)
@@ -262,12 +332,16 @@ def build_reference(
         return FrozenReference(engine, name)
     if follows:
         return SyncedReference(policy)
-    return AdapterDisabledReference(policy) if fresh_adapter else FrozenReference(copied(policy, {}))
+    return (
+        AdapterDisabledReference(policy) if fresh_adapter else FrozenReference(copied(policy, {}))
+    )
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:
-    """Gives the weights a type, but not those of 4 bits. Buffers keep theirs: rotary frequencies in bfloat16 would turn
-    positions."""
+    """Gives the weights a type, but not those of 4 bits.
+
+    Buffers keep theirs: rotary frequencies in bfloat16 would turn positions.
+    """
     bytes_only = packed(model)
     for weight in model.parameters():
         if weight.is_floating_point() and id(weight) not in bytes_only:

@@ -1,8 +1,9 @@
-"""What is asked of a model before it is used: that it is causal, and that its packed layout equals its own forward.
+"""What is asked of a model before it is used: that it is causal, and that its packed layout equals
+its own forward.
 
-Where influence must be absent, gradients are asked: what is said of one token (its log-probability, or its sequence's score) has
-exactly no slope in the embedding of another. Rounding cannot hide a leak from that, nor look like one, whatever the type of the
-weights.
+Where influence must be absent, gradients are asked: what is said of one token (its log-probability,
+or its sequence's score) has exactly no slope in the embedding of another. Rounding cannot hide a
+leak from that, nor look like one, whatever the type of the weights.
 """
 
 from __future__ import annotations
@@ -25,11 +26,21 @@ if TYPE_CHECKING:
     from valence.models.policy_model import PolicyModel
 
 TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
-"""Largest difference (nats per token, or of a score) between the layouts that rounding explains. Another computation shows as
-more."""
+"""Largest difference (nats per token, or of a score) between the layouts that rounding explains.
+
+Another computation shows as more.
+"""
 
 PROMPT, CUT = 6, 14  # tokens of the prompt, and with the first answer, of 24
-FAILURES = (TypeError, ValueError, AttributeError, RuntimeError, NotImplementedError, IndexError, KeyError)
+FAILURES = (
+    TypeError,
+    ValueError,
+    AttributeError,
+    RuntimeError,
+    NotImplementedError,
+    IndexError,
+    KeyError,
+)
 
 
 class PackingWarning(UserWarning):
@@ -41,18 +52,22 @@ class PackingWarning(UserWarning):
 
 
 def check(engine: PolicyModel) -> None:
-    """Let the engine run one sequence at a time, with a PackingWarning, when packed sequences would be another computation.
+    """Let the engine run one sequence at a time, with a PackingWarning, when packed sequences would
+    be another computation.
 
     Raises UserError when the model is not causal.
     """
     size = int(engine.causal.get_input_embeddings().weight.shape[0])
     with torch.inference_mode(False), torch.enable_grad():
-        tokens = torch.randint(0, size, (24,), generator=torch.Generator().manual_seed(0)).to(engine.device)
+        tokens = torch.randint(0, size, (24,), generator=torch.Generator().manual_seed(0)).to(
+            engine.device
+        )
         engine.lay_out(packed=False)
         _check_causal(engine, tokens)
         batch = plain_batch([tokens[PROMPT:CUT], tokens[CUT:]], tokens[:PROMPT])
         why = _why_not_packed(engine, batch)
-    if engine.most(int(why is not None)) and why is None:  # all of them run alike, or those in lockstep would never meet again
+    # all of them run alike, or those in lockstep would never meet again
+    if engine.most(int(why is not None)) and why is None:
         why = CannotPackError("another process found it so", code="other-process")
     if why:
         engine.lay_out(packed=False)
@@ -61,7 +76,8 @@ def check(engine: PolicyModel) -> None:
             "each sequence runs by itself, which is exact and slower"
         )
         warnings.warn(PackingWarning(message, why.code), stacklevel=4)
-    if engine.is_sharded:  # after a pass that no backward pass followed, weights that it put together are still there
+    # after a pass that no backward pass followed, weights that it put together are still there
+    if engine.is_sharded:
         with torch.no_grad():
             said(engine, batch)
 
@@ -79,15 +95,19 @@ def _check_causal(engine: PolicyModel, tokens: Tensor) -> None:
     (slope,) = torch.autograd.grad(outputs.sum(), seen[0])
     if _influence(slope[:, -1]):
         raise UserError(
-            f"{type(engine.causal).__name__} is not a causal language model: a token's probability depends on later tokens",
+            f"{type(engine.causal).__name__} is not a causal language model: a token's "
+            f"probability depends on later tokens",
             code="model-not-causal",
             where="model.name",
-            fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT has no next-token probabilities",
+            fix="name a decoder, such as Llama, Qwen, Gemma or GPT-2; an encoder such as BERT "
+            "has no next-token probabilities",
         )
 
 
 def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError | None:
-    """Why two answers behind one prompt are not what they are one by one; None, and the packed layout, when they are."""
+    """Why two answers behind one prompt are not what they are one by one; None, and the packed
+    layout, when they are.
+    """
     if rotary_by_length(engine.causal):
         what = "its rotary positions depend on the longest sequence that runs with it"
         return CannotPackError(what, code="rotary-by-length")
@@ -103,21 +123,29 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
     except CannotPackError as error:
         return error
     except FAILURES as error:
-        return CannotPackError(f"it fails with {type(error).__name__}: {error}", code="packing-fails")
+        return CannotPackError(
+            f"it fails with {type(error).__name__}: {error}", code="packing-fails"
+        )
     finally:
         engine.along = type(engine).along
     if _influence(slopes[0][:, CUT:]) or _influence(slopes[1][:, PROMPT:CUT]):
-        return CannotPackError("the tokens of one sequence change what is said of another", code="sequences-leak")
+        return CannotPackError(
+            "the tokens of one sequence change what is said of another", code="sequences-leak"
+        )
     difference = max((found - alone).abs().max().item() for found in (packed, behind))
     dtype = engine.compute or next(engine.model.parameters()).dtype
     if difference <= TOLERANCE[dtype]:
         return None
-    return CannotPackError(f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ")
+    return CannotPackError(
+        f"log-probabilities or scores differ by {difference:.2g}", code="layouts-differ"
+    )
 
 
 def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Tensor]]:
-    """What is said of both answers, and of each its slope in the embeddings [1, T, h]. Each in a pass of its own: a backward pass
-    of compiled attention overwrites what it has read."""
+    """What is said of both answers, and of each its slope in the embeddings [1, T, h].
+
+    Each in a pass of its own: a backward pass of compiled attention overwrites what it has read.
+    """
     found: list[Tensor] = []
     slopes: list[Tensor] = []
     for answer in range(2):
@@ -129,14 +157,18 @@ def _influences(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, list[Te
 
 
 def said(engine: PolicyModel, batch: MicroBatch) -> Tensor:
-    """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores [S, A]."""
+    """What the engine says of a micro-batch: log-probabilities [T], or under a reward model scores
+    [S, A].
+    """
     out = engine(batch)
     return out.logp if out.score is None else out.score
 
 
 @contextmanager
 def _embedding(model: Any) -> Iterator[list[Tensor]]:
-    """Collects what the input embedding gives inside the block ([1, T, h] each), with a gradient."""
+    """Collects what the input embedding gives inside the block ([1, T, h] each), with a
+    gradient.
+    """
     seen: list[Tensor] = []
 
     def keep(_module: nn.Module, _inputs: Any, out: Tensor) -> Tensor:
@@ -156,7 +188,8 @@ def _influence(slope: Tensor) -> bool:
 
 
 def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroBatch:
-    """A micro-batch of token sequences without anything else to know about them; or of answers to one prompt, that it shares.
+    """A micro-batch of token sequences without anything else to know about them; or of answers to
+    one prompt, that it shares.
 
     Every token is measured that has one before it, but not those of a prompt.
     """
@@ -175,10 +208,25 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
     tokens = torch.cat([*trunk, *sequences])
     each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
     return MicroBatch(
-        tokens=tokens, host=tokens.cpu(), pos=sent(pos, device), source=sent(source, device), seq=sent(seq, device),
-        mask=sent(mask, device), scored=sent(rows[mask], device), read=torch.stack([rows[mask], seq[mask]]),
+        tokens=tokens,
+        host=tokens.cpu(),
+        pos=sent(pos, device),
+        source=sent(source, device),
+        seq=sent(seq, device),
+        mask=sent(mask, device),
+        scored=sent(rows[mask], device),
+        read=torch.stack([rows[mask], seq[mask]]),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
-        leaf=tuple(range(len(trunk), len(trunk) + len(spans))), trains=(True,) * len(spans),
-        unit=each, side=each, label=None, weight=numbers + 1, margin=numbers, soft=numbers + torch.nan, target=None, group=each,
-        groups=1, ids=("",) * len(spans),
-    )  # fmt: skip
+        leaf=tuple(range(len(trunk), len(trunk) + len(spans))),
+        trains=(True,) * len(spans),
+        unit=each,
+        side=each,
+        label=None,
+        weight=numbers + 1,
+        margin=numbers,
+        soft=numbers + torch.nan,
+        target=None,
+        group=each,
+        groups=1,
+        ids=("",) * len(spans),
+    )

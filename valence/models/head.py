@@ -1,4 +1,6 @@
-"""From hidden states to log-probabilities: the linear head and its log-softmax, a range of the vocabulary at a time."""
+"""From hidden states to log-probabilities: the linear head and its log-softmax, a range of the
+vocabulary at a time.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +20,45 @@ from valence.models import gradients, native
 from valence.models.products import bfloat16_operands
 
 CHUNK = 8192
-"""Columns of [N, V] logits that exist at once; fewer, down to a sixteenth, where there are many rows."""
+"""Columns of [N, V] logits that exist at once; fewer, down to a sixteenth, where there are many
+rows.
+"""
 AREA = {"cpu": 2**21, "cuda": 2**26}
-"""Logits that exist at once: on a CPU they should stay in its cache (8 MB), on a CUDA device be a large product (256 MB)."""
+"""Logits that exist at once: on a CPU they should stay in its cache (8 MB), on a CUDA device be a
+large product (256 MB).
+"""
 LEAST = -3.4e38
 """Stands for the largest of a range of logits that is all minus infinity."""
 GRAIN = 64
-"""Columns that a range is a multiple of: rows of another length would be copied before each product."""
+"""Columns that a range is a multiple of: rows of another length would be copied before each
+product.
+"""
 ROWS = 512
 """Rows of logits that exist at once where the head is not a plain linear layer."""
 KEEP = 128 * 2**20
-"""Bytes of probabilities that a forward pass keeps, so that its backward pass need not compute their logits again."""
+"""Bytes of probabilities that a forward pass keeps, so that its backward pass need not compute
+their logits again.
+"""
 KEEP_CUDA = 1 / 32
-"""The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how much is free)."""
+"""The same on a CUDA device, as a part of its memory (of all of it: no number may depend on how
+much is free).
+"""
 LOG2E = 1 / math.log(2)
 TINY = 1e-30
-"""A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can hold."""
+"""A part of the probability that is nothing beside the rest, and whose inverse bfloat16 can
+hold.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2) or a scale (Cohere, Granite).
+    """The output layer of a causal model with the quirks of its family: a final soft-cap (Gemma 2)
+    or a scale (Cohere, Granite).
 
-    ``temperature``: divides the logits after these. ``half``: the operands of the products are rounded to bfloat16; logits are
-    accumulated and used in float32 all the same.
-    A layer with a ``group`` (see ``dist.tensor``) has the logits of some tokens alone, from ``first``; the other processes of
-    the group have the others.
+    ``temperature``: divides the logits after these. ``half``: the operands of the products are
+    rounded to bfloat16; logits are accumulated and used in float32 all the same. A layer with a
+    ``group`` (see ``dist.tensor``) has the logits of some tokens alone, from ``first``; the other
+    processes of the group have the others.
     """
 
     layer: nn.Module
@@ -75,10 +90,14 @@ class Head:
     def group(self) -> Any:
         return getattr(self.layer, "group", None)
 
-    def __call__(self, hidden: Tensor, target: Tensor, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
-        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N] (nats), and the entropy [N].
+    def __call__(
+        self, hidden: Tensor, target: Tensor, entropy: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """Log-probability of each target under softmax(logits): hidden[N, h], target[N] -> [N]
+        (nats), and the entropy [N].
 
-        Both are float32 (float64 for a float64 model). At no time are there logits of all rows for the whole vocabulary.
+        Both are float32 (float64 for a float64 model). At no time are there logits of all rows for
+        the whole vocabulary.
         """
         # Autocast would turn the products back into bfloat16.
         with torch.autocast(hidden.device.type, enabled=False):
@@ -100,8 +119,12 @@ class Head:
                 logits = linear(rows, *self._own) if self.group else self.layer(rows)
                 logits = self.finish(logits.to(torch.promote_types(torch.float32, logits.dtype)))
                 top = logits.amax(-1)
-                e = (logits - top[:, None]).exp_()  # a softmax's own rounding would all be in one direction
-                tops, totals, squares = everyones(torch.stack([top, e.sum(-1), e.square_().sum(-1)]), self.group).unbind(1)
+                e = (
+                    logits - top[:, None]
+                ).exp_()  # a softmax's own rounding would all be in one direction
+                tops, totals, squares = everyones(
+                    torch.stack([top, e.sum(-1), e.square_().sum(-1)]), self.group
+                ).unbind(1)
                 share = torch.exp(tops - tops.amax(0))
                 found.append((squares * share.square()).sum(0) / (totals * share).sum(0).square())
         return torch.cat(found)
@@ -110,7 +133,11 @@ class Head:
     def _own(self) -> tuple[Tensor, Tensor | None]:
         """Weight and bias of a linear layer, or this process's part of them."""
         weight, bias = cast(Any, self.layer).weight, cast(Any, self.layer).bias
-        return (weight.to_local(), None if bias is None else bias.to_local()) if self.group else (weight, bias)
+        return (
+            (weight.to_local(), None if bias is None else bias.to_local())
+            if self.group
+            else (weight, bias)
+        )
 
     def finish(self, logits: Tensor) -> Tensor:
         """The layer's product, scaled, capped, and divided by the temperature."""
@@ -119,11 +146,17 @@ class Head:
         scaled = logits if self.scale == 1.0 else logits * self.scale
         return self.softcap / self.temperature * torch.tanh(scaled / self.softcap)
 
-    def _by_layer(self, hidden: Tensor, target: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def _by_layer(
+        self, hidden: Tensor, target: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor | None]:
         parts: list[tuple[Tensor, Tensor]] = []
         for rows in zip(hidden.split(ROWS), target.split(ROWS), strict=True):
             again = torch.is_grad_enabled()
-            parts.append(checkpoint(self._rows, *rows, entropy, use_reentrant=False) if again else self._rows(*rows, entropy))
+            parts.append(
+                checkpoint(self._rows, *rows, entropy, use_reentrant=False)
+                if again
+                else self._rows(*rows, entropy)
+            )
         logp, spread = (torch.cat(column) for column in zip(*parts, strict=True))
         return logp, spread if entropy else None
 
@@ -139,7 +172,9 @@ class Head:
 
 @torch.no_grad()
 def wide_product(layer: nn.Linear, hidden: Tensor) -> Tensor:
-    """What the layer makes of hidden[..., h]: [..., V] in float32, accumulated from operands in bfloat16, as where it trains."""
+    """What the layer makes of hidden[..., h]: [..., V] in float32, accumulated from operands in
+    bfloat16, as where it trains.
+    """
     with torch.autocast(hidden.device.type, enabled=False):
         rows = hidden.flatten(0, -2)
         tiles = _Tiles(Head(layer, half=True), rows, layer.weight, layer.bias)
@@ -152,8 +187,9 @@ def wide_product(layer: nn.Linear, hidden: Tensor) -> Tensor:
 class TargetLogProb(torch.autograd.Function):
     """log softmax(logits)[target]: logits[N, V], target[N] -> [N] (nats).
 
-    In float32 and at a 49k vocabulary ``log_softmax`` was measured to be off by 8e-6 nats per token of a real model on a CPU,
-    always in the same direction, so that the errors of an answer add up; this by 1e-7, in no direction, in the same time.
+    In float32 and at a 49k vocabulary ``log_softmax`` was measured to be off by 8e-6 nats per token
+    of a real model on a CPU, always in the same direction, so that the errors of an answer add up;
+    this by 1e-7, in no direction, in the same time.
     """
 
     @staticmethod
@@ -171,15 +207,24 @@ class TargetLogProb(torch.autograd.Function):
 
 
 class LinearLogProb(torch.autograd.Function):
-    """log softmax(finish(hidden @ weight^T + bias))[target] and its entropy: hidden[N, h], weight[V, h], target[N] -> [N], [N].
+    """log softmax(finish(hidden @ weight^T + bias))[target] and its entropy: hidden[N, h],
+    weight[V, h], target[N] -> [N], [N].
 
-    The slope of the logits is g (onehot - p), with p the probabilities and g the slope of the log-probability. A forward
-    pass keeps p, rounded like every operand, as far as there is room; a backward pass computes the other logits again.
+    The slope of the logits is g (onehot - p), with p the probabilities and g the slope of the
+    log-probability. A forward pass keeps p, rounded like every operand, as far as there is room; a
+    backward pass computes the other logits again.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, head: Head, entropy: bool, grad: bool
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        head: Head,
+        entropy: bool,
+        grad: bool,
     ) -> tuple[Tensor, Tensor | None]:
         tiles = _Tiles(head, hidden, weight, bias)
         if head.group:
@@ -192,7 +237,9 @@ class LinearLogProb(torch.autograd.Function):
             if exponentials is not None:
                 kept.append(exponentials)
         whole = _merged(found)
-        peak, total, mean, hit = (_merged(everyones(whole, head.group)) if head.group else whole).unbind()
+        peak, total, mean, hit = (
+            _merged(everyones(whole, head.group)) if head.group else whole
+        ).unbind()
         share = _share(found[:, 0], peak)
         logp = hit - peak - total.log()
         spread = total.log() - mean / total if entropy else None
@@ -200,7 +247,9 @@ class LinearLogProb(torch.autograd.Function):
             _put(exponentials, target - tiles.ranges[k][0], torch.expm1(logp) * total / share[k])
         ctx.head, ctx.dtype = head, hidden.dtype
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(tiles.hidden, weight, bias, target, logp, spread, peak, total, share, *kept)
+        ctx.save_for_backward(
+            tiles.hidden, weight, bias, target, logp, spread, peak, total, share, *kept
+        )
         return logp, spread
 
     @staticmethod
@@ -213,8 +262,13 @@ class LinearLogProb(torch.autograd.Function):
             slopes = _Slopes(tiles, _Saved._make([*saved[:6], saved[6:]]), *grads)
             wide = tiles.memory.dtype
             to_hidden = torch.zeros_like(hidden, dtype=wide) if want_hidden else None
-            placed = gradients.to_write(ctx.next_functions[1][0], weight, wide) if want_weight else None
-            to_weight, adds = placed or (torch.empty_like(weight, dtype=wide) if want_weight else None, False)
+            placed = (
+                gradients.to_write(ctx.next_functions[1][0], weight, wide) if want_weight else None
+            )
+            to_weight, adds = placed or (
+                torch.empty_like(weight, dtype=wide) if want_weight else None,
+                False,
+            )
             to_bias = torch.zeros_like(bias, dtype=wide) if want_bias else None
             for k, (start, stop) in enumerate(tiles.ranges):
                 slope, factor = slopes(k, start, stop)
@@ -249,11 +303,15 @@ def _merged(found: Tensor) -> Tensor:
     tops, sums, means, hits = found.unbind(1)
     peak = tops.amax(0)
     share = _share(tops, peak)
-    return torch.stack([peak, (sums * share).sum(0), ((means + sums * (tops - peak)) * share).sum(0), hits.sum(0)])
+    return torch.stack(
+        [peak, (sums * share).sum(0), ((means + sums * (tops - peak)) * share).sum(0), hits.sum(0)]
+    )
 
 
 def _share(tops: Tensor, peak: Tensor) -> Tensor:
-    """What is known of a range is relative to its own largest logit: its factor [ranges, N] relative to the largest of all."""
+    """What is known of a range is relative to its own largest logit: its factor [ranges, N]
+    relative to the largest of all.
+    """
     return torch.exp(tops - peak).clamp_min_(TINY)
 
 
@@ -270,11 +328,15 @@ class _Saved(NamedTuple):
     share: Tensor
     """exp(largest logit of a range - peak) [ranges, N]."""
     kept: list[Tensor]
-    """Of the first ranges exp(logit - its largest) [N, w], but for the target what stands for p - 1."""
+    """Of the first ranges exp(logit - its largest) [N, w], but for the target what stands for p -
+    1.
+    """
 
 
 class _Tiles:
-    """Logits of all rows for one range of the vocabulary after the other, in memory that each range uses again."""
+    """Logits of all rows for one range of the vocabulary after the other, in memory that each range
+    uses again.
+    """
 
     def __init__(self, head: Head, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         self.head, self.weight, self.bias = head, weight, bias
@@ -286,28 +348,54 @@ class _Tiles:
         area = AREA["cuda" if hidden.is_cuda else "cpu"]
         width = max(area // max(rows, 1) // GRAIN * GRAIN, CHUNK // 16)
         width = min(vocabulary, width, CHUNK)
-        self.ranges = [(start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)]
+        self.ranges = [
+            (start, min(start + width, vocabulary)) for start in range(0, vocabulary, width)
+        ]
         self.memory = hidden.new_empty(rows * width, dtype=wide)
 
     @property
     def room(self) -> int:
-        """Of how many ranges the probabilities may be kept. A soft-cap's slope asks for the logits themselves."""
+        """Of how many ranges the probabilities may be kept.
+
+        A soft-cap's slope asks for the logits themselves.
+        """
         device = self.memory.device
-        room = KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else KEEP
+        room = (
+            KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory
+            if device.type == "cuda"
+            else KEEP
+        )
         tile = max(self.memory.numel(), 1) * self.hidden.element_size()
         return int(room // tile) if self.head.softcap is None else 0
 
     @property
     def measured(self) -> bool:
         """Whether a compiled kernel does it in one go."""
-        return self.bias is None and self.head.softcap is None and native.measures(self.hidden, self.weight)
+        return (
+            self.bias is None
+            and self.head.softcap is None
+            and native.measures(self.hidden, self.weight)
+        )
 
     def measure(
-        self, start: int, stop: int, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None
+        self,
+        start: int,
+        stop: int,
+        column: Tensor,
+        found: Tensor,
+        entropy: bool,
+        keep: torch.dtype | None,
     ) -> Tensor | None:
         """``measure_logits`` of these logits."""
         if self.measured:
-            return native.measure(self.hidden, self.weight[start:stop], column, found, self.head.steepness, keep is not None)
+            return native.measure(
+                self.hidden,
+                self.weight[start:stop],
+                column,
+                found,
+                self.head.steepness,
+                keep is not None,
+            )
         return measure_logits(self.logits(start, stop), column, found, entropy, keep)
 
     def operand(self, start: int, stop: int) -> Tensor:
@@ -328,9 +416,13 @@ class _Tiles:
 
 
 class _Slopes:
-    """The slope of the logits in one range after the other: an operand of products [N, w], and a factor of its rows [N, 1]."""
+    """The slope of the logits in one range after the other: an operand of products [N, w], and a
+    factor of its rows [N, 1].
+    """
 
-    def __init__(self, tiles: _Tiles, saved: _Saved, grad: Tensor | None, grad_entropy: Tensor | None) -> None:
+    def __init__(
+        self, tiles: _Tiles, saved: _Saved, grad: Tensor | None, grad_entropy: Tensor | None
+    ) -> None:
         self.tiles, self.saved = tiles, saved
         scale = -tiles.head.steepness / saved.total
         self.grad = torch.zeros_like(scale) if grad is None else scale * grad
@@ -354,19 +446,29 @@ class _Slopes:
         if self.grad_entropy is None and tiles.head.softcap is None:
             return softmax_exponentials(logits, column, saved.peak, self.at_target, dtype), factor
         bend = 1.0 if tiles.head.highest is None else 1 - (logits / tiles.head.highest).square_()
-        slope = factor * softmax_exponentials(logits.clone(), column, saved.peak, self.at_target, logits.dtype)
+        slope = factor * softmax_exponentials(
+            logits.clone(), column, saved.peak, self.at_target, logits.dtype
+        )
         if self.grad_entropy is not None:
             assert saved.entropy is not None
             log_p = logits - (saved.peak + saved.total.log())[:, None]
-            slope += self.grad_entropy[:, None] * (log_p.exp() * saved.total[:, None]) * (log_p + saved.entropy[:, None])
+            slope += (
+                self.grad_entropy[:, None]
+                * (log_p.exp() * saved.total[:, None])
+                * (log_p + saved.entropy[:, None])
+            )
         return (slope * bend).to(dtype), torch.ones_like(factor)
 
 
-def measure_logits(logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None) -> Tensor | None:
-    """Fills found[4, N] with what a softmax needs to know of logits[N, w]: the largest of each row; relative to that the sum
-    of exp(logit), and of logit * exp(logit) (for the entropy); and the logit at ``column``[N], 0 if that is not in this range.
+def measure_logits(
+    logits: Tensor, column: Tensor, found: Tensor, entropy: bool, keep: torch.dtype | None
+) -> Tensor | None:
+    """Fills found[4, N] with what a softmax needs to know of logits[N, w]: the largest of each row;
+    relative to that the sum of exp(logit), and of logit * exp(logit) (for the entropy); and the
+    logit at ``column``[N], 0 if that is not in this range.
 
-    Returns exp(logit - largest) [N, w] in the type ``keep``, if one is given. The logits are overwritten.
+    Returns exp(logit - largest) [N, w] in the type ``keep``, if one is given. The logits are
+    overwritten.
     """
     if _fused(logits):
         from valence.models import head_triton
@@ -384,8 +486,13 @@ def measure_logits(logits: Tensor, column: Tensor, found: Tensor, entropy: bool,
     return None if keep is None else exponentials.to(keep, copy=True)
 
 
-def softmax_exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range. The logits are overwritten."""
+def softmax_exponentials(
+    logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N] in this range.
+
+    The logits are overwritten.
+    """
     if _fused(logits):
         from valence.models import head_triton
 
@@ -419,8 +526,12 @@ def _put(values: Tensor, column: Tensor, value: Tensor) -> None:
 
 
 def _product(one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """one @ other, accumulated in float32; on a CPU the result of bfloat16 is then rounded to it."""
-    return torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
+    """one @ other, accumulated in float32; on a CPU the result of bfloat16 is then rounded to
+    it.
+    """
+    return (
+        torch.mm(one, other, out_dtype=dtype) if one.is_cuda and one.dtype != dtype else one @ other
+    )
 
 
 def _put_product(out: Tensor, one: Tensor, other: Tensor, *, add: bool) -> None:

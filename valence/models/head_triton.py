@@ -1,4 +1,6 @@
-"""The elementwise part of the head on a CUDA device: one pass over a range of logits instead of ten."""
+"""The elementwise part of the head on a CUDA device: one pass over a range of logits instead of
+ten.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,17 @@ from torch import Tensor
 
 @triton.jit
 def _exponentials(
-    logits, column, found, reference, value, out, rows, width, block: tl.constexpr, measure: tl.constexpr, write: tl.constexpr
+    logits,
+    column,
+    found,
+    reference,
+    value,
+    out,
+    rows,
+    width,
+    block: tl.constexpr,
+    measure: tl.constexpr,
+    write: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     places = tl.arange(0, block)
@@ -20,7 +32,8 @@ def _exponentials(
     at_column = places == tl.load(column + row)
     x = tl.load(logits + row * width + places, mask=here, other=float("-inf"))
     if measure:
-        # As ``head.LEAST``. A number beyond those of float32 would have all that follows computed in float64.
+        # As ``head.LEAST``. A number beyond those of float32 would have all that follows computed
+        # in float64.
         top = tl.maximum(tl.max(x, 0), -3.4e38)
     else:
         top = tl.load(reference + row)
@@ -36,22 +49,37 @@ def _exponentials(
         tl.store(out + row * width + places, e.to(out.dtype.element_ty), mask=here)
 
 
-def measure(logits: Tensor, column: Tensor, found: Tensor, keep: torch.dtype | None) -> Tensor | None:
-    """As ``head.measure_logits``: fills found[4, N]; returns exp(logits[N, w] - largest) in the type ``keep``, if given."""
+def measure(
+    logits: Tensor, column: Tensor, found: Tensor, keep: torch.dtype | None
+) -> Tensor | None:
+    """As ``head.measure_logits``: fills found[4, N]; returns exp(logits[N, w] - largest) in the
+    type ``keep``, if given.
+    """
     out = None if keep is None else torch.empty_like(logits, dtype=keep)
     _launch(logits, column, found, logits, logits, out, measure=True)
     return out
 
 
-def exponentials(logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype) -> Tensor:
-    """As ``head.softmax_exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with value[N] at column[N]."""
+def exponentials(
+    logits: Tensor, column: Tensor, reference: Tensor, value: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """As ``head.softmax_exponentials``: exp(logits[N, w] - reference[N]) as ``dtype``, with
+    value[N] at column[N].
+    """
     out = torch.empty_like(logits, dtype=dtype)
     _launch(logits, column, logits, reference, value, out, measure=False)
     return out
 
 
 def _launch(
-    logits: Tensor, column: Tensor, found: Tensor, reference: Tensor, value: Tensor, out: Tensor | None, *, measure: bool
+    logits: Tensor,
+    column: Tensor,
+    found: Tensor,
+    reference: Tensor,
+    value: Tensor,
+    out: Tensor | None,
+    *,
+    measure: bool,
 ) -> None:
     rows, width = logits.shape
     if rows == 0:
@@ -60,4 +88,6 @@ def _launch(
     block = triton.next_power_of_2(width)
     kernel: Any = _exponentials
     with torch.cuda.device_of(logits):
-        kernel[(rows,)](*tensors, rows, width, block=block, measure=measure, write=out is not None, num_warps=8)
+        kernel[(rows,)](
+            *tensors, rows, width, block=block, measure=measure, write=out is not None, num_warps=8
+        )

@@ -1,9 +1,11 @@
-"""Which queries run together, and over which keys: the forest of a micro-batch as dense blocks of attention.
+"""Which queries run together, and over which keys: the forest of a micro-batch as dense blocks of
+attention.
 
-Every token sees the tokens on its path from the root and nothing else. A run is a chain of segments that follow each other in
-the rows, each the parent of the next; its tokens see the path above the run, and each other causally. The keys of a run are
-therefore the rows of its path, in order: key j stands at depth j, and query i of a run behind ``above`` tokens sees the keys
-j <= above + i. Nothing else has to be masked, and no two blocks have to be merged.
+Every token sees the tokens on its path from the root and nothing else. A run is a chain of segments
+that follow each other in the rows, each the parent of the next; its tokens see the path above the
+run, and each other causally. The keys of a run are therefore the rows of its path, in order: key j
+stands at depth j, and query i of a run behind ``above`` tokens sees the keys j <= above + i.
+Nothing else has to be masked, and no two blocks have to be merged.
 """
 
 from __future__ import annotations
@@ -15,18 +17,26 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-AREA = 1 << 18  # queries x keys of one run in one block (of all its runs: four times that): scores stay in a processor's cache
+AREA = (
+    1 << 18
+    # queries x keys of one run in one block (of all its runs: four times that): scores stay in a
+    # processor's cache
+)
 FEWEST, MOST = 16, 512  # queries of one run in one block
 CALL = 25_000  # queries x keys that take as long as the calls of one more block
-STRIDE = 16  # lengths are rounded up to multiples of it, so that the libraries below meet few shapes
+STRIDE = (
+    16  # lengths are rounded up to multiples of it, so that the libraries below meet few shapes
+)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Block:
-    """Queries of R runs and their keys. queries[R, n]: rows among the queries; keys[R, L]: rows among the keys. What pads a
-    shorter run repeats a row. real[R, n]: False where a query is padding; None when none is. above[R]: query i of a run sees
-    key j when j <= above + i; the first ``least`` keys are seen by all. span: the keys as (first, last + 1) when they are
-    successive rows of one run."""
+    """Queries of R runs and their keys. queries[R, n]: rows among the queries; keys[R, L]: rows
+    among the keys. What pads a shorter run repeats a row. real[R, n]: False where a query is
+    padding; None when none is. above[R]: query i of a run sees key j when j <= above + i; the first
+    ``least`` keys are seen by all. span: the keys as (first, last + 1) when they are successive
+    rows of one run.
+    """
 
     queries: Tensor
     keys: Tensor
@@ -37,7 +47,9 @@ class Block:
 
 
 Table = tuple[tuple[int, int, int, bool], ...]
-"""The segments as (first row, last row + 1, parent, whether its tokens are queries), parents first."""
+"""The segments as (first row, last row + 1, parent, whether its tokens are queries), parents
+first.
+"""
 
 
 def table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
@@ -47,9 +59,11 @@ def table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A forest in two passes: rows[T1] of what has a gradient, and rest[T2] that only reads its keys and values.
+    """A forest in two passes: rows[T1] of what has a gradient, and rest[T2] that only reads its
+    keys and values.
 
-    first, second: their tables. Rows of the second table count on behind those of the first, with what fills these up.
+    first, second: their tables. Rows of the second table count on behind those of the first, with
+    what fills these up.
     """
 
     rows: Tensor
@@ -59,13 +73,19 @@ class Split:
 
 
 def split(
-    segments: Sequence[tuple[int, int, int]], paths: Sequence[Sequence[int]], trains: Sequence[bool],
+    segments: Sequence[tuple[int, int, int]],
+    paths: Sequence[Sequence[int]],
+    trains: Sequence[bool],
     fill: Callable[[int], int] = int,
-) -> Split:  # fmt: skip
-    """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient. fill: how many rows the first pass has
-    in place of so many."""
+) -> Split:
+    """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient. fill: how
+    many rows the first pass has in place of so many.
+    """
     kept = {k for path, it in zip(paths, trains, strict=True) if it for k in path}
-    ours, others = [k for k in range(len(segments)) if k in kept], [k for k in range(len(segments)) if k not in kept]
+    ours, others = (
+        [k for k in range(len(segments)) if k in kept],
+        [k for k in range(len(segments)) if k not in kept],
+    )
     number, spans, row = {-1: -1}, list[tuple[int, int, int]](), 0
 
     def add(which: Sequence[int]) -> None:
@@ -100,8 +120,10 @@ def blocks(segments: Table, device: torch.device) -> tuple[Block, ...]:
 
 @lru_cache(maxsize=256)
 def hidden(block: Block, window: int) -> Tensor:
-    """True where a query may not see a key: later ones and, with a window (0: none), those so many tokens or more before it.
-    [R, 1, n, L], or without a window only the keys that not all queries see: [R, 1, n, L - least]."""
+    """True where a query may not see a key: later ones and, with a window (0: none), those so many
+    tokens or more before it. [R, 1, n, L], or without a window only the keys that not all queries
+    see: [R, 1, n, L - least].
+    """
     start = 0 if window else block.least
     device = block.keys.device
     length = block.keys.shape[1]
@@ -113,8 +135,9 @@ def hidden(block: Block, window: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """own: rows among the queries; keys: rows among the keys of the path to the last of them, of which ``above`` come before
-    the first."""
+    """own: rows among the queries; keys: rows among the keys of the path to the last of them, of
+    which ``above`` come before the first.
+    """
 
     own: list[int]
     keys: list[int]
@@ -125,7 +148,9 @@ class Run:
 
 
 def runs(segments: Table) -> list[Run]:
-    """Every segment of queries is in one run; a run starts where a segment does not follow its parent."""
+    """Every segment of queries is in one run; a run starts where a segment does not follow its
+    parent.
+    """
     first = min(start for start, _, _, queries in segments if queries)
     paths: list[list[int]] = []  # rows to the end of each segment
     found: list[Run] = []
@@ -150,14 +175,18 @@ def _pieces(run: Run) -> list[Run]:
     start = 0
     while start < len(run.own):
         keys = run.above + start + 1
-        stop = min(len(run.own), start + min(MOST, max(FEWEST, AREA // (keys + min(MOST, AREA // keys)))))
+        stop = min(
+            len(run.own), start + min(MOST, max(FEWEST, AREA // (keys + min(MOST, AREA // keys))))
+        )
         found.append(Run(run.own[start:stop], run.keys[: run.above + stop]))
         start = stop
     return found
 
 
 def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
-    """Runs together as long as padding them to one size costs less than the calls of one more block."""
+    """Runs together as long as padding them to one size costs less than the calls of one more
+    block.
+    """
     found: list[tuple[int, int, list[Run]]] = []  # queries, keys, runs
     for run in sorted(runs, key=lambda run: (-len(run.keys), -len(run.own))):
         n, length = len(run.own), len(run.keys)
@@ -183,7 +212,9 @@ def _block(runs: Sequence[Run], device: torch.device) -> Block:
     n, length = _up(max(len(run.own) for run in runs)), max(len(run.keys) for run in runs)
     start = runs[0].keys[0]
     successive = len(runs) == 1 and runs[0].keys == list(range(start, start + length))
-    if not successive:  # else what pads the keys would be rows of others, and what is not a number there would come along
+    # else what pads the keys would be rows of others, and what is not a number there would come
+    # along
+    if not successive:
         length = _up(length)
     queries = [run.own + [run.own[-1]] * (n - len(run.own)) for run in runs]
     keys = [run.keys + [run.keys[-1]] * (length - len(run.keys)) for run in runs]

@@ -13,7 +13,15 @@ from transformers.utils.hub import cached_file
 from valence.errors import UserError
 from valence.network import hub_problem
 
-LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError, SafetensorError)
+LOADING_ERRORS = (
+    OSError,
+    ValueError,
+    KeyError,
+    TypeError,
+    ImportError,
+    RuntimeError,
+    SafetensorError,
+)
 
 
 IDENTIFYING = ("config.json", "adapter_config.json", "tokenizer_config.json")
@@ -22,15 +30,18 @@ NAME_ANOTHER = "name an existing folder, or a hub id such as owner/model"
 
 
 def must_exist(name: str, setting: str) -> None:
-    """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be downloaded.
+    """Raise UserError unless ``name`` is a folder, or a hub id that is in the cache or can be
+    downloaded.
 
-    The hub is asked once by each process. When it does not answer, this process uses the cache alone: the libraries
-    would retry for a minute.
+    The hub is asked once by each process. When it does not answer, this process uses the cache
+    alone: the libraries would retry for a minute.
     """
     if Path(name).is_dir():
         return
     if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise UserError(f"there is no folder {name!r}", code="model-not-found", where=setting, fix=NAME_ANOTHER)
+        raise UserError(
+            f"there is no folder {name!r}", code="model-not-found", where=setting, fix=NAME_ANOTHER
+        )
     cached = is_cached(name, setting)
     offline = constants.HF_HUB_OFFLINE
     problem = "HF_HUB_OFFLINE is set" if offline else hub_problem()
@@ -41,7 +52,11 @@ def must_exist(name: str, setting: str) -> None:
             code="model-not-found",
             where=setting,
             fix="name a folder with the model, set HF_HOME to the folder of a cache that has it, "
-            + ("or unset HF_HUB_OFFLINE" if offline else "or set HF_ENDPOINT to a hub that can be reached"),
+            + (
+                "or unset HF_HUB_OFFLINE"
+                if offline
+                else "or set HF_ENDPOINT to a hub that can be reached"
+            ),
         )
     if problem:
         constants.HF_HUB_OFFLINE = True
@@ -53,7 +68,10 @@ def is_cached(name: str, setting: str) -> bool:
         return any(isinstance(try_to_load_from_cache(name, file), str) for file in IDENTIFYING)
     except HFValidationError as error:
         raise UserError(
-            f"{name!r} is neither a folder nor a hub id", code="model-not-found", where=setting, fix=NAME_ANOTHER
+            f"{name!r} is neither a folder nor a hub id",
+            code="model-not-found",
+            where=setting,
+            fix=NAME_ANOTHER,
         ) from error
 
 
@@ -63,7 +81,8 @@ def cannot_load(what: str, name: str, error: Exception) -> UserError:
         f"cannot load the {what} {name!r}: {first}",
         code="model-not-loadable",
         where="model",
-        fix="check that the folder or hub id holds a causal language model, and that you have access to it",
+        fix="check that the folder or hub id holds a causal language model, and that you have "
+        "access to it",
     )
 
 
@@ -73,23 +92,33 @@ WEIGHTS = (".safetensors", ".bin", ".gguf", ".model")
 
 
 def fingerprint(name: str) -> dict[str, str]:
-    """What tells the folder of a model or adapter from another: by file, a hash of settings, and the size of weights; for a hub
-    id the commit. Raises UserError when that cannot be found out."""
+    """What tells the folder of a model or adapter from another: by file, a hash of settings, and
+    the size of weights; for a hub id the commit. Raises UserError when that cannot be found out.
+    """
     folder = Path(name)
     if not folder.is_dir():
         kinds = ("config.json", "adapter_config.json")
         try:
-            found = [cached_file(name, kind, _raise_exceptions_for_missing_entries=False) for kind in kinds]
+            found = [
+                cached_file(name, kind, _raise_exceptions_for_missing_entries=False)
+                for kind in kinds
+            ]
         except OSError as error:
             raise cannot_load("model or adapter", name, error) from error
         return {"commit": next((Path(path).parent.name for path in found if path), "")}
     files = [path for path in sorted(folder.iterdir()) if path.is_file()]
-    settings = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in files if path.suffix in SETTINGS}
+    settings = {
+        path.name: hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in files
+        if path.suffix in SETTINGS
+    }
     return settings | {path.name: _sampled(path) for path in files if path.suffix in WEIGHTS}
 
 
 def _sampled(path: Path) -> str:
-    """The size of a file, and a hash of a few places in it: all of it would take as long to read as to load."""
+    """The size of a file, and a hash of a few places in it: all of it would take as long to read as
+    to load.
+    """
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:

@@ -1,9 +1,12 @@
-"""Arrays of numbers kept in a folder under 16-byte keys. Any number of processes add entries at once; none is ever changed.
+"""Arrays of numbers kept in a folder under 16-byte keys.
 
-Each process that adds entries writes two files of its own: NAME.values, the numbers end to end, and NAME.index, a head that says
-what they are, then one row per entry, written after its numbers. So there is nothing to lock, and a process that is killed
-leaves at most numbers without a row or an unfinished last row, which nobody reads. Head, rows and numbers have checksums: what
-is damaged counts as absent, with a warning that names the file.
+Any number of processes add entries at once; none is ever changed.
+
+Each process that adds entries writes two files of its own: NAME.values, the numbers end to end, and
+NAME.index, a head that says what they are, then one row per entry, written after its numbers. So
+there is nothing to lock, and a process that is killed leaves at most numbers without a row or an
+unfinished last row, which nobody reads. Head, rows and numbers have checksums: what is damaged
+counts as absent, with a warning that names the file.
 """
 
 from __future__ import annotations
@@ -32,14 +35,22 @@ Array = NDArray[np.floating[Any]]
 Head = Mapping[str, Any]
 
 HEAD = 1024  # bytes: JSON, spaces, and the checksum of both
-ROW = np.dtype([("key", "V16"), ("start", "<u8"), ("count", "<u4"), ("sum", "<u4"), ("check", "<u4")])
-FIELDS, CHECK = struct.Struct("<16sQII"), struct.Struct("<I")  # a row without its last column, and that: the row's own checksum
+ROW = np.dtype(
+    [("key", "V16"), ("start", "<u8"), ("count", "<u4"), ("sum", "<u4"), ("check", "<u4")]
+)
+# a row without its last column, and that: the row's own checksum
+FIELDS, CHECK = (
+    struct.Struct("<16sQII"),
+    struct.Struct("<I"),
+)
 OPEN_FILES = 64
 
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """The two files of one process: their path without the ending, what the head says, how many rows of the index were read."""
+    """The two files of one process: their path without the ending, what the head says, how many
+    rows of the index were read.
+    """
 
     path: Path
     head: Head
@@ -55,25 +66,34 @@ class Part:
 
 
 Place = tuple[Part, int, int, int]
-"""Where an entry is: its part, the position of its first number there, how many they are, their checksum."""
+"""Where an entry is: its part, the position of its first number there, how many they are, their
+checksum.
+"""
 
 
 class LogProbStore:
-    """The entries of one folder. ``identity`` says what they are: files that say otherwise are refused.
+    """The entries of one folder.
+
+    ``identity`` says what they are: files that say otherwise are refused.
 
     ``damaged``: how many entries could not be used. ``keeps``: whether ``add`` keeps anything.
     """
 
     def __init__(self, folder: Path, identity: Head, about: Head, *, adds: bool = True) -> None:
-        """Finds out which entries there are; numbers are read when they are asked for. ``about``: more for the head of new files.
+        """Finds out which entries there are; numbers are read when they are asked for.
 
-        Raises UserError when the folder cannot be made or read, or holds entries of another identity.
+        ``about``: more for the head of new files.
+
+        Raises UserError when the folder cannot be made or read, or holds entries of another
+        identity.
         """
         self.folder, self.about = folder, {**identity, **about}
         self.identity, self.keeps = identity, adds
         self.damaged = 0
         self._places: dict[bytes, Place] = {}
-        self._parts: dict[str, Part | None] = {}  # by the name of the index; None: its head is damaged
+        self._parts: dict[
+            str, Part | None
+        ] = {}  # by the name of the index; None: its head is damaged
         self._readers: dict[Part, BinaryIO] = {}
         self._own: tuple[Part, BinaryIO, BinaryIO] | None = None
         self._written = 0  # numbers in the own file
@@ -98,7 +118,9 @@ class LogProbStore:
         return self._places[key][0].head if key in self._places else self.about
 
     def refresh(self) -> None:
-        """Takes in what other processes have added. Entries that are known already stay as they are.
+        """Takes in what other processes have added.
+
+        Entries that are known already stay as they are.
 
         Raises UserError when the folder cannot be read.
         """
@@ -110,7 +132,10 @@ class LogProbStore:
                 if known is None and name in self._parts:
                     continue
                 with suppress(FileNotFoundError):  # deleted since it was listed
-                    if os.path.getsize(self.folder / name) >= HEAD + ((known.rows if known else 0) + 1) * ROW.itemsize:
+                    if (
+                        os.path.getsize(self.folder / name)
+                        >= HEAD + ((known.rows if known else 0) + 1) * ROW.itemsize
+                    ):
                         self._read_index(self.folder / name)
         except OSError as error:
             raise self._unusable(error) from error
@@ -136,7 +161,10 @@ class LogProbStore:
         rows = np.frombuffer(raw, ROW, count=len(raw) // ROW.itemsize)
         part.rows += len(rows)
         view = memoryview(raw)
-        sums = [crc32(view[at : at + FIELDS.size]) for at in range(0, len(rows) * ROW.itemsize, ROW.itemsize)]
+        sums = [
+            crc32(view[at : at + FIELDS.size])
+            for at in range(0, len(rows) * ROW.itemsize, ROW.itemsize)
+        ]
         whole = rows["check"] == np.array(sums, np.uint32)
         if not whole.all():
             self._damage(path, int((~whole).sum()))
@@ -153,10 +181,12 @@ class LogProbStore:
         for name, value in self.identity.items():
             if found.get(name) != value:
                 raise UserError(
-                    f"the {name} of this file is {found.get(name)}, and that of its folder is {value}",
+                    f"the {name} of this file is {found.get(name)}, and that of its folder is "
+                    f"{value}",
                     code="reference-cache-foreign",
                     where=str(path),
-                    fix="move it, and the .values file of the same name, to where they came from, or delete both",
+                    fix="move it, and the .values file of the same name, to where they came "
+                    "from, or delete both",
                 )
         return Part(path.with_suffix(""), found)
 
@@ -188,7 +218,8 @@ class LogProbStore:
     def add(self, entries: Mapping[bytes, Array]) -> None:
         """Adds entries, all of one type of number; one that is known already stays as it is.
 
-        When they cannot be written, they and all later ones stay in memory, with a warning; ``sync`` tries again.
+        When they cannot be written, they and all later ones stay in memory, with a warning;
+        ``sync`` tries again.
         """
         new = {key: values for key, values in entries.items() if key not in self}
         if not new or not self.keeps:
@@ -200,7 +231,10 @@ class LogProbStore:
                 if not full:
                     self._write_out()
         except OSError as error:
-            warnings.warn(f"{self.folder}: the cache cannot be written ({error}); it is kept in memory", stacklevel=3)
+            warnings.warn(
+                f"{self.folder}: the cache cannot be written ({error}); it is kept in memory",
+                stacklevel=3,
+            )
 
     def sync(self) -> None:
         """Returns when what this process added is on the disk. Raises OSError."""
@@ -221,7 +255,11 @@ class LogProbStore:
         try:
             self._append(self._unwritten)
         except OSError:
-            self._own, self._written = None, 0  # where these files end is not known: others come next
+            # where these files end is not known: others come next
+            self._own, self._written = (
+                None,
+                0,
+            )
             raise
         self._unwritten = {}
 
@@ -259,14 +297,17 @@ class LogProbStore:
         if path not in self._warned:
             self._warned.add(path)
             warnings.warn(
-                f"{path} is damaged: a checksum is wrong. What it holds in that place is not used but computed again; "
+                f"{path} is damaged: a checksum is wrong. What it holds in that place is not "
+                f"used but computed again; "
                 "delete the file, with the other one of its name, to be rid of this warning",
                 stacklevel=4,
             )
 
 
 def entries_of(folder: Path) -> tuple[int, Head]:
-    """How many entries a folder holds, by the sizes of its files alone, and what the head of one of them says."""
+    """How many entries a folder holds, by the sizes of its files alone, and what the head of one of
+    them says.
+    """
     count = 0
     found: Head = {}
     for path in folder.glob("*.index"):

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from valence.models.checkpointing import Checkpointing
     from valence.models.shape import Shape
 
-PROGRAM = 400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
+PROGRAM = (
+    400_000_000  # bytes of Python and its libraries; on a CUDA device about as much for its context
+)
 HIDDEN = 14  # numbers of hidden size that a layer keeps for the backward pass, per token
 INNER = 4  # and of the size inside its feed-forward layer
 COMPILED = 0.55  # share of it that a compiled layer keeps, all in the type of the products
@@ -25,11 +27,13 @@ MOMENTS = {"adamw": 8.0, "adamw_8bit": 2.04}  # bytes of the optimizer's state p
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a model is shared: weights, gradients and moments over so many processes (``ways``), which gather a layer's weights to
-    run it; and before that, the products of each layer over ``tensor`` of them.
+    """How a model is shared: weights, gradients and moments over so many processes (``ways``),
+    which gather a layer's weights to run it; and before that, the products of each layer over
+    ``tensor`` of them.
 
-    reshard: a layer's weights are given back between its forward and its backward run. each: gradients are summed after each
-    micro-batch, not once a step. offload: what is split is kept in the host's memory.
+    reshard: a layer's weights are given back between its forward and its backward run. each:
+    gradients are summed after each micro-batch, not once a step. offload: what is split is kept in
+    the host's memory.
     """
 
     ways: int = 1
@@ -46,9 +50,13 @@ class Split:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Predicted bytes of each part, in each process. ``per_token``: activations for each token that runs at once; ``gathered``:
-    weights of other processes; ``value``: a value model's weights, gradients and moments; ``judges``: reward models;
-    ``sampling``: what answers take while they are sampled, when nothing of a training step is there."""
+    """Predicted bytes of each part, in each process.
+
+    ``per_token``: activations for each token that runs at once; ``gathered``: weights of other
+    processes; ``value``: a value model's weights, gradients and moments; ``judges``: reward models;
+    ``sampling``: what answers take while they are sampled, when nothing of a training step is
+    there.
+    """
 
     weights: int
     reference: int
@@ -64,14 +72,30 @@ class Memory:
 
     def total(self, tokens: int) -> int:
         """With this many tokens in the largest micro-batch."""
-        fixed = self.program + self.weights + self.reference + self.gradient + self.optimizer + self.gathered
-        return fixed + self.value + self.judges + max(self.head + tokens * self.per_token, self.sampling)
+        fixed = (
+            self.program
+            + self.weights
+            + self.reference
+            + self.gradient
+            + self.optimizer
+            + self.gathered
+        )
+        return (
+            fixed
+            + self.value
+            + self.judges
+            + max(self.head + tokens * self.per_token, self.sampling)
+        )
 
 
 def out_of_memory(error: BaseException) -> bool:
     """Whether this says that the device, or the host, has no memory left."""
     said = str(error)
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in said or "out of memory" in said
+    return (
+        isinstance(error, torch.OutOfMemoryError | MemoryError)
+        or "can't allocate memory" in said
+        or "out of memory" in said
+    )
 
 
 def predict(
@@ -85,12 +109,13 @@ def predict(
     device: torch.device = torch.device("cpu"),
     split: Split = Split(),
 ) -> Memory:
-    """Bytes of a run, in each process. width: bytes of one number of the computation; frozen_copy: is the reference a model of
-    its own?
+    """Bytes of a run, in each process. width: bytes of one number of the computation; frozen_copy:
+    is the reference a model of its own?
 
-    Weights that train are float32 masters (float64 in float64), with a gradient and two moments each, and copies for products in
-    bfloat16. The gradient of a matrix of the vocabulary is there twice for a moment, unless it is written in place (as on a CPU,
-    see ``gradients``), and so are, as numbers, weights of 4 bits of the layer that runs.
+    Weights that train are float32 masters (float64 in float64), with a gradient and two moments
+    each, and copies for products in bfloat16. The gradient of a matrix of the vocabulary is there
+    twice for a moment, unless it is written in place (as on a CPU, see ``gradients``), and so are,
+    as numbers, weights of 4 bits of the layer that runs.
     """
     masters = max(width, 4)
     stream = masters if shape.full else width  # the residual stream is as wide as the weights
@@ -110,7 +135,8 @@ def predict(
     whole = Memory(
         weights=held + parameters * copies + unpacked + (0 if shape.full else trained * masters),
         reference=held if frozen_copy else 0,
-        gradient=trained * masters + (shape.vocabulary * shape.hidden * masters // split.tensor if twice else 0),
+        gradient=trained * masters
+        + (shape.vocabulary * shape.hidden * masters // split.tensor if twice else 0),
         optimizer=int(trained * (MOMENTS[optimizer] if width < 8 else 16)),
         head=_head(device),
         per_token=int((1 - again) * kept + again * (inputs + kept / shape.layers)),
@@ -119,8 +145,9 @@ def predict(
 
 
 def with_values(memory: Memory, alone: Memory, shape: Shape, width: int) -> Memory:
-    """With a value model beside the policy: a copy of its decoder, of which it shares what does not train. alone: what the policy
-    takes where its layers are not compiled, as the copy's are not."""
+    """With a value model beside the policy: a copy of its decoder, of which it shares what does not
+    train. alone: what the policy takes where its layers are not compiled, as the copy's are not.
+    """
     untied = shape.outside >= 2 * shape.vocabulary * shape.hidden
     share = 1 - shape.vocabulary * shape.hidden / shape.parameters if shape.full and untied else 1.0
     weights = alone.weights if shape.full else shape.trained * max(width, 4)
@@ -129,14 +156,17 @@ def with_values(memory: Memory, alone: Memory, shape: Shape, width: int) -> Memo
 
 
 def sampled(shape: Shape, rows: int, tokens: int, width: int) -> int:
-    """Bytes of so many answers that are sampled at once: keys and values of each with its prompt, of so many tokens, and a few
-    copies of their logits in float32."""
+    """Bytes of so many answers that are sampled at once: keys and values of each with its prompt,
+    of so many tokens, and a few copies of their logits in float32.
+    """
     return rows * (2 * shape.layers * shape.keys * tokens * width + 4 * 4 * shape.vocabulary)
 
 
 def _sharded(whole: Memory, shape: Shape, split: Split, width: int) -> Memory:
-    """What is left of it in each process, and what it gathers: the layer that runs and the next one (or all), in the type of the
-    products, and what is outside them; and their gradients before they are summed (or all of them)."""
+    """What is left of it in each process, and what it gathers: the layer that runs and the next one
+    (or all), in the type of the products, and what is outside them; and their gradients before they
+    are summed (or all of them).
+    """
     masters = max(width, 4)
     stream = masters if shape.full else width
     copies = width if width < stream else 0
@@ -153,24 +183,39 @@ def _sharded(whole: Memory, shape: Shape, split: Split, width: int) -> Memory:
         reference=int(kept * whole.reference),
         gradient=int(whole.gradient - trained * masters + masters * (unsummed + kept * trained)),
         optimizer=int(kept * whole.optimizer),
-        gathered=int(outside * (stream + copies) + layers * ((1 - narrow) * width + narrow * BYTES) + shape.quantized * STATES),
+        gathered=int(
+            outside * (stream + copies)
+            + layers * ((1 - narrow) * width + narrow * BYTES)
+            + shape.quantized * STATES
+        ),
     )
 
 
 def _head(device: torch.device) -> int:
-    """Bytes of probabilities that are kept, and of a few copies of the logits that exist at once."""
+    """Bytes of probabilities that are kept, and of a few copies of the logits that exist at
+    once.
+    """
     if device.type != "cuda":
         return KEEP + 4 * 4 * AREA["cpu"]
-    return int(KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory) + 4 * 4 * AREA["cuda"]
+    return (
+        int(KEEP_CUDA * torch.cuda.get_device_properties(device).total_memory)
+        + 4 * 4 * AREA["cuda"]
+    )
 
 
 def free_memory(device: torch.device) -> int | None:
     """Bytes that a new program may use on the device now; None where nothing tells."""
     if device.type == "cuda":  # with what this process keeps, and does not use
-        return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
     if device.type == "mps":
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    return min((size for size in (_available(), container_memory()) if size is not None), default=None)
+    return min(
+        (size for size in (_available(), container_memory()) if size is not None), default=None
+    )
 
 
 def _available() -> int | None:
@@ -188,8 +233,14 @@ def container_memory(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         ("memory.max", "memory.current", "inactive_file", root),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", root / "memory"),
     ):
-        if (folder / limit).exists() and (most := (folder / limit).read_text(encoding="utf-8").strip()) != "max":
-            kept = dict(line.split() for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines())
-            in_use = int((folder / used).read_text(encoding="utf-8")) - int(kept[cache])  # cached files can be dropped
+        if (folder / limit).exists() and (
+            most := (folder / limit).read_text(encoding="utf-8").strip()
+        ) != "max":
+            kept = dict(
+                line.split()
+                for line in (folder / "memory.stat").read_text(encoding="utf-8").splitlines()
+            )
+            # cached files can be dropped
+            in_use = int((folder / used).read_text(encoding="utf-8")) - int(kept[cache])
             return int(most) - in_use
     return None

@@ -1,4 +1,6 @@
-"""Log-probabilities of the tokens of a micro-batch under a model: the seam between systems work and algorithms."""
+"""Log-probabilities of the tokens of a micro-batch under a model: the seam between systems work and
+algorithms.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
 from valence.models.head import Head, TargetLogProb, wide_product
 from valence.models.layout import split, table
-from valence.models.router import ROUTER_AUX_LOSS, RouterBalance, num_experts_per_token, token_weights
+from valence.models.router import (
+    ROUTER_AUX_LOSS,
+    RouterBalance,
+    num_experts_per_token,
+    token_weights,
+)
 from valence.types import MicroBatch, PolicyOutput, sent
 
 if TYPE_CHECKING:
@@ -32,39 +39,54 @@ ROUND = 16  # tokens
 class PolicyModel(nn.Module):
     """A causal language model that answers with log-probabilities of given tokens.
 
-    The layout is a forest (sequences end to end, what they share once, each seeing its own path alone) where a start-up check
-    finds it equal to the model's own forward, else one sequence at a time, which is slower and always exact. ``compute``: the
-    type of the products when it differs from that of the weights that train (bfloat16 over float32 masters).
+    The layout is a forest (sequences end to end, what they share once, each seeing its own path
+    alone) where a start-up check finds it equal to the model's own forward, else one sequence at a
+    time, which is slower and always exact. ``compute``: the type of the products when it differs
+    from that of the weights that train (bfloat16 over float32 masters).
     """
 
     compiled = False  # whether the layers are
     along = 48  # rows that are only measured, up to which they go along with those that train
-    is_sharded = False  # whether the weights are split over processes, so that each run is one of all of them
+    # whether the weights are split over processes, so that each run is one of all of them
+    is_sharded = False
     shared = False  # whether other processes take part in each run of this one's rows
     home: torch.device | None = None  # where it computes, when its weights are kept elsewhere
-    temperature: float  # divides the logits: all log-probabilities are those of answers that were sampled so
+    temperature: (
+        float  # divides the logits: all log-probabilities are those of answers that were sampled so
+    )
 
     def __init__(self, model: nn.Module, *, compute: torch.dtype | None = None) -> None:
         super().__init__()
         self.model = model
         self.compute, self.temperature = compute, 1.0
         self.critic: Critic | None = None  # given by ``values.add_values``
-        self.most: Callable[[int], int] = int  # of the numbers of all processes that run in lockstep
+        self.most: Callable[[int], int] = (
+            int  # of the numbers of all processes that run in lockstep
+        )
         # A model may have been given to an engine before: its own attention is then on record.
         found: str = self.causal.config._attn_implementation
         self.flexes = self.device.type == "cuda"
         self.stock_attention: str = found if found != NAME else self.causal.stock_attention
-        if self.stock_attention == "sdpa" and getattr(self.causal.config, "attn_logit_softcapping", None):
-            self.stock_attention = "eager"  # SDPA has no soft-capping, and transformers 5.17 leaves it out without a word
+        if self.stock_attention == "sdpa" and getattr(
+            self.causal.config, "attn_logit_softcapping", None
+        ):
+            # SDPA has no soft-capping, and transformers 5.17 leaves it out without a word
+            self.stock_attention = "eager"
         self.causal.stock_attention = self.stock_attention
         write_embedding_gradients(self.causal)
         self.lay_out(packed=True)
 
     @property
     def how(self) -> str:
-        """What values depend on besides the weights: the type of the products, the layout, and the temperature."""
+        """What values depend on besides the weights: the type of the products, the layout, and the
+        temperature.
+        """
         heat = "" if self.temperature == 1 else f" temperature {self.temperature!r}"
-        return f"{self.compute} {'forest' if self.packs else 'one by one'}{' compiled' if self.compiled else ''}{heat}"
+        return (
+            f"{self.compute} "
+            f"{'forest' if self.packs else 'one by one'}"
+            f"{' compiled' if self.compiled else ''}{heat}"
+        )
 
     @property
     def causal(self) -> Any:
@@ -82,8 +104,10 @@ class PolicyModel(nn.Module):
 
     @contextmanager
     def stock(self) -> Iterator[None]:
-        """The model with its own attention inside the block, and without compiled programs: for all but packed micro-batches.
-        When answers are sampled every layer would become a program of its own, and soon be one too many."""
+        """The model with its own attention inside the block, and without compiled programs: for all
+        but packed micro-batches. When answers are sampled every layer would become a program of its
+        own, and soon be one too many.
+        """
         self.causal.set_attn_implementation(self.stock_attention)
         try:
             with torch.compiler.set_stance("force_eager"):
@@ -94,8 +118,11 @@ class PolicyModel(nn.Module):
 
     @contextmanager
     def sampling(self) -> Iterator[None]:
-        """As ``stock``, with products as those of packed micro-batches. Weights that this makes narrower are so once a block.
-        But on a CPU float32 weights are multiplied as they are: for few rows at a time that was measured to be faster."""
+        """As ``stock``, with products as those of packed micro-batches.
+
+        Weights that this makes narrower are so once a block. But on a CPU float32 weights are
+        multiplied as they are: for few rows at a time that was measured to be faster.
+        """
         head: Any = self.causal.get_output_embeddings()
         as_they_are = self.device.type == "cpu" and head.weight.dtype != self.compute
         plain = type(head) is nn.Linear and not hasattr(head.weight, "placements")
@@ -123,20 +150,28 @@ class PolicyModel(nn.Module):
         return self.home or next(self.model.parameters()).device
 
     def within(self, action: Callable[[], Any]) -> Any:
-        """What an action gives that runs the model itself: embedding and head are whole meanwhile."""
+        """What an action gives that runs the model itself: embedding and head are whole
+        meanwhile.
+        """
         return action()
 
     def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
-        """Log-probability of every token that ``batch.mask`` marks, given what stands before it in its own sequence.
+        """Log-probability of every token that ``batch.mask`` marks, given what stands before it in
+        its own sequence.
 
-        Only those of sequences that train have a gradient. want: what else to tell, of entropy, sum_sq, value and router_aux_loss
-        (see TokenOut; sum_sq has no gradient). Raises ValueError for values of an engine without a critic.
+        Only those of sequences that train have a gradient. want: what else to tell, of entropy,
+        sum_sq, value and router_aux_loss (see TokenOut; sum_sq has no gradient). Raises ValueError
+        for values of an engine without a critic.
         """
         if "value" in want and self.critic is None:
             raise ValueError("there is no critic: call valence.models.values.add_values first")
         balance = self._router_balance(want)
         want = [name for name in want if name != ROUTER_AUX_LOSS]
-        out = self._as_forest(batch, want, balance) if self.packs else self._one_by_one(batch, want, balance)
+        out = (
+            self._as_forest(batch, want, balance)
+            if self.packs
+            else self._one_by_one(batch, want, balance)
+        )
         return out if balance is None else replace(out, router_aux_loss=balance.loss())
 
     def _router_balance(self, want: Collection[str]) -> RouterBalance | None:
@@ -145,7 +180,10 @@ class PolicyModel(nn.Module):
             return None
         count = num_experts_per_token(self.causal)
         if count is None:
-            raise ValueError(f"{type(self.causal).__name__} has no router: see valence.models.router.check_router")
+            raise ValueError(
+                f"{type(self.causal).__name__} has no router: see "
+                f"valence.models.router.check_router"
+            )
         return RouterBalance(count)
 
     @contextmanager
@@ -158,30 +196,40 @@ class PolicyModel(nn.Module):
         with torch.autocast(self.device.type, self.compute), narrow:
             yield
 
-    def _as_forest(self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None) -> PolicyOutput:
+    def _as_forest(
+        self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None
+    ) -> PolicyOutput:
         found: list[_Found] = []
         with self.autocast():
             hidden = self._hidden(batch, balance)
             half = (self.compute or hidden.dtype) == torch.bfloat16
             head = Head.of(self.causal, half=half, temperature=self.temperature)
             critic = self.critic if "value" in want else None
-            theirs = hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
+            theirs = (
+                hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
+            )
             for trains in sorted(set(batch.trains), reverse=True):
                 ours = batch.part(trains=trains).scored
                 with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
                     before = hidden[batch.source[ours]]
                     squares = head.sum_sq(before) if "sum_sq" in want else None
                     value = None if critic is None else critic(theirs[batch.source[ours]])
-                    found.append((ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value))
+                    found.append(
+                        (ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value)
+                    )
         return _scatter(batch, found)
 
     def states(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
-        """The decoder's last hidden states [T, h], packed. balance: counts how the tokens are routed."""
+        """The decoder's last hidden states [T, h], packed. balance: counts how the tokens are
+        routed.
+        """
         with self.autocast():
             return self._hidden(batch, balance)
 
     def states_alone(self, tokens: Tensor, balance: RouterBalance | None = None) -> Tensor:
-        """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself. balance: counts how they are routed."""
+        """The decoder's last hidden states [n, h] of one sequence tokens[n] by itself. balance:
+        counts how they are routed.
+        """
         self._forget_lengths()
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         with self.autocast():
@@ -191,15 +239,21 @@ class PolicyModel(nn.Module):
             return found.last_hidden_state[0]
 
     def _hidden(self, batch: MicroBatch, balance: RouterBalance | None = None) -> Tensor:
-        """The decoder's last hidden states [T, h]. Rows that only measured sequences have are run without a gradient, over the
-        keys and values of those that train; a few of them go along with the others, which is cheaper than a second pass."""
+        """The decoder's last hidden states [T, h].
+
+        Rows that only measured sequences have are run without a gradient, over the keys and values
+        of those that train; a few of them go along with the others, which is cheaper than a second
+        pass.
+        """
         grad = torch.is_grad_enabled() and any(batch.trains)
         counted = None if balance is None else (balance, token_weights(batch))
         with torch.set_grad_enabled(grad):
             if not grad or all(batch.trains):
                 return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
             fill = partial(filled, device=self.device.type)
-            parts = split(batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains, fill)
+            parts = split(
+                batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains, fill
+            )
             if len(parts.rest) <= self.along:
                 return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
             rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
@@ -212,13 +266,19 @@ class PolicyModel(nn.Module):
             return torch.cat([first, second])[torch.cat([rows, rest]).argsort()]
 
     def _decoded(
-        self, tokens: Tensor, pos: Tensor, forest: Tensor, counted: tuple[RouterBalance, Tensor] | None = None
+        self,
+        tokens: Tensor,
+        pos: Tensor,
+        forest: Tensor,
+        counted: tuple[RouterBalance, Tensor] | None = None,
     ) -> Tensor:
-        """[T, h] of tokens[T] at pos[T]; forest: the table of ``layout.py``. counted: what counts how the tokens are routed, and
-        their weights [T]."""
+        """[T, h] of tokens[T] at pos[T]; forest: the table of ``layout.py``. counted: what counts
+        how the tokens are routed, and their weights [T].
+        """
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         count = len(tokens)
-        # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is a sequence of its own.
+        # Products of round sizes are faster, and compiled ones meet few shapes: what is missing is
+        # a sequence of its own.
         missing = filled(count, self.device.type) - count
         if missing:
             end = int(forest[:, 1].max())
@@ -227,12 +287,20 @@ class PolicyModel(nn.Module):
                 torch.cat([tokens, tokens.new_zeros(missing)]),
                 torch.cat([pos, pos.new_zeros(missing)]),
             )
-        more: dict[str, Any] = {"visible": visible(forest, self._windows, self.device)} if self.flexes else {}
+        more: dict[str, Any] = (
+            {"visible": visible(forest, self._windows, self.device)} if self.flexes else {}
+        )
         more |= _router_outputs(counted)
-        # Without a mask, transformers would look into the positions for one, and wait for the device.
+        # Without a mask, transformers would look into the positions for one, and wait for the
+        # device.
         mask = torch.ones_like(tokens[None])
         found = decoder(
-            input_ids=tokens[None], attention_mask=mask, position_ids=pos[None], use_cache=False, forest=forest, **more
+            input_ids=tokens[None],
+            attention_mask=mask,
+            position_ids=pos[None],
+            use_cache=False,
+            forest=forest,
+            **more,
         )
         if counted is not None:
             balance, weights = counted
@@ -245,7 +313,9 @@ class PolicyModel(nn.Module):
         own = getattr(self.causal.config.get_text_config(), "sliding_window", None)
         return (0, own) if isinstance(own, int) else (0,)
 
-    def _one_by_one(self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None) -> PolicyOutput:
+    def _one_by_one(
+        self, batch: MicroBatch, want: Collection[str], balance: RouterBalance | None
+    ) -> PolicyOutput:
         found: list[_Found] = []
         critic = self.critic if "value" in want else None
         decoder = getattr(self.causal, self.causal.base_model_prefix)
@@ -257,7 +327,9 @@ class PolicyModel(nn.Module):
                 with said_by(decoder) as said:
                     logits = self._outputs(tokens, read - 1, **_router_outputs(counted))
                 if counted is not None:
-                    counted.add(said[0].router_logits, torch.ones(len(tokens), device=tokens.device))
+                    counted.add(
+                        said[0].router_logits, torch.ones(len(tokens), device=tokens.device)
+                    )
                 logits = logits.to(torch.promote_types(torch.float32, logits.dtype))
                 logits = logits if self.temperature == 1 else logits / self.temperature
                 logps = torch.log_softmax(logits, -1) if want else logits
@@ -265,29 +337,43 @@ class PolicyModel(nn.Module):
                 squares = (2 * logps.detach()).exp().sum(-1) if "sum_sq" in want else None
                 value = None
                 if critic is not None:
-                    states = said[0].last_hidden_state[0] if critic.trunk is None else critic.trunk.states_alone(tokens)
+                    states = (
+                        said[0].last_hidden_state[0]
+                        if critic.trunk is None
+                        else critic.trunk.states_alone(tokens)
+                    )
                     value = critic(states[read - 1])
                 logp: Any = TargetLogProb.apply(logits, tokens[read])
                 found.append((path[read], logp, spread, squares, value))
         out = _scatter(batch, found[: batch.sequences])
-        return replace(out, logp=out.logp + nothing(logp for _, logp, *_ in found[batch.sequences :]))
+        return replace(
+            out, logp=out.logp + nothing(logp for _, logp, *_ in found[batch.sequences :])
+        )
 
     def _alone(self, batch: MicroBatch) -> Iterator[tuple[int, Tensor]]:
-        """Each sequence and the rows of its tokens. In lockstep the last one comes again as often as another process has more."""
+        """Each sequence and the rows of its tokens.
+
+        In lockstep the last one comes again as often as another process has more.
+        """
         for s in range(self.most(batch.sequences)):
             s = min(s, batch.sequences - 1)
             yield s, batch.rows(s)
 
     def outputs(self, tokens: Tensor, at: Tensor | None = None) -> Tensor:
-        """What the model's own forward says of one sequence tokens[n] by itself, at these places (None: all): logits [n, V]; of
-        a reward model its scores [n, A]."""
-        return self._outputs(tokens, at).clone()  # not a view of something larger, by which sharded weights would miss its slope
+        """What the model's own forward says of one sequence tokens[n] by itself, at these places
+        (None: all): logits [n, V]; of a reward model its scores [n, A].
+        """
+        return self._outputs(
+            tokens, at
+        ).clone()  # not a view of something larger, by which sharded weights would miss its slope
 
     def _outputs(self, tokens: Tensor, at: Tensor | None, **more: Any) -> Tensor:
         self._forget_lengths()
         keep = 0 if at is None else at
         with self.autocast():
-            return self.causal(input_ids=tokens[None], use_cache=False, logits_to_keep=keep, **more).logits[0]
+            return self.causal(
+                input_ids=tokens[None], use_cache=False, logits_to_keep=keep, **more
+            ).logits[0]
 
     def _forget_lengths(self) -> None:
         """The lengths of earlier sequences must not stay in rotary frequencies."""
@@ -296,7 +382,8 @@ class PolicyModel(nn.Module):
             module.max_seq_len_cached = module.original_max_seq_len
 
     def check_layout(self) -> None:
-        """Chooses the layout: packed where that is the same computation as the model's own forward, else (with a warning) not.
+        """Chooses the layout: packed where that is the same computation as the model's own forward,
+        else (with a warning) not.
 
         Raises UserError when the model is not causal.
         """
@@ -315,19 +402,27 @@ def said_by(module: nn.Module) -> Iterator[list[Any]]:
 
 
 def _router_outputs(collector: object | None) -> dict[str, bool]:
-    """Return the argument by which a model also returns its router logits, where something collects them."""
+    """Return the argument by which a model also returns its router logits, where something collects
+    them.
+    """
     return {} if collector is None else {"output_router_logits": True}
 
 
 def filled(tokens: int, device: str) -> int:
-    """How many tokens a pass is filled up to: a multiple of a few; on CUDA one of few sizes, an eighth apart, and whole blocks of
-    FlexAttention, which has another kernel for less than one of them that many shapes of heads have no program for."""
-    return tokens + -tokens % (max(BLOCK, 2 ** (tokens.bit_length() - 4)) if device == "cuda" else ROUND)
+    """How many tokens a pass is filled up to: a multiple of a few; on CUDA one of few sizes, an
+    eighth apart, and whole blocks of FlexAttention, which has another kernel for less than one of
+    them that many shapes of heads have no program for.
+    """
+    return tokens + -tokens % (
+        max(BLOCK, 2 ** (tokens.bit_length() - 4)) if device == "cuda" else ROUND
+    )
 
 
 def nothing(values: Iterable[Tensor]) -> Tensor | int:
     """0, with a slope of 0 in all of these, whatever they are."""
-    return sum(each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0).sum() for each in values)
+    return sum(
+        each.masked_fill(torch.ones_like(each, dtype=torch.bool), 0).sum() for each in values
+    )
 
 
 def _scatter(batch: MicroBatch, found: list[_Found]) -> PolicyOutput:
@@ -336,5 +431,7 @@ def _scatter(batch: MicroBatch, found: list[_Found]) -> PolicyOutput:
     index = (torch.cat(rows),)
     logp = torch.cat(logps)
     blank = torch.zeros(batch.tokens.shape[0], dtype=logp.dtype, device=logp.device)
-    entropy, sum_sq, value = (None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others)
+    entropy, sum_sq, value = (
+        None if parts[0] is None else blank.index_put(index, torch.cat(parts)) for parts in others
+    )
     return PolicyOutput(blank.index_put(index, logp), entropy, sum_sq, value=value)

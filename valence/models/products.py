@@ -10,7 +10,9 @@ import torch
 
 
 class _Inside:
-    """How many blocks are open, in all threads: the choice is one of the process, and ends with the last of them."""
+    """How many blocks are open, in all threads: the choice is one of the process, and ends with the
+    last of them.
+    """
 
     count, before = 0, "none"
     lock = Lock()
@@ -18,8 +20,9 @@ class _Inside:
 
 @contextmanager
 def bfloat16_operands(wanted: bool) -> Iterator[None]:
-    """Lets a float32 product on a CPU take operands that bfloat16 holds exactly for bfloat16 (others it may round); it is
-    accumulated in, and returned as, float32 all the same."""
+    """Lets a float32 product on a CPU take operands that bfloat16 holds exactly for bfloat16
+    (others it may round); it is accumulated in, and returned as, float32 all the same.
+    """
     if not wanted:
         yield
         return

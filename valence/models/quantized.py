@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from valence.errors import UserError, install_command
 
 BYTES = 0.53
-"""Of a weight: 4 bits, an 8-bit scale for every 64 of them, a scale of those, and tables; a little more on small layers."""
+"""Of a weight: 4 bits, an 8-bit scale for every 64 of them, a scale of those, and tables; a little
+more on small layers.
+"""
 STATES = 0.03
 """Those of scales and tables."""
 
@@ -29,8 +31,10 @@ def check_library() -> None:
 
 
 def how(dtype: torch.dtype) -> Any:
-    """What transformers is told: nf4 with scales that are quantized too, products in ``dtype``, and bytes that are kept as
-    numbers of that type, so that they are split over processes with the weights beside them."""
+    """What transformers is told: nf4 with scales that are quantized too, products in ``dtype``, and
+    bytes that are kept as numbers of that type, so that they are split over processes with the
+    weights beside them.
+    """
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
@@ -53,8 +57,11 @@ def packed(model: nn.Module) -> set[int]:
 
 
 def states(model: nn.Module) -> dict[str, Tensor]:
-    """Scales and tables of each layer, named as in its state_dict. They are whole on every process, also where weights are split
-    and the state_dict has them no more."""
+    """Scales and tables of each layer, named as in its state_dict.
+
+    They are whole on every process, also where weights are split and the state_dict has them no
+    more.
+    """
     return {
         f"{path}.weight.{name}": value
         for path, layer in _layers(model)
@@ -63,24 +70,35 @@ def states(model: nn.Module) -> dict[str, Tensor]:
 
 
 def compute_alike(model: nn.Module) -> nn.Module:
-    """Has layers compute in one way. bitsandbytes would pack weights anew on some CPUs as soon as a model is evaluated, and
-    round otherwise from then on: policy and reference would differ, and so would the weights' digest."""
+    """Has layers compute in one way. bitsandbytes would pack weights anew on some CPUs as soon as a
+    model is evaluated, and round otherwise from then on: policy and reference would differ, and so
+    would the weights' digest.
+    """
     for _, layer in _layers(model):
         layer.support_avx512bf16_for_cpu = False
     return model
 
 
 def countable(layers: list[nn.Module]) -> int:
-    """Weights of these layers (of a model that is not quantized) that would be kept in 4 bits: those of linear layers, but not
-    of experts that are kept as one tensor."""
+    """Weights of these layers (of a model that is not quantized) that would be kept in 4 bits:
+    those of linear layers, but not of experts that are kept as one tensor.
+    """
     from transformers.pytorch_utils import Conv1D
 
-    linear: list[Any] = [module for layer in layers for module in layer.modules() if type(module) in (nn.Linear, Conv1D)]
+    linear: list[Any] = [
+        module
+        for layer in layers
+        for module in layer.modules()
+        if type(module) in (nn.Linear, Conv1D)
+    ]
     return sum(module.weight.numel() for module in linear)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Name and module of each layer of 4 bits. Known by what it has: the library is loaded by those who need it."""
+    """Name and module of each layer of 4 bits.
+
+    Known by what it has: the library is loaded by those who need it.
+    """
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and hasattr(module, "quant_state"):
             yield name, module

@@ -1,4 +1,6 @@
-"""Log-probabilities under the reference, by the cheapest way that is exact: the adapter switched off, or a frozen copy."""
+"""Log-probabilities under the reference, by the cheapest way that is exact: the adapter switched
+off, or a frozen copy.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ class Reference(Protocol):
 
 
 class AdapterDisabledReference:
-    """The policy's own weights with the adapter switched off. Exact when the adapter started from zero."""
+    """The policy's own weights with the adapter switched off.
+
+    Exact when the adapter started from zero.
+    """
 
     name = "the policy with its adapter switched off"
 
@@ -49,12 +54,17 @@ class AdapterDisabledReference:
 
 @contextmanager
 def _without_adapter(model: nn.Module) -> Iterator[None]:
-    """As peft's ``disable_adapter``, which first walks through all layers several times for a report on them: in a profile of a
-    tiny run a tenth of its time."""
+    """As peft's ``disable_adapter``, which first walks through all layers several times for a
+    report on them: in a profile of a tiny run a tenth of its time.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)]
+    layers = [
+        module
+        for module in model.modules()
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+    ]
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -67,7 +77,9 @@ def _without_adapter(model: nn.Module) -> Iterator[None]:
 class FrozenReference:
     """A model of its own that is never updated."""
 
-    def __init__(self, engine: PolicyModel, name: str = "a frozen copy of the starting policy") -> None:
+    def __init__(
+        self, engine: PolicyModel, name: str = "a frozen copy of the starting policy"
+    ) -> None:
         self.engine, self.name = engine.requires_grad_(False).eval(), name
         self.precision = _precision(engine)
 
@@ -80,7 +92,10 @@ class FrozenReference:
 
 
 class SyncedReference(FrozenReference):
-    """A copy of the policy that moves towards it from time to time. Both share the weights that the policy does not train."""
+    """A copy of the policy that moves towards it from time to time.
+
+    Both share the weights that the policy does not train.
+    """
 
     def __init__(self, policy: PolicyModel) -> None:
         engine = copied(policy, {id(p): p for p in policy.parameters() if not p.requires_grad})
@@ -95,7 +110,9 @@ class SyncedReference(FrozenReference):
 
     @torch.no_grad()
     def follow(self, weights: Mapping[str, Tensor], mix: float = 1.0) -> None:
-        """Moves this share of the way to weights that have the policy's names (Gorbatovski et al. 2024, arXiv 2404.09656)."""
+        """Moves this share of the way to weights that have the policy's names (Gorbatovski et al.
+        2024, arXiv 2404.09656).
+        """
         for name, own in self.weights.items():
             own.copy_(weights[name] if mix == 1 else torch.lerp(own, weights[name].to(own), mix))
 

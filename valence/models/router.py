@@ -22,8 +22,8 @@ class RouterBalance:
 
     The loss is that of Switch Transformers (arXiv 2101.03961, equations 4 to 6) for several experts
     per token, as ``load_balancing_loss_func`` of transformers computes it over all layers together:
-    num_experts * sum_e f_e * P_e. f_e is the number of tokens that expert e gets, and P_e its router
-    probability, each as a mean over tokens and layers. Only P_e has a gradient.
+    num_experts * sum_e f_e * P_e. f_e is the number of tokens that expert e gets, and P_e its
+    router probability, each as a mean over tokens and layers. Only P_e has a gradient.
     """
 
     def __init__(self, num_experts_per_token: int) -> None:
@@ -35,8 +35,8 @@ class RouterBalance:
     def add(self, router_logits: Sequence[Tensor], weights: Tensor) -> None:
         """Count one forward pass.
 
-        router_logits: [rows, E] of each layer. weights[T]: how often each of the first T rows counts;
-        further rows are padding.
+        router_logits: [rows, E] of each layer. weights[T]: how often each of the first T rows
+        counts; further rows are padding.
         """
         for layer_logits in router_logits:
             logits = layer_logits.reshape(-1, layer_logits.shape[-1])[: len(weights)]

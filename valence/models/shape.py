@@ -21,12 +21,13 @@ from valence.models.scores import is_reward_model
 class Shape:
     """A causal model and what of it trains.
 
-    ``linear``: weights that each token is multiplied with in the decoder's layers (of experts, those that it is sent to).
-    ``inner``, ``heads``, ``keys``: numbers of a token inside a feed-forward layer, and in all heads of an attention layer, of its
-    queries and of its keys.
-    ``vocabulary``: numbers that the model's head gives (a reward model's: scores).
-    ``adapted``: inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the largest of the
-    decoder's layers; ``outside``: those of no layer (embedding, head). ``quantized``: weights that are kept in 4 bits.
+    ``linear``: weights that each token is multiplied with in the decoder's layers (of experts,
+    those that it is sent to). ``inner``, ``heads``, ``keys``: numbers of a token inside a
+    feed-forward layer, and in all heads of an attention layer, of its queries and of its keys.
+    ``vocabulary``: numbers that the model's head gives (a reward model's: scores). ``adapted``:
+    inputs of all linear layers with an adapter, in numbers per token. ``largest``: weights of the
+    largest of the decoder's layers; ``outside``: those of no layer (embedding, head).
+    ``quantized``: weights that are kept in 4 bits.
     """
 
     parameters: int
@@ -49,9 +50,17 @@ class Shape:
         return self.trained == self.parameters
 
 
-def skeleton(name: str, *, trust_remote_code: bool = False, gguf_file: str | None = None, scores: int | None = None) -> nn.Module:
-    """The model's layers without memory behind them; with so many scores as a reward model's. Raises UserError when there is no
-    such model."""
+def skeleton(
+    name: str,
+    *,
+    trust_remote_code: bool = False,
+    gguf_file: str | None = None,
+    scores: int | None = None,
+) -> nn.Module:
+    """The model's layers without memory behind them; with so many scores as a reward model's.
+
+    Raises UserError when there is no such model.
+    """
     must_exist(name, "model.name")
     extra = {"gguf_file": gguf_file} if gguf_file else {}
     try:
@@ -71,8 +80,11 @@ def skeleton_of(model: Any) -> nn.Module:
         return type(model)(copy.deepcopy(model.config))
 
 
-def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None, quantize: bool = False) -> Shape:
-    """Counts a skeleton (which it may change). lora, adapter: as for ``build_policy``; quantize: as for ``load_model``.
+def shape_of(
+    model: nn.Module, *, lora: Any = None, adapter: str | None = None, quantize: bool = False
+) -> Shape:
+    """Counts a skeleton (which it may change). lora, adapter: as for ``build_policy``; quantize: as
+    for ``load_model``.
 
     Raises UserError when the adapter does not fit.
     """
@@ -88,7 +100,9 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None, 
     if lora is not None or adapter is not None:
         planned = planned_adapter(model, lora, adapter)
         trained = sum(p.numel() for p in planned.parameters() if p.requires_grad)
-        adapted = sum(p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2)
+        adapted = sum(
+            p.shape[1] for name, p in planned.named_parameters() if "lora_A" in name and p.ndim == 2
+        )
     return Shape(
         parameters=parameters,
         trained=trained,
@@ -108,19 +122,30 @@ def shape_of(model: nn.Module, *, lora: Any = None, adapter: str | None = None, 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The layers of a decoder, first to last; none of a model that has no list of them."""
-    layers: list[nn.Module] = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers: list[nn.Module] = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     count = model.config.get_text_config().num_hidden_layers  # type: ignore[operator]
-    lists = (module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count)
+    lists = (
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    )
     return layers or list(next(lists, ()))
 
 
 def _multiplied(model: Any, experts: int) -> int:
-    """Weights of the decoder's products for one token: no table that is looked up in, and not the head."""
+    """Weights of the decoder's products for one token: no table that is looked up in, and not the
+    head.
+    """
     head = model.get_output_embeddings()
-    tables = [module for module in model.modules() if isinstance(module, nn.Embedding) or module is head]
+    tables = [
+        module for module in model.modules() if isinstance(module, nn.Embedding) or module is head
+    ]
     apart = {id(p) for module in tables for p in module.parameters()}
     weights = [p for p in model.parameters() if id(p) not in apart]
-    stacked = [p.numel() // p.shape[0] * experts for p in weights if p.ndim == 3]  # a matrix for each expert
+    # a matrix for each expert
+    stacked = [p.numel() // p.shape[0] * experts for p in weights if p.ndim == 3]
     return sum(stacked) + sum(p.numel() for p in weights if p.ndim == 2)
 
 

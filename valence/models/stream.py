@@ -1,4 +1,6 @@
-"""Models that are made without their weights, and weights that are read later: of each only the part that a process keeps."""
+"""Models that are made without their weights, and weights that are read later: of each only the
+part that a process keeps.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ ONE_FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class CannotStreamError(Exception):
-    """The weights of a model can only be loaded whole, for the reason that the message and the code name."""
+    """The weights of a model can only be loaded whole, for the reason that the message and the code
+    name.
+    """
 
     def __init__(self, what: str, *, code: str) -> None:
         super().__init__(what)
@@ -43,21 +47,31 @@ class Place:
 
 @dataclass(frozen=True)
 class Stream:
-    """The weights of a model that are still to be read, by their names in the model. Until then each has a stand-in: of its shape
-    and type and on the model's device, but with the memory of one number."""
+    """The weights of a model that are still to be read, by their names in the model.
+
+    Until then each has a stand-in: of its shape and type and on the model's device, but with the
+    memory of one number.
+    """
 
     places: Mapping[str, Place]
 
     def forget(self, model: nn.Module) -> None:
-        """Moves the stand-ins to the meta device, from where they can be copied and split. model: as it was made, or with an
-        adapter on it by now."""
+        """Moves the stand-ins to the meta device, from where they can be copied and split. model:
+        as it was made, or with an adapter on it by now.
+        """
         _replace(model, self.places, lambda _, weight: torch.empty_like(weight, device="meta"))
 
-    def fill(self, model: nn.Module, device: torch.device, *, parts_on: torch.device | None = None) -> None:
-        """Reads the weights, of those that are split (as DTensor) this process's part alone. parts_on: where parts are
-        kept, if elsewhere. Raises UserError when a file is damaged."""
+    def fill(
+        self, model: nn.Module, device: torch.device, *, parts_on: torch.device | None = None
+    ) -> None:
+        """Reads the weights, of those that are split (as DTensor) this process's part alone.
+        parts_on: where parts are kept, if elsewhere. Raises UserError when a file is damaged.
+        """
         with ExitStack() as stack:
-            files = {path: stack.enter_context(_opened(path)) for path in {place.file for place in self.places.values()}}
+            files = {
+                path: stack.enter_context(_opened(path))
+                for path in {place.file for place in self.places.values()}
+            }
 
             def read(name: str, weight: Tensor) -> Tensor:
                 place = self.places[name]
@@ -65,7 +79,11 @@ class Stream:
                 made = torch.empty_like(weight, device=parts_on or device if split else device)
                 own, rows = part_of(made)
                 if own.numel():
-                    found = files[place.file].get_slice(place.key)[rows] if split else files[place.file].get_tensor(place.key)
+                    found = (
+                        files[place.file].get_slice(place.key)[rows]
+                        if split
+                        else files[place.file].get_tensor(place.key)
+                    )
                     own.copy_(found if own.dtype == place.dtype else found.to(place.dtype))
                 return made
 
@@ -81,11 +99,12 @@ def outline(
     gguf_file: str | None = None,
     trust_remote_code: bool = False,
 ) -> tuple[nn.Module, Stream]:
-    """The model that ``load_model`` makes (see there), with stand-ins for its weights. What is small is read at once: buffers and
-    a head for scores.
+    """The model that ``load_model`` makes (see there), with stand-ins for its weights.
 
-    Raises CannotStreamError when the weights are no safetensors files, or not in the form that the model has them; UserError when
-    there is no such model.
+    What is small is read at once: buffers and a head for scores.
+
+    Raises CannotStreamError when the weights are no safetensors files, or not in the form that the
+    model has them; UserError when there is no such model.
     """
     if gguf_file:
         raise CannotStreamError("they are kept as GGUF", code="weights-gguf")
@@ -104,7 +123,11 @@ def outline(
                 _put(model, each, file.get_tensor(place.key).to(place.dtype, copy=True))
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
-    _replace(model, places, lambda _, weight: torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape))
+    _replace(
+        model,
+        places,
+        lambda _, weight: torch.zeros((), dtype=weight.dtype, device=device).expand(weight.shape),
+    )
     if heads:
         head: Any = model.score
         if head.weight.is_meta:
@@ -115,9 +138,12 @@ def outline(
 
 
 def part_of(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
-    """This process's part of a weight, and where that is in the whole. A weight that is no DTensor is its own part.
+    """This process's part of a weight, and where that is in the whole.
 
-    Along the last axis of the mesh (tensor parallel) a weight is split first, and what comes of it along the one before.
+    A weight that is no DTensor is its own part.
+
+    Along the last axis of the mesh (tensor parallel) a weight is split first, and what comes of it
+    along the one before.
     """
     spans = [range(size) for size in weight.shape]
     if not hasattr(weight, "placements"):
@@ -133,7 +159,9 @@ def part_of(weight: Any) -> tuple[Tensor, tuple[slice, ...]]:
     return own, tuple(slice(span.start, span.stop) for span in spans)
 
 
-def _empty(name: str, config: Any, dtype: torch.dtype, scores: bool, trust_remote_code: bool) -> Any:
+def _empty(
+    name: str, config: Any, dtype: torch.dtype, scores: bool, trust_remote_code: bool
+) -> Any:
     """The model with its weights on the meta device, and its buffers as they are computed."""
     from accelerate import init_empty_weights
 
@@ -162,7 +190,9 @@ def _files(name: str) -> list[Path]:
         index = find(name, INDEX, _raise_exceptions_for_missing_entries=False)
         if index is None:
             raise CannotStreamError("they are not kept as safetensors", code="not-safetensors")
-        parts = sorted(set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values()))
+        parts = sorted(
+            set(json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"].values())
+        )
         return [Path(find(name, part) or part) for part in parts]
     except LOADING_ERRORS as error:
         raise cannot_load("model", name, error) from error
@@ -184,7 +214,9 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, Place]:
                 if name not in known:
                     continue  # such as the other head
                 if name in found or file.get_slice(key).get_shape() != list(known[name].shape):
-                    raise CannotStreamError(f"{key} is not as the model has it", code="weight-shape")
+                    raise CannotStreamError(
+                        f"{key} is not as the model has it", code="weight-shape"
+                    )
                 found[name] = Place(path, key, known[name].dtype)
     for names in _tied(known):
         stored = [name for name in names if name in found]
@@ -196,15 +228,21 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, Place]:
 
 
 def _name_in(model: Any, key: str, known: Mapping[str, Tensor], changes: Sequence[Any]) -> str:
-    """The name in the model of what a file calls so, by the rules of transformers. Raises CannotStreamError when more is changed
-    than names."""
+    """The name in the model of what a file calls so, by the rules of transformers.
+
+    Raises CannotStreamError when more is changed than names.
+    """
     renamings = [change for change in changes if isinstance(change, WeightRenaming)]
     converters = [change for change in changes if isinstance(change, WeightConverter)]
-    name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, dict(known))
+    name, pattern = rename_source_key(
+        key, renamings, converters, model.base_model_prefix, dict(known)
+    )
     if name not in known and key in known:
         return key
     if pattern is not None:
-        raise CannotStreamError(f"{key} is kept in another form than the model has it", code="weights-converted")
+        raise CannotStreamError(
+            f"{key} is kept in another form than the model has it", code="weights-converted"
+        )
     return name
 
 
@@ -216,7 +254,9 @@ def _tied(known: Mapping[str, Tensor]) -> list[list[str]]:
     return [each for each in names.values() if len(each) > 1]
 
 
-def _replace(model: nn.Module, names: Mapping[str, Place], made: Callable[[str, Tensor], Tensor]) -> None:
+def _replace(
+    model: nn.Module, names: Mapping[str, Place], made: Callable[[str, Tensor], Tensor]
+) -> None:
     """Puts others in the place of these weights, for those that are tied one."""
     done: dict[Tensor, nn.Parameter] = {}
     for name, module, own, weight in _weights(model):
@@ -227,7 +267,9 @@ def _replace(model: nn.Module, names: Mapping[str, Place], made: Callable[[str, 
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, nn.Parameter]]:
-    """Name in the model without an adapter, module, name there, and weight; the tied ones under each of their names."""
+    """Name in the model without an adapter, module, name there, and weight; the tied ones under
+    each of their names.
+    """
     for path, module in list(model.named_modules()):
         for own, weight in list(module.named_parameters(recurse=False)):
             name = f"{path}.{own}" if path else own

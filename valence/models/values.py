@@ -17,8 +17,9 @@ PREFIX = "critic."
 
 
 class Critic(nn.Module):
-    """V(state) = w . h + b, h being the last hidden state of the token that the state ends with: the policy's own, or that of a
-    trunk of its own (Schulman et al. 2016, arXiv 1506.02438; for language models Ziegler et al. 2019, arXiv 1909.08593).
+    """V(state) = w . h + b, h being the last hidden state of the token that the state ends with:
+    the policy's own, or that of a trunk of its own (Schulman et al. 2016, arXiv 1506.02438; for
+    language models Ziegler et al. 2019, arXiv 1909.08593).
     """
 
     def __init__(self, policy: PolicyModel, trunk: PolicyModel | None) -> None:
@@ -26,7 +27,8 @@ class Critic(nn.Module):
         embedding = policy.causal.get_input_embeddings().weight
         wide = torch.promote_types(torch.float32, embedding.dtype)
         width: int = policy.causal.config.get_text_config().hidden_size
-        # Its own random start would be overwritten, and must not move the generator that later draws come from.
+        # Its own random start would be overwritten, and must not move the generator that later
+        # draws come from.
         self.head: Any = nn.utils.skip_init(nn.Linear, width, 1, device=policy.device, dtype=wide)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
@@ -41,16 +43,21 @@ class Critic(nn.Module):
 def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> None:
     """Gives the policy a critic, so that it answers ``want=("value",)``; at first all values are 0.
 
-    shared: the head reads the policy's own hidden states, and its gradient trains the policy as well. separate: it reads those of
-    a copy of the policy, which trains with it; weights of the policy that do not train are shared, so that under an adapter the
-    copy is one of the adapter alone. Its layers are not compiled. The critic's weights are among the policy's, as ``critic.*``,
-    but not in ``policy.model``.
+    shared: the head reads the policy's own hidden states, and its gradient trains the policy as
+    well. separate: it reads those of a copy of the policy, which trains with it; weights of the
+    policy that do not train are shared, so that under an adapter the copy is one of the adapter
+    alone. Its layers are not compiled. The critic's weights are among the policy's, as
+    ``critic.*``, but not in ``policy.model``.
 
-    Raises UserError for a reward model, for a policy that has a critic, and where weights or products are split over processes.
+    Raises UserError for a reward model, for a policy that has a critic, and where weights or
+    products are split over processes.
     """
     if isinstance(policy, Scorer):
         raise UserError(
-            "a reward model has no tokens to value", code="value-head-unsupported", where="method", fix="train a language model"
+            "a reward model has no tokens to value",
+            code="value-head-unsupported",
+            where="method",
+            fix="train a language model",
         )
     if policy.critic is not None:
         raise UserError("the policy has a critic already", code="value-head-exists", where="value")
@@ -59,16 +66,20 @@ def add_values(policy: PolicyModel, *, trunk: Literal["separate", "shared"]) -> 
             "values are not computed where weights or products are split over processes",
             code="value-head-unsupported",
             where="parallel",
-            fix="set parallel.shard: off and parallel.tensor: 1, or take a method without values, such as rloo",
+            fix="set parallel.shard: off and parallel.tensor: 1, or take a method without "
+            "values, such as rloo",
         )
-    policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(policy.training)
+    policy.critic = Critic(policy, _trunk(policy) if trunk == "separate" else None).train(
+        policy.training
+    )
 
 
 def _trunk(policy: PolicyModel) -> PolicyModel:
     """A copy of the policy's decoder, which shares all weights that do not train."""
     shared: dict[int, Any] = {id(p): p for p in policy.model.parameters() if not p.requires_grad}
     head: Any = policy.causal.get_output_embeddings()
-    shared[id(head)] = nn.Identity()  # nobody reads it: it would be a matrix that never gets a gradient
+    # nobody reads it: it would be a matrix that never gets a gradient
+    shared[id(head)] = nn.Identity()
     made = PolicyModel(copy.deepcopy(policy.model, shared), compute=policy.compute)
     made.lay_out(packed=policy.packs)
     return made

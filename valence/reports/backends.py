@@ -1,4 +1,6 @@
-"""The libraries that keep the records of runs: how each is opened, what it is handed, and what it has of a run already."""
+"""The libraries that keep the records of runs: how each is opened, what it is handed, and what it
+has of a run already.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,11 @@ Rows = Sequence[Mapping[str, Any]]
 
 
 class TensorBoard:
-    """Event files. What they hold of steps that the run goes back to is cut out by whoever reads them (``purge_step``)."""
+    """Event files.
+
+    What they hold of steps that the run goes back to is cut out by whoever reads them
+    (``purge_step``).
+    """
 
     def __init__(self, opening: Opening) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
@@ -41,7 +47,10 @@ class TensorBoard:
         """The settings for the tab of hyperparameters, and as a table of text."""
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {name: value if isinstance(value, bool | float | int) else exact(value) for name, value in config.items()}
+        plain = {
+            name: value if isinstance(value, bool | float | int) else exact(value)
+            for name, value in config.items()
+        }
         for each in hparams(plain, {}):
             self._file.add_summary(each)
         rows = [{"setting": name, "value": exact(value)} for name, value in config.items()]
@@ -49,7 +58,8 @@ class TensorBoard:
 
     @property
     def _file(self) -> Any:
-        return self._writer._get_file_writer()  # the one place that takes many numbers at once: a tenth of the time
+        # the one place that takes many numbers at once: a tenth of the time
+        return self._writer._get_file_writer()
 
     def has(self, name: str, step: int) -> bool:
         return step <= self._last and (name, step) in self._known
@@ -72,13 +82,21 @@ class TensorBoard:
 
 def _events(folder: Path, last: int) -> set[tuple[str, int]]:
     """The numbers and texts up to this step that the event files of a folder hold."""
-    from tensorboard.backend.event_processing.event_accumulator import SCALARS, TENSORS, EventAccumulator
+    from tensorboard.backend.event_processing.event_accumulator import (
+        SCALARS,
+        TENSORS,
+        EventAccumulator,
+    )
 
     events = EventAccumulator(str(folder), size_guidance={SCALARS: 0, TENSORS: 0})
     events.Reload()
     tags: Mapping[str, Any] = events.Tags()
     found = {(tag, event.step) for tag in tags[SCALARS] for event in events.Scalars(tag)}
-    found |= {(tag.removesuffix("/text_summary"), event.step) for tag in tags[TENSORS] for event in events.Tensors(tag)}
+    found |= {
+        (tag.removesuffix("/text_summary"), event.step)
+        for tag in tags[TENSORS]
+        for event in events.Tensors(tag)
+    }
     return {(tag, step) for tag, step in found if step <= last}
 
 
@@ -99,7 +117,8 @@ def _line(value: Any) -> str:
 class Wandb:
     """A run of wandb; without a key or with mode offline, files that `wandb sync` sends later.
 
-    Its steps must rise: what is at or before the last one is there already, or can no longer be added.
+    Its steps must rise: what is at or before the last one is there already, or can no longer be
+    added.
     """
 
     def __init__(self, opening: Opening) -> None:
@@ -114,12 +133,20 @@ class Wandb:
             opening.keep()
         folder = opening.place()
         folder.mkdir(parents=True, exist_ok=True)
-        os.environ.pop("WANDB_SERVICE", None)  # of the program that started this one: a killed run is in use there
+        # of the program that started this one: a killed run is in use there
+        os.environ.pop("WANDB_SERVICE", None)
         self._run = wandb.init(
-            project=opening.project, name=opening.name, id=state["id"], resume="allow", dir=str(folder), tags=opening.tags,
-            mode="offline" if offline else "online", config=None if again else _nested(opening.config), reinit="create_new",
+            project=opening.project,
+            name=opening.name,
+            id=state["id"],
+            resume="allow",
+            dir=str(folder),
+            tags=opening.tags,
+            mode="offline" if offline else "online",
+            config=None if again else _nested(opening.config),
+            reinit="create_new",
             settings=wandb.Settings(silent=True, console="off"),
-        )  # fmt: skip
+        )
         self._last = -1 if offline else self._run.step - 1
         self._known = _offline_steps(folder / "wandb", state["id"]) if again else set[int]()
 
@@ -131,7 +158,11 @@ class Wandb:
         if once:  # measured at a step that has its row already
             self._run.summary.update(once)
         if len(once) < len(numbers):
-            self._run.log({name: value for name, value in numbers.items() if name not in once}, step=step, commit=True)
+            self._run.log(
+                {name: value for name, value in numbers.items() if name not in once},
+                step=step,
+                commit=True,
+            )
 
     def table(self, name: str, step: int, rows: Rows) -> None:
         columns = list(rows[0])
@@ -145,7 +176,10 @@ class Wandb:
 
 
 def _offline_steps(folder: Path, run: str) -> set[int]:
-    """The steps in the offline files of a run. A process that is killed takes the last of them with it, up to 32 KiB."""
+    """The steps in the offline files of a run.
+
+    A process that is killed takes the last of them with it, up to 32 KiB.
+    """
     from wandb.proto import wandb_internal_pb2
 
     found: set[int] = set()
@@ -159,8 +193,10 @@ def _offline_steps(folder: Path, run: str) -> set[int]:
 
 
 def records_of(content: bytes) -> Iterator[bytes]:
-    """The whole records of a file of LevelDB's log format, behind a header: blocks of 32 KiB that hold pieces, each with a
-    checksum, its length, and its kind (1 whole, 2 first, 3 middle, 4 last)."""
+    """The whole records of a file of LevelDB's log format, behind a header: blocks of 32 KiB that
+    hold pieces, each with a checksum, its length, and its kind (1 whole, 2 first, 3 middle, 4
+    last).
+    """
     at, parts = 7, b""
     while at + 7 <= len(content):
         left = 32768 - at % 32768
@@ -182,14 +218,23 @@ class Trackio:
 
     def __init__(self, opening: Opening) -> None:
         folder = opening.place("trackio")
-        self._trackio = _trackio(folder if opening.settings.get("folder") else Path(os.environ.get("TRACKIO_DIR") or folder))
+        self._trackio = _trackio(
+            folder
+            if opening.settings.get("folder")
+            else Path(os.environ.get("TRACKIO_DIR") or folder)
+        )
         state, again = opening.state, bool(opening.state)
         state.setdefault("name", opening.name)
         with self._quiet():
             self._run = self._trackio.init(
-                project=opening.project, name=state["name"], config=_nested(opening.config),
-                resume="allow" if again else "never", auto_log_gpu=False, auto_log_cpu=False, embed=False,
-            )  # fmt: skip
+                project=opening.project,
+                name=state["name"],
+                config=_nested(opening.config),
+                resume="allow" if again else "never",
+                auto_log_gpu=False,
+                auto_log_cpu=False,
+                embed=False,
+            )
         opening.keep()
         self._known: set[tuple[str, int]] = set()
         if again:
@@ -201,7 +246,9 @@ class Trackio:
 
     @contextmanager
     def _quiet(self) -> Generator[None]:
-        """Lets its own modules print nothing, as there is no switch for that; others print as ever."""
+        """Lets its own modules print nothing, as there is no switch for that; others print as
+        ever.
+        """
         modules = [vars(sys.modules[name]) for name in ("trackio", "trackio.run", "trackio.utils")]
         for names in modules:
             names["print"] = lambda *_, **__: None
@@ -220,7 +267,9 @@ class Trackio:
 
     def table(self, name: str, step: int, rows: Rows) -> None:
         columns = list(rows[0])
-        table = self._trackio.Table(columns=columns, data=[[row[column] for column in columns] for row in rows])
+        table = self._trackio.Table(
+            columns=columns, data=[[row[column] for column in columns] for row in rows]
+        )
         self._run.log({name: table}, step=step)
 
     def close(self, status: str) -> None:
@@ -230,7 +279,10 @@ class Trackio:
 
 
 def _trackio(folder: Path) -> Any:
-    """The library, with its files in this folder. Raises UserError when it was loaded with another one."""
+    """The library, with its files in this folder.
+
+    Raises UserError when it was loaded with another one.
+    """
     before = os.environ.get("TRACKIO_DIR")
     os.environ["TRACKIO_DIR"] = str(folder)
     try:
@@ -244,22 +296,36 @@ def _trackio(folder: Path) -> Any:
     if used != folder.absolute():
         what = f"trackio keeps the files of one process in one folder, which is {used} by now"
         raise UserError(
-            what, code="tracker-folder-fixed", where="run.sinks (trackio)", fix="train in a new process, or name that folder"
+            what,
+            code="tracker-folder-fixed",
+            where="run.sinks (trackio)",
+            fix="train in a new process, or name that folder",
         )
     return trackio
 
 
 class Mlflow:
-    """A run of an MLflow server, database or folder. The same number of a step twice would be kept twice."""
+    """A run of an MLflow server, database or folder.
+
+    The same number of a step twice would be kept twice.
+    """
 
     def __init__(self, opening: Opening) -> None:
         from mlflow import MlflowClient
 
         state, again = opening.state, "run" in opening.state
-        state.setdefault("uri", opening.settings.get("uri") or os.environ.get("MLFLOW_TRACKING_URI") or self._local(opening))
-        self._flat = state["uri"].startswith("file:") or not re.match(r"[\w+-]+://|databricks", state["uri"])
+        state.setdefault(
+            "uri",
+            opening.settings.get("uri")
+            or os.environ.get("MLFLOW_TRACKING_URI")
+            or self._local(opening),
+        )
+        self._flat = state["uri"].startswith("file:") or not re.match(
+            r"[\w+-]+://|databricks", state["uri"]
+        )
         if self._flat:
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # else it refuses folders, and needs a database
+            # else it refuses folders, and needs a database
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         self._client = MlflowClient(tracking_uri=state["uri"])
         if again:
             self._id = state["run"]
@@ -280,10 +346,14 @@ class Mlflow:
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(opening.project)
-        experiment = found.experiment_id if found else self._client.create_experiment(opening.project)
+        experiment = (
+            found.experiment_id if found else self._client.create_experiment(opening.project)
+        )
         tags = dict.fromkeys(opening.tags, "true")
         run = self._client.create_run(experiment, run_name=opening.name, tags=tags).info.run_id
-        params = [Param(self._name(name), exact(value)[:6000]) for name, value in opening.config.items()]
+        params = [
+            Param(self._name(name), exact(value)[:6000]) for name, value in opening.config.items()
+        ]
         for start in range(0, len(params), 100):  # as many as it takes at once
             self._client.log_batch(run, params=params[start : start + 100])
         return run
@@ -291,8 +361,16 @@ class Mlflow:
     def _held(self) -> set[tuple[str, int]]:
         """The numbers and tables that the run has."""
         names = self._client.get_run(self._id).data.metrics
-        found = {(name, each.step) for name in names for each in self._client.get_metric_history(self._id, name)}
-        files = [each.path for folder in self._client.list_artifacts(self._id) for each in self._tables(folder.path)]
+        found = {
+            (name, each.step)
+            for name in names
+            for each in self._client.get_metric_history(self._id, name)
+        }
+        files = [
+            each.path
+            for folder in self._client.list_artifacts(self._id)
+            for each in self._tables(folder.path)
+        ]
         matches = (re.fullmatch(r"(.+)-step-(\d+)\.json", path) for path in files)
         return found | {(self._name(match[1]), int(match[2])) for match in matches if match}
 
@@ -306,7 +384,10 @@ class Mlflow:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._id, metrics=[Metric(self._name(n), value, now, step) for n, value in numbers.items()])
+        self._client.log_batch(
+            self._id,
+            metrics=[Metric(self._name(n), value, now, step) for n, value in numbers.items()],
+        )
 
     def table(self, name: str, step: int, rows: Rows) -> None:
         data = {column: [row[column] for row in rows] for column in rows[0]}
@@ -317,7 +398,10 @@ class Mlflow:
         self._client.set_terminated(self._id, ends.get(status, "FAILED"))
 
     def _name(self, name: str) -> str:
-        """As MLflow takes it. In a folder of files a part before a slash is a folder, and cannot be a number as well."""
+        """As MLflow takes it.
+
+        In a folder of files a part before a slash is a folder, and cannot be a number as well.
+        """
         allowed = re.sub(r"[^\w./: -]", "_", name)
         return allowed.replace("/", ".") if self._flat else allowed
 

@@ -21,9 +21,11 @@ from valence.reports.stats import finite
 class Compared:
     """One of the runs that are compared.
 
-    label: the shortest end of its path that no other run has. recipe: settings by dotted name; made: digests of its rows, and
-    versions, likewise. records: of the log, by step. evaluations: numbers of the held-out rows by step, names without ``eval/``.
-    test: those of the test rows. rows: of the last evaluation, by id. seconds: it has trained for, None when nothing says so.
+    label: the shortest end of its path that no other run has. recipe: settings by dotted name;
+    made: digests of its rows, and versions, likewise. records: of the log, by step. evaluations:
+    numbers of the held-out rows by step, names without ``eval/``.
+    test: those of the test rows. rows: of the last evaluation, by id. seconds: it has trained for,
+    None when nothing says so.
     gaps: what it lacks.
     """
 
@@ -50,9 +52,11 @@ class Compared:
 
 
 def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None]) -> list[RunLine]:
-    """The runs that these folders are or hold, each once: in the order given, those within one folder by name.
+    """The runs that these folders are or hold, each once: in the order given, those within one
+    folder by name.
 
-    holder: says who holds the lock of a run's folder. Raises UserError for what is no folder, or holds no run.
+    holder: says who holds the lock of a run's folder. Raises UserError for what is no folder, or
+    holds no run.
     """
     found: dict[Path, RunLine] = {}
     for place in places:
@@ -67,16 +71,26 @@ def find_runs(places: Sequence[Path], holder: Callable[[Path], HolderLike | None
             lines = [RunLine(place, "unreadable", problem="run.json is missing")]
         if not lines:
             fix = "name a run's folder (`valence train` printed it), or a folder that holds runs"
-            raise UserError("the folder is no run, and holds none", code="run-not-found", where=str(place), fix=fix)
+            raise UserError(
+                "the folder is no run, and holds none",
+                code="run-not-found",
+                where=str(place),
+                fix=fix,
+            )
         for line in lines:
             found.setdefault(line.path.resolve(), line)
     return list(found.values())
 
 
 def read_compared(lines: Sequence[RunLine]) -> list[Compared]:
-    """The runs with what a comparison needs of them; of their evaluations only the last one's rows are kept."""
+    """The runs with what a comparison needs of them; of their evaluations only the last one's rows
+    are kept.
+    """
     labels = shortest_labels([line.path for line in lines])
-    return [_compared(label, line, read_run(line.path)) for label, line in zip(labels, lines, strict=True)]
+    return [
+        _compared(label, line, read_run(line.path))
+        for label, line in zip(labels, lines, strict=True)
+    ]
 
 
 def shortest_labels(paths: Sequence[Path]) -> list[str]:
@@ -102,7 +116,11 @@ def _compared(label: str, line: RunLine, run: RunData) -> Compared:
         "versions": versions if isinstance(versions, Mapping) else {},
     }
     told = run.run.get("seconds")
-    seconds = float(told) if finite(told) else max((at for at in trained_seconds(run.metrics) if at), default=None)
+    seconds = (
+        float(told)
+        if finite(told)
+        else max((at for at in trained_seconds(run.metrics) if at), default=None)
+    )
     return Compared(
         label=label,
         line=line,
@@ -126,7 +144,10 @@ def _methods(config: Json) -> list[str]:
 
 def _evaluations(run: RunData) -> dict[int, Json]:
     """Those in the log; the first and the last as their files have them."""
-    logged = {r["step"]: {n.removeprefix("eval/"): v for n, v in r.items() if n.startswith("eval/")} for r in run.metrics}
+    logged = {
+        r["step"]: {n.removeprefix("eval/"): v for n, v in r.items() if n.startswith("eval/")}
+        for r in run.metrics
+    }
     found: dict[int, Json] = {step: numbers for step, numbers in logged.items() if numbers}
     for evaluation in filter(None, (run.first, run.last)):
         found[evaluation["step"]] = {**found.get(evaluation["step"], {}), **evaluation["metrics"]}
@@ -139,7 +160,10 @@ def _gaps(line: RunLine, run: RunData, evaluations: Mapping[int, Json]) -> Itera
         of = f" of {line.total}" if line.total else ""
         yield line.problem or f"it is not finished: {line.state} at step {line.step}{of}"
     if not run.config:
-        yield "its settings are not known (no whole config.yaml): they are left out of the settings that differ"
+        yield (
+            "its settings are not known (no whole config.yaml): they are left out of the "
+            "settings that differ"
+        )
     if not run.metrics:
         yield "it has logged nothing: it has no curves"
     if not evaluations:
@@ -153,8 +177,9 @@ def _gaps(line: RunLine, run: RunData, evaluations: Mapping[int, Json]) -> Itera
 
 
 def trained_seconds(records: Sequence[Json]) -> list[float | None]:
-    """Of each record the seconds of training so far, in steps and in rounds, without evaluations and saves; None where the log
-    does not say."""
+    """Of each record the seconds of training so far, in steps and in rounds, without evaluations
+    and saves; None where the log does not say.
+    """
     total, found = 0.0, []
     for record, seconds in zip(records, spent(records), strict=True):
         total += sum(seconds.get(name, 0.0) for name in ("seconds", *OF_A_ROUND))
@@ -162,7 +187,8 @@ def trained_seconds(records: Sequence[Json]) -> list[float | None]:
     return found
 
 
-# --- Settings ---------------------------------------------------------------------------------------------------------
+# --- Settings
+# ------------------------------------------------------------------------------------------
 
 
 def dotted(config: Json) -> dict[str, Any]:
@@ -177,8 +203,9 @@ def dotted(config: Json) -> dict[str, Any]:
 
 
 def differing(runs: Sequence[Compared]) -> dict[str, list[str]]:
-    """The settings that are not the same in all runs whose settings are known, then digests of rows and versions: by name, of
-    each run the value as a recipe has it, empty where it has none."""
+    """The settings that are not the same in all runs whose settings are known, then digests of rows
+    and versions: by name, of each run the value as a recipe has it, empty where it has none.
+    """
     return _differing([run.recipe for run in runs]) | _differing([run.made for run in runs])
 
 
@@ -193,7 +220,9 @@ def _differing(each: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
 
 def alike(runs: Sequence[Compared], *sections: str) -> bool:
     """Whether the runs are known to have the same settings in these sections."""
-    own = [{n: exact(v) for n, v in run.recipe.items() if n.split(".")[0] in sections} for run in runs]
+    own = [
+        {n: exact(v) for n, v in run.recipe.items() if n.split(".")[0] in sections} for run in runs
+    ]
     return all(run.recipe for run in runs) and all(settings == own[0] for settings in own)
 
 
@@ -208,6 +237,12 @@ def same_rows(runs: Sequence[Compared]) -> bool:
 
 
 def same_test_rows(runs: Sequence[Compared]) -> bool:
-    """Whether the runs that were tested, as far as the digests of their rows are known, were so on the same rows."""
-    own = [frozenset((n, exact(v)) for n, v in run.made.items() if n.startswith("rows.data.test.")) for run in runs if run.test]
+    """Whether the runs that were tested, as far as the digests of their rows are known, were so on
+    the same rows.
+    """
+    own = [
+        frozenset((n, exact(v)) for n, v in run.made.items() if n.startswith("rows.data.test."))
+        for run in runs
+        if run.test
+    ]
     return len(set(filter(None, own))) <= 1

@@ -1,4 +1,6 @@
-"""Several runs on one self-contained page: what they came to, where they differ, their curves together."""
+"""Several runs on one self-contained page: what they came to, where they differ, their curves
+together.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,17 @@ from valence.errors import UserError
 from valence.files import check_path
 from valence.reports.compared import Compared
 from valence.reports.comparison_charts import curves, frontier, key, over_time
-from valence.reports.comparison_tables import MARK, RANKED, Disagreement, Part, disagreements, gaps, percent, tables, what
+from valence.reports.comparison_tables import (
+    MARK,
+    RANKED,
+    Disagreement,
+    Part,
+    disagreements,
+    gaps,
+    percent,
+    tables,
+    what,
+)
 from valence.reports.console import esc, text
 from valence.reports.curves import title_of
 from valence.reports.html import chart_grid, document, folded, plotly_js, table, write_aside
@@ -22,14 +34,22 @@ def comparison_page(runs: Sequence[Compared]) -> str:
     """The page as HTML."""
     charts: dict[str, Json] = {}
     plotly = bool(plotly_js())
-    sections = [("Not to be overlooked", _warnings(gaps(runs))), *((part.title, _part(part)) for part in tables(runs))]
+    sections = [
+        ("Not to be overlooked", _warnings(gaps(runs))),
+        *((part.title, _part(part)) for part in tables(runs)),
+    ]
     sections += _curves(runs, charts) if plotly else [("Curves", f"<p>{esc(NO_CURVES)}</p>")]
     sections.append(("Rows on which the runs disagree", _rows(disagreements(runs))))
-    return document(f"{len(runs)} runs compared", f"{MARK}<p>{esc(what(runs))}</p>", sections, charts)
+    return document(
+        f"{len(runs)} runs compared", f"{MARK}<p>{esc(what(runs))}</p>", sections, charts
+    )
 
 
 def write_out(path: Path, content: str) -> None:
-    """Writes a page or Markdown in one piece. Raises UserError where something else lies, or when it cannot be written."""
+    """Writes a page or Markdown in one piece.
+
+    Raises UserError where something else lies, or when it cannot be written.
+    """
     refuse_others(path)
     try:
         write_aside(path, content)
@@ -43,7 +63,9 @@ def write_out(path: Path, content: str) -> None:
 
 
 def refuse_others(path: Path) -> None:
-    """Raises UserError when what lies there was not written by `valence report`, or nothing can lie there."""
+    """Raises UserError when what lies there was not written by `valence report`, or nothing can lie
+    there.
+    """
     check_path(path)
     try:
         known = not path.exists() or (path.is_file() and MARK.encode() in path.read_bytes())
@@ -68,7 +90,10 @@ def _part(part: Part) -> str:
 
 
 def _curves(runs: Sequence[Compared], charts: dict[str, Json]) -> list[tuple[str, str]]:
-    """Sections with charts, which are added to ``charts``. Each has the key of the runs at its top."""
+    """Sections with charts, which are added to ``charts``.
+
+    Each has the key of the runs at its top.
+    """
     held_out, training = curves(runs)
     means = "Longer curves show means of neighbouring records."
     groups = [
@@ -76,13 +101,21 @@ def _curves(runs: Sequence[Compared], charts: dict[str, Json]) -> list[tuple[str
         ("Curves of training", f"Against optimizer steps. {means}", training),
         (
             "Against time",
-            "The runs do not take the same time for a step: the same against minutes of training, without evaluations and saves.",
+            "The runs do not take the same time for a step: the same against minutes of "
+            "training, without evaluations and saves.",
             over_time(runs),
         ),
         *((title, said, {title: figure}) for title, (said, figure) in frontier(runs).items()),
     ]
-    titled = [(title, said, {title_of(name): figure for name, figure in found.items()}) for title, said, found in groups if found]
-    made = [(title, f"<p>{esc(said)}</p>{key(runs)}{chart_grid(found, charts)}") for title, said, found in titled]
+    titled = [
+        (title, said, {title_of(name): figure for name, figure in found.items()})
+        for title, said, found in groups
+        if found
+    ]
+    made = [
+        (title, f"<p>{esc(said)}</p>{key(runs)}{chart_grid(found, charts)}")
+        for title, said, found in titled
+    ]
     return made or [("Curves", "<p>No two runs have logged the same numbers.</p>")]
 
 
@@ -93,11 +126,16 @@ def _rows(found: Sequence[Disagreement]) -> str:
 
 def _row(each: Disagreement, place: int) -> str:
     """It opens on a click; the first is open."""
-    texts = "".join(f'<h4>{esc(name)}</h4><pre dir="auto">{esc(said)}</pre>' for name, said in each.texts.items())
+    texts = "".join(
+        f'<h4>{esc(name)}</h4><pre dir="auto">{esc(said)}</pre>'
+        for name, said in each.texts.items()
+    )
     header = ("run", "rank", "reward", *(["answer"] if each.answers else []))
     rows = [
         (label, percent(share), text(reward), *([each.answers[label]] if each.answers else []))
         for label, (share, reward) in each.places.items()
     ]
     ranks = ", ".join(f"{label} {percent(share)}" for label, (share, _) in each.places.items())
-    return folded(f"{each.origin}: {ranks}", texts + table(header, rows), key=f"row{place}", opened=not place)
+    return folded(
+        f"{each.origin}: {ranks}", texts + table(header, rows), key=f"row{place}", opened=not place
+    )

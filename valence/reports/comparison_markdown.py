@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 
 from valence.reports.card import fenced, markdown, table
 from valence.reports.compared import Compared
-from valence.reports.comparison_tables import MARK, RANKED, Disagreement, disagreements, gaps, percent, tables, what
+from valence.reports.comparison_tables import (
+    MARK,
+    RANKED,
+    Disagreement,
+    disagreements,
+    gaps,
+    percent,
+    tables,
+    what,
+)
 from valence.reports.console import compare, duration
 from valence.reports.html import flatten
 from valence.reports.rundata import RunData
@@ -35,9 +44,16 @@ def _line(each: Disagreement, runs: Sequence[Compared]) -> list[str]:
 
 
 def run_markdown(run: RunData) -> str:
-    """What was trained on what, the held-out numbers before and after, what there is to warn of, the command and the versions."""
+    """What was trained on what, the held-out numbers before and after, what there is to warn of,
+    the command and the versions.
+    """
     found = signs(run)
-    warnings = [*run.problems, *run.audited, *other_warnings(run, found), *map(str, run.run.get("notes", ()))]
+    warnings = [
+        *run.problems,
+        *run.audited,
+        *other_warnings(run, found),
+        *map(str, run.run.get("notes", ())),
+    ]
     command, versions = run.run.get("command"), run.run.get("versions", {})
     parts = [
         MARK,
@@ -49,7 +65,11 @@ def run_markdown(run: RunData) -> str:
     ]
     parts += ["Warnings and notes:", _listed(warnings)] if warnings else []
     parts += [fenced(str(command), "sh")] if command else []
-    parts += [markdown(", ".join(f"{name} {version}" for name, version in versions.items()))] if versions else []
+    parts += (
+        [markdown(", ".join(f"{name} {version}" for name, version in versions.items()))]
+        if versions
+        else []
+    )
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -68,13 +88,28 @@ def _sentence(run: RunData) -> str:
     how = f"a LoRA adapter of rank {rank}" if rank else how
     model = settings.get("model.name", settings.get("model")) or "an unknown model"
     sources = settings.get("data.train")
-    files = [str(s.get("path")) for s in sources if isinstance(s, Mapping)] if isinstance(sources, list) else []
+    files = (
+        [str(s.get("path")) for s in sources if isinstance(s, Mapping)]
+        if isinstance(sources, list)
+        else []
+    )
     on = f" with the rows of {', '.join(files)}" if files else ""
-    steps, seconds, status = run.metrics[-1]["step"] if run.metrics else 0, run.run.get("seconds"), run.run.get("status")
+    steps, seconds, status = (
+        run.metrics[-1]["step"] if run.metrics else 0,
+        run.run.get("seconds"),
+        run.run.get("status"),
+    )
     took = f" in {duration(seconds)}" if finite(seconds) else ""
-    state = "" if status == "done" else f" The run is not done: {status or 'nothing says how it stands'}."
+    state = (
+        ""
+        if status == "done"
+        else f" The run is not done: {status or 'nothing says how it stands'}."
+    )
     method = settings.get("method", "A run")
-    return f"**{markdown(method)}** trained {markdown(f'{how} of {model}{on}: {steps} optimizer steps{took}.{state}')}"
+    return (
+        f"**{markdown(method)}** trained "
+        f"{markdown(f'{how} of {model}{on}: {steps} optimizer steps{took}.{state}')}"
+    )
 
 
 def _results(run: RunData) -> str:
@@ -82,12 +117,21 @@ def _results(run: RunData) -> str:
         return "It was not evaluated on held-out rows."
     if run.first is run.last:
         return table(("held-out rows", f"step {run.last['step']}"), run.last["metrics"].items())
-    header = ("held-out rows", f"before (step {run.first['step']})", f"after (step {run.last['step']})", "change")
+    header = (
+        "held-out rows",
+        f"before (step {run.first['step']})",
+        f"after (step {run.last['step']})",
+        "change",
+    )
     return table(header, compare(run.first["metrics"], run.last["metrics"]))
 
 
 def _test(run: RunData) -> str:
-    return table(("test rows", f"step {run.test['step']}"), run.test["metrics"].items()) if run.test else ""
+    return (
+        table(("test rows", f"step {run.test['step']}"), run.test["metrics"].items())
+        if run.test
+        else ""
+    )
 
 
 def _listed(said: Sequence[str]) -> str:

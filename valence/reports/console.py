@@ -1,4 +1,6 @@
-"""What a run says on the terminal: progress of long phases, tables, and how numbers are written for people."""
+"""What a run says on the terminal: progress of long phases, tables, and how numbers are written for
+people.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ WINDOW = 50
 
 
 class Board(Protocol):
-    """Something drawn on a console for longer, inside which the phases that run meanwhile have their bars."""
+    """Something drawn on a console for longer, inside which the phases that run meanwhile have
+    their bars.
+    """
 
     def enter(self, phase: Progress) -> None: ...
 
@@ -39,7 +43,9 @@ class Board(Protocol):
 
 
 STEERING = (range(0x7F, 0xA0), range(0x202A, 0x202F), range(0x2066, 0x206A), range(0xD800, 0xE000))
-"""Codes of controls, of embeddings, overrides and isolates of the direction, which would go on behind a text, of surrogates."""
+"""Codes of controls, of embeddings, overrides and isolates of the direction, which would go on
+behind a text, of surrogates.
+"""
 PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"}
 PICTURES |= {code: 0xFFFD for codes in STEERING for code in codes}
 """What stands for characters that steer a terminal or are no text."""
@@ -50,12 +56,18 @@ BOARDS: WeakKeyDictionary[Console, Board] = WeakKeyDictionary()
 
 def draws(console: Console) -> bool:
     """Whether bars are drawn there, not plain lines printed."""
-    return console.is_terminal and not console.is_dumb_terminal and not getattr(console, "plain", False)
+    return (
+        console.is_terminal
+        and not console.is_dumb_terminal
+        and not getattr(console, "plain", False)
+    )
 
 
 def visible(text: str) -> str:
-    """The text with control characters (except newline and tab) as their pictures, and lone surrogates and what turns the
-    direction of the text behind it replaced, so that data can neither steer a terminal nor make a file that is not UTF-8."""
+    """The text with control characters (except newline and tab) as their pictures, and lone
+    surrogates and what turns the direction of the text behind it replaced, so that data can neither
+    steer a terminal nor make a file that is not UTF-8.
+    """
     return text.translate(PICTURES)
 
 
@@ -77,8 +89,9 @@ def number(value: float | int) -> str:
 
 
 def text(value: object) -> str:
-    """Any value for people: numbers as ``number`` does, a dash for what is absent or empty, a list or mapping with
-    commas, deeper ones as JSON."""
+    """Any value for people: numbers as ``number`` does, a dash for what is absent or empty, a list
+    or mapping with commas, deeper ones as JSON.
+    """
     if value is None or value in ({}, [], ()):
         return "\N{EN DASH}"
     if isinstance(value, bool):
@@ -108,7 +121,11 @@ def duration(seconds: float) -> str:
     if seconds < 9.95:
         return f"{seconds:.1f}s"
     whole = round(seconds)
-    for size, unit, smaller, small_unit in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
+    for size, unit, smaller, small_unit in (
+        (86400, "d", 3600, "h"),
+        (3600, "h", 60, "m"),
+        (60, "m", 1, "s"),
+    ):
         if whole >= size:
             return f"{whole // size}{unit}{whole % size // smaller:02d}{small_unit}"
     return f"{whole}s"
@@ -120,12 +137,13 @@ def rate(per_second: float, unit: str = "tok") -> str:
 
 
 class Progress:
-    """Progress of one phase, as a context manager: a bar on a terminal, inside the board that is drawn there if there is one;
-    elsewhere plain lines, at most one every ``every`` seconds and always the first and the last; nothing when ``quiet``.
+    """Progress of one phase, as a context manager: a bar on a terminal, inside the board that is
+    drawn there if there is one; elsewhere plain lines, at most one every ``every`` seconds and
+    always the first and the last; nothing when ``quiet``.
 
-    ``start``: how much was done before (a resumed run). ``brief``: no line of a phase that is over within ``every`` seconds.
-    Rate and time left are measured over the latest updates, leaving out what passed before the first one, which pays for warming
-    up.
+    ``start``: how much was done before (a resumed run). ``brief``: no line of a phase that is over
+    within ``every`` seconds. Rate and time left are measured over the latest updates, leaving out
+    what passed before the first one, which pays for warming up.
     """
 
     def __init__(
@@ -164,10 +182,17 @@ class Progress:
             self._board.enter(self)
             return
         self._bar = _bar(self._console)
-        self._task = self._bar.add_task(self._phase, total=self._total, completed=self._done, status="")
+        self._task = self._bar.add_task(
+            self._phase, total=self._total, completed=self._done, status=""
+        )
         self._bar.start()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self._board:
             self._board.leave(self)
         elif self._bar:
@@ -188,16 +213,22 @@ class Progress:
             self._board.changed()
         elif self._bar:
             self._bar.update(self._task, completed=done, status=self._status())
-        elif not self._quiet and (self._printed_at is None or self._now() - self._printed_at >= self._every):
+        elif not self._quiet and (
+            self._printed_at is None or self._now() - self._printed_at >= self._every
+        ):
             self._print()
 
     def record(self, metrics: Mapping[str, object]) -> None:
-        """Takes in a record of the log: its main numbers stand beside the bar from the next update on."""
+        """Takes in a record of the log: its main numbers stand beside the bar from the next update
+        on.
+        """
         self._metrics = metrics
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """Take a bar away while another phase runs inside this one; its time does not count for the rate."""
+        """Take a bar away while another phase runs inside this one; its time does not count for the
+        rate.
+        """
         began = self._clock()
         if self._bar:
             self._bar.stop()
@@ -222,7 +253,9 @@ class Progress:
 
     def _print(self, ended: bool = False) -> None:
         status = self._status(ended)
-        if (ended and self._printed_done == self._done == self._total) or self._clock() < self._silent_until:
+        if (
+            ended and self._printed_done == self._done == self._total
+        ) or self._clock() < self._silent_until:
             return
         self._printed_at, self._printed_done = self._now(), self._done
         line = f"{self._phase} {self._done}/{self._total}  {status}".rstrip()
@@ -237,7 +270,9 @@ class Progress:
         return "  ".join(part for part in parts if part)
 
     def speed(self, ended: bool = False) -> str:
-        """Tokens per second (or items, when no tokens are known) and the time left; at the end the time taken."""
+        """Tokens per second (or items, when no tokens are known) and the time left; at the end the
+        time taken.
+        """
         if not self._points:
             return ""
         last = self._points[-1]
@@ -255,14 +290,29 @@ class Progress:
 
 
 def _bar(console: Console) -> Bar:
-    status = TextColumn("{task.fields[status]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis"))
+    status = TextColumn(
+        "{task.fields[status]}",
+        markup=False,
+        table_column=Column(no_wrap=True, overflow="ellipsis"),
+    )
     phase = TextColumn("{task.description}", markup=False)
     # Twice a second is enough for people, and leaves the processor to the training.
-    return Bar(phase, BarColumn(bar_width=16), MofNCompleteColumn(), status, console=console, refresh_per_second=2)
+    return Bar(
+        phase,
+        BarColumn(bar_width=16),
+        MofNCompleteColumn(),
+        status,
+        console=console,
+        refresh_per_second=2,
+    )
 
 
-def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[tuple[str, str, str, str]]:
-    """Rows (metric, before, after, change) for a table of two evaluations; a dash where one lacks the metric."""
+def compare(
+    before: Mapping[str, object], after: Mapping[str, object]
+) -> list[tuple[str, str, str, str]]:
+    """Rows (metric, before, after, change) for a table of two evaluations; a dash where one lacks
+    the metric.
+    """
     rows: list[tuple[str, str, str, str]] = []
     for name in dict.fromkeys((*before, *after)):
         old, new = before.get(name), after.get(name)
@@ -273,11 +323,16 @@ def compare(before: Mapping[str, object], after: Mapping[str, object]) -> list[t
     return rows
 
 
-def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequence[str], list[list[Any]]]]:
-    """A mapping of any shape as tables (title, header, rows): its plain values together, then each inner mapping
-    or list of mappings by itself."""
+def as_tables(
+    value: Mapping[str, Any], title: str = ""
+) -> list[tuple[str, Sequence[str], list[list[Any]]]]:
+    """A mapping of any shape as tables (title, header, rows): its plain values together, then each
+    inner mapping or list of mappings by itself.
+    """
     plain = [[key.replace("_", " "), item] for key, item in value.items() if not _has_rows(item)]
-    tables: list[tuple[str, Sequence[str], list[list[Any]]]] = [(title, ("", ""), plain)] if plain else []
+    tables: list[tuple[str, Sequence[str], list[list[Any]]]] = (
+        [(title, ("", ""), plain)] if plain else []
+    )
     for key, item in value.items():
         words = key.replace("_", " ")
         name = f"{title}: {words}" if title else words
@@ -286,23 +341,33 @@ def as_tables(value: Mapping[str, Any], title: str = "") -> list[tuple[str, Sequ
         if isinstance(item, Mapping) and not all(_is_row(inner) for inner in item.values()):
             tables += as_tables(item, name)
             continue
-        records = [{"": k, **inner} for k, inner in item.items()] if isinstance(item, Mapping) else item
+        records = (
+            [{"": k, **inner} for k, inner in item.items()] if isinstance(item, Mapping) else item
+        )
         header = list(dict.fromkeys(column for record in records for column in record))
-        tables.append((name, header, [[record.get(column, "") for column in header] for record in records]))
+        tables.append(
+            (name, header, [[record.get(column, "") for column in header] for record in records])
+        )
     return tables
 
 
 def audit_in_words(found: Mapping[str, Any]) -> dict[str, Any]:
-    """What the audit of one list of rows says, its findings as sentences, without what charts show."""
+    """What the audit of one list of rows says, its findings as sentences, without what charts
+    show.
+    """
     said = found.get("said", {})
     kept = {key: value for key, value in found.items() if key not in ("distributions", "said")}
     if findings := kept.get("findings"):
-        kept["findings"] = {said.get(name, name.replace("_", " ")): each for name, each in findings.items()}
+        kept["findings"] = {
+            said.get(name, name.replace("_", " ")): each for name, each in findings.items()
+        }
     return kept
 
 
 def audit_warnings(found: Mapping[str, Any]) -> list[str]:
-    """What the audit of one list of rows holds against it: rows that were not used, and its findings, a line each."""
+    """What the audit of one list of rows holds against it: rows that were not used, and its
+    findings, a line each.
+    """
     said = found.get("said", {})
     unused = [(_unused(u), u["rows"]) for u in found.get("unused", ())]
     findings = [
@@ -311,7 +376,10 @@ def audit_warnings(found: Mapping[str, Any]) -> list[str]:
         else (name.replace("_", " ") + (f" ({number(f['count'])})" if f["rows"] else ""), f["rows"])
         for name, f in found.get("findings", {}).items()
     ]
-    return [f"{what}; such as {', '.join(rows)}" if rows else what for what, rows in (*unused, *findings)]
+    return [
+        f"{what}; such as {', '.join(rows)}" if rows else what
+        for what, rows in (*unused, *findings)
+    ]
 
 
 def _unused(found: Mapping[str, Any]) -> str:
@@ -323,7 +391,9 @@ def _unused(found: Mapping[str, Any]) -> str:
 
 
 def _has_rows(value: object) -> bool:
-    is_records = isinstance(value, (list, tuple)) and all(isinstance(item, Mapping) for item in value)
+    is_records = isinstance(value, (list, tuple)) and all(
+        isinstance(item, Mapping) for item in value
+    )
     return bool(value) and (isinstance(value, Mapping) or is_records)
 
 

@@ -1,4 +1,6 @@
-"""Training on a terminal: progress, the main numbers and their curves, an answer, and the warnings, drawn in one place."""
+"""Training on a terminal: progress, the main numbers and their curves, an answer, and the warnings,
+drawn in one place.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ WORDS = {
 CURVED, CURVES = 7, 4
 """The first so many of them may have a curve; so many of those that exist get one."""
 POINTS, RECALLED = 40, 1000
-"""Records that a curve goes back; and that are read of a run that is taken up, as not all have every number."""
+"""Records that a curve goes back; and that are read of a run that is taken up, as not all have
+every number.
+"""
 
 WIDEST = 100
 NAME, VALUE = 16, 10
@@ -50,7 +54,10 @@ NAME, VALUE = 16, 10
 CELL = NAME + VALUE + 2
 ANSWER_LINES, WARNINGS = 2, 3
 A_SECOND, SHARE = 2, 0.005
-"""Drawings, at most: enough for people. And the share of the time that they may take, where a processor is slow."""
+"""Drawings, at most: enough for people.
+
+And the share of the time that they may take, where a processor is slow.
+"""
 
 LEVELS, PLAIN_LEVELS = "▁▂▃▄▅▆▇█", "_.-~=+*#"
 ODD = "\N{MULTIPLICATION SIGN}"
@@ -58,7 +65,9 @@ ODD = "\N{MULTIPLICATION SIGN}"
 
 
 def sparkline(values: Sequence[float], ascii_only: bool = False) -> str:
-    """A character for each value, from the lowest to the highest; the middle where all are the same."""
+    """A character for each value, from the lowest to the highest; the middle where all are the
+    same.
+    """
     levels = PLAIN_LEVELS if ascii_only else LEVELS
     finite = [value for value in values if abs(value) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
@@ -74,9 +83,11 @@ def sparkline(values: Sequence[float], ascii_only: bool = False) -> str:
 
 
 class Dashboard(Progress):
-    """Progress of training, which on a terminal shows more: see above. Phases that run meanwhile have their bars inside it, and
-    what is printed meanwhile appears above it. The training goes on in one thread and the drawing in another: what is drawn is
-    replaced, never changed.
+    """Progress of training, which on a terminal shows more: see above.
+
+    Phases that run meanwhile have their bars inside it, and what is printed meanwhile appears above
+    it. The training goes on in one thread and the drawing in another: what is drawn is replaced,
+    never changed.
 
     ``warnings``: those so far.
     """
@@ -123,7 +134,12 @@ class Dashboard(Progress):
                 for line in deque(lines, RECALLED):
                     record = json.loads(line)
                     self.record(record if isinstance(record, dict) else {})
-        except (OSError, ValueError):  # curves begin anew: whoever reads the log for more than curves says what is wrong with it
+        except (
+            OSError,
+            ValueError,
+            # curves begin anew: whoever reads the log for more than curves says what is wrong with
+            # it
+        ):
             return
 
     def answer(self, prompt: str, said: str, reward: float | None) -> None:
@@ -176,7 +192,9 @@ class Dashboard(Progress):
         while len(parts) > 1 and bars + sum(map(len, parts)) > room:
             parts.pop()
         spaced = bars + sum(map(len, parts)) + len(parts) <= room
-        lines = [line for part in parts for line in ((Text(""), *part) if spaced else part)][: max(0, room - bars)]
+        lines = [line for part in parts for line in ((Text(""), *part) if spaced else part)][
+            : max(0, room - bars)
+        ]
         if not self._ended:  # a part that shrinks or goes away moves nothing
             before = self._tallest[1] if self._tallest[0] == width else 0
             self._tallest = width, min(room, max(before, bars + len(lines)))
@@ -188,7 +206,9 @@ class Dashboard(Progress):
             yield line
 
     def _parts(self, console: Console, width: int, ascii_only: bool) -> Iterator[list[Text]]:
-        """The lines of each part, the most important first: those at the end give way where the terminal is low."""
+        """The lines of each part, the most important first: those at the end give way where the
+        terminal is low.
+        """
         known = [name for name in WORDS if name in self._history]
         curved = [name for name in known if name in tuple(WORDS)[:CURVED]][:CURVES]
         yield [self._curve(name, width, ascii_only) for name in curved]
@@ -226,7 +246,9 @@ class Dashboard(Progress):
     def _numbers(self, names: Sequence[str], width: int) -> list[Text]:
         across = max(1, (width + 2) // (CELL + 2))
         rows = [names[i : i + across] for i in range(0, len(names), across)]
-        return [Text("   ").join([_cell(name, self._history[name][-1]) for name in row]) for row in rows]
+        return [
+            Text("   ").join([_cell(name, self._history[name][-1]) for name in row]) for row in rows
+        ]
 
     def _warned(self, width: int) -> list[Text]:
         said = list(self._warnings())
@@ -242,7 +264,10 @@ class Dashboard(Progress):
         if len(found) > len(lines):
             lines[-1] = _line(f"{lines[-1].plain.rstrip()} {found[len(lines)].plain}", width - NAME)
         lines += [Text("")] * (ANSWER_LINES - len(lines))
-        return _labelled(("last answer", reward, ""), [_line("> " + " ".join(visible(prompt).split()), width - NAME), *lines])
+        return _labelled(
+            ("last answer", reward, ""),
+            [_line("> " + " ".join(visible(prompt).split()), width - NAME), *lines],
+        )
 
 
 def _cell(name: str, value: Any) -> Text:
@@ -265,7 +290,9 @@ class _Calm(Live):
     """Draws when something has changed, and the latest state at the end."""
 
     def __init__(self, board: Dashboard, console: Console) -> None:
-        super().__init__(board, console=console, refresh_per_second=A_SECOND, vertical_overflow="crop")
+        super().__init__(
+            board, console=console, refresh_per_second=A_SECOND, vertical_overflow="crop"
+        )
         self._of, self._drawn, self._rests_until = board, (-1, console.size), 0.0
         self._width = console.width
 
@@ -279,9 +306,14 @@ class _Calm(Live):
         self._rests_until = time.monotonic() + (time.thread_time() - began) / SHARE
 
     def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
-        """A terminal that was made narrower has by now wrapped the lines that are drawn, which are to be drawn over."""
+        """A terminal that was made narrower has by now wrapped the lines that are drawn, which are
+        to be drawn over.
+        """
         width = self.console.width
         if width < self._width and self._of.widths:
-            self._live_render._shape = width, sum(max(1, -(-each // width)) for each in self._of.widths)
+            self._live_render._shape = (
+                width,
+                sum(max(1, -(-each // width)) for each in self._of.widths),
+            )
         self._width = width
         return super().process_renderables(renderables)

@@ -1,4 +1,6 @@
-"""Pooling of metrics: values that carry their reduction, over micro-batches, steps of a logging window, and processes."""
+"""Pooling of metrics: values that carry their reduction, over micro-batches, steps of a logging
+window, and processes.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +19,18 @@ OF_THE_MACHINE = ("seconds", "tokens/s", "memory")
 
 
 def repeatable(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of the log without what tells of time and memory: two runs of the same have this in common."""
+    """A record of the log without what tells of time and memory: two runs of the same have this in
+    common.
+    """
     return {name: value for name, value in record.items() if not name.startswith(OF_THE_MACHINE)}
 
 
 class Meter:
-    """Collects metrics where they are and reduces them once, so that no device is waited for before the end of a window.
+    """Collects metrics where they are and reduces them once, so that no device is waited for before
+    the end of a window.
 
-    What each process measured may be nothing, or something else. A mean over nothing is left out, so that an absent class is
-    never shown as 0.
+    What each process measured may be nothing, or something else. A mean over nothing is left out,
+    so that an absent class is never shown as 0.
     """
 
     def __init__(self) -> None:
@@ -38,7 +43,11 @@ class Meter:
                 self.ranked.setdefault(name, []).append(metric)
             else:
                 before = self.means.get(name)
-                self.means[name] = metric if before is None else Mean(before.total + metric.total, before.count + metric.count)
+                self.means[name] = (
+                    metric
+                    if before is None
+                    else Mean(before.total + metric.total, before.count + metric.count)
+                )
 
     def pool(self, parts: Mapping[str, Sequence[Mean | Ranked]]) -> None:
         """Adds what several micro-batches measured."""
@@ -47,15 +56,26 @@ class Meter:
                 self.add({name: metric})
 
     def state_dict(self) -> dict[str, Any]:
-        ranked = {name: [[part.values, part.others, part.statistic] for part in parts] for name, parts in self.ranked.items()}
-        return {"means": {name: [mean.total, mean.count] for name, mean in self.means.items()}, "ranked": ranked}
+        ranked = {
+            name: [[part.values, part.others, part.statistic] for part in parts]
+            for name, parts in self.ranked.items()
+        }
+        return {
+            "means": {name: [mean.total, mean.count] for name, mean in self.means.items()},
+            "ranked": ranked,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.means = {name: Mean(*parts) for name, parts in state["means"].items()}
-        self.ranked = {name: [Ranked(*part) for part in parts] for name, parts in state["ranked"].items()}
+        self.ranked = {
+            name: [Ranked(*part) for part in parts] for name, parts in state["ranked"].items()
+        }
 
     def reduce(self, group: Group) -> dict[str, float]:
-        """Name -> number, over everything added on all processes. It all travels in one message, and to the host in one piece."""
+        """Name -> number, over everything added on all processes.
+
+        It all travels in one message, and to the host in one piece.
+        """
         sums: dict[str, Tensor] = {}
         ranked: dict[str, list[Tensor]] = {}
         statistics: dict[str, str] = {}
@@ -67,7 +87,11 @@ class Meter:
             for (name, statistic, _), part in zip(columns, parts, strict=True):
                 ranked.setdefault(name, []).append(part.view(2, -1))
                 statistics[name] = statistic
-        found = {name: total / count for name, (total, count) in ((n, s.tolist()) for n, s in sums.items()) if count}
+        found = {
+            name: total / count
+            for name, (total, count) in ((n, s.tolist()) for n, s in sums.items())
+            if count
+        }
         for name, parts in ranked.items():
             values, others = torch.cat(parts, 1)
             kept = ~others.isnan()
@@ -79,22 +103,44 @@ class Meter:
         return dict(sorted(found.items()))
 
     def _packed(self) -> Tensor:
-        """This process's message: how long its head and its numbers are; the head, which names them, as JSON; totals, counts, and
-        the values and others of each ranked column."""
+        """This process's message: how long its head and its numbers are; the head, which names
+        them, as JSON; totals, counts, and the values and others of each ranked column.
+        """
         parts = [part for columns in self.ranked.values() for part in columns]
         given = [m.total for m in self.means.values()] + [part.values for part in parts]
-        device = next((tensor.device for tensor in given if tensor.device.type != "cpu"), torch.device("cpu"))
+        device = next(
+            (tensor.device for tensor in given if tensor.device.type != "cpu"), torch.device("cpu")
+        )
         wide = torch.float32 if device.type == "mps" else torch.float64  # which has no float64
 
         def laid(values: Sequence[Tensor]) -> Tensor:
             flat = [sent(value, device).to(wide).flatten() for value in values]
             return torch.cat(flat) if flat else torch.zeros(0, device=device, dtype=wide)
 
-        ranked = [[name, c[0].statistic, sum(len(part.values) for part in c)] for name, c in self.ranked.items()]
+        ranked = [
+            [name, c[0].statistic, sum(len(part.values) for part in c)]
+            for name, c in self.ranked.items()
+        ]
         head = json.dumps({"means": list(self.means), "ranked": ranked}).encode()
-        columns = [laid([getattr(p, side) for p in c]) for c in self.ranked.values() for side in ("values", "others")]
-        numbers = laid([*(m.total for m in self.means.values()), *(m.count for m in self.means.values()), *columns])
-        return laid([torch.tensor([len(head), len(numbers)]), torch.frombuffer(bytearray(head), dtype=torch.uint8), numbers])
+        columns = [
+            laid([getattr(p, side) for p in c])
+            for c in self.ranked.values()
+            for side in ("values", "others")
+        ]
+        numbers = laid(
+            [
+                *(m.total for m in self.means.values()),
+                *(m.count for m in self.means.values()),
+                *columns,
+            ]
+        )
+        return laid(
+            [
+                torch.tensor([len(head), len(numbers)]),
+                torch.frombuffer(bytearray(head), dtype=torch.uint8),
+                numbers,
+            ]
+        )
 
 
 def _messages(told: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
@@ -106,7 +152,10 @@ def _messages(told: Tensor) -> Iterator[tuple[dict[str, Any], Tensor]]:
 
 
 def auc(values: Tensor, positive: Tensor) -> float | None:
-    """P(a positive's value is above a negative's), ties counting half (Mann-Whitney). None when a class is absent."""
+    """P(a positive's value is above a negative's), ties counting half (Mann-Whitney).
+
+    None when a class is absent.
+    """
     up, down = values[positive.bool()].double(), values[~positive.bool()].double()
     if not len(up) or not len(down):
         return None
@@ -119,12 +168,15 @@ def auc(values: Tensor, positive: Tensor) -> float | None:
 
 
 def calibration_error(probability: Tensor, positive: Tensor, bins: int = 10) -> float | None:
-    """Expected calibration error: |share of positives - mean probability| in bins of equal width, weighted by how many each
-    holds. probability[N] in 0..1. None of nothing."""
+    """Expected calibration error: |share of positives - mean probability| in bins of equal width,
+    weighted by how many each holds. probability[N] in 0..1. None of nothing.
+    """
     if not len(probability):
         return None
     which = (probability * bins).long().clamp(0, bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.float64).index_add(0, which, (positive.double() - probability.double()))
+    gaps = torch.zeros(bins, dtype=torch.float64).index_add(
+        0, which, (positive.double() - probability.double())
+    )
     return (gaps.abs().sum() / len(probability)).item()
 
 
@@ -144,11 +196,16 @@ def spearman(values: Tensor, others: Tensor) -> float | None:
 
 
 def explained(values: Tensor, others: Tensor) -> float | None:
-    """Share of the variance of others [N] that estimates of them explain: 1 - var(others - values)/var(others); at most 1,
-    below 0 if their mean would do better. None when others are constant."""
+    """Share of the variance of others [N] that estimates of them explain: 1 - var(others -
+    values)/var(others); at most 1, below 0 if their mean would do better. None when others are
+    constant.
+    """
     if not len(others) or bool(others.min() == others.max()):
         return None
-    return 1 - ((others - values).double().var(correction=0) / others.double().var(correction=0)).item()
+    return (
+        1
+        - ((others - values).double().var(correction=0) / others.double().var(correction=0)).item()
+    )
 
 
 def _ranks(values: Tensor) -> Tensor:

@@ -15,8 +15,9 @@ from valence.reports.console import number
 from valence.reports.stats import finite
 
 THRESHOLDS: dict[str, float] = {
-    # Nats per completion, and per token: both must be reached. At 10 nats the reference samples such
-    # a completion once in 22,000 times. That alone is normal for long completions (500 tokens at
+    # Nats per completion, and per token: both must be reached. At 10 nats the reference samples
+    # such a completion once in 22,000 times. That alone is normal for long completions (500 tokens
+    # at
     # 0.02), and a high value per token alone is normal for short ones (a single token that became
     # certain). 1 nat per token is about the entropy of text under a language model at temperature
     # 1: the reference then hardly has a say in the next token.
@@ -37,8 +38,8 @@ THRESHOLDS: dict[str, float] = {
     # at least so many tokens. Short answers ("yes") repeat in healthy runs.
     "duplicates": 0.5,
     "duplicates/length": 8.0,
-    # Rounds in a row: a single round may be an accident, and the estimate of the divergence (k3) has
-    # rare, very large outliers.
+    # Rounds in a row: a single round may be an accident, and the estimate of the divergence (k3)
+    # has rare, very large outliers.
     "rounds": 3,
     # Optimizer steps in a row without a gradient. With hard prompts a few tied rounds are normal.
     "zero_gradient_steps": 5,
@@ -104,8 +105,10 @@ class OnlineWatch:
             self.shown["high kl"] = kl
             yield Sign(
                 "high kl",
-                f"The policy is far from the reference: {number(kl)} nats per completion, {number(kl / length)} per token.",
-                "Read the completions: is the text still sound? Raise loss.kl_weight (or loss.kl_beta), "
+                f"The policy is far from the reference: {number(kl)} nats per completion, "
+                f"{number(kl / length)} per token.",
+                "Read the completions: is the text still sound? Raise loss.kl_weight (or "
+                "loss.kl_beta), "
                 "lower train.learning_rate, or take an earlier checkpoint.",
                 is_urgent=True,
             )
@@ -122,9 +125,11 @@ class OnlineWatch:
             self.shown["saturated reward"] = mean
             yield Sign(
                 "saturated reward",
-                f"Nearly every completion has the highest reward of the run: the mean is {number(mean)}, "
+                f"Nearly every completion has the highest reward of the run: the mean is "
+                f"{number(mean)}, "
                 f"and {tied:.0%} of the groups are all alike.",
-                "Read the completions: a policy that exploits the reward looks the same as one that "
+                "Read the completions: a policy that exploits the reward looks the same as one "
+                "that "
                 "has learned the task. Stop, or use harder prompts or a reward with finer steps.",
                 is_urgent=True,
             )
@@ -138,12 +143,21 @@ class OnlineWatch:
         if not self._lasts("repetitive", loops or copies):
             return
         self.shown["repetitive"] = 1.0
-        seen = [f"{repeated:.0%} of the 4-grams of a completion repeat an earlier one"] if loops else []
-        seen += [f"{equal:.0%} of the completions of a round are equal to another one"] if copies else []
+        seen = (
+            [f"{repeated:.0%} of the 4-grams of a completion repeat an earlier one"]
+            if loops
+            else []
+        )
+        seen += (
+            [f"{equal:.0%} of the completions of a round are equal to another one"]
+            if copies
+            else []
+        )
         yield Sign(
             "repetitive",
             f"Completions are repetitive: {', and '.join(seen)}.",
-            "Read the completions. Raise loss.kl_weight (or loss.kl_beta) or rollout.temperature, lower "
+            "Read the completions. Raise loss.kl_weight (or loss.kl_beta) or "
+            "rollout.temperature, lower "
             "train.learning_rate, or give repetition a lower reward (docs/rewards.md).",
             is_urgent=True,
         )
@@ -155,12 +169,16 @@ class OnlineWatch:
         if norm > 0:
             self.last_gradient = step
             self.shown.pop("no gradient", None)
-        elif step - self.last_gradient >= THRESHOLDS["zero_gradient_steps"] and ("no gradient" not in self.shown):
+        elif step - self.last_gradient >= THRESHOLDS["zero_gradient_steps"] and (
+            "no gradient" not in self.shown
+        ):
             self.shown["no gradient"] = step
             yield Sign(
                 "no gradient",
-                f"No step since step {self.last_gradient} had a gradient: the completions of every group have the same reward.",
-                "Look at the reward and the prompts. Sample more (rollout.num_rollouts) or at a higher "
+                f"No step since step {self.last_gradient} had a gradient: the completions of "
+                f"every group have the same reward.",
+                "Look at the reward and the prompts. Sample more (rollout.num_rollouts) or at a "
+                "higher "
                 "rollout.temperature, or use dapo. train.max_zero_gradient_steps ends such a run.",
                 is_urgent=True,
             )

@@ -1,6 +1,8 @@
-"""The run page: one self-contained ``report.html`` built from what lies in a run's folder, finished or not.
+"""The run page: one self-contained ``report.html`` built from what lies in a run's folder, finished
+or not.
 
-Everything that comes from data goes through ``esc``; figures are plain dictionaries that plotly.js draws.
+Everything that comes from data goes through ``esc``; figures are plain dictionaries that plotly.js
+draws.
 """
 
 from __future__ import annotations
@@ -66,7 +68,8 @@ LISTS = {"train": "Training rows", "eval": "Held-out rows", "test": "Test rows"}
 
 
 def write_page(run_dir: Path, status: str | None = None) -> Path:
-    """Write ``report.html`` into the run's folder; return its path. status: of the run, when its run.json does not say so yet.
+    """Write ``report.html`` into the run's folder; return its path. status: of the run, when its
+    run.json does not say so yet.
 
     Raises UserError when there is no such folder, and OSError when the page cannot be written.
     """
@@ -110,7 +113,8 @@ def _verdict(run: RunData) -> str:
     far = f"So far (step {_step(run)}): " if _is_running(run) else ""
     headline = f"{far}{found.headline}"
     return (
-        f'<div class="verdict {found.state}" id="verdict" data-state="{found.state}"><p><b>{esc(headline)}.</b> '
+        f'<div class="verdict {found.state}" id="verdict" '
+        f'data-state="{found.state}"><p><b>{esc(headline)}.</b> '
         f'{esc(found.sentence)}</p><p class="dim">{esc(found.advice)}</p></div>'
     )
 
@@ -131,11 +135,15 @@ def _sentence(run: RunData) -> str:
     how = f"a LoRA adapter of rank {esc(rank)}" if rank else how
     files = ", ".join(map(_short_name, _paths(settings.get("data.train"))))
     seconds = run.run.get("seconds")
-    training = math.fsum(record["seconds"] for record in run.metrics if finite(record.get("seconds")))
+    training = math.fsum(
+        record["seconds"] for record in run.metrics if finite(record.get("seconds"))
+    )
     took = f" in {duration(seconds)}" if finite(seconds) else ""
     took += f" ({duration(training)} of it training)" if took and training else ""
     on = f" with the rows of <b>{esc(files)}</b>" if files else ""
-    judged = f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
+    judged = (
+        f", judged by {esc(settings['reward'])}" if isinstance(settings.get("reward"), str) else ""
+    )
     ended = f" It ended early: {esc(run.run['ended_early'])}." if run.run.get("ended_early") else ""
     return (
         f"<b>{esc(method)}</b> {'trains' if _is_running(run) else 'trained'} {how} of "
@@ -156,7 +164,10 @@ def _short_name(path: str) -> str:
 
 def _status(run: RunData) -> str:
     status = str(run.run.get("status", "unfinished"))
-    return f'<span class="status {"good" if status in ("done", "running", "scored") else "bad"}">{esc(status)}</span>'
+    return (
+        f'<span class="status '
+        f'{"good" if status in ("done", "running", "scored") else "bad"}">{esc(status)}</span>'
+    )
 
 
 def _is_running(run: RunData) -> bool:
@@ -183,14 +194,17 @@ def _progress(run: RunData) -> str:
             said.append(f"{duration(max(0.0, total - step) * each)} left")
     said.append(f"written at {datetime.now(UTC):%H:%M:%S} UTC")
     again = (
-        f'<label><input type="checkbox" id="reload" data-seconds="{RELOAD}" checked> load anew every {RELOAD} s</label>'
+        f'<label><input type="checkbox" id="reload" data-seconds="{RELOAD}" checked> load anew '
+        f"every {RELOAD} s</label>"
         " <small>The file is rewritten as the run goes.</small>"
     )
     return f"{bar}<p>{' · '.join(map(esc, said))}</p><p>{again}</p>"
 
 
 def seconds_of_a_step(metrics: Sequence[Json]) -> float | None:
-    """With all phases (evaluations, saves, rounds), over the latest records; None where they do not say."""
+    """With all phases (evaluations, saves, rounds), over the latest records; None where they do not
+    say.
+    """
     latest = metrics[-RATED - 1 :]
     seconds = math.fsum(each for record in spent(latest)[1:] for each in record.values())
     steps = latest[-1]["step"] - latest[0]["step"] if latest else 0
@@ -205,13 +219,20 @@ def _facts(run: RunData) -> str:
         ("held-out rows", ", ".join(_paths(settings.get("data.eval")))),
         ("reference", settings.get("reference.model")),
         ("examples per step", settings.get("train.batch_size")),
-        ("learning rate", exact(rate) if finite(rate := settings.get("train.learning_rate")) else None),
+        (
+            "learning rate",
+            exact(rate) if finite(rate := settings.get("train.learning_rate")) else None,
+        ),
         ("tokens", run.metrics[-1].get("tokens_seen") if run.metrics else None),
         ("started", _moment(run.run.get("started"))),
         ("finished", _moment(run.run.get("finished"))),
         ("folder", run.path.resolve().name),
     ]
-    cells = (f"<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd></div>" for name, value in facts if value not in (None, ""))
+    cells = (
+        f"<div><dt>{esc(name)}</dt><dd>{esc(value)}</dd></div>"
+        for name, value in facts
+        if value not in (None, "")
+    )
     return f'<dl class="facts">{"".join(cells)}</dl>'
 
 
@@ -230,7 +251,11 @@ def _headlines(run: RunData) -> str:
         if not finite(now := last.get(name)) or (name == "kl" and KTO in last):
             continue
         then = first.get(name)
-        since = f"step {run.first['step']}: {number(float(then) + 0.0)}" if finite(then) and run.first is not run.last else ""
+        since = (
+            f"step {run.first['step']}: {number(float(then) + 0.0)}"
+            if finite(then) and run.first is not run.last
+            else ""
+        )
         below = since or f"step {run.last['step']}"
         if name == "rewards/auc" and (counts := _counts(run.last["rows"])):
             below = f"{counts}; {below}"
@@ -260,7 +285,10 @@ def _urgent(run: RunData) -> str:
 
 
 def _cards(found: Iterable[Sign]) -> str:
-    return "".join(f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>' for sign in found)
+    return "".join(
+        f'<div class="sign"><p>{esc(sign.said)}</p><p><b>What to do:</b> {esc(sign.do)}</p></div>'
+        for sign in found
+    )
 
 
 def _lines(said: Sequence[object]) -> str:
@@ -269,13 +297,19 @@ def _lines(said: Sequence[object]) -> str:
 
     shown = items(said[:LINES]) if said else ""
     more = said[LINES : LINES + 200]
-    return shown + (folded(f"{number(len(said) - LINES)} more", items(more), key="warnings") if more else "")
+    return shown + (
+        folded(f"{number(len(said) - LINES)} more", items(more), key="warnings") if more else ""
+    )
 
 
 def _results(run: RunData) -> str:
     made = ""
     if run.first is not None and run.last is not None:
-        header = ["metric", *dict.fromkeys(f"step {e['step']}" for e in (run.first, run.last)), "change"]
+        header = [
+            "metric",
+            *dict.fromkeys(f"step {e['step']}" for e in (run.first, run.last)),
+            "change",
+        ]
         changes = {row[0]: row for row in compare(run.first["metrics"], run.last["metrics"])}
         rows = [changes[name] for name in by_importance(changes)]
         made = metric_table(header, rows) if len(header) > 3 else _measured(run.last)
@@ -291,7 +325,8 @@ def _definitions(names: Sequence[str]) -> str:
     """What each metric means, where the names in the tables lead to."""
     known = [name for name in names if name in DEFINITIONS]
     lines = (
-        f'<div id="{metric_anchor(name)}"><dt><code>{esc(name)}</code></dt><dd>{esc(DEFINITIONS[name])}</dd></div>'
+        f'<div id="{metric_anchor(name)}"><dt><code>{esc(name)}</code></dt>'
+        f"<dd>{esc(DEFINITIONS[name])}</dd></div>"
         for name in known
     )
     return f'<h3>Definitions</h3><dl class="definitions">{"".join(lines)}</dl>' if known else ""
@@ -299,17 +334,24 @@ def _definitions(names: Sequence[str]) -> str:
 
 def _measured(evaluation: Json) -> str:
     metrics = evaluation["metrics"]
-    return metric_table(("metric", f"step {evaluation['step']}"), [(name, metrics[name]) for name in by_importance(metrics)])
+    return metric_table(
+        ("metric", f"step {evaluation['step']}"),
+        [(name, metrics[name]) for name in by_importance(metrics)],
+    )
 
 
 def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
     if not run.metrics:
         return "<p>No metrics were logged.</p>"
     if not plotly:
-        return "<p>Curves need plotly: <code>pip install plotly</code>, then write the report again.</p>"
+        return (
+            "<p>Curves need plotly: <code>pip install plotly</code>, then write the report "
+            "again.</p>"
+        )
     width = mean_width(len(run.metrics))
     mean = (
-        f" A point of a line is the mean of up to {width} logged steps, a light band their smallest and largest."
+        f" A point of a line is the mean of up to {width} logged steps, a light band their "
+        f"smallest and largest."
         if width > 1
         else ""
     )
@@ -318,9 +360,17 @@ def _curve_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
     return (
         f'<p class="dim">Against optimizer steps. Lines: training. Dots: held-out rows.{mean}</p>'
         f"{chart_grid(found['Learning'], charts)}"
-        + (f"<h3>The machine</h3>{chart_grid(found['Machine'], charts)}" if found["Machine"] else "")
         + (
-            folded(f"{len(more)} more number{'s' * (len(more) > 1)}", chart_grid(more, charts), key="more numbers")
+            f"<h3>The machine</h3>{chart_grid(found['Machine'], charts)}"
+            if found["Machine"]
+            else ""
+        )
+        + (
+            folded(
+                f"{len(more)} more number{'s' * (len(more) > 1)}",
+                chart_grid(more, charts),
+                key="more numbers",
+            )
             if more
             else ""
         )
@@ -332,7 +382,8 @@ def _reward_section(run: RunData, charts: dict[str, Json], plotly: bool) -> str:
         return ""
     first, last = run.first, run.last
     note = "".join(
-        f"<p>At step {each['step']} the reward of every row is 0: policy and reference are the same.</p>"
+        f"<p>At step {each['step']} the reward of every row is 0: policy and reference are the "
+        f"same.</p>"
         for each in (first, *([last] if last is not first else []))
         if still(each)
     )
@@ -346,8 +397,18 @@ def _rows(run: RunData, room: Room) -> str:
     if run.last is None:
         return ""
     step = run.last["step"]
-    made = row_lists(run.last, run.first if run.first is not run.last else None, room, f"eval/step-{step}.json", "held out")
-    return f'<p class="dim">At step {step}. A click on a row shows all of it.</p>{made}' if made else ""
+    made = row_lists(
+        run.last,
+        run.first if run.first is not run.last else None,
+        room,
+        f"eval/step-{step}.json",
+        "held out",
+    )
+    return (
+        f'<p class="dim">At step {step}. A click on a row shows all of it.</p>{made}'
+        if made
+        else ""
+    )
 
 
 def _trained(run: RunData, room: Room) -> str:
@@ -355,17 +416,30 @@ def _trained(run: RunData, room: Room) -> str:
         return ""
     made = row_lists(run.trained, None, room, "eval/train.json", "trained")
     count = number(len(run.trained["rows"]))
-    return f'<p class="dim">{count} of the training rows, measured after training.</p>{made}' if made else ""
+    return (
+        f'<p class="dim">{count} of the training rows, measured after training.</p>{made}'
+        if made
+        else ""
+    )
 
 
 def _answers(run: RunData, own: bool, room: Room) -> str:
     if own and run.first is not None and run.last is not None and run.first is not run.last:
         made = own_samples(run.first, run.last, room)
-        return f'<p class="dim">To held-out prompts; those whose reward changed most come first.</p>{made}' if made else ""
+        return (
+            f'<p class="dim">To held-out prompts; those whose reward changed most come '
+            f"first.</p>{made}"
+            if made
+            else ""
+        )
     made = samples(run.samples, room)
     how = flatten(run.config)
     drawn, most = (how.get(f"run.samples.{name}") for name in ("temperature", "max_new_tokens"))
-    return f'<p class="dim">At temperature {esc(drawn)}, at most {esc(most)} tokens.</p>{made}' if made and most else made
+    return (
+        f'<p class="dim">At temperature {esc(drawn)}, at most {esc(most)} tokens.</p>{made}'
+        if made and most
+        else made
+    )
 
 
 # Data, settings
@@ -375,27 +449,37 @@ def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
     parts: list[str] = []
     for name, found in audit.items():
         spread = found.get("distributions")
-        drawn = chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
+        drawn = (
+            chart_grid(lengths(spread), charts) if plotly and isinstance(spread, Mapping) else ""
+        )
         whole = f'<div class="flow">{_tables(audit_in_words(found))}</div>'
         title = "All that the audit found"
         parts.append(
-            f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>{drawn}{folded(title, whole, key=f'audit {name}')}"
+            f"<h3>{esc(LISTS.get(name, name))}</h3><p>{_summary(found)}</p>"
+            f"{drawn}{folded(title, whole, key=f'audit {name}')}"
         )
     return "".join(parts)
 
 
 def _summary(found: Json) -> str:
     """How many units of what, and how long."""
-    said = [f"{esc(found['units'])} {esc(str(found.get('kind') or 'row'))}s"] if "units" in found else []
+    said = (
+        [f"{esc(found['units'])} {esc(str(found.get('kind') or 'row'))}s"]
+        if "units" in found
+        else []
+    )
     classes = found.get("classes")
     if isinstance(classes, Mapping) and len(classes) > 1:
         said.append(esc(classes))
     cut, spans = found.get("truncation"), list[str]()
     for name in ("prompt", "answer"):
         spread = found.get(f"{name}_length")
-        if isinstance(spread, Mapping) and all(finite(spread.get(key)) for key in ("min", "median", "max")):
+        if isinstance(spread, Mapping) and all(
+            finite(spread.get(key)) for key in ("min", "median", "max")
+        ):
             spans.append(
-                f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median {number(spread['median'])})"
+                f"{name}s of {number(spread['min'])} to {number(spread['max'])} tokens (median "
+                f"{number(spread['median'])})"
             )
     if spans and isinstance(cut, Mapping) and cut.get("too_long"):
         spans[0] = f"of all {number(cut['rows'])} rows: {spans[0]}"
@@ -417,7 +501,11 @@ def _settings(run: RunData) -> str:
     whole = folded("The whole recipe, resolved", f"<pre>{esc(run.config_text)}</pre>", key="recipe")
     changed = [c for c in run.run.get("changed", ()) if isinstance(c, Mapping)]
     rows = [(c.get("setting"), exact(c.get("value")), c.get("origin")) for c in changed]
-    said = f"<p>Set otherwise than the default:</p>{table(('setting', 'value', 'where'), rows)}" if rows else ""
+    said = (
+        f"<p>Set otherwise than the default:</p>{table(('setting', 'value', 'where'), rows)}"
+        if rows
+        else ""
+    )
     return said + whole
 
 
@@ -425,4 +513,8 @@ def _reproduce(run: RunData) -> str:
     command = f"<pre>{esc(run.run['command'])}</pre>" if run.run.get("command") else ""
     versions = list(run.run.get("versions", {}).items())
     said = _lines(list(run.run.get("notes", ())))
-    return command + (table(("package", "version"), versions) if versions else "") + (f"<h3>Notes</h3>{said}" if said else "")
+    return (
+        command
+        + (table(("package", "version"), versions) if versions else "")
+        + (f"<h3>Notes</h3>{said}" if said else "")
+    )

@@ -7,7 +7,18 @@ from dataclasses import dataclass
 
 from valence.reports.console import esc, number, visible
 from valence.reports.html import folded
-from valence.reports.rows import SIDES, Json, Listed, is_own, is_pair, listed, moved, per_token, value, verdict
+from valence.reports.rows import (
+    SIDES,
+    Json,
+    Listed,
+    is_own,
+    is_pair,
+    listed,
+    moved,
+    per_token,
+    value,
+    verdict,
+)
 from valence.reports.stats import finite
 
 SHOWN = 20
@@ -17,7 +28,9 @@ AT_ONCE = 6
 """Rows that are seen as soon as a list is open."""
 
 SNIPPET, ASKED, PROMPT = 240, 150, 400
-"""Characters of an answer and of a prompt that are shown of a row that is closed, and of a prompt above answers to it."""
+"""Characters of an answer and of a prompt that are shown of a row that is closed, and of a prompt
+above answers to it.
+"""
 
 WHOLE = 8_000
 """Most characters of one text."""
@@ -38,7 +51,11 @@ class Room:
         shown = esc(text[:most])
         self.left -= len(shown.encode("utf-8"))
         rest = len(text) - most
-        more = f'<p class="dim">and {number(rest)} more characters in {esc(where)}</p>' if rest > 0 else ""
+        more = (
+            f'<p class="dim">and {number(rest)} more characters in {esc(where)}</p>'
+            if rest > 0
+            else ""
+        )
         return f'<pre dir="auto">{shown}</pre>{more}' if shown or not rest else more
 
 
@@ -53,13 +70,22 @@ def both_ends(text: str, most: int) -> str:
     line = " ".join(visible(text).split())
     if len(line) <= most:
         return line
-    return f"{line[: most // 3].rpartition(' ')[0] or line[: most // 3]} … {line[-most * 2 // 3 :].partition(' ')[2]}"
+    return (
+        f"{line[: most // 3].rpartition(' ')[0] or line[: most // 3]} … "
+        f"{line[-most * 2 // 3 :].partition(' ')[2]}"
+    )
 
 
 def row_lists(evaluation: Json, before: Json | None, room: Room, where: str, key: str) -> str:
-    """All lists of an evaluation, the first one open. before: the first evaluation, if it is another. where: the file."""
+    """All lists of an evaluation, the first one open. before: the first evaluation, if it is
+    another. where: the file.
+    """
     lists = listed(evaluation["rows"], before["rows"] if before else None, SHOWN)
-    earlier = {row["id"]: row for row in before["rows"] if isinstance(row.get("id"), str)} if before else {}
+    earlier = (
+        {row["id"]: row for row in before["rows"] if isinstance(row.get("id"), str)}
+        if before
+        else {}
+    )
     return "".join(
         folded(
             f"{each.title} ({len(each.rows)})",
@@ -72,14 +98,19 @@ def row_lists(evaluation: Json, before: Json | None, room: Room, where: str, key
 
 
 def _rows(found: Listed, earlier: Mapping[str, Json], room: Room, where: str, key: str) -> str:
-    shown = [_row(row, each, earlier.get(str(row.get("id"))), found, room, where) for row, each in found.rows]
+    shown = [
+        _row(row, each, earlier.get(str(row.get("id"))), found, room, where)
+        for row, each in found.rows
+    ]
     return f'<p class="dim">{esc(found.note)}</p>{_at_once(shown, key)}'
 
 
 def _at_once(shown: Sequence[str], key: str) -> str:
     """The first of some pieces of HTML, and what opens to the others."""
     rest = shown[AT_ONCE:]
-    return "".join(shown[:AT_ONCE]) + (folded(f"{len(rest)} more", "".join(rest), key=f"{key} more") if rest else "")
+    return "".join(shown[:AT_ONCE]) + (
+        folded(f"{len(rest)} more", "".join(rest), key=f"{key} more") if rest else ""
+    )
 
 
 def _number(value: float) -> str:
@@ -87,21 +118,30 @@ def _number(value: float) -> str:
     return number(value) if abs(value) >= 1000 else f"{value + 0.0:.3g}"
 
 
-def _row(row: Json, listed_for: float, before: Json | None, found: Listed, room: Room, where: str) -> str:
+def _row(
+    row: Json, listed_for: float, before: Json | None, found: Listed, room: Room, where: str
+) -> str:
     sign = "+" if found.title == "Most moved" and listed_for > 0 else ""
-    prompt = f'<span class="ask" dir="auto">{esc(both_ends(_text(row, "prompt"), ASKED))}</span>' if "prompt" in row else ""
+    prompt = (
+        f'<span class="ask" dir="auto">{esc(both_ends(_text(row, "prompt"), ASKED))}</span>'
+        if "prompt" in row
+        else ""
+    )
     said = "".join(
-        f'<span class="said" dir="auto">{tag}{esc(cut(_text(row, part), SNIPPET))}</span>' for part, tag in _answers(row)
+        f'<span class="said" dir="auto">{tag}{esc(cut(_text(row, part), SNIPPET))}</span>'
+        for part, tag in _answers(row)
     )
     lines = f'<span class="meta">{_meta(row, before)}</span>{prompt}{said}'
     whole = "".join(
-        f"<div><h4>{esc(part.replace('_', ' '))}{_told(row, part)}</h4>{room.whole(_text(row, part), where)}</div>"
+        f"<div><h4>{esc(part.replace('_', ' '))}{_told(row, part)}</h4>"
+        f"{room.whole(_text(row, part), where)}</div>"
         for part in ("prompt", *(part for part, _ in _answers(row)))
         if part in row
     )
     return (
         f'<details class="row"><summary><span class="num">{sign}{esc(_number(listed_for))}</span>'
-        f'<span class="lines">{lines}</span></summary><div class="whole two">{whole}</div></details>'
+        f'<span class="lines">{lines}</span></summary><div class="whole '
+        f'two">{whole}</div></details>'
     )
 
 
@@ -113,7 +153,10 @@ def _text(row: Json, part: str) -> str:
 def _answers(row: Json) -> list[tuple[str, str]]:
     """The keys of the row's answers, each with a tag before it."""
     if is_pair(row):
-        return [(name, f'<b class="tag {way}">{name}</b>') for name, way in (("chosen", "up"), ("rejected", "down"))]
+        return [
+            (name, f'<b class="tag {way}">{name}</b>')
+            for name, way in (("chosen", "up"), ("rejected", "down"))
+        ]
     if "completion" in row:
         return [("completion", "")]
     names = [name for name in row if name.startswith("completion_") and name[11:].isdecimal()]
@@ -148,7 +191,12 @@ def _meta(row: Json, before: Json | None) -> str:
     if is_pair(row):
         known = ((name, value(row, f"_{name}")) for name in SIDES)
         said = [f"{name} {_number(reward)}" for name, reward in known if reward is not None]
-    if before is not None and not is_pair(row) and (old := value(before)) is not None and not is_own(row):
+    if (
+        before is not None
+        and not is_pair(row)
+        and (old := value(before)) is not None
+        and not is_own(row)
+    ):
         said.insert(1, f"was {_number(old)}")
     if "target" in row:
         given = row["target"] if isinstance(row["target"], list) else [row["target"]]
@@ -158,7 +206,9 @@ def _meta(row: Json, before: Json | None) -> str:
     if row.get("error"):
         said.append(f"no score: {cut(str(row['error']), 120)}")
     if isinstance(parts := row.get("parts"), Mapping) and len(parts) > 1:
-        said += [f"{name} {_number(part) if finite(part) else part}" for name, part in parts.items()]
+        said += [
+            f"{name} {_number(part) if finite(part) else part}" for name, part in parts.items()
+        ]
     origin = str(row.get("origin") or "")
     where = f'<bdi title="{esc(origin)}">{esc(_file_and_line(origin))}</bdi>' if origin else ""
     return tag + " · ".join([*map(esc, said), *([where] if where else [])])
@@ -175,19 +225,32 @@ def _file_and_line(origin: str) -> str:
 def samples(found: Sequence[Json], room: Room) -> str:
     """Answers to the same prompts before the first step and after the last."""
     shown = [
-        _beside(_text(each, "prompt"), [(name, _text(each, name)) for name in ("before", "after") if name in each], room)
+        _beside(
+            _text(each, "prompt"),
+            [(name, _text(each, name)) for name in ("before", "after") if name in each],
+            room,
+        )
         for each in found
     ]
-    later = "" if any("after" in each for each in found) else '<p class="dim">Those after training will stand beside them.</p>'
+    later = (
+        ""
+        if any("after" in each for each in found)
+        else '<p class="dim">Those after training will stand beside them.</p>'
+    )
     return later * bool(shown) + _at_once(shown, "samples")
 
 
 def own_samples(first: Json, last: Json, room: Room) -> str:
-    """The policy's answers to held-out prompts at the first and at the last evaluation, those whose reward changed most first."""
+    """The policy's answers to held-out prompts at the first and at the last evaluation, those whose
+    reward changed most first.
+    """
     earlier = {row["id"]: row for row in first["rows"] if isinstance(row.get("id"), str)}
     shown: list[str] = []
     for row, _ in moved(last["rows"], first["rows"])[:SHOWN]:
-        answers = [(_titled(each, at), _text(at, "completion")) for each, at in ((first, earlier[row["id"]]), (last, row))]
+        answers = [
+            (_titled(each, at), _text(at, "completion"))
+            for each, at in ((first, earlier[row["id"]]), (last, row))
+        ]
         shown.append(_beside(_text(row, "prompt"), answers, room))
     return _at_once(shown, "samples")
 
@@ -197,8 +260,18 @@ def _titled(evaluation: Json, row: Json) -> str:
 
 
 def _beside(prompt: str, answers: Iterable[tuple[str, str]], room: Room) -> str:
-    shown = "".join(f"<div><h4>{esc(title)}</h4>{room.whole(text, 'the run folder')}</div>" for title, text in answers)
+    shown = "".join(
+        f"<div><h4>{esc(title)}</h4>{room.whole(text, 'the run folder')}</div>"
+        for title, text in answers
+    )
     asked = both_ends(prompt, PROMPT)
     whole = room.whole(prompt, "the run folder") if len(prompt) > PROMPT else ""
-    more = f"<details><summary><small>the whole prompt</small></summary>{whole}</details>" if whole else ""
-    return f'<article><p dir="auto"><b>{esc(asked)}</b></p>{more}<div class="two">{shown}</div></article>'
+    more = (
+        f"<details><summary><small>the whole prompt</small></summary>{whole}</details>"
+        if whole
+        else ""
+    )
+    return (
+        f'<article><p dir="auto"><b>{esc(asked)}</b></p>{more}<div '
+        f'class="two">{shown}</div></article>'
+    )

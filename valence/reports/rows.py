@@ -1,4 +1,6 @@
-"""Rows of an evaluation: what each is worth, which contradict their verdict, and which are worth reading."""
+"""Rows of an evaluation: what each is worth, which contradict their verdict, and which are worth
+reading.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ SIDES = ("chosen", "rejected")
 
 
 def value(row: Json, side: str = "") -> float | None:
-    """The reward of an answer, or the (mean) score that a reward model gave it. side: ``_chosen``, ``_rejected``, ``_0``, ..."""
+    """The reward of an answer, or the (mean) score that a reward model gave it. side: ``_chosen``,
+    ``_rejected``, ``_0``, ...
+    """
     if finite(reward := row.get(f"reward{side}")):
         return reward
     scores = row.get(f"scores{side}")
@@ -53,14 +57,18 @@ def is_own(row: Json) -> bool:
 
 def several(row: Json) -> list[float]:
     """The rewards of a row with several answers; nothing where one is lacking."""
-    sides = takewhile(lambda side: f"tokens{side}" in row or f"reward{side}" in row, (f"_{n}" for n in count()))
+    sides = takewhile(
+        lambda side: f"tokens{side}" in row or f"reward{side}" in row, (f"_{n}" for n in count())
+    )
     found = [value(row, side) for side in sides]
     return [each for each in found if each is not None] if None not in found else []
 
 
 def worth(row: Json) -> float | None:
-    """One number by which rows are sorted from worst to best: the margin of a pair, the reward of an answer, and of a
-    demonstration its log-probability per token. A row with several answers has none."""
+    """One number by which rows are sorted from worst to best: the margin of a pair, the reward of
+    an answer, and of a demonstration its log-probability per token. A row with several answers has
+    none.
+    """
     if is_pair(row):
         return margin(row)
     found = value(row)
@@ -68,7 +76,10 @@ def worth(row: Json) -> float | None:
 
 
 def groups(rows: Iterable[Json]) -> dict[str, list[tuple[Json, str]]]:
-    """Answers by class: each as its row and its side. Classes are the two of thumbs, the two sides of pairs, else ``answers``."""
+    """Answers by class: each as its row and its side.
+
+    Classes are the two of thumbs, the two sides of pairs, else ``answers``.
+    """
     found: dict[str, list[tuple[Json, str]]] = {}
     for row in rows:
         if is_pair(row):
@@ -96,15 +107,22 @@ def source(row: Json) -> str:
 
 
 def surprise(rows: Sequence[Json]) -> list[tuple[Json, float]]:
-    """The rows with how much the model contradicts their verdict, the most surprising first; those that say nothing are left out.
+    """The rows with how much the model contradicts their verdict, the most surprising first; those
+    that say nothing are left out.
 
-    Thumbs: how far the reward lies on the wrong side of the midpoint between the classes' mean rewards (below 0: on the right
-    side). Pairs: by how much the rejected answer is ahead. Rows with a ``target``, the score that the data gives: by how much of
-    the ranking the reward's rank is away from the target's; with several answers, by how much the reward of one with a lower
-    target is ahead of one with a higher. Demonstrations: nats per token. The policy's own answers have no verdict to contradict.
+    Thumbs: how far the reward lies on the wrong side of the midpoint between the classes' mean
+    rewards (below 0: on the right side). Pairs: by how much the rejected answer is ahead. Rows with
+    a ``target``, the score that the data gives: by how much of the ranking the reward's rank is
+    away from the target's; with several answers, by how much the reward of one with a lower target
+    is ahead of one with a higher. Demonstrations: nats per token. The policy's own answers have no
+    verdict to contradict.
     """
     thumbs = [row for row in rows if verdict(row) is not None]
-    scored = [row for row in rows if finite(row.get("target")) and verdict(row) is None and value(row) is not None]
+    scored = [
+        row
+        for row in rows
+        if finite(row.get("target")) and verdict(row) is None and value(row) is not None
+    ]
     held = _of_thumbs(thumbs) + _of_scores(scored)
     for row in rows:
         if verdict(row) is not None or finite(row.get("target")) or is_own(row):
@@ -123,22 +141,33 @@ def surprise(rows: Sequence[Json]) -> list[tuple[Json, float]]:
 
 
 def _of_thumbs(rows: Sequence[Json]) -> list[tuple[Json, float]]:
-    means = [found for values in rewards_by_class(rows).values() if (found := mean(values)) is not None]
+    means = [
+        found for values in rewards_by_class(rows).values() if (found := mean(values)) is not None
+    ]
     middle = math.fsum(means) / len(means) if means else 0.0
-    signed = [(row, reward, 1 if verdict(row) else -1) for row in rows if (reward := value(row)) is not None]
+    signed = [
+        (row, reward, 1 if verdict(row) else -1)
+        for row in rows
+        if (reward := value(row)) is not None
+    ]
     return [(row, sign * (middle - reward)) for row, reward, sign in signed]
 
 
 def _of_scores(rows: Sequence[Json]) -> list[tuple[Json, float]]:
     said, given = ranks([value(row) or 0.0 for row in rows]), ranks([row["target"] for row in rows])
-    return [(row, abs(a - b) / max(1, len(rows) - 1)) for row, a, b in zip(rows, said, given, strict=True)]
+    return [
+        (row, abs(a - b) / max(1, len(rows) - 1))
+        for row, a, b in zip(rows, said, given, strict=True)
+    ]
 
 
 def _worst_inversion(rewards: Sequence[float], targets: Sequence[object]) -> float | None:
     if len(rewards) != len(targets) or not all(map(finite, targets)):
         return None
-    both = list(zip(rewards, targets, strict=True))
-    return max((low[0] - high[0] for high in both for low in both if high[1] > low[1]), default=None)  # type: ignore[operator]
+    both: list[tuple[float, Any]] = list(zip(rewards, targets, strict=True))
+    return max(
+        (low[0] - high[0] for high in both for low in both if high[1] > low[1]), default=None
+    )
 
 
 # Which to read
@@ -146,7 +175,9 @@ def _worst_inversion(rewards: Sequence[float], targets: Sequence[object]) -> flo
 
 @dataclass(frozen=True)
 class Listed:
-    """Some rows under a heading. rows: each with the number that it is listed for. note: what that number is."""
+    """Some rows under a heading. rows: each with the number that it is listed for. note: what that
+    number is.
+    """
 
     title: str
     note: str
@@ -154,11 +185,14 @@ class Listed:
 
 
 NOTES = {
-    "thumbs": "Thumbs whose reward lies on the other side of the midpoint between the classes' mean rewards; the number says how "
+    "thumbs": "Thumbs whose reward lies on the other side of the midpoint between the classes' "
+    "mean rewards; the number says how "
     "far. Wrong verdicts gather here.",
-    "pairs": "Pairs whose rejected answer has the larger reward; the number says by how much. Pairs that are the wrong way "
+    "pairs": "Pairs whose rejected answer has the larger reward; the number says by how much. "
+    "Pairs that are the wrong way "
     "round gather here.",
-    "targets": "Rows whose reward ranks elsewhere than the score that the data gives; the number says how far.",
+    "targets": "Rows whose reward ranks elsewhere than the score that the data gives; the number "
+    "says how far.",
     "demonstrations": "Demonstrations that the model finds least likely (nats per token).",
 }
 
@@ -167,7 +201,9 @@ NONE = "None: the model agrees with the verdict of every row."
 
 
 def listed(after: Sequence[Json], before: Sequence[Json] | None, most: int) -> list[Listed]:
-    """What is worth reading of an evaluation, at most so many rows of each kind. before: the same rows earlier."""
+    """What is worth reading of an evaluation, at most so many rows of each kind. before: the same
+    rows earlier.
+    """
     surprising = surprise(after)
     kind = _kind(after)
     if kind in ("thumbs", "pairs"):  # what the model agrees with is no surprise
@@ -175,17 +211,28 @@ def listed(after: Sequence[Json], before: Sequence[Json] | None, most: int) -> l
     agreed = kind in ("thumbs", "pairs") and bool(surprise(after)) and not surprising
     lists = [Listed("Most surprising", NONE if agreed else NOTES.get(kind, ""), surprising[:most])]
     if before is not None and kind != "own answers":  # which are shown beside the earlier ones
-        note = "Rows whose number has changed most since the first evaluation; the number says by how much."
+        note = (
+            "Rows whose number has changed most since the first evaluation; the number says "
+            "by how much."
+        )
         lists.append(Listed("Most moved", note, moved(after, before)[:most]))
-    known = sorted(((row, found) for row in after if (found := worth(row)) is not None), key=lambda each: -each[1])
-    what = {"pairs": "margin", "demonstrations": "log-probability per token (nats)"}.get(kind, "reward")
+    known = sorted(
+        ((row, found) for row in after if (found := worth(row)) is not None),
+        key=lambda each: -each[1],
+    )
+    what = {"pairs": "margin", "demonstrations": "log-probability per token (nats)"}.get(
+        kind, "reward"
+    )
     # The largest reward of a thumb down is none to be glad of.
     best, worst = ("Largest reward", "Smallest reward") if kind == "thumbs" else ("Best", "Worst")
     lists.append(Listed(best, f"The largest {what}.", known[:most]))
     if kind not in ("pairs", "demonstrations"):  # whose worst rows are the most surprising ones
         lists.append(Listed(worst, f"The smallest {what}.", known[::-1][:most]))
     if kind == "own answers":
-        tokens = sorted(((row, row["tokens"]) for row in after if finite(row.get("tokens"))), key=lambda each: -each[1])
+        tokens = sorted(
+            ((row, row["tokens"]) for row in after if finite(row.get("tokens"))),
+            key=lambda each: -each[1],
+        )
         lists.append(Listed("Longest", "The most tokens.", tokens[:most]))
     return [each for each in lists if each.rows or each.note == NONE]
 
@@ -202,8 +249,9 @@ def _kind(rows: Sequence[Json]) -> str:
 
 
 def moved(after: Sequence[Json], before: Sequence[Json]) -> list[tuple[Json, float]]:
-    """The rows that both have with the change of what they are worth, the largest first, whichever way. A row with several
-    answers moves as far as the one of them that moves most."""
+    """The rows that both have with the change of what they are worth, the largest first, whichever
+    way. A row with several answers moves as far as the one of them that moves most.
+    """
     earlier = {row["id"]: row for row in before if isinstance(row.get("id"), str)}
     found: list[tuple[Json, float]] = []
     for row in after:

@@ -1,4 +1,7 @@
-"""What lies in a run's folder, read back for the page. Whatever is missing or torn is named and left out."""
+"""What lies in a run's folder, read back for the page.
+
+Whatever is missing or torn is named and left out.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from valence.reports.stats import quantile
 T = TypeVar("T")
 
 BETWEEN = 60
-"""Most evaluations between the first and the last whose rows are looked at: more bands than a curve needs."""
+"""Most evaluations between the first and the last whose rows are looked at: more bands than a curve
+needs.
+"""
 
 BETWEEN_BYTES = 2**26
 """Most bytes that these may have together, which take about a second."""
@@ -30,11 +35,13 @@ OUTER = (0.1, 0.9)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunData:
-    """What was found in a run's folder; empty where there was nothing. ``problems``: what could not be read.
+    """What was found in a run's folder; empty where there was nothing.
 
-    ``first``, ``last``: the evaluations of held-out rows, the same one when there is only one. ``bands``: of evaluations, by
-    step, the outer quantiles of their rows' rewards: ``{"chosen": (low, high), "margins": ..., ...}``.
-    ``trained``: training rows, measured after training.
+    ``problems``: what could not be read.
+
+    ``first``, ``last``: the evaluations of held-out rows, the same one when there is only one.
+    ``bands``: of evaluations, by step, the outer quantiles of their rows' rewards: ``{"chosen":
+    (low, high), "margins": ..., ...}``. ``trained``: training rows, measured after training.
     """
 
     path: Path
@@ -54,21 +61,35 @@ class RunData:
     @property
     def audited(self) -> list[str]:
         """What the audit holds against each list of rows, a line each."""
-        return [f"{name}: {warning}" for name, found in self.audit.items() for warning in _audited(found)]
+        return [
+            f"{name}: {warning}"
+            for name, found in self.audit.items()
+            for warning in _audited(found)
+        ]
 
 
 def _audited(found: Json) -> list[str]:
     try:
         return audit_warnings(found)
-    except (KeyError, TypeError, AttributeError) as error:  # audit.json is whole, but another program's
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+    ) as error:  # audit.json is whole, but another program's
         return [f"its findings in audit.json could not be read ({type(error).__name__}: {error})"]
 
 
 def read_run(run_dir: Path) -> RunData:
-    """Read a run's folder. Files that are absent or damaged leave a gap; damage is listed in ``problems``."""
+    """Read a run's folder.
+
+    Files that are absent or damaged leave a gap; damage is listed in ``problems``.
+    """
     if not run_dir.is_dir():
         raise UserError(
-            "there is no such run folder", code="run-not-found", where=str(run_dir), fix="name the folder that run.dir named"
+            "there is no such run folder",
+            code="run-not-found",
+            where=str(run_dir),
+            fix="name the folder that run.dir named",
         )
     problems: list[str] = []
     first, last, bands = _evaluations(run_dir / "eval", problems)
@@ -90,8 +111,10 @@ def read_run(run_dir: Path) -> RunData:
 
 
 def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]) -> T:
-    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged. Where a checksum alone is wrong, what the
-    file holds is shown all the same."""
+    """The parsed file, or ``missing`` when it is absent or (which is noted) damaged.
+
+    Where a checksum alone is wrong, what the file holds is shown all the same.
+    """
     try:
         text = path.read_bytes().decode("utf-8")
         if has_changed(text):
@@ -107,9 +130,15 @@ def _read(path: Path, parse: Callable[[str], T], missing: T, problems: list[str]
 # Evaluations
 
 
-def _evaluations(folder: Path, problems: list[str]) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
+def _evaluations(
+    folder: Path, problems: list[str]
+) -> tuple[Json | None, Json | None, dict[int, dict[str, tuple[float, float]]]]:
     """The first and the last that can be read, and the bands of these and of some between."""
-    steps = {path: int(found[1]) for path in folder.glob("step-*.json") if (found := re.fullmatch(r"step-(\d{1,18})", path.stem))}
+    steps = {
+        path: int(found[1])
+        for path in folder.glob("step-*.json")
+        if (found := re.fullmatch(r"step-(\d{1,18})", path.stem))
+    }
     paths = sorted(steps, key=lambda path: steps[path])
     first = last = None
     while paths and first is None:
@@ -147,7 +176,10 @@ def _size(path: Path) -> int:
 
 @lru_cache(maxsize=4 * BETWEEN)
 def _bands(path: Path, _changed: int, _size: int) -> tuple[int, dict[str, tuple[float, float]]]:
-    """Kept, since the page of a run that goes on is written again and again. Raises OSError and ValueError."""
+    """Kept, since the page of a run that goes on is written again and again.
+
+    Raises OSError and ValueError.
+    """
     text = path.read_bytes().decode("utf-8")
     if has_changed(text):
         raise ValueError("its checksum is wrong")
@@ -160,14 +192,21 @@ def bands_of(rows: Sequence[Json]) -> dict[str, tuple[float, float]]:
     words = {"thumbs up": "chosen", "thumbs down": "rejected"}
     held = {words.get(name, name): values for name, values in rewards_by_class(rows).items()}
     held["margins"] = [found for row in rows if (found := margin(row)) is not None]
-    return {name: (quantile(values, OUTER[0]), quantile(values, OUTER[1])) for name, values in held.items() if values}
+    return {
+        name: (quantile(values, OUTER[0]), quantile(values, OUTER[1]))
+        for name, values in held.items()
+        if values
+    }
 
 
 # Parsing. Each raises ValueError for what is not what it should be.
 
 
 def has_changed(text: str) -> bool:
-    """Whether a file has a checksum, of all of it or of one of its rows, that is wrong. Raises ValueError for broken JSON."""
+    """Whether a file has a checksum, of all of it or of one of its rows, that is wrong.
+
+    Raises ValueError for broken JSON.
+    """
     try:
         if not text.lstrip().startswith(("{", "[")):
             verify_text(text)
@@ -233,7 +272,9 @@ def _yaml_object(text: str) -> Json:
 
 
 def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
-    """Records by ascending step; what a later line says of the same step (evaluation, a resumed run) is merged in."""
+    """Records by ascending step; what a later line says of the same step (evaluation, a resumed
+    run) is merged in.
+    """
     by_step: dict[int, dict[str, Any]] = {}
     try:
         lines = path.read_bytes().split(b"\n") if path.exists() else []
@@ -248,6 +289,10 @@ def _read_metrics(path: Path, problems: list[str]) -> tuple[Json, ...]:
             step = int(record["step"])
             by_step.setdefault(step, {}).update(record, step=step)
         except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            last = " (the last line: the run was stopped while writing it)" if place == len(lines) else ""
+            last = (
+                " (the last line: the run was stopped while writing it)"
+                if place == len(lines)
+                else ""
+            )
             problems.append(f"{path.name}:{place} is not a whole record and was left out{last}")
     return tuple(by_step[step] for step in sorted(by_step))

@@ -1,4 +1,7 @@
-"""The runs below a folder: where each stands, for `valence runs`; what says how one was started. Nothing here loads torch."""
+"""The runs below a folder: where each stands, for `valence runs`; what says how one was started.
+
+Nothing here loads torch.
+"""
 
 from __future__ import annotations
 
@@ -26,16 +29,28 @@ TAIL = 2**16
 """Bytes at the end of a log that are read."""
 
 STATES = {"interrupted": "stopped", "failed": "failed", "done": "done", "scored": "scored"}
-STYLES = {"running": "green", "stopped": "yellow", "killed": "red", "failed": "red", "unreadable": "red"}
+STYLES = {
+    "running": "green",
+    "stopped": "yellow",
+    "killed": "red",
+    "failed": "red",
+    "unreadable": "red",
+}
 
 SHOWN = (
     ("loss",),
     ("eval/loss",),
     (
-        "eval/rewards/accuracies", "eval/rewards/auc", "eval/rewards/spearman", "eval/rewards/margins",
-        "rewards/accuracies", "rewards/auc", "rewards/spearman", "rewards/margins",
+        "eval/rewards/accuracies",
+        "eval/rewards/auc",
+        "eval/rewards/spearman",
+        "eval/rewards/margins",
+        "rewards/accuracies",
+        "rewards/auc",
+        "rewards/spearman",
+        "rewards/margins",
     ),
-)  # fmt: skip
+)
 """Of each group the first number that the log has is shown."""
 
 
@@ -50,9 +65,10 @@ class HolderLike(Protocol):
 class RunLine:
     """Where a run stands.
 
-    state: running, stopped (interrupted), killed (it says running, but no process holds it), failed, done, scored, or unreadable,
-    with the ``problem``. step: the last one logged; total: of the whole run. left: seconds that the steps to come take, without
-    evaluations and saves; of a running run only. checkpoint: the newest one's step. changed: seconds since 1970.
+    state: running, stopped (interrupted), killed (it says running, but no process holds it),
+    failed, done, scored, or unreadable, with the ``problem``. step: the last one logged; total: of
+    the whole run. left: seconds that the steps to come take, without evaluations and saves; of a
+    running run only. checkpoint: the newest one's step. changed: seconds since 1970.
     """
 
     path: Path
@@ -70,12 +86,15 @@ class RunLine:
 def list_runs(folder: Path, holder: Callable[[Path], HolderLike | None]) -> list[RunLine]:
     """The runs in a folder, or the one that it is: those that changed last come first.
 
-    Looks ``DEPTH`` folders down, but not into runs, hidden folders and links. holder: says who holds the lock of a run's folder.
-    Raises UserError when there is no such folder.
+    Looks ``DEPTH`` folders down, but not into runs, hidden folders and links. holder: says who
+    holds the lock of a run's folder. Raises UserError when there is no such folder.
     """
     if not folder.is_dir():
         raise UserError(
-            "there is no such folder", code="run-not-found", where=str(folder), fix="name a folder that holds runs, or is one"
+            "there is no such folder",
+            code="run-not-found",
+            where=str(folder),
+            fix="name a folder that holds runs, or is one",
         )
     return sorted(_lines(folder, holder, DEPTH), key=lambda line: (-line.changed, line.path))
 
@@ -85,7 +104,9 @@ def table(lines: Sequence[RunLine]) -> Table:
     made = Table(box=None, pad_edge=False)
     made.add_column("run", overflow="fold")
     for name in ("method", "state", "step", "left", "saved", "changed"):
-        made.add_column(name, no_wrap=True, justify="right" if name in ("step", "left", "saved") else "left")
+        made.add_column(
+            name, no_wrap=True, justify="right" if name in ("step", "left", "saved") else "left"
+        )
     made.add_column("last numbers", overflow="fold")
     now = time.time()
     for line in lines:
@@ -94,8 +115,19 @@ def table(lines: Sequence[RunLine]) -> Table:
         saved = "" if line.checkpoint is None else str(line.checkpoint)
         changed = f"{duration(max(0.0, now - line.changed))} ago" if line.changed else ""
         named = {name.replace("rewards/", ""): value for name, value in line.metrics.items()}
-        numbers = "  ".join(f"{name} {number(v) if isinstance(v, float) else v}" for name, v in named.items())
-        cells = (str(line.path), line.method, line.state, step, left, saved, changed, line.problem or numbers)
+        numbers = "  ".join(
+            f"{name} {number(v) if isinstance(v, float) else v}" for name, v in named.items()
+        )
+        cells = (
+            str(line.path),
+            line.method,
+            line.state,
+            step,
+            left,
+            saved,
+            changed,
+            line.problem or numbers,
+        )
         texts = [Text(visible(cell)) for cell in cells]
         texts[2].stylize(STYLES.get(line.state, ""))
         made.add_row(*texts)
@@ -103,29 +135,45 @@ def table(lines: Sequence[RunLine]) -> Table:
 
 
 def as_json(lines: Sequence[RunLine]) -> list[dict[str, Any]]:
-    """The same as plain values; ``changed`` as ISO time, numbers that are not finite as the log has them: as strings."""
+    """The same as plain values; ``changed`` as ISO time, numbers that are not finite as the log has
+    them: as strings.
+    """
     return [
         {
-            "path": str(line.path), "state": line.state, "problem": line.problem, "method": line.method or None,
-            "step": line.step, "total_steps": line.total, "seconds_left": line.left, "checkpoint": line.checkpoint,
-            "changed": datetime.fromtimestamp(line.changed, UTC).isoformat(timespec="seconds") if line.changed else None,
+            "path": str(line.path),
+            "state": line.state,
+            "problem": line.problem,
+            "method": line.method or None,
+            "step": line.step,
+            "total_steps": line.total,
+            "seconds_left": line.left,
+            "checkpoint": line.checkpoint,
+            "changed": datetime.fromtimestamp(line.changed, UTC).isoformat(timespec="seconds")
+            if line.changed
+            else None,
             "metrics": dict(line.metrics),
         }
         for line in lines
-    ]  # fmt: skip
+    ]
 
 
-def _lines(folder: Path, holder: Callable[[Path], HolderLike | None], depth: int) -> Iterator[RunLine]:
+def _lines(
+    folder: Path, holder: Callable[[Path], HolderLike | None], depth: int
+) -> Iterator[RunLine]:
     try:
         with os.scandir(folder) as entries:
             names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
     except OSError as error:
-        yield RunLine(folder, "unreadable", problem=f"the folder could not be read: {error.strerror}")
+        yield RunLine(
+            folder, "unreadable", problem=f"the folder could not be read: {error.strerror}"
+        )
         return
     if names.get("run.json") is False:
         yield _line(folder, holder)
     elif depth > 0:
-        for name in sorted(name for name, is_folder in names.items() if is_folder and not name.startswith(".")):
+        for name in sorted(
+            name for name, is_folder in names.items() if is_folder and not name.startswith(".")
+        ):
             yield from _lines(folder / name, holder, depth - 1)
 
 
@@ -138,9 +186,19 @@ def _line(run: Path, holder: Callable[[Path], HolderLike | None]) -> RunLine:
         if not isinstance(state, str):
             raise TypeError
     except OSError as error:
-        return RunLine(run, "unreadable", changed=changed, problem=f"run.json could not be read: {error.strerror}")
+        return RunLine(
+            run,
+            "unreadable",
+            changed=changed,
+            problem=f"run.json could not be read: {error.strerror}",
+        )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return RunLine(run, "unreadable", changed=changed, problem="run.json is damaged: it does not say how the run stands")
+        return RunLine(
+            run,
+            "unreadable",
+            changed=changed,
+            problem="run.json is damaged: it does not say how the run stands",
+        )
     records, from_start = _last_records(run / "metrics.jsonl")
     if status in ("running", "interrupted", "failed"):
         held = holder(run)
@@ -149,12 +207,17 @@ def _line(run: Path, holder: Callable[[Path], HolderLike | None]) -> RunLine:
         elif status == "running":
             state = "killed"
     logged = records[-1]["step"] if records else 0
-    said, total = (value if isinstance(value := facts.get(name), int) else None for name in ("steps", "total_steps"))
+    said, total = (
+        value if isinstance(value := facts.get(name), int) else None
+        for name in ("steps", "total_steps")
+    )
     step = logged if said is None or status == "running" else said
     return RunLine(
         path=run,
         state=state,
-        method=method if isinstance(method := facts.get("method"), str) else _method(run / "config.yaml"),
+        method=method
+        if isinstance(method := facts.get("method"), str)
+        else _method(run / "config.yaml"),
         step=step,
         total=total,
         left=_left(records, from_start, total - step) if state == "running" and total else None,
@@ -172,8 +235,10 @@ def _changed(path: Path) -> float:
 
 
 def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
-    """The whole records at the end of a log, and whether they are all that it has. What is not whole is left out: it is cut
-    here, or somebody is writing it."""
+    """The whole records at the end of a log, and whether they are all that it has.
+
+    What is not whole is left out: it is cut here, or somebody is writing it.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
@@ -193,8 +258,12 @@ def _last_records(path: Path) -> tuple[list[dict[str, Any]], bool]:
 
 
 def _left(records: Sequence[Mapping[str, Any]], from_start: bool, steps: int) -> float | None:
-    """Seconds for so many steps, as long as those of the records took; None when they do not say."""
-    timed = [(r["step"], r["seconds"]) for r in records if isinstance(r.get("seconds"), float | int)]
+    """Seconds for so many steps, as long as those of the records took; None when they do not
+    say.
+    """
+    timed = [
+        (r["step"], r["seconds"]) for r in records if isinstance(r.get("seconds"), float | int)
+    ]
     if not timed:
         return None
     # The seconds of a record are those since the one before it.
@@ -207,14 +276,26 @@ def _metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float | str]:
     latest: dict[str, Any] = {}
     for record in records:
         latest |= record
-    names = [next((name for name in group if isinstance(latest.get(name), float | int | str)), None) for group in SHOWN]
-    return {name: latest[name] if isinstance(latest[name], str) else float(latest[name]) for name in names if name}
+    names = [
+        next((name for name in group if isinstance(latest.get(name), float | int | str)), None)
+        for group in SHOWN
+    ]
+    return {
+        name: latest[name] if isinstance(latest[name], str) else float(latest[name])
+        for name in names
+        if name
+    }
 
 
 def _method(config: Path) -> str:
-    """Of a config.yaml as runs write it, where each section begins its line. For a run.json that does not say."""
+    """Of a config.yaml as runs write it, where each section begins its line.
+
+    For a run.json that does not say.
+    """
     try:
-        found = re.search(r"^method: *(\S+)", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+        found = re.search(
+            r"^method: *(\S+)", config.read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+        )
     except OSError:
         return ""
     return found[1] if found else ""
@@ -222,39 +303,56 @@ def _method(config: Path) -> str:
 
 def _newest_checkpoint(folder: Path) -> int | None:
     try:
-        steps = [int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"step-[0-9]{1,18}", name)]
+        steps = [
+            int(name[5:]) for name in os.listdir(folder) if re.fullmatch(r"step-[0-9]{1,18}", name)
+        ]
     except OSError:
         return None
     return max(steps, default=None)
 
 
 def config_of(run_dir: Path) -> Path:
-    """The recipe that a run keeps. Raises UserError when the folder holds no run, or the recipe has changed."""
+    """The recipe that a run keeps.
+
+    Raises UserError when the folder holds no run, or the recipe has changed.
+    """
     config = run_dir / "config.yaml"
     if not config.is_file():
         raise UserError(
-            "this folder holds no run (no config.yaml)", code="run-not-found", where=str(run_dir), fix="name a run's folder"
+            "this folder holds no run (no config.yaml)",
+            code="run-not-found",
+            where=str(run_dir),
+            fix="name a run's folder",
         )
     try:
         verify_text(config.read_bytes().decode("utf-8", errors="replace"))
     except OSError as error:
         fix = "make the file readable"
         raise UserError(
-            f"the recipe cannot be read ({error.strerror})", code="file-not-readable", where=str(config), fix=fix
+            f"the recipe cannot be read ({error.strerror})",
+            code="file-not-readable",
+            where=str(config),
+            fix=fix,
         ) from error
     except ChecksumError as error:
         fix = "put the file back; if you changed it on purpose, remove its last line"
-        raise UserError(f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix) from error
+        raise UserError(
+            f"the recipe is damaged: {error}", code="recipe-damaged", where=str(config), fix=fix
+        ) from error
     return config
 
 
 def place_of_run(run_dir: Path) -> tuple[Path, Path | None]:
-    """The recipe of a run, and the folder that it was started from, against which its paths are meant. Raises UserError when the
-    folder holds no run."""
+    """The recipe of a run, and the folder that it was started from, against which its paths are
+    meant. Raises UserError when the folder holds no run.
+    """
     if not run_dir.is_dir():
         what = "this is a file" if run_dir.exists() else "there is no such folder"
         raise UserError(
-            what, code="run-not-found", where=str(run_dir), fix="name a run's folder; a recipe is trained by `valence train`"
+            what,
+            code="run-not-found",
+            where=str(run_dir),
+            fix="name a run's folder; a recipe is trained by `valence train`",
         )
     recipe = config_of(run_dir)
     try:

@@ -1,4 +1,7 @@
-"""One row as a person can read it: as it stands in the file, as an example, as tokens. Returns what rich prints."""
+"""One row as a person can read it: as it stands in the file, as an example, as tokens.
+
+Returns what rich prints.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,20 @@ class Tokenizer(Protocol):
 
     @property
     def all_special_ids(self) -> list[int]: ...
-    def decode(self, token_ids: list[int], skip_special_tokens: bool = ..., **settings: Any) -> Any: ...
+    def decode(
+        self, token_ids: list[int], skip_special_tokens: bool = ..., **settings: Any
+    ) -> Any: ...
 
 
 def show_row(row: Mapping[str, Any], origin: Origin | None = None) -> RenderableType:
     """Stage "row": every column as it was read, with its type."""
     table = _table("column", "type", "value")
     for name, value in row.items():
-        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, indent=2, default=str)
+        text = (
+            value
+            if isinstance(value, str)
+            else json.dumps(value, ensure_ascii=False, indent=2, default=str)
+        )
         table.add_row(_plain(name), type(value).__name__, _plain(text))
     return Group(_heading("row", origin), table)
 
@@ -55,8 +64,13 @@ def show_example(example: Example) -> RenderableType:
 
 
 def show_encoded(encoded: TokenizedExample, tokenizer: Tokenizer) -> RenderableType:
-    """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a legend."""
-    parts: list[RenderableType] = [_heading(f"{encoded.kind}, {encoded.tokens} tokens", encoded.origin), _legend()]
+    """Stage "tokens": the prompt and each answer as coloured tokens, with counts, ids and a
+    legend.
+    """
+    parts: list[RenderableType] = [
+        _heading(f"{encoded.kind}, {encoded.tokens} tokens", encoded.origin),
+        _legend(),
+    ]
     prompt = TokenizedCompletion(ids=encoded.prompt_ids, mask=encoded.prompt_mask)
     parts += _tokens("prompt", prompt, PROMPT, tokenizer)
     names = _SIDES if encoded.kind == "preference" else ("answer",)
@@ -80,8 +94,10 @@ def _plain(text: object) -> Text:
 
 
 def pieces(answer: TokenizedCompletion, tokenizer: Tokenizer) -> Iterator[tuple[slice, str]]:
-    """The tokens with the text that each adds. Tokens that hold a part of one character come together, unless only
-    some of them are trained."""
+    """The tokens with the text that each adds.
+
+    Tokens that hold a part of one character come together, unless only some of them are trained.
+    """
     ids, mask = answer.ids, answer.mask
     before, start = 0, 0
     for end in range(1, len(ids) + 1):
@@ -95,18 +111,28 @@ def pieces(answer: TokenizedCompletion, tokenizer: Tokenizer) -> Iterator[tuple[
 
 
 def _decode(ids: Sequence[int], tokenizer: Tokenizer) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return tokenizer.decode(
+        list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+    )
 
 
-def _tokens(name: str, answer: TokenizedCompletion, style: str, tokenizer: Tokenizer) -> list[RenderableType]:
+def _tokens(
+    name: str, answer: TokenizedCompletion, style: str, tokenizer: Tokenizer
+) -> list[RenderableType]:
     """A rule with the counts, the tokens in colour (``style`` where not trained), and their ids."""
     cut = "" if answer.complete else ", cut off"
     title = f"{name}: {len(answer.ids)} tokens, {sum(answer.mask)} trained{cut}"
     text, special = Text(overflow="fold"), set(tokenizer.all_special_ids)
     for index, (piece, words) in enumerate(pieces(answer, tokenizer)):
         first = answer.ids[piece.start]
-        look = [TRAINED if answer.mask[piece.start] else style, index % 2 and "underline", first in special and SPECIAL]
-        text.append(_plain(words).plain.translate(_BLANKS) or f"<id {first}>", " ".join(filter(None, look)))
+        look = [
+            TRAINED if answer.mask[piece.start] else style,
+            index % 2 and "underline",
+            first in special and SPECIAL,
+        ]
+        text.append(
+            _plain(words).plain.translate(_BLANKS) or f"<id {first}>", " ".join(filter(None, look))
+        )
     ids = Text(" ".join(map(str, answer.ids)), style="dim")
     return [Rule(Text(title), align="left", characters="-"), text, ids]
 
@@ -140,12 +166,20 @@ def _said(message: Mapping[str, Any]) -> str:
     """The content of a turn, then whatever else it holds as JSON."""
     rest = {name: value for name, value in message.items() if name not in ("role", "content")}
     content = message.get("content")
-    text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)
+    text = (
+        content
+        if isinstance(content, str)
+        else json.dumps(content, ensure_ascii=False, default=str)
+    )
     return f"{text}\n{json.dumps(rest, ensure_ascii=False, default=str)}" if rest else text
 
 
 def _facts(facts: Mapping[str, object]) -> Text:
-    known = {name: value for name, value in facts.items() if value is not None and value not in ([], {}, "")}
+    known = {
+        name: value
+        for name, value in facts.items()
+        if value is not None and value not in ([], {}, "")
+    }
     return _plain("  ".join(f"{name}={value}" for name, value in known.items()))
 
 

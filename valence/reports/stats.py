@@ -7,14 +7,18 @@ from collections.abc import Iterable, Sequence
 from typing import TypeGuard
 
 LARGEST = 1e100
-"""Nothing that was measured is larger, and sums, squares and axes of larger numbers are not finite."""
+"""Nothing that was measured is larger, and sums, squares and axes of larger numbers are not
+finite.
+"""
 
 Z95 = 1.959964
 """Standard errors to either side that hold 95 % of a normal distribution."""
 
 
 def finite(value: object) -> TypeGuard[float]:
-    """Whether it is a number that can be drawn: no text, no truth value, not nan, infinite or as good as that."""
+    """Whether it is a number that can be drawn: no text, no truth value, not nan, infinite or as
+    good as that.
+    """
     return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < LARGEST
 
 
@@ -34,7 +38,9 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def ranks(values: Sequence[float]) -> list[float]:
-    """The place of each value from 0 for the smallest; equal values share the mean of their places."""
+    """The place of each value from 0 for the smallest; equal values share the mean of their
+    places.
+    """
     order = sorted(range(len(values)), key=lambda i: values[i])
     found = [0.0] * len(values)
     first = 0
@@ -58,7 +64,9 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
 
 
 def wilson(hits: int, count: int) -> tuple[float, float]:
-    """95 % interval of a share (Wilson 1927), which also holds for few rows and for shares of 0 and 1. count: at least 1."""
+    """95 % interval of a share (Wilson 1927), which also holds for few rows and for shares of 0 and
+    1. count: at least 1.
+    """
     share, spread = hits / count, Z95 * Z95 / count
     middle = (share + spread / 2) / (1 + spread)
     half = Z95 * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
@@ -66,7 +74,9 @@ def wilson(hits: int, count: int) -> tuple[float, float]:
 
 
 def mean_interval(values: Sequence[float]) -> tuple[float, float]:
-    """95 % interval of a mean, from the standard error of independent values. values: at least two."""
+    """95 % interval of a mean, from the standard error of independent values. values: at least
+    two.
+    """
     middle = math.fsum(values) / len(values)
     variance = math.fsum((each - middle) ** 2 for each in values) / (len(values) - 1)
     half = Z95 * math.sqrt(variance / len(values))
@@ -80,15 +90,22 @@ def auc(ups: Sequence[float], downs: Sequence[float]) -> float:
 
 
 def auc_interval(value: float, num_ups: int, num_downs: int) -> tuple[float, float]:
-    """95 % interval of an AUC (Newcombe 2006, method 5), which also holds for few rows and for 0 and 1.
+    """95 % interval of an AUC (Newcombe 2006, method 5), which also holds for few rows and for 0
+    and 1.
 
-    The bounds are the values a at which ``|value - a| = 1.96 * sqrt(V(a))``, with Hanley and McNeil's variance
-    ``V(a) = a (1-a) (1 + (n-1) ((1-a)/(2-a) + a/(1+a))) / (num_ups * num_downs)`` and ``n = (num_ups + num_downs) / 2``.
+    The bounds are the values a at which ``|value - a| = 1.96 * sqrt(V(a))``, with Hanley and
+    McNeil's variance ``V(a) = a (1-a) (1 + (n-1) ((1-a)/(2-a) + a/(1+a))) / (num_ups * num_downs)``
+    and ``n = (num_ups + num_downs) / 2``.
     """
     size = (num_ups + num_downs) / 2
 
     def distance(a: float) -> float:
-        variance = a * (1 - a) * (1 + (size - 1) * ((1 - a) / (2 - a) + a / (1 + a))) / (num_ups * num_downs)
+        variance = (
+            a
+            * (1 - a)
+            * (1 + (size - 1) * ((1 - a) / (2 - a) + a / (1 + a)))
+            / (num_ups * num_downs)
+        )
         return abs(value - a) - Z95 * math.sqrt(max(0.0, variance))
 
     def bound(far: float) -> float:

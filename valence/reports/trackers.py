@@ -1,5 +1,6 @@
-"""Experiment trackers as sinks: each runs in a thread of its own, so that no step waits for it, and neither lacks nor repeats
-anything when a run is taken up."""
+"""Experiment trackers as sinks: each runs in a thread of its own, so that no step waits for it, and
+neither lacks nor repeats anything when a run is taken up.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +22,17 @@ from valence.errors import UserError, install_command
 from valence.files import make_folder, open_file, refuse_links, write_all
 from valence.reports.sinks import SAMPLES, Record, attempt, samples
 
-LIBRARIES = {"tensorboard": "torch.utils.tensorboard.writer", "wandb": "wandb", "trackio": "trackio", "mlflow": "mlflow"}
+LIBRARIES = {
+    "tensorboard": "torch.utils.tensorboard.writer",
+    "wandb": "wandb",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+}
 """What each kind of tracker imports. Package and extra have the name of the kind."""
 PRIVATE = {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-"""Variables, unless they are set, that keep libraries from telling their makers of crashes and use."""
+"""Variables, unless they are set, that keep libraries from telling their makers of crashes and
+use.
+"""
 BEHIND = 10_000
 """Records and tables that may wait for a tracker; one that is further behind has failed."""
 
@@ -33,7 +41,9 @@ class Backend(Protocol):
     """One library, opened for one run. All of it is called on one thread."""
 
     def has(self, name: str, step: int) -> bool:
-        """Whether the tracker holds this number or table already; asked only of a run that is taken up."""
+        """Whether the tracker holds this number or table already; asked only of a run that is taken
+        up.
+        """
         ...
 
     def log(self, step: int, numbers: Mapping[str, float]) -> None: ...
@@ -45,9 +55,12 @@ class Backend(Protocol):
 
 @dataclass(frozen=True)
 class Opening:
-    """What a library is opened with. ``settings``: of the sink, as the recipe has them; ``config``: every setting of the run, as
-    JSON has it; ``state``: what this tracker kept of the run before, which ``keep`` writes; ``last``: the last step in the log of
-    a run that is taken up, else -1."""
+    """What a library is opened with.
+
+    ``settings``: of the sink, as the recipe has them; ``config``: every setting of the run, as JSON
+    has it; ``state``: what this tracker kept of the run before, which ``keep`` writes; ``last``:
+    the last step in the log of a run that is taken up, else -1.
+    """
 
     settings: Mapping[str, Any]
     config: Mapping[str, Any]
@@ -80,9 +93,10 @@ class Opening:
 class Tracker:
     """A sink that hands everything to a library on a thread of its own.
 
-    What the thread meets with is raised by the next call here, so that the sink is reported and left. The library is imported by
-    ``start``, before training: a thread beside it would take many times as long. The log is what counts: when a run is taken up,
-    the tracker is given what it lacks of it, and skips what it has.
+    What the thread meets with is raised by the next call here, so that the sink is reported and
+    left. The library is imported by ``start``, before training: a thread beside it would take many
+    times as long. The log is what counts: when a run is taken up, the tracker is given what it
+    lacks of it, and skips what it has.
     """
 
     def __init__(self, settings: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -99,7 +113,10 @@ class Tracker:
         """Begins to open the library. Raises UserError without a folder."""
         if folder is None:
             raise UserError(
-                "a tracker needs the folder of a run", code="tracker-needs-run", where="run.sinks", fix="give the run a folder"
+                "a tracker needs the folder of a run",
+                code="tracker-needs-run",
+                where="run.sinks",
+                fix="give the run a folder",
             )
         if note := check(self._settings):
             self._say(note)
@@ -124,7 +141,10 @@ class Tracker:
         self._status = status
 
     def close(self) -> None:
-        """Returns when everything has been handed over; there is no limit to that here. Raises what the library raised."""
+        """Returns when everything has been handed over; there is no limit to that here.
+
+        Raises what the library raised.
+        """
         if self._thread is None:
             return
         if self._thread.is_alive():
@@ -155,11 +175,17 @@ class Tracker:
 
     # ------------------------------------------------------------------ on the thread
 
-    def _open(self, config: Mapping[str, Any], folder: Path, taken_up: bool, before: Sequence[Record]) -> None:
+    def _open(
+        self, config: Mapping[str, Any], folder: Path, taken_up: bool, before: Sequence[Record]
+    ) -> None:
         from valence.reports.backends import OPEN
 
         path = folder / "trackers" / f"{self.name}.json"
-        state = verify(json.loads(path.read_text(encoding="utf-8"))) if taken_up and path.is_file() else {}
+        state = (
+            verify(json.loads(path.read_text(encoding="utf-8")))
+            if taken_up and path.is_file()
+            else {}
+        )
         last = max((int(record["step"]) for record in before), default=-1)
         opening = Opening(self._settings, config, folder, state, lambda: _write(path, state), last)
         self._again = bool(state)
@@ -172,7 +198,11 @@ class Tracker:
 
     def _log(self, step: int, numbers: Mapping[str, float]) -> None:
         assert self._backend is not None
-        lacking = {name: value for name, value in numbers.items() if not (self._again and self._backend.has(name, step))}
+        lacking = {
+            name: value
+            for name, value in numbers.items()
+            if not (self._again and self._backend.has(name, step))
+        }
         if lacking:
             self._backend.log(step, lacking)
 
@@ -192,18 +222,32 @@ def trackers(sinks: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> 
 
 
 def check(settings: Mapping[str, Any]) -> str | None:
-    """Raises UserError when the library of a sink is not installed, or would ask for a login. Returns what is to be said."""
+    """Raises UserError when the library of a sink is not installed, or would ask for a login.
+
+    Returns what is to be said.
+    """
     kind = str(settings["kind"])
     if find_spec(kind) is None:
         what = f"{kind!r} is not installed"
         raise UserError(
-            what, code="library-missing", where="run.sinks", fix=f"{install_command(kind)}, or leave it out of run.sinks"
+            what,
+            code="library-missing",
+            where="run.sinks",
+            fix=f"{install_command(kind)}, or leave it out of run.sinks",
         )
     if kind == "wandb" and wandb_mode(settings) != "offline" and not wandb_key():
         if settings.get("mode") == "online":
             fix = "run `wandb login`, set WANDB_API_KEY, or set the sink's mode to offline"
-            raise UserError("wandb has no key to log in with", code="tracker-login-missing", where="run.sinks (wandb)", fix=fix)
-        return "wandb has no key to log in with: its files stay on this machine until `wandb login` and `wandb sync`"
+            raise UserError(
+                "wandb has no key to log in with",
+                code="tracker-login-missing",
+                where="run.sinks (wandb)",
+                fix=fix,
+            )
+        return (
+            "wandb has no key to log in with: its files stay on this machine until `wandb "
+            "login` and `wandb sync`"
+        )
     return None
 
 
@@ -216,7 +260,9 @@ def wandb_mode(settings: Mapping[str, Any]) -> str:
 
 
 def wandb_key() -> bool:
-    """Whether wandb can log in without asking: a key in the environment, or where `wandb login` puts it."""
+    """Whether wandb can log in without asking: a key in the environment, or where `wandb login`
+    puts it.
+    """
     if os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
@@ -228,7 +274,9 @@ def wandb_key() -> bool:
 
 
 def numbers_of(record: Record) -> dict[str, float]:
-    """The numbers of a record but its step; those that are not finite may be the words that JSON has for them."""
+    """The numbers of a record but its step; those that are not finite may be the words that JSON
+    has for them.
+    """
     return {
         name: float(value)
         for name, value in record.items()
@@ -247,7 +295,11 @@ def _log_of(folder: Path) -> Iterator[Record]:
 def _rows_of(folder: Path, step: int) -> list[dict[str, Any]]:
     """Samples of an evaluation of earlier; none where its file is gone."""
     path = folder / "eval" / f"step-{step}.json"
-    return samples(verify(json.loads(path.read_text(encoding="utf-8")))["rows"]) if path.is_file() else []
+    return (
+        samples(verify(json.loads(path.read_text(encoding="utf-8")))["rows"])
+        if path.is_file()
+        else []
+    )
 
 
 def _write(path: Path, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,6 @@
-"""The first sentence of a report: did held-out behaviour improve, by how much, and how sure is that?"""
+"""The first sentence of a report: did held-out behaviour improve, by how much, and how sure is
+that?
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,16 @@ from typing import Any, Literal
 
 from valence.reports.console import number
 from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
-from valence.reports.stats import Z95, auc, auc_interval, finite, mean, mean_interval, spearman, wilson
+from valence.reports.stats import (
+    Z95,
+    auc,
+    auc_interval,
+    finite,
+    mean,
+    mean_interval,
+    spearman,
+    wilson,
+)
 
 Json = Mapping[str, Any]
 State = Literal["improved", "worse", "unclear", "unmeasured"]
@@ -22,8 +33,10 @@ FEWEST = 2
 class Verdict:
     """What held-out rows say about a run.
 
-    state: improved or worse if the 95 % interval excludes no change; unclear if it includes it; unmeasured without rows.
-    value, low, high: the measured number and its 95 % interval. baseline: the value of no change. count: held-out rows.
+    state: improved or worse if the 95 % interval excludes no change; unclear if it includes it;
+    unmeasured without rows.
+    value, low, high: the measured number and its 95 % interval. baseline: the value of no change.
+    count: held-out rows.
     sentence: all of this in words. advice: what to do or to keep in mind.
     """
 
@@ -48,7 +61,8 @@ class Verdict:
 
 
 def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
-    """Compare a run's last evaluation with its first one, or with chance where the run started there.
+    """Compare a run's last evaluation with its first one, or with chance where the run started
+    there.
 
     Evaluations have ``rows``. first is last if there was only one; both are None if there was none.
     """
@@ -56,7 +70,8 @@ def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
         return Verdict(
             "unmeasured",
             "No rows were held out, so this report cannot say whether the model is better.",
-            "Put a fifth of your rows, with other prompts, into a file of their own and name it under data.eval.",
+            "Put a fifth of your rows, with other prompts, into a file of their own and name it "
+            "under data.eval.",
         )
     after, before = last["rows"], first["rows"] if first is not None and first is not last else None
     for of_kind in (_of_completions, _of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
@@ -95,9 +110,11 @@ def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdi
     assert after is not None
     return Verdict(
         _state(low, high, 0.0),
-        f"The mean reward on {number(len(pairs))} held-out prompts went from {before:.3g} to {after:.3g} "
+        f"The mean reward on {number(len(pairs))} held-out prompts went from {before:.3g} to "
+        f"{after:.3g} "
         f"(change {_signed(after - before)}, 95 % interval {_signed(low)} to {_signed(high)}).",
-        "Read the answers below: a policy that exploits the reward looks the same as one that has learned the task.",
+        "Read the answers below: a policy that exploits the reward looks the same as one that "
+        "has learned the task.",
         after - before, low, high, 0.0, len(pairs),
     )  # fmt: skip
 
@@ -113,21 +130,30 @@ def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
     before = auc(*earlier) if earlier else 0.5
     return Verdict(
         _state(low, high, before),
-        f"On {number(len(ups) + len(downs))} held-out rows the model ranks a thumbs up above a thumbs down with probability "
+        f"On {number(len(ups) + len(downs))} held-out rows the model ranks a thumbs up above a "
+        f"thumbs down with probability "
         f"{now:.2f} ({_interval(low, high)}). {_before(before)}",
         READ, now, low, high, before, len(ups) + len(downs),
     )  # fmt: skip
 
 
 def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
-    rated = [(label, reward) for row in rows if (label := verdict(row)) is not None and (reward := value(row)) is not None]
+    rated = [
+        (label, reward)
+        for row in rows
+        if (label := verdict(row)) is not None and (reward := value(row)) is not None
+    ]
     ups = [reward for label, reward in rated if label]
     downs = [reward for label, reward in rated if not label]
     return (ups, downs) if min(len(ups), len(downs)) >= FEWEST else None
 
 
 def _before(baseline: float) -> str:
-    return "Before training: 0.5, chance." if baseline == 0.5 else f"Before training: {baseline:.2f}; 0.5 is chance."
+    return (
+        "Before training: 0.5, chance."
+        if baseline == 0.5
+        else f"Before training: {baseline:.2f}; 0.5 is chance."
+    )
 
 
 def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
@@ -137,10 +163,13 @@ def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | N
         return None
     low, high = wilson(hits, count)
     earlier = _ordered(first) if first is not None else (0, 0)
-    before = earlier[0] / earlier[1] if earlier[1] and any(margin(row) for row in first or ()) else 0.5
+    before = (
+        earlier[0] / earlier[1] if earlier[1] and any(margin(row) for row in first or ()) else 0.5
+    )
     return Verdict(
         _state(low, high, before),
-        f"The model prefers the chosen answer in {hits / count:.0%} of {number(count)} held-out pairs ({low:.0%} to {high:.0%} "
+        f"The model prefers the chosen answer in {hits / count:.0%} of {number(count)} held-out "
+        f"pairs ({low:.0%} to {high:.0%} "
         f"with 95 % confidence). {_before(before)}",
         READ, hits / count, low, high, before, count,
     )  # fmt: skip
@@ -153,15 +182,24 @@ def _ordered(rows: Sequence[Json]) -> tuple[int, int]:
 
 def _of_scores(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
     """How well the reward ranks rows as their scores do."""
-    found = [(reward, row["target"]) for row in last if finite(row.get("target")) and (reward := value(row)) is not None]
+    found = [
+        (reward, row["target"])
+        for row in last
+        if finite(row.get("target")) and (reward := value(row)) is not None
+    ]
     if len(found) < 4 or (rank := spearman([a for a, _ in found], [b for _, b in found])) is None:
         return None
-    # Fisher's transformation of a correlation, with the variance of a rank correlation (Fieller et al. 1957).
-    centre, half = math.atanh(max(-0.999999, min(0.999999, rank))), Z95 * math.sqrt(1.06 / (len(found) - 3))
+    # Fisher's transformation of a correlation, with the variance of a rank correlation (Fieller et
+    # al. 1957).
+    centre, half = (
+        math.atanh(max(-0.999999, min(0.999999, rank))),
+        Z95 * math.sqrt(1.06 / (len(found) - 3)),
+    )
     low, high = math.tanh(centre - half), math.tanh(centre + half)
     return Verdict(
         _state(low, high, 0.0),
-        f"On {number(len(found))} held-out rows the model's reward and the scores of the data have a rank correlation of "
+        f"On {number(len(found))} held-out rows the model's reward and the scores of the data "
+        f"have a rank correlation of "
         f"{rank:.2f} ({_interval(low, high)}). 0 is chance.",
         READ, rank, low, high, 0.0, len(found),
     )  # fmt: skip
@@ -179,9 +217,11 @@ def _of_demonstrations(last: Sequence[Json], first: Sequence[Json] | None) -> Ve
     assert change is not None
     return Verdict(
         _state(low, high, 0.0),
-        f"The log-probability per token of {number(len(pairs))} held-out answers changed by {_signed(change)} nats "
+        f"The log-probability per token of {number(len(pairs))} held-out answers changed by "
+        f"{_signed(change)} nats "
         f"(95 % interval {_signed(low)} to {_signed(high)}).",
-        "Read the answers below: likelier held-out answers do not show that new answers are better.",
+        "Read the answers below: likelier held-out answers do not show that new answers are "
+        "better.",
         change, low, high, 0.0, len(pairs),
     )  # fmt: skip
 

@@ -24,7 +24,8 @@ OF_A_FILE = re.compile(r"\.py(:|$)")
 HOST = re.compile(r"[\w.-]+:\d+(/.*)?")
 DOTTED = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)+")
 KINDS = (
-    "a function (package.module:function), a rule (`valence rewards` lists them), a model's folder or hub id, or an http address"
+    "a function (package.module:function), a rule (`valence rewards` lists them), a model's "
+    "folder or hub id, or an http address"
 )
 
 
@@ -68,9 +69,13 @@ def is_server(target: str) -> bool:
 
 
 ModelReward = Callable[[str, Mapping[str, Any], str], Backend]
-"""Loads a reward model: its folder or hub id, the entry's settings, and where they are for messages."""
+"""Loads a reward model: its folder or hub id, the entry's settings, and where they are for
+messages.
+"""
 FunctionBackend = Callable[[Spec, str], Backend]
-"""Loads a function that its backend may call several times at once: the entry, and where its function is for messages."""
+"""Loads a function that its backend may call several times at once: the entry, and where its
+function is for messages.
+"""
 
 
 def reward_of(
@@ -84,9 +89,9 @@ def reward_of(
     """What a recipe's reward section describes: its entries added up, each times its weight.
 
     model: loads reward models, where they can be used. function: loads functions; by default they
-    run in this process. cache: the folder in which scores of deterministic rewards are kept; without
-    one they are kept in memory. keep: so many of each in memory; 0: none are kept, nor written.
-    Raises UserError for what cannot be found or called, before anything is scored.
+    run in this process. cache: the folder in which scores of deterministic rewards are kept;
+    without one they are kept in memory. keep: so many of each in memory; 0: none are kept, nor
+    written. Raises UserError for what cannot be found or called, before anything is scored.
     """
     names = _names(specs)
     parts = list[Part]()
@@ -99,19 +104,32 @@ def reward_of(
 
 
 def identities(reward: Combined) -> list[Mapping[str, Any] | None]:
-    """What the scores of each part depend on besides the answers, of rules and reward models. None for functions and servers,
-    which are mended while there are scores already."""
-    return [None if isinstance(each.backend, Function | Servers) else each.backend.identity for each in _called(reward)]
+    """What the scores of each part depend on besides the answers, of rules and reward models.
+
+    None for functions and servers, which are mended while there are scores already.
+    """
+    return [
+        None if isinstance(each.backend, Function | Servers) else each.backend.identity
+        for each in _called(reward)
+    ]
 
 
 def digests(reward: Combined) -> dict[str, str]:
-    """By the name of each part a digest of what its scores depend on besides the answers, such as a function's source; without
-    those of which that is not known."""
-    return {each.name: digest(identity) for each in _called(reward) if (identity := each.backend.identity) is not None}
+    """By the name of each part a digest of what its scores depend on besides the answers, such as a
+    function's source; without those of which that is not known.
+    """
+    return {
+        each.name: digest(identity)
+        for each in _called(reward)
+        if (identity := each.backend.identity) is not None
+    }
 
 
 def _called(reward: Combined) -> list[Calls]:
-    called = [part.reward.inner if isinstance(part.reward, Cached) else part.reward for part in reward.parts]
+    called = [
+        part.reward.inner if isinstance(part.reward, Cached) else part.reward
+        for part in reward.parts
+    ]
     return [each for each in called if isinstance(each, Calls)]
 
 
@@ -129,13 +147,18 @@ def _names(specs: Sequence[Spec]) -> list[str]:
             )
         if name in names[:i]:
             raise UserError(
-                f"two rewards have the name {name!r}", code="reward-name-duplicate", where=where, fix="give each a `name`"
+                f"two rewards have the name {name!r}",
+                code="reward-name-duplicate",
+                where=where,
+                fix="give each a `name`",
             )
     return names
 
 
 def _short(target: str) -> str:
-    """What a reward is called that has no name: the function, the rule, the end of a path, or the host."""
+    """What a reward is called that has no name: the function, the rule, the end of a path, or the
+    host.
+    """
     if target.startswith(("http://", "https://")):
         host = re.sub(r"^https?://([^@/]*@)?", "", target.split(",")[0]).partition("/")[0]
         return re.sub(r"[^\w.-]+", "-", host) or "server"
@@ -143,25 +166,46 @@ def _short(target: str) -> str:
     return re.sub(r"[^\w.+-]+", "-", last)
 
 
-def _calls(spec: Spec, name: str, where: str, model: ModelReward | None, function: FunctionBackend | None) -> Calls:
+def _calls(
+    spec: Spec, name: str, where: str, model: ModelReward | None, function: FunctionBackend | None
+) -> Calls:
     if spec.clip is not None and not spec.clip[0] <= spec.clip[1]:
         what = f"nothing is at least {spec.clip[0]:g} and at most {spec.clip[1]:g}"
-        raise UserError(what, code="reward-setting-value", where=f"{where}.clip", fix="put the smaller number first")
+        raise UserError(
+            what,
+            code="reward-setting-value",
+            where=f"{where}.clip",
+            fix="put the smaller number first",
+        )
     backend, always, together = _backend(spec, where, model, function)
     return Calls(
-        name, backend, spec.deterministic or always, batch_size=spec.batch_size, retries=spec.retries,
-        concurrency=spec.concurrency if together else 1, patience=TIME_OUTS * spec.timeout,
-    )  # fmt: skip
+        name,
+        backend,
+        spec.deterministic or always,
+        batch_size=spec.batch_size,
+        retries=spec.retries,
+        concurrency=spec.concurrency if together else 1,
+        patience=TIME_OUTS * spec.timeout,
+    )
 
 
-def _backend(spec: Spec, where: str, model: ModelReward | None, function: FunctionBackend | None) -> tuple[Backend, bool, bool]:
-    """What is called; whether it is deterministic by nature; whether several calls may be under way."""
+def _backend(
+    spec: Spec, where: str, model: ModelReward | None, function: FunctionBackend | None
+) -> tuple[Backend, bool, bool]:
+    """What is called; whether it is deterministic by nature; whether several calls may be under
+    way.
+    """
     target, settings = spec.reward, spec.settings
     place = f"{where}.settings"
     if is_server(target):
         return _servers(spec, where), False, True
     if spec.token_env is not None:
-        raise UserError("only servers take a token", code="reward-setting-unused", where=f"{where}.token_env", fix="remove it")
+        raise UserError(
+            "only servers take a token",
+            code="reward-setting-unused",
+            where=f"{where}.token_env",
+            fix="remove it",
+        )
     if target in RULES:
         return Rules(target, rule_of(target, settings, place), settings, spec.timeout), True, False
     if is_function(target):
@@ -179,17 +223,23 @@ def _servers(spec: Spec, where: str) -> Servers:
     if unknown or not isinstance(spec.settings.get("label", ""), str):
         setting = unknown[0] if unknown else "label"
         raise UserError(
-            f"the client of a server has no setting {setting!r}" if unknown else "it names a column",
-            code="reward-setting-unknown" if unknown else "reward-setting-value", where=f"{where}.settings.{setting}",
+            f"the client of a server has no setting {setting!r}"
+            if unknown
+            else "it names a column",
+            code="reward-setting-unknown" if unknown else "reward-setting-value",
+            where=f"{where}.settings.{setting}",
             fix="its one setting is label, the column of the rows that is sent as label",
-        )  # fmt: skip
+        )
     token = None
     if spec.token_env is not None:
         token = os.environ.get(spec.token_env)
         if not token:
             what = f"the environment has no variable {spec.token_env}"
             raise UserError(
-                what, code="environment-variable-missing", where=f"{where}.token_env", fix="set it to the server's token"
+                what,
+                code="environment-variable-missing",
+                where=f"{where}.token_env",
+                fix="set it to the server's token",
             )
     urls = addresses(spec.reward, f"{where}.reward")
     return Servers(urls, spec.timeout, spec.settings.get("label"), token)
@@ -202,13 +252,21 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
         return
     place = f"{where}: {target}"
     if path.is_file() or OF_A_FILE.search(target):
-        function = f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
+        function = (
+            f"{path.with_suffix('').as_posix().replace('/', '.').partition('.py:')[0]}:function"
+        )
         raise UserError(
-            "this is a file", code="reward-not-found", where=place, fix=f"name a function in it as {function}, or {KINDS}"
+            "this is a file",
+            code="reward-not-found",
+            where=place,
+            fix=f"name a function in it as {function}, or {KINDS}",
         )
     if HOST.fullmatch(target):
         raise UserError(
-            "this is an address without its scheme", code="reward-not-found", where=place, fix=f"write http://{target}"
+            "this is an address without its scheme",
+            code="reward-not-found",
+            where=place,
+            fix=f"write http://{target}",
         )
     near = get_close_matches(target, RULES, 1, 0.7)
     if near:
@@ -227,4 +285,9 @@ def _check_model(target: str, where: str, model: ModelReward | None) -> None:
             fix=f"write {package}:{last} for a function; name {KINDS}",
         )
     if model is None:
-        raise UserError("reward models cannot be used here", code="reward-model-unsupported", where=place, fix=f"name {KINDS}")
+        raise UserError(
+            "reward models cannot be used here",
+            code="reward-model-unsupported",
+            where=place,
+            fix=f"name {KINDS}",
+        )

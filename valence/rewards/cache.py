@@ -1,4 +1,6 @@
-"""Scores that are kept: the same completion is judged once by a reward that always gives the same."""
+"""Scores that are kept: the same completion is judged once by a reward that always gives the
+same.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,16 @@ MOST = 2**16
 
 
 class Kept:
-    """Scores by key, in memory and, with a folder, in a file that only grows, which several processes may share.
+    """Scores by key, in memory and, with a folder, in a file that only grows, which several
+    processes may share.
 
-    most: scores held in memory; beyond, those that were not used for longest leave it. From a file the last ones are read, and
-    one that has left the memory counts as unknown: its completion is scored again, which costs a call and gives the same.
+    most: scores held in memory; beyond, those that were not used for longest leave it. From a file
+    the last ones are read, and one that has left the memory counts as unknown: its completion is
+    scored again, which costs a call and gives the same.
 
-    A line is one score with its checksum. A damaged line counts as absent, with one warning that names the first. What a killed
-    process left of its last line is ignored, as every write begins with a line break. Scores whose writing fails are kept in
-    memory alone, and ``trouble`` says so.
+    A line is one score with its checksum. A damaged line counts as absent, with one warning that
+    names the first. What a killed process left of its last line is ignored, as every write begins
+    with a line break. Scores whose writing fails are kept in memory alone, and ``trouble`` says so.
     """
 
     def __init__(self, folder: Path | None, identity: Mapping[str, Any], most: int = MOST) -> None:
@@ -53,7 +57,10 @@ class Kept:
             except OSError as error:
                 what = f"scores cannot be kept here ({error.strerror})"
                 raise UserError(
-                    what, code="reward-cache-not-writable", where=str(self.path.parent), fix="make room, or name another folder"
+                    what,
+                    code="reward-cache-not-writable",
+                    where=str(self.path.parent),
+                    fix="make room, or name another folder",
                 ) from error
             self.refresh()
 
@@ -68,25 +75,40 @@ class Kept:
 
     def add(self, scores: Mapping[str, Score]) -> None:
         """Those that have failed are not kept: the next time they may not."""
-        good = {key: score for key, score in scores.items() if score.value is not None and key not in self._scores}
+        good = {
+            key: score
+            for key, score in scores.items()
+            if score.value is not None and key not in self._scores
+        }
         for key, score in good.items():
             self._hold(key, score)
         if not good or self.path is None:
             return
-        entries = [{"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in good.items()]
+        entries = [
+            {"key": key, "value": s.value, "parts": dict(s.parts)} for key, s in good.items()
+        ]
         lines = [json.dumps(add_checksum(entry)) for entry in entries]
         try:
             self._append("\n".join(lines))
         except OSError as error:
             if not self.trouble:
-                self.trouble = f"{self.path}: scores cannot be written ({error.strerror}); they are kept in memory"
+                self.trouble = (
+                    f"{self.path}: scores cannot be written ({error.strerror}); they "
+                    f"are kept in memory"
+                )
                 warnings.warn(self.trouble, stacklevel=2)
 
     def refresh(self) -> None:
-        """Takes in what was added to the file, by this process or another, up to its last whole line."""
+        """Takes in what was added to the file, by this process or another, up to its last whole
+        line.
+        """
         if self.path is None:
             return
-        with contextlib.suppress(OSError), self.path.open("rb") as file:  # moved away: what is in memory stays
+        # moved away: what is in memory stays
+        with (
+            contextlib.suppress(OSError),
+            self.path.open("rb") as file,
+        ):
             file.seek(self._read)
             for line in file:
                 if not line.endswith(b"\n"):
@@ -104,7 +126,8 @@ class Kept:
     def _warn_of_damage(self) -> None:
         if not self._warned:
             warnings.warn(
-                f"{self.path}:{self._lines}: this line is damaged (its checksum is wrong); its score is computed again",
+                f"{self.path}:{self._lines}: this line is damaged (its checksum is wrong); its "
+                f"score is computed again",
                 stacklevel=4,
             )
         self._warned = True
@@ -146,7 +169,11 @@ class Cached:
         keys = [key_of(completion) for completion in completions]
         if any(key is not None and self.kept.get(key) is None for key in keys):
             self.kept.refresh()
-        found = {key: score for key in keys if key is not None and (score := self.kept.get(key)) is not None}
+        found = {
+            key: score
+            for key in keys
+            if key is not None and (score := self.kept.get(key)) is not None
+        }
         asked: dict[str | int, Completion] = {}  # once each; without a key under its place
         for i, (key, completion) in enumerate(zip(keys, completions, strict=True)):
             if key not in found:
@@ -163,11 +190,18 @@ class Cached:
 
 
 def key_of(completion: Completion) -> str | None:
-    """A hash of all that a reward may read of a completion, short of who sampled it and when; None when JSON does not hold it."""
+    """A hash of all that a reward may read of a completion, short of who sampled it and when; None
+    when JSON does not hold it.
+    """
     read = {
-        "prompt": completion.prompt, "rendered": completion.rendered, "tokens": completion.tokens, "text": completion.text,
-        "stop": completion.stop, "info": completion.info, **({"tools": completion.tools} if completion.tools else {}),
-    }  # fmt: skip
+        "prompt": completion.prompt,
+        "rendered": completion.rendered,
+        "tokens": completion.tokens,
+        "text": completion.text,
+        "stop": completion.stop,
+        "info": completion.info,
+        **({"tools": completion.tools} if completion.tools else {}),
+    }
     try:
         return digest(read)
     except (TypeError, ValueError, RecursionError):
@@ -187,8 +221,9 @@ def _plain(value: Any) -> Any:
 
 
 def _entry(line: bytes) -> tuple[str, Score] | None:
-    """Key and score of a line; None for the head of the file, an empty line, and one that a killed process did not finish.
-    Raises ValueError for a line that is damaged."""
+    """Key and score of a line; None for the head of the file, an empty line, and one that a killed
+    process did not finish. Raises ValueError for a line that is damaged.
+    """
     if not line.rstrip().endswith(b"}"):
         return None
     try:
@@ -199,6 +234,8 @@ def _entry(line: bytes) -> tuple[str, Score] | None:
         numbers = [value, *parts.values()]
     except (TypeError, LookupError, AttributeError, RecursionError) as error:
         raise ValueError(str(error)) from error
-    if not isinstance(key, str) or not all(type(n) in (int, float) and math.isfinite(n) for n in numbers):
+    if not isinstance(key, str) or not all(
+        type(n) in (int, float) and math.isfinite(n) for n in numbers
+    ):
         raise ValueError("not a score")
     return key, Score(value, parts)

@@ -1,5 +1,6 @@
-"""One reward as it is called: in batches, so many at a time, again after failures that may pass; every answer has its score or
-an error."""
+"""One reward as it is called: in batches, so many at a time, again after failures that may pass;
+every answer has its score or an error.
+"""
 
 from __future__ import annotations
 
@@ -22,29 +23,42 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
 MOST_PATIENCE = 120.0
 """Seconds that a server may ask to wait for."""
 TIME_OUTS = 2
-"""A batch whose call ran out of time is called again only while less than so many times the time of one call has passed: what
-hangs holds a batch up this long, however many retries it has."""
+"""A batch whose call ran out of time is called again only while less than so many times the time of
+one call has passed: what hangs holds a batch up this long, however many retries it has.
+"""
 
 
 class RewardError(Exception):
-    """A call returned no scores. ``passes``: a later call may succeed, not before ``after`` seconds. ``late``: the call exceeded
-    its time limit. ``late`` without ``passes``: it is still running, and nothing can stop it."""
+    """A call returned no scores.
 
-    def __init__(self, why: str, *, passes: bool = False, after: float = 0.0, late: bool = False) -> None:
+    ``passes``: a later call may succeed, not before ``after`` seconds. ``late``: the call exceeded
+    its time limit. ``late`` without ``passes``: it is still running, and nothing can stop it.
+    """
+
+    def __init__(
+        self, why: str, *, passes: bool = False, after: float = 0.0, late: bool = False
+    ) -> None:
         super().__init__(why)
         self.passes, self.after, self.late = passes, after, late
 
 
 @dataclass(frozen=True, slots=True)
 class FailedCall(Score):
-    """The score of a completion whose call failed as a whole. ``error`` may be about another completion of the same call.
-    ``late``: the call exceeded its time limit."""
+    """The score of a completion whose call failed as a whole.
+
+    ``error`` may be about another completion of the same call. ``late``: the call exceeded its time
+    limit.
+    """
 
     late: bool = False
 
 
 class Backend(Protocol):
-    """What is called. ``identity``: everything that its scores depend on besides the completions, as JSON; None: unknown."""
+    """What is called.
+
+    ``identity``: everything that its scores depend on besides the completions, as JSON; None:
+    unknown.
+    """
 
     @property
     def identity(self) -> Mapping[str, Any] | None: ...
@@ -56,16 +70,19 @@ class Backend(Protocol):
 
 
 def pause(tries: int, after: float, draw: Callable[[], float]) -> float:
-    """Seconds before the next try: half of them certain, half drawn at random from [0, 1), so that many clients spread out."""
+    """Seconds before the next try: half of them certain, half drawn at random from [0, 1), so that
+    many clients spread out.
+    """
     longest = min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** min(tries, 16))
     return after + longest * (0.5 + 0.5 * draw())
 
 
 @dataclass
 class Calls:
-    """A reward made of calls of a backend. patience: seconds from a batch's first call in which it is made again after a
-    time-out. ``sleep`` and ``draw``: how pauses are made; the latter has a state of its own, since the program's random numbers
-    belong to the run."""
+    """A reward made of calls of a backend. patience: seconds from a batch's first call in which it
+    is made again after a time-out. ``sleep`` and ``draw``: how pauses are made; the latter has a
+    state of its own, since the program's random numbers belong to the run.
+    """
 
     name: str
     backend: Backend
@@ -77,10 +94,15 @@ class Calls:
     clock: Callable[[], float] = time.monotonic
     sleep: Callable[[float], Any] = asyncio.sleep
     draw: Callable[[], float] = field(default_factory=lambda: random.Random().random)
-    _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(default=None, repr=False)
+    _slots: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = field(
+        default=None, repr=False
+    )
 
     async def __call__(self, completions: Sequence[Completion]) -> list[Score]:
-        batches = [completions[i : i + self.batch_size] for i in range(0, len(completions), self.batch_size)]
+        batches = [
+            completions[i : i + self.batch_size]
+            for i in range(0, len(completions), self.batch_size)
+        ]
         found = await together(self._batch(batch) for batch in batches)
         return [score for scores in found for score in scores]
 
@@ -95,7 +117,12 @@ class Calls:
                     scores = await self.backend.attempt(batch)
                 except RewardError as error:
                     over = error.late and self.clock() - began >= self.patience
-                    if error.passes and not over and tries < self.retries and error.after <= MOST_PATIENCE:
+                    if (
+                        error.passes
+                        and not over
+                        and tries < self.retries
+                        and error.after <= MOST_PATIENCE
+                    ):
                         await self.sleep(pause(tries, error.after, self.draw))
                         continue
                     tried = f" ({tries + 1} tries)" if tries else ""
@@ -141,7 +168,10 @@ def _is_finite(value: object) -> bool:
 
 
 def describe(value: object) -> str:
-    """``repr(value)``, or the type's name if that raises. Objects of reward functions may raise anything."""
+    """``repr(value)``, or the type's name if that raises.
+
+    Objects of reward functions may raise anything.
+    """
     return _text_or_type(repr, value)
 
 
@@ -153,5 +183,6 @@ def describe_error(error: BaseException) -> str:
 
 
 def _text_or_type(convert: Callable[[Any], str], value: object) -> str:
-    text = attempt(lambda: str(convert(value)))  # even SystemExit: formatting an error must not raise
+    # even SystemExit: formatting an error must not raise
+    text = attempt(lambda: str(convert(value)))
     return f"<{type(value).__name__} that cannot be shown>" if isinstance(text, Raised) else text

@@ -12,8 +12,11 @@ from valence.types import Completion, Reward, Score
 
 @dataclass(frozen=True)
 class Part:
-    """One reward in the sum. ``clip``: smallest and largest number that it gives; ``gate``: what it must give for the others to
-    count."""
+    """One reward in the sum.
+
+    ``clip``: smallest and largest number that it gives; ``gate``: what it must give for the others
+    to count.
+    """
 
     reward: Reward
     weight: float = 1.0
@@ -23,15 +26,19 @@ class Part:
     def of(self, score: Score) -> float:
         """What it gives, clipped. The score has not failed."""
         assert score.value is not None
-        return score.value if self.clip is None else min(max(score.value, self.clip[0]), self.clip[1])
+        return (
+            score.value if self.clip is None else min(max(score.value, self.clip[0]), self.clip[1])
+        )
 
 
 @dataclass(frozen=True)
 class Combined:
-    """sum_k weight_k * clip_k(r_k); where some give less than their gate, the sum of these alone. One that failed
-    fails the whole: what is left of a sum is another reward.
+    """sum_k weight_k * clip_k(r_k); where some give less than their gate, the sum of these alone.
 
-    The parts of its scores are what each gives after clipping, before weighting, and below them (``name/part``) their own parts.
+    One that failed fails the whole: what is left of a sum is another reward.
+
+    The parts of its scores are what each gives after clipping, before weighting, and below them
+    (``name/part``) their own parts.
     """
 
     parts: tuple[Part, ...]
@@ -73,10 +80,14 @@ class Combined:
             given.append((part, numbers[name]))
         failed_calls = [score for score in scores if isinstance(score, FailedCall)]
         if failed_calls:
-            return FailedCall(None, numbers, "; ".join(errors), late=any(score.late for score in failed_calls))
+            return FailedCall(
+                None, numbers, "; ".join(errors), late=any(score.late for score in failed_calls)
+            )
         if errors:
             return Score(None, numbers, "; ".join(errors))
-        shut = [(part, value) for part, value in given if part.gate is not None and value < part.gate]
+        shut = [
+            (part, value) for part, value in given if part.gate is not None and value < part.gate
+        ]
         total = sum(part.weight * value for part, value in shut or given)
         if not math.isfinite(total):
             return Score(None, numbers, f"the weighted sum is {total}, no finite number")

@@ -21,7 +21,14 @@ from typing import Any, cast
 
 from valence.errors import UserError
 from valence.rewards.calls import RewardError, describe, describe_error
-from valence.rewards.threads import Background, Raised, TimedOut, attempt, in_thread, restored_working_directory
+from valence.rewards.threads import (
+    Background,
+    Raised,
+    TimedOut,
+    attempt,
+    in_thread,
+    restored_working_directory,
+)
 from valence.types import Completion, Message, Score
 
 MOST_ABANDONED = 8
@@ -37,9 +44,10 @@ Columns = dict[str, list[Any]]
 class Function:
     """Calls a function with completions. ``seconds``: after which a call is given up.
 
-    Three signatures: ``(completions, **settings)`` with ``Completion`` objects, the same as ``async def``, and TRL's
-    ``(prompts, completions, **columns)``, which is known by its parameters: ``prompts``, or ones that no setting gives. What is
-    blocking runs in a thread, one call at a time (Calls.concurrency is 1), asynchronous functions in a loop of their own.
+    Three signatures: ``(completions, **settings)`` with ``Completion`` objects, the same as ``async
+    def``, and TRL's ``(prompts, completions, **columns)``, which is known by its parameters:
+    ``prompts``, or ones that no setting gives. What is blocking runs in a thread, one call at a
+    time (Calls.concurrency is 1), asynchronous functions in a loop of their own.
     """
 
     fn: Callable[..., Any]
@@ -54,7 +62,10 @@ class Function:
 
     @property
     def blocking(self) -> bool:
-        return not (inspect.iscoroutinefunction(self.fn) or inspect.iscoroutinefunction(getattr(self.fn, "__call__", None)))  # noqa: B004
+        return not (
+            inspect.iscoroutinefunction(self.fn)
+            or inspect.iscoroutinefunction(getattr(self.fn, "__call__", None))  # noqa: B004
+        )
 
     @cached_property
     def place(self) -> str:
@@ -64,8 +75,13 @@ class Function:
 
     @property
     def identity(self) -> Mapping[str, Any] | None:
-        """The whole file counts, as the function may use the rest of it. Files that it imports do not."""
-        path = inspect.getsourcefile(_plain(self.fn)) if hasattr(_plain(self.fn), "__code__") else None
+        """The whole file counts, as the function may use the rest of it.
+
+        Files that it imports do not.
+        """
+        path = (
+            inspect.getsourcefile(_plain(self.fn)) if hasattr(_plain(self.fn), "__code__") else None
+        )
         if path is None or not Path(path).is_file():
             return None
         source = hashlib.sha256(Path(path).read_bytes()).hexdigest()
@@ -79,22 +95,32 @@ class Function:
         self._abandoned[:] = [thread for thread in self._abandoned if thread.is_alive()]
         if len(self._abandoned) >= MOST_ABANDONED:
             raise RewardError(
-                f"{len(self._abandoned)} earlier calls never came back ({self.place}), so it is not called any more"
+                f"{len(self._abandoned)} earlier calls never came back ({self.place}), so it is "
+                f"not called any more"
             )
         try:
             given = await (self._in_thread(call) if self.blocking else self._in_loop(call))
         except TimedOut as late:
             what = "it blocks its event loop" if late.blocked else "the call was given up"
-            hint = ": wait with await in an async function, or write it without async" if late.blocked else ""
+            hint = (
+                ": wait with await in an async function, or write it without async"
+                if late.blocked
+                else ""
+            )
             raise RewardError(
                 f"no answer within {self.seconds:g} s ({self.place}); {what}{hint}",
                 passes=not (self.blocking or late.blocked), late=True,
             ) from late  # fmt: skip
         if isinstance(given, Raised):
             raise self._failure(given.error) from given.error
-        scores = attempt(partial(scores_of, given, len(completions), self.place))  # what it gave may raise when looked at
+        # what it gave may raise when looked at
+        scores = attempt(partial(scores_of, given, len(completions), self.place))
         if isinstance(scores, Raised):
-            raise scores.error if isinstance(scores.error, RewardError) else self._failure(scores.error)
+            raise (
+                scores.error
+                if isinstance(scores.error, RewardError)
+                else self._failure(scores.error)
+            )
         return scores
 
     async def _in_thread(self, call: Callable[[], Any]) -> Any:
@@ -113,16 +139,28 @@ class Function:
 
     def _failure(self, error: BaseException) -> RewardError:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [f for f in frames if not f.filename.startswith(str(Path(__file__).parent)) and f.filename != inspect.__file__]
+        own = [
+            f
+            for f in frames
+            if not f.filename.startswith(str(Path(__file__).parent))
+            and f.filename != inspect.__file__
+        ]
         code: Any = getattr(_plain(self.fn), "__code__", None)
         inside = [f for f in own if code is not None and f.filename == code.co_filename] or own
         place = f"{_shown(inside[-1].filename)}:{inside[-1].lineno}" if inside else self.place
         said = _cut(describe_error(error))
         hint = ""
         if isinstance(error, AttributeError | TypeError) and "Completion" in said and not self._trl:
-            hint = "; it is given Completion objects (.text, .prompt, .info); a parameter `prompts` asks for TRL's lists"
+            hint = (
+                "; it is given Completion objects (.text, .prompt, .info); a parameter "
+                "`prompts` asks for TRL's lists"
+            )
         late = isinstance(error, TimeoutError)
-        return RewardError(f"raised {said} ({place}){hint}", passes=late or isinstance(error, ConnectionError), late=late)
+        return RewardError(
+            f"raised {said} ({place}){hint}",
+            passes=late or isinstance(error, ConnectionError),
+            late=late,
+        )
 
     # Arguments
 
@@ -132,11 +170,16 @@ class Function:
             return inspect.signature(self.fn).parameters
         except (ValueError, TypeError):  # written in C
             rest = inspect.Parameter("rest", inspect.Parameter.VAR_KEYWORD)
-            return {"completions": inspect.Parameter("completions", inspect.Parameter.POSITIONAL_ONLY), "rest": rest}
+            return {
+                "completions": inspect.Parameter("completions", inspect.Parameter.POSITIONAL_ONLY),
+                "rest": rest,
+            }
 
     @cached_property
     def _named(self) -> list[inspect.Parameter]:
-        return [p for p in self.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+        return [
+            p for p in self.parameters.values() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        ]
 
     @cached_property
     def _takes_any(self) -> bool:
@@ -149,10 +192,14 @@ class Function:
     @cached_property
     def _trl(self) -> bool:
         names = [p.name for p in self._named]
-        return any(name in names for name in OF_TRL) or ("completions" in names and len(self._required) > 1)
+        return any(name in names for name in OF_TRL) or (
+            "completions" in names and len(self._required) > 1
+        )
 
     def _check_settings(self) -> None:
-        """Raises UserError for a setting that the function does not take, and for one that it lacks."""
+        """Raises UserError for a setting that the function does not take, and for one that it
+        lacks.
+        """
         names = [p.name for p in self._named]
         unknown = [name for name in self.settings if name not in names and not self._takes_any]
         if unknown:
@@ -162,30 +209,43 @@ class Function:
                 where="settings",
                 fix=f"its parameters are {', '.join(names)}",
             )
-        positional = any(p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values())
+        positional = any(
+            p.kind not in (p.KEYWORD_ONLY, p.VAR_KEYWORD) for p in self.parameters.values()
+        )
         if not self._trl and (not positional or len(self._required) > 1):
             wants = ", ".join(self._required[1:]) or "completions"
             raise UserError(
                 f"{self.target} ({self.place}) cannot be called: nothing gives it {wants}",
                 code="reward-signature",
-                fix="write it as `def reward(completions, **context)`, or `def reward(prompts, completions, **columns)`",
+                fix="write it as `def reward(completions, **context)`, or `def reward(prompts, "
+                "completions, **columns)`",
             )
 
     def _call(self, completions: Sequence[Completion]) -> Callable[[], Any]:
         copies = attempt(partial(isolated, completions))
         if isinstance(copies, Raised):
             what = _cut(f"{type(copies.error).__name__}: {copies.error}")
-            raise RewardError(f"a column of the rows cannot be copied for it ({what})") from copies.error
+            raise RewardError(
+                f"a column of the rows cannot be copied for it ({what})"
+            ) from copies.error
         completions, settings = copies, copy.deepcopy(dict(self.settings))
         if not self._trl:
             return partial(self.fn, completions, **settings)
         columns = columns_of(completions)
         lacking = [name for name in self._required if name not in columns]
         if lacking:
-            has = ", ".join(name for name in columns if name not in (*OF_TRL, "completions")) or "none"
-            raise RewardError(f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have (others: {has})")
+            has = (
+                ", ".join(name for name in columns if name not in (*OF_TRL, "completions"))
+                or "none"
+            )
+            raise RewardError(
+                f"it reads the column {lacking[0]!r} ({self.place}), which the rows do not have "
+                f"(others: {has})"
+            )
         names = [p.name for p in self._named]
-        taken = {name: values for name, values in columns.items() if self._takes_any or name in names}
+        taken = {
+            name: values for name, values in columns.items() if self._takes_any or name in names
+        }
         return partial(self.fn, **{**taken, **settings})
 
 
@@ -204,13 +264,21 @@ def isolated(completions: Sequence[Completion]) -> list[Completion]:
 
 
 def columns_of(completions: Sequence[Completion]) -> Columns:
-    """Completions as TRL's functions get them: lists of equal length by name. Prompts and completions of chats are lists of
-    messages; a row without a column that others have has None there."""
+    """Completions as TRL's functions get them: lists of equal length by name.
+
+    Prompts and completions of chats are lists of messages; a row without a column that others have
+    has None there.
+    """
     names = dict.fromkeys(name for c in completions for name in c.info)
     return {
         **{name: [c.info.get(name) for c in completions] for name in names},
-        "prompts": [c.prompt if isinstance(c.prompt, str) else [dict(message) for message in c.prompt] for c in completions],
-        "completions": [c.text if isinstance(c.prompt, str) else _turn(c.text) for c in completions],
+        "prompts": [
+            c.prompt if isinstance(c.prompt, str) else [dict(message) for message in c.prompt]
+            for c in completions
+        ],
+        "completions": [
+            c.text if isinstance(c.prompt, str) else _turn(c.text) for c in completions
+        ],
         "completion_ids": [list(c.tokens) for c in completions],
     }
 
@@ -223,13 +291,22 @@ def _turn(text: str) -> list[Message]:
 
 
 def scores_of(given: Any, number: int, place: str) -> list[Score]:
-    """A score for each of so many answers. Raises Failed when what was given is no list of that length."""
+    """A score for each of so many answers.
+
+    Raises Failed when what was given is no list of that length.
+    """
     if callable(getattr(given, "tolist", None)):  # of numpy or torch
         given = given.tolist()
     if given is None:
-        raise RewardError(f"gave None ({place}): is there no `return`? A list with a number for each answer is wanted")
+        raise RewardError(
+            f"gave None ({place}): is there no `return`? A list with a number for each answer is "
+            f"wanted"
+        )
     if not isinstance(given, list | tuple):
-        raise RewardError(f"gave a {type(given).__name__} ({place}); a list with a number for each answer is wanted")
+        raise RewardError(
+            f"gave a {type(given).__name__} ({place}); a list with a number for each answer is "
+            f"wanted"
+        )
     values = cast(Sequence[Any], given)
     if len(values) != number:
         raise RewardError(f"gave {len(values)} numbers for {number} answers ({place})")
@@ -246,16 +323,28 @@ def _score(value: Any, place: str) -> Score:
     if callable(getattr(value, "item", None)):  # of numpy or torch
         value = attempt(value.item)
     if not isinstance(value, Real):  # truth values are numbers in Python
-        return Score(None, error=_cut(f"gave {describe(value)}, a {type(value).__name__}, where a number is wanted ({place})"))
+        return Score(
+            None,
+            error=_cut(
+                f"gave {describe(value)}, a {type(value).__name__}, where a number is wanted "
+                f"({place})"
+            ),
+        )
     found = attempt(partial(float, value))
-    return Score(None, error=f"gave a number that is no float ({place})") if isinstance(found, Raised) else Score(found)
+    return (
+        Score(None, error=f"gave a number that is no float ({place})")
+        if isinstance(found, Raised)
+        else Score(found)
+    )
 
 
 # Finding it
 
 
 def load_function(target: str, where: str) -> Callable[..., Any]:
-    """The function that ``package.module:function`` names; modules of the current folder can be named. Raises UserError."""
+    """The function that ``package.module:function`` names; modules of the current folder can be
+    named. Raises UserError.
+    """
     name, _, path = target.partition(":")
     found: Any = _import(name, target, where)
     for part in path.split("."):
@@ -293,8 +382,10 @@ def function_of(target: str, settings: Mapping[str, Any], seconds: float, where:
 
 
 def _import(name: str, target: str, where: str) -> ModuleType:
-    """In front of the path while it is imported, as for `python -m`, the current folder stays at its end for what is imported
-    later: there it hides nothing."""
+    """In front of the path while it is imported, as for `python -m`, the current folder stays at
+    its end for what is imported
+    later: there it hides nothing.
+    """
     folder, place = os.getcwd(), f"{where}: {target}"
     sys.path.insert(0, folder)
     try:
@@ -309,8 +400,15 @@ def _import(name: str, target: str, where: str) -> ModuleType:
     error = module.error
     if isinstance(error, KeyboardInterrupt):
         raise error
-    if isinstance(error, ModuleNotFoundError) and error.name and (name == error.name or name.startswith(f"{error.name}.")):
-        what = f"there is no module {error.name!r}, neither in the current folder ({folder}) nor installed"
+    if (
+        isinstance(error, ModuleNotFoundError)
+        and error.name
+        and (name == error.name or name.startswith(f"{error.name}."))
+    ):
+        what = (
+            f"there is no module {error.name!r}, neither in the current folder ({folder}) nor "
+            f"installed"
+        )
         raise UserError(
             what,
             code="reward-module-not-found",
@@ -318,8 +416,17 @@ def _import(name: str, target: str, where: str) -> ModuleType:
             fix="name it as `package.module:function`, from the folder that the package is in",
         )
     said, at = _cut(describe_error(error)), _place_of(error)
-    fix = "install it in this environment" if isinstance(error, ModuleNotFoundError) else "correct the file"
-    raise UserError(f"importing {name} failed at {at}: {said}", code="reward-import-failed", where=place, fix=fix) from error
+    fix = (
+        "install it in this environment"
+        if isinstance(error, ModuleNotFoundError)
+        else "correct the file"
+    )
+    raise UserError(
+        f"importing {name} failed at {at}: {said}",
+        code="reward-import-failed",
+        where=place,
+        fix=fix,
+    ) from error
 
 
 def _place_of(error: BaseException) -> str:
@@ -327,7 +434,9 @@ def _place_of(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{_shown(error.filename)}:{error.lineno}"
     machinery = ("<frozen", importlib.__file__, str(Path(__file__).parent))
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)]
+    frames = [
+        f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(machinery)
+    ]
     return f"{_shown(frames[-1].filename)}:{frames[-1].lineno}" if frames else "its first line"
 
 

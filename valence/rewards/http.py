@@ -1,6 +1,7 @@
-"""Rewards of servers: to POST /get_reward with ``{"query": [...], "prompts": [...], "labels": [...]}`` they answer
-``{"rewards": [...]}``; or, where some answers have no score, with status 500 and ``{"failed": [{"index", "error"}], "scored":
-[{"index", "reward"}]}``."""
+"""Rewards of servers: to POST /get_reward with ``{"query": [...], "prompts": [...], "labels":
+[...]}`` they answer ``{"rewards": [...]}``; or, where some answers have no score, with status 500
+and ``{"failed": [{"index", "error"}], "scored": [{"index", "reward"}]}``.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,10 @@ LISTS = ("rewards", "scores")
 
 @dataclass
 class Server:
-    """One address. ``rests_until``: when (of the client's clock) it may be asked like the others again."""
+    """One address.
+
+    ``rests_until``: when (of the client's clock) it may be asked like the others again.
+    """
 
     url: str
     failures: int = 0
@@ -59,10 +63,12 @@ class Server:
 
 @dataclass
 class Servers:
-    """Servers that give the same rewards: a call goes to the least busy one, and from one that fails to the next; one that failed
-    rests for a while and then is asked again. ``seconds``: that one of them may take for a call, from the first byte to the last.
+    """Servers that give the same rewards: a call goes to the least busy one, and from one that
+    fails to the next; one that failed rests for a while and then is asked again. ``seconds``: that
+    one of them may take for a call, from the first byte to the last.
 
-    label: the column of the rows that is sent as ``labels``; None: "label" where there is one, else an empty text.
+    label: the column of the rows that is sent as ``labels``; None: "label" where there is one, else
+    an empty text.
     """
 
     urls: Sequence[str]
@@ -71,7 +77,9 @@ class Servers:
     token: str | None = field(default=None, repr=False)
     most_bytes: int = MOST_BYTES
     clock: Callable[[], float] = time.monotonic
-    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(default=None, repr=False)
+    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(
+        default=None, repr=False
+    )
 
     def __post_init__(self) -> None:
         self.servers = [Server(url) for url in self.urls]
@@ -95,7 +103,9 @@ class Servers:
     # What is sent
 
     def _body(self, completions: Sequence[Completion]) -> tuple[bytes, dict[int, Score]]:
-        """The request, and by their places the answers that are not in it, since something of them is not known."""
+        """The request, and by their places the answers that are not in it, since something of them
+        is not known.
+        """
         rows: list[tuple[str, str, Any]] = []
         unsent: dict[int, Score] = {}
         for i, completion in enumerate(completions):
@@ -104,7 +114,11 @@ class Servers:
                 unsent[i] = row
             else:
                 rows.append(row)
-        columns = zip(("query", "prompts", "labels"), zip(*rows, strict=True) if rows else ((), (), ()), strict=True)
+        columns = zip(
+            ("query", "prompts", "labels"),
+            zip(*rows, strict=True) if rows else ((), (), ()),
+            strict=True,
+        )
         return json.dumps(dict(columns)).encode(), unsent
 
     def _row(self, completion: Completion) -> tuple[str, str, Any] | Score:
@@ -113,12 +127,18 @@ class Servers:
             return Score(None, error="the text that its chat was rendered as is not known")
         label = completion.info.get(self.label or "label")
         if label is None and self.label is not None:
-            return Score(None, error=f"its row has nothing in the column {self.label!r}, which is to be sent as label")
+            return Score(
+                None,
+                error=f"its row has nothing in the column {self.label!r}, which is to be sent as "
+                f"label",
+            )
         label = "" if label is None else label
         try:
             json.dumps(label, allow_nan=False)
         except (TypeError, ValueError):
-            return Score(None, error=f"its label is a {type(label).__name__}, which JSON does not have")
+            return Score(
+                None, error=f"its label is a {type(label).__name__}, which JSON does not have"
+            )
         return prompt + completion.text, prompt, label
 
     # To whom
@@ -132,7 +152,9 @@ class Servers:
                 scores = await self._from(server, body, number)
             except RewardError as error:
                 if error.passes and not server.failures:  # once, until it answers again
-                    warnings.warn(f"{server.url}: {error}; it is asked again, or another one", stacklevel=2)
+                    warnings.warn(
+                        f"{server.url}: {error}; it is asked again, or another one", stacklevel=2
+                    )
                 server.failed(self.clock(), error.after)
                 failures.append((server, error))
                 continue
@@ -149,7 +171,11 @@ class Servers:
         """Those that rest come last, the one whose rest ends first before the others."""
         now = self.clock()
         left = [server for server in self.servers if not any(server is each for each in tried)]
-        return min(left, key=lambda server: (max(server.rests_until - now, 0.0), server.under_way), default=None)
+        return min(
+            left,
+            key=lambda server: (max(server.rests_until - now, 0.0), server.under_way),
+            default=None,
+        )
 
     async def _from(self, server: Server, body: bytes, number: int) -> list[Score]:
         import httpx
@@ -158,7 +184,9 @@ class Servers:
             async with asyncio.timeout(self.seconds):
                 status, headers, reply = await self._post(server.url, body)
         except (TimeoutError, httpx.TimeoutException) as error:
-            raise RewardError(f"no answer within {self.seconds:g} s", passes=True, late=True) from error
+            raise RewardError(
+                f"no answer within {self.seconds:g} s", passes=True, late=True
+            ) from error
         except httpx.TransportError as error:
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
             raise RewardError(f"no connection, or it broke ({said})", passes=True) from error
@@ -167,17 +195,25 @@ class Servers:
         if status == IN_PART and (in_part := scores_in_part(reply, number)) is not None:
             return in_part
         if status != 200:
-            more = f", to {headers['location']}: name that address" if 300 <= status < 400 and "location" in headers else ""
+            more = (
+                f", to {headers['location']}: name that address"
+                if 300 <= status < 400 and "location" in headers
+                else ""
+            )
             said = reply[:200].decode(errors="replace").strip()
             raise RewardError(
                 f"it answered with status {status}{more}{f' ({said})' if said else ''}",
-                passes=status in MAY_PASS, after=_seconds(headers.get("retry-after", "")), late=status in OVER,
-            )  # fmt: skip
+                passes=status in MAY_PASS,
+                after=_seconds(headers.get("retry-after", "")),
+                late=status in OVER,
+            )
         return scores_in(reply, number)
 
     async def _post(self, url: str, body: bytes) -> tuple[int, Mapping[str, str], bytes]:
         """Status, headers and body of the reply, whose length has a limit."""
-        headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {self.token}"} if self.token else {})
+        headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {self.token}"} if self.token else {}
+        )
         reply = bytearray()
         async with self._opened().stream("POST", url, content=body, headers=headers) as response:
             async for piece in response.aiter_bytes():
@@ -194,7 +230,9 @@ class Servers:
         if self._client is None or self._client[0] is not loop:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
             with as_the_environment_says(", ".join(self.urls)):
-                client = httpx.AsyncClient(timeout=self.seconds, limits=limits, **routes(*self.urls))
+                client = httpx.AsyncClient(
+                    timeout=self.seconds, limits=limits, **routes(*self.urls)
+                )
             self._client = (loop, client)
         return self._client[1]
 
@@ -207,7 +245,9 @@ def scores_in(reply: bytes, number: int) -> list[Score]:
     try:
         found: Any = json.loads(reply)
     except (ValueError, RecursionError) as error:
-        raise RewardError(f"its reply is not JSON ({reply[:80].decode(errors='replace')!r})") from error
+        raise RewardError(
+            f"its reply is not JSON ({reply[:80].decode(errors='replace')!r})"
+        ) from error
     name = next((name for name in LISTS if isinstance(found, dict) and name in found), None)
     if name is None:
         said = (
@@ -222,13 +262,21 @@ def scores_in(reply: bytes, number: int) -> list[Score]:
     if len(cast(list[Any], values)) != number:
         raise RewardError(f"it gave {len(cast(list[Any], values))} rewards for {number} answers")
     errors: Any = found.get("errors")
-    reasons: list[Any] = cast(list[Any], errors) if isinstance(errors, list) and len(cast(list[Any], errors)) == number else []
-    return [_score(value, reasons[i] if reasons else None) for i, value in enumerate(cast(list[Any], values))]
+    reasons: list[Any] = (
+        cast(list[Any], errors)
+        if isinstance(errors, list) and len(cast(list[Any], errors)) == number
+        else []
+    )
+    return [
+        _score(value, reasons[i] if reasons else None)
+        for i, value in enumerate(cast(list[Any], values))
+    ]
 
 
 def scores_in_part(reply: bytes, number: int) -> list[Score] | None:
-    """The scores and failures by index of a reply to so many answers; None unless it has each answer once, with a finite number
-    or a reason."""
+    """The scores and failures by index of a reply to so many answers; None unless it has each
+    answer once, with a finite number or a reason.
+    """
     try:
         found: Any = json.loads(reply)
         scored, failed = found["scored"], found["failed"]
@@ -238,7 +286,9 @@ def scores_in_part(reply: bytes, number: int) -> list[Score] | None:
         return None
     if not isinstance(scored, list) or not isinstance(failed, list):
         return None
-    if any(type(index) is not int for index, _ in rows) or sorted(index for index, _ in rows) != list(range(number)):
+    if any(type(index) is not int for index, _ in rows) or sorted(
+        index for index, _ in rows
+    ) != list(range(number)):
         return None
     scores: dict[int, Score] = dict(rows)
     return [scores[index] for index in range(number)]
@@ -262,7 +312,9 @@ def _score(value: Any, reason: Any) -> Score:
     """Whether it is finite is asked later, of all scores alike."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         why = f": {reason}" if isinstance(reason, str) and reason else ""
-        return Score(None, error=f"the server gave {json.dumps(value):.80} where a number is wanted{why}")
+        return Score(
+            None, error=f"the server gave {json.dumps(value):.80} where a number is wanted{why}"
+        )
     try:
         return Score(float(value))
     except OverflowError:
@@ -287,15 +339,25 @@ def addresses(target: str, where: str) -> list[str]:
     for url in found:
         try:
             parts = urlsplit(url)
-            good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+            good = (
+                parts.scheme in ("http", "https")
+                and bool(parts.hostname)
+                and (parts.port is None or parts.port > 0)
+            )
         except ValueError:
             good = False
         if not good:
             raise UserError(
-                f"{url!r} is no address", code="reward-address-invalid", where=where, fix="write http://host:port/get_reward"
+                f"{url!r} is no address",
+                code="reward-address-invalid",
+                where=where,
+                fix="write http://host:port/get_reward",
             )
     if len(set(found)) < len(found):
         raise UserError(
-            "an address stands there twice", code="reward-address-duplicate", where=where, fix="name each server once"
+            "an address stands there twice",
+            code="reward-address-duplicate",
+            where=where,
+            fix="name each server once",
         )
     return found

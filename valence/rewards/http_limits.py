@@ -1,4 +1,6 @@
-"""Limits of a reward server on connections and request heads, which hold before a client is authenticated."""
+"""Limits of a reward server on connections and request heads, which hold before a client is
+authenticated.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,16 @@ HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^:\[\]]*)(:\d{0,5})?")
 def host_names(host: str, allowed: Iterable[str] = ()) -> frozenset[str]:
     """The names that clients may use for a server at ``host``, besides IP addresses. "*": any."""
     machine = socket.gethostname()
-    return frozenset(name.lower().rstrip(".") for name in ("localhost", machine, host, *allowed) if name)
+    return frozenset(
+        name.lower().rstrip(".") for name in ("localhost", machine, host, *allowed) if name
+    )
 
 
 def is_allowed_host(header: str, names: frozenset[str]) -> bool:
     """Whether a Host header names this server.
 
-    A page whose own name was made to resolve to this server's address (DNS rebinding) sends that name. An IP address cannot be
-    rebound, so any is allowed.
+    A page whose own name was made to resolve to this server's address (DNS rebinding) sends that
+    name. An IP address cannot be rebound, so any is allowed.
     """
     if "*" in names:
         return True
@@ -57,7 +61,9 @@ def is_allowed_host(header: str, names: frozenset[str]) -> bool:
 
 
 class RequestGuard:
-    """Refuses requests with too many headers, an ambiguous length or another host's name before the application sees them."""
+    """Refuses requests with too many headers, an ambiguous length or another host's name before the
+    application sees them.
+    """
 
     def __init__(self, app: Application, names: frozenset[str]) -> None:
         self.app, self.names = app, names
@@ -68,12 +74,16 @@ class RequestGuard:
             size = len(scope["raw_path"]) + len(scope["query_string"])
             size += sum(len(name) + len(value) for name, value in headers)
             if len(headers) > MAX_HEADERS or size > MAX_HEADER_BYTES:
-                error = f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes of them"
+                error = (
+                    f"a request may have {MAX_HEADERS} headers, and {MAX_HEADER_BYTES} bytes "
+                    f"of them"
+                )
                 await _refuse(send, 431, error)
                 return
             names = {name for name, _ in headers}
             if b"content-length" in names and b"transfer-encoding" in names:
-                await _refuse(send, 400, "the length of the body is given in two ways")  # a proxy may read it in the other way
+                # a proxy may read it in the other way
+                await _refuse(send, 400, "the length of the body is given in two ways")
                 return
             hosts = [value.decode("latin-1") for name, value in headers if name == b"host"]
             if not all(is_allowed_host(host, self.names) for host in hosts):
@@ -97,15 +107,23 @@ def raise_connection_limit() -> int:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
+    return (
+        MAX_CONNECTIONS
+        if soft == resource.RLIM_INFINITY
+        else max(min(MAX_CONNECTIONS, soft - RESERVED_FILES), 1)
+    )
 
 
-def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Protocol]:
+# The methods of the class are counted together.
+def limited_protocol(  # noqa: C901
+    seconds: float, max_connections: int
+) -> type[asyncio.Protocol]:
     """A class of HTTP connections for uvicorn.
 
-    A connection is closed whose request head, or whose reading of a reply, takes longer than ``seconds``. Beyond
-    ``max_connections`` the one that has been without a request for longest is closed, or the new one where there is none.
-    h11 limits the size of what is not complete; httptools, which uvicorn prefers, does not.
+    A connection is closed whose request head, or whose reading of a reply, takes longer than
+    ``seconds``. Beyond ``max_connections`` the one that has been without a request for longest is
+    closed, or the new one where there is none. h11 limits the size of what is not complete;
+    httptools, which uvicorn prefers, does not.
     """
     import h11
     from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -158,7 +176,10 @@ def limited_protocol(seconds: float, max_connections: int) -> type[asyncio.Proto
             """Called while a RemoteProtocolError of h11 is handled."""
             error = sys.exc_info()[1]
             status = getattr(error, "error_status_hint", 400)
-            self._refuse(status if status in (431, 501) else 400, f"{msg} {error}" if error is not None else msg)
+            self._refuse(
+                status if status in (431, 501) else 400,
+                f"{msg} {error}" if error is not None else msg,
+            )
 
         def pause_writing(self) -> None:
             super().pause_writing()

@@ -1,5 +1,6 @@
-"""Whether two formulas are equal, asked of a process of its own: an answer may hold one that no computer gets done with, and
-nothing else stops that."""
+"""Whether two formulas are equal, asked of a process of its own: an answer may hold one that no
+computer gets done with, and nothing else stops that.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +17,10 @@ PROCESS = Path(__file__).with_name("maths_process.py")
 
 
 class Maths:
-    """One process that compares, started when it is first asked and again when it had to end. ``seconds``: of the
-    processor for one comparison, after which the kernel ends it."""
+    """One process that compares, started when it is first asked and again when it had to end.
+
+    ``seconds``: of the processor for one comparison, after which the kernel ends it.
+    """
 
     def __init__(self, seconds: float) -> None:
         if importlib.util.find_spec("math_verify") is None:
@@ -52,8 +55,12 @@ class Maths:
             self._end()
             self._process = subprocess.Popen(
                 [sys.executable, "-P", str(PROCESS), str(self.seconds)],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8",
-            )  # fmt: skip
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                encoding="utf-8",
+            )
         return self._process
 
     def _end(self) -> None:

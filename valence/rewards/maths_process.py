@@ -1,4 +1,7 @@
-"""The process that compares formulas: a JSON line in, a JSON line out. It imports nothing of the package."""
+"""The process that compares formulas: a JSON line in, a JSON line out.
+
+It imports nothing of the package.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,10 @@ MEMORY = 4 * 2**30
 
 
 def compared(right: list[str], text: str) -> dict[str, Any]:
-    """Whether the text's last formula equals one of those that are right. What the row says must be one; what the text says need
-    not."""
+    """Whether the text's last formula equals one of those that are right.
+
+    What the row says must be one; what the text says need not.
+    """
     from math_verify import parse, verify
 
     said = parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,6 @@
-"""Worker processes that run a served function: one that does not answer in time is killed and replaced."""
+"""Worker processes that run a served function: one that does not answer in time is killed and
+replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +27,25 @@ from valence.rewards.worker_process import HEADER
 from valence.types import Completion, Score
 
 GRACE = 2.0
-"""Seconds that a worker has, beyond the time limit of a call, to report by itself that the limit was exceeded."""
+"""Seconds that a worker has, beyond the time limit of a call, to report by itself that the limit
+was exceeded.
+"""
 PROBE_INTERVAL, PROBE_SECONDS = 5.0, 1.0
 """Seconds between two probes of an idle worker, and until it has to answer one."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 30.0
-"""Seconds before a worker that could not be started is started again, doubled each time, and where that ends."""
+"""Seconds before a worker that could not be started is started again, doubled each time, and where
+that ends.
+"""
 START_SECONDS = 600.0
 """Seconds that a worker that replaces another may take to import the function."""
 MOST_RESTARTS = 2
 """Times that a call is made again because a process that it shared with other calls ended."""
 LONGEST_LINE = 2000
 """Bytes of a line of a worker's output that are passed on at once."""
-START = "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; main({message_fd}, {lifeline_fd})"
+START = (
+    "import sys; sys.path[:] = {path!r}; from valence.rewards.worker_process import main; "
+    "main({message_fd}, {lifeline_fd})"
+)
 
 
 class WorkerEnded(Exception):
@@ -45,7 +54,10 @@ class WorkerEnded(Exception):
 
 @dataclass(eq=False)
 class Worker:
-    """One process. ``num_calls``: calls under way in it; ``lifeline``: the pipe whose end tells it to end."""
+    """One process.
+
+    ``num_calls``: calls under way in it; ``lifeline``: the pipe whose end tells it to end.
+    """
 
     process: subprocess.Popen[bytes]
     reader: asyncio.StreamReader
@@ -53,7 +65,9 @@ class Worker:
     lifeline: int
     num_calls: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
-    _replies: dict[int, asyncio.Future[Any]] = field(default_factory=dict[int, "asyncio.Future[Any]"])
+    _replies: dict[int, asyncio.Future[Any]] = field(
+        default_factory=dict[int, "asyncio.Future[Any]"]
+    )
     _ids: Any = field(default_factory=itertools.count)
 
     async def receive(self) -> Any:
@@ -109,8 +123,9 @@ class Worker:
 class WorkerPool:
     """A backend (valence.rewards.calls) that calls a function in processes of its own.
 
-    seconds: after which a call is given up and its worker killed. concurrency: calls under way at a time; a blocking function
-    has so many workers, an asynchronous one has one worker that runs them all. log: is given what workers print, line by line.
+    seconds: after which a call is given up and its worker killed. concurrency: calls under way at a
+    time; a blocking function has so many workers, an asynchronous one has one worker that runs them
+    all. log: is given what workers print, line by line.
     max_wait: seconds that a call waits for a worker.
     """
 
@@ -129,7 +144,10 @@ class WorkerPool:
     _closed: bool = False
 
     def start(self) -> None:
-        """Start the workers, and wait until the first has imported the function. Raises UserError when it cannot."""
+        """Start the workers, and wait until the first has imported the function.
+
+        Raises UserError when it cannot.
+        """
         self._background = Background("valence workers")
         self._changed = asyncio.Event()
         self._background.submit(self._start()).result()
@@ -142,7 +160,10 @@ class WorkerPool:
         return await asyncio.wrap_future(self._background.submit(self._attempt(completions)))
 
     async def probe(self) -> str | None:
-        """Why no worker can take a call now, or None. Idle workers are asked whether they answer."""
+        """Why no worker can take a call now, or None.
+
+        Idle workers are asked whether they answer.
+        """
         return await asyncio.wrap_future(self._background.submit(self._probe()))
 
     async def close(self) -> None:
@@ -155,22 +176,37 @@ class WorkerPool:
             worker, facts = await self._start_worker()
         except WorkerEnded as error:
             fix = "see what it printed, and import it with `python -c 'import MODULE'`"
-            raise UserError(_reason(error), code="reward-worker-failed", where=f"{self.where}: {self.target}", fix=fix) from error
+            raise UserError(
+                _reason(error),
+                code="reward-worker-failed",
+                where=f"{self.where}: {self.target}",
+                fix=fix,
+            ) from error
         self.parameters, self._identity = facts["parameters"], facts["identity"]
         num_workers = self.concurrency if facts["blocking"] else 1
         self._capacity = 1 if facts["blocking"] else self.concurrency
-        self._tasks = [asyncio.create_task(self._keep_worker(worker if i == 0 else None)) for i in range(num_workers)]
+        self._tasks = [
+            asyncio.create_task(self._keep_worker(worker if i == 0 else None))
+            for i in range(num_workers)
+        ]
 
     async def _start_worker(self) -> tuple[Worker, Any]:
-        """A process that has imported the function, and what it reports of it. Raises UserError and WorkerEnded."""
+        """A process that has imported the function, and what it reports of it.
+
+        Raises UserError and WorkerEnded.
+        """
         ours, theirs = socket.socketpair()
         lifeline_read, lifeline_write = os.pipe()
         code = START.format(path=sys.path, message_fd=theirs.fileno(), lifeline_fd=lifeline_read)
         try:
             process = subprocess.Popen(
-                [sys.executable, "-c", code], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                pass_fds=(theirs.fileno(), lifeline_read), start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, "-c", code],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                pass_fds=(theirs.fileno(), lifeline_read),
+                start_new_session=True,
+            )
         except OSError as error:
             ours.close()
             os.close(lifeline_write)
@@ -178,7 +214,9 @@ class WorkerPool:
         finally:
             theirs.close()
             os.close(lifeline_read)
-        threading.Thread(target=self._pass_output_on, args=(process,), name="output of a worker", daemon=True).start()
+        threading.Thread(
+            target=self._pass_output_on, args=(process,), name="output of a worker", daemon=True
+        ).start()
         loading = asyncio.create_task(self._load(process, ours, lifeline_write))
         try:
             return await asyncio.shield(loading)
@@ -188,7 +226,9 @@ class WorkerPool:
             await asyncio.gather(loading, return_exceptions=True)
             raise
 
-    async def _load(self, process: subprocess.Popen[bytes], ours: socket.socket, lifeline: int) -> tuple[Worker, Any]:
+    async def _load(
+        self, process: subprocess.Popen[bytes], ours: socket.socket, lifeline: int
+    ) -> tuple[Worker, Any]:
         worker = Worker(process, *await asyncio.open_connection(sock=ours), lifeline)
         with contextlib.ExitStack() as on_failure:
             on_failure.callback(worker.kill)
@@ -242,7 +282,10 @@ class WorkerPool:
             await self._answers(worker)
 
     async def _answers(self, worker: Worker) -> bool:
-        """Whether a worker answers; an idle one that does not is killed. One that is busy counts as answering."""
+        """Whether a worker answers; an idle one that does not is killed.
+
+        One that is busy counts as answering.
+        """
         if worker.num_calls and not worker.ended.is_set():
             return True
         try:
@@ -250,7 +293,8 @@ class WorkerPool:
         except WorkerEnded:
             return False
         except TimeoutError:
-            if worker.num_calls:  # it has been given a call meanwhile, which has a time limit of its own
+            # it has been given a call meanwhile, which has a time limit of its own
+            if worker.num_calls:
                 return True
             self.log(f"worker {worker.process.pid} does not answer and is killed")
             worker.kill()
@@ -290,11 +334,18 @@ class WorkerPool:
         return [Score(value, parts, error) for value, parts, error in reply["scores"]]
 
     async def _free_worker(self) -> Worker:
-        """A worker with room for a call, which it is counted for. Raises Failed when there is none in time."""
+        """A worker with room for a call, which it is counted for.
+
+        Raises Failed when there is none in time.
+        """
         try:
             async with asyncio.timeout(None if math.isinf(self.max_wait) else self.max_wait):
                 while True:
-                    workers = [w for w in self.workers if w.num_calls < self._capacity and not w.ended.is_set()]
+                    workers = [
+                        w
+                        for w in self.workers
+                        if w.num_calls < self._capacity and not w.ended.is_set()
+                    ]
                     if workers:
                         worker = min(workers, key=lambda w: w.num_calls)
                         worker.num_calls += 1
@@ -303,7 +354,9 @@ class WorkerPool:
                     await self._changed.wait()
         except TimeoutError:
             reason = "its worker processes are busy" if self.workers else self._trouble
-            raise RewardError(f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True) from None
+            raise RewardError(
+                f"not called within {self.max_wait:g} s: {reason} ({self.target})", late=True
+            ) from None
 
     async def _close(self) -> None:
         for task in self._tasks:
@@ -314,4 +367,8 @@ class WorkerPool:
 def _reason(error: BaseException) -> str:
     if isinstance(error, UserError):
         return error.what
-    return "it takes too long" if isinstance(error, TimeoutError) else str(error) or "it ended while it imported the function"
+    return (
+        "it takes too long"
+        if isinstance(error, TimeoutError)
+        else str(error) or "it ended while it imported the function"
+    )

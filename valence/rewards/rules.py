@@ -1,4 +1,6 @@
-"""Rewards that need no model: each compares an answer with what its row says, or looks at the answer alone."""
+"""Rewards that need no model: each compares an answer with what its row says, or looks at the
+answer alone.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,12 @@ LIBRARIES = {"maths": "math-verify", "vader": "vaderSentiment", "json_schema": "
 """What rules judge by."""
 SECONDS_OF_A_PATTERN = 5.0
 
-Column = Annotated[str, Field(description="column of the row that holds what is right; a list there allows for several")]
+Column = Annotated[
+    str,
+    Field(
+        description="column of the row that holds what is right; a list there allows for several"
+    ),
+]
 IgnoreCase = Annotated[bool, Field(description="whether capital and small letters are the same")]
 
 
@@ -42,25 +49,41 @@ def exact_match(*, answer: Column = "answer", ignore_case: IgnoreCase = False) -
 
     def rule(completion: Completion) -> float:
         found = _folded(completion.text.strip(), ignore_case)
-        return float(any(found == _folded(right.strip(), ignore_case) for right in _expected(completion, answer)))
+        return float(
+            any(
+                found == _folded(right.strip(), ignore_case)
+                for right in _expected(completion, answer)
+            )
+        )
 
     return rule
 
 
 def contains(
     *,
-    words: Annotated[list[str] | None, Field(description="what to look for; null: what the row's column says")] = None,
+    words: Annotated[
+        list[str] | None, Field(description="what to look for; null: what the row's column says")
+    ] = None,
     answer: Column = "answer",
-    want: Annotated[Literal["any", "all", "none"], Field(description="how many of them the answer must have")] = "any",
+    want: Annotated[
+        Literal["any", "all", "none"], Field(description="how many of them the answer must have")
+    ] = "any",
     ignore_case: IgnoreCase = False,
 ) -> Rule:
     """1 when the answer has these words (pieces of text) in it, else 0."""
     if words is not None and not all(words):
-        raise UserError("every answer has an empty text in it", code="reward-setting-value", where="words", fix="remove it")
+        raise UserError(
+            "every answer has an empty text in it",
+            code="reward-setting-value",
+            where="words",
+            fix="remove it",
+        )
 
     def rule(completion: Completion) -> float:
         text = _folded(completion.text, ignore_case)
-        found = [_folded(word, ignore_case) in text for word in (words or _expected(completion, answer))]
+        found = [
+            _folded(word, ignore_case) in text for word in (words or _expected(completion, answer))
+        ]
         return float({"any": any(found), "all": all(found), "none": not any(found)}[want])
 
     return rule
@@ -76,30 +99,49 @@ def regex(
     import regex as engine  # unlike `re` it can be stopped
 
     try:
-        compiled = engine.compile(pattern, engine.DOTALL | (engine.IGNORECASE if ignore_case else 0))
+        compiled = engine.compile(
+            pattern, engine.DOTALL | (engine.IGNORECASE if ignore_case else 0)
+        )
     except engine.error as error:
         raise UserError(
-            f"this is no regular expression: {error}", code="reward-setting-value", where="pattern", fix="correct it"
+            f"this is no regular expression: {error}",
+            code="reward-setting-value",
+            where="pattern",
+            fix="correct it",
         ) from error
 
     def rule(completion: Completion) -> float:
         look = compiled.fullmatch if whole else compiled.search
         try:
-            return float(look(completion.text, timeout=SECONDS_OF_A_PATTERN, concurrent=True) is not None)
+            return float(
+                look(completion.text, timeout=SECONDS_OF_A_PATTERN, concurrent=True) is not None
+            )
         except TimeoutError as error:
-            raise UnscoredError(f"the pattern took longer than {SECONDS_OF_A_PATTERN:g} s; it backtracks without end") from error
+            raise UnscoredError(
+                f"the pattern took longer than {SECONDS_OF_A_PATTERN:g} s; it backtracks without "
+                f"end"
+            ) from error
 
     return rule
 
 
 def length(
     *,
-    unit: Annotated[Literal["tokens", "characters", "words"], Field(description="what is counted")] = "tokens",
+    unit: Annotated[
+        Literal["tokens", "characters", "words"], Field(description="what is counted")
+    ] = "tokens",
     least: Annotated[int, Field(ge=0, description="shortest length that gives 1")] = 0,
-    most: Annotated[int | None, Field(ge=0, description="longest length that gives 1; null: any")] = None,
-    fall: Annotated[int, Field(ge=0, description="over how many units it falls from 1 to 0 outside")] = 0,
+    most: Annotated[
+        int | None, Field(ge=0, description="longest length that gives 1; null: any")
+    ] = None,
+    fall: Annotated[
+        int, Field(ge=0, description="over how many units it falls from 1 to 0 outside")
+    ] = 0,
 ) -> Rule:
-    """1 when the length is in a range; outside it falls linearly to 0. Of a text without its tokens these cannot be counted."""
+    """1 when the length is in a range; outside it falls linearly to 0.
+
+    Of a text without its tokens these cannot be counted.
+    """
     if most is not None and most < least:
         raise UserError(
             f"no length is at least {least} and at most {most}",
@@ -110,10 +152,14 @@ def length(
 
     def rule(completion: Completion) -> float:
         if unit == "tokens" and completion.text and not completion.tokens:
-            raise UnscoredError("its tokens are not known, only its text: set unit to characters or words")
+            raise UnscoredError(
+                "its tokens are not known, only its text: set unit to characters or words"
+            )
         n = {
-            "tokens": len(completion.tokens), "characters": len(completion.text), "words": len(completion.text.split()),
-        }[unit]  # fmt: skip
+            "tokens": len(completion.tokens),
+            "characters": len(completion.text),
+            "words": len(completion.text.split()),
+        }[unit]
         outside = max(least - n, 0, 0 if most is None else n - most)
         return 1.0 - min(outside, fall) / fall if fall else float(outside == 0)
 
@@ -122,8 +168,13 @@ def length(
 
 def json_schema(
     *,
-    schema: Annotated[dict[str, Any] | str | None, Field(description="a JSON schema, or the file of one; null: any JSON")] = None,
-    fenced: Annotated[bool, Field(description="whether the JSON may stand in a fence of ```, with text around it")] = False,
+    schema: Annotated[
+        dict[str, Any] | str | None,
+        Field(description="a JSON schema, or the file of one; null: any JSON"),
+    ] = None,
+    fenced: Annotated[
+        bool, Field(description="whether the JSON may stand in a fence of ```, with text around it")
+    ] = False,
 ) -> Rule:
     """1 when the answer is JSON that satisfies the schema, else 0."""
     check = _validator(schema)
@@ -143,8 +194,12 @@ def json_schema(
 def maths(
     *,
     answer: Column = "answer",
-    after: Annotated[str | None, Field(description="mark in the column behind which it stands, as '####'")] = None,
-    seconds: Annotated[float, Field(gt=0, description="of the processor that one comparison may take")] = 5.0,
+    after: Annotated[
+        str | None, Field(description="mark in the column behind which it stands, as '####'")
+    ] = None,
+    seconds: Annotated[
+        float, Field(gt=0, description="of the processor that one comparison may take")
+    ] = 5.0,
 ) -> Rule:
     """1 when the last formula or number of the answer equals the row's, by math-verify; else 0."""
     process = Maths(seconds)
@@ -162,9 +217,13 @@ def maths(
 
 
 def vader(
-    *, part: Annotated[Literal["compound", "pos", "neu", "neg"], Field(description="which of VADER's numbers")] = "compound"
+    *,
+    part: Annotated[
+        Literal["compound", "pos", "neu", "neg"], Field(description="which of VADER's numbers")
+    ] = "compound",
 ) -> Rule:
-    """Sentiment of English text by VADER's lexicon: compound from -1 (negative) to 1 (positive), or a share.
+    """Sentiment of English text by VADER's lexicon: compound from -1 (negative) to 1 (positive), or
+    a share.
 
     Hutto and Gilbert 2014, ICWSM.
     """
@@ -198,14 +257,19 @@ def settings_of(name: str) -> type[BaseModel]:
     }
     config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", ".*shadows an attribute")  # a setting may be called schema
+        # a setting may be called schema
+        warnings.filterwarnings("ignore", ".*shadows an attribute")
         return create_model(name, __config__=config, **fields)
 
 
 def unknown_rule(name: str) -> UserError:
     near = get_close_matches(name, RULES, 1, 0.5)
     hint = f"did you mean {near[0]}? " if near else ""
-    return UserError(f"there is no rule {name!r}", code="reward-not-found", fix=f"{hint}rules: {', '.join(RULES)}")
+    return UserError(
+        f"there is no rule {name!r}",
+        code="reward-not-found",
+        fix=f"{hint}rules: {', '.join(RULES)}",
+    )
 
 
 def code_of(error: Mapping[str, Any]) -> str:
@@ -220,7 +284,10 @@ def said(error: Mapping[str, Any]) -> str:
 
 
 def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
-    """The rule under these settings. Raises UserError for a wrong one, or when its library is missing."""
+    """The rule under these settings.
+
+    Raises UserError for a wrong one, or when its library is missing.
+    """
     try:
         given = settings_of(name)(**settings)
     except ValidationError as error:
@@ -236,9 +303,16 @@ def rule_of(name: str, settings: Mapping[str, Any], where: str) -> Rule:
     try:
         return RULES[name](**{field: getattr(given, field) for field in type(given).model_fields})
     except UserError as error:
-        raise UserError(error.what, code=error.code, where=f"{where}.{error.where}", fix=error.fix) from error
+        raise UserError(
+            error.what, code=error.code, where=f"{where}.{error.where}", fix=error.fix
+        ) from error
     except ImportError as error:
-        raise UserError(f"reward {name} needs a library: {error}", code="library-missing", where=where, fix=INSTALL) from error
+        raise UserError(
+            f"reward {name} needs a library: {error}",
+            code="library-missing",
+            where=where,
+            fix=INSTALL,
+        ) from error
 
 
 @dataclass
@@ -261,13 +335,24 @@ class Rules:
         if self.name in LIBRARIES:
             with suppress(PackageNotFoundError):  # not every use of a rule needs it
                 library = version(LIBRARIES[self.name])
-        return {"rule": self.name, "settings": dict(self.settings), "source": source, "library": library}
+        return {
+            "rule": self.name,
+            "settings": dict(self.settings),
+            "source": source,
+            "library": library,
+        }
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         try:
-            found = await in_thread(lambda: [self._one(completion) for completion in completions], self.seconds, self._abandoned)
+            found = await in_thread(
+                lambda: [self._one(completion) for completion in completions],
+                self.seconds,
+                self._abandoned,
+            )
         except TimedOut as late:
-            raise RewardError(f"no answer within {self.seconds:g} s; the call was given up") from late
+            raise RewardError(
+                f"no answer within {self.seconds:g} s; the call was given up"
+            ) from late
         if isinstance(found, Raised):
             raise found.error
         return found
@@ -292,7 +377,10 @@ def _expected(completion: Completion, column: str) -> list[str]:
         raise UnscoredError(f"its row has nothing in the column {column!r} (others: {has})")
     several: Sequence[Any] = found if isinstance(found, list | tuple) else [found]
     if not several or not all(isinstance(each, str | int | float) for each in several):
-        raise UnscoredError(f"its row's {column!r} is {found!r:.80}, where a text or a number is wanted, or a list of them")
+        raise UnscoredError(
+            f"its row's {column!r} is {found!r:.80}, where a text or a number is wanted, or a "
+            f"list of them"
+        )
     return [str(each) for each in several]
 
 
@@ -312,13 +400,18 @@ def _validator(schema: dict[str, Any] | str | None) -> Callable[[Any], bool]:
             loaded = json.loads(Path(schema).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             what = f"no JSON schema can be read from {schema}: {error}"
-            raise UserError(what, code="reward-setting-value", where="schema", fix="name a JSON file") from error
+            raise UserError(
+                what, code="reward-setting-value", where="schema", fix="name a JSON file"
+            ) from error
     kind = validator_for(loaded)
     try:
         kind.check_schema(loaded)
     except jsonschema.SchemaError as error:
         raise UserError(
-            f"this is no JSON schema: {error.message}", code="reward-setting-value", where="schema", fix="correct it"
+            f"this is no JSON schema: {error.message}",
+            code="reward-setting-value",
+            where="schema",
+            fix="correct it",
         ) from error
     return kind(loaded).is_valid
 

@@ -20,7 +20,9 @@ class Stopped(Exception):
     """Scoring was stopped. ``scores``: those that had come until then, None for the others."""
 
     def __init__(self, scores: list[Score | None]) -> None:
-        super().__init__(f"stopped with {sum(score is not None for score in scores)} of {len(scores)} scores")
+        super().__init__(
+            f"stopped with {sum(score is not None for score in scores)} of {len(scores)} scores"
+        )
         self.scores = scores
 
 
@@ -33,10 +35,11 @@ def score_all(
 ) -> list[Score]:
     """One score for each completion, in their order; a failed one has no value and says why.
 
-    progress: called now and then, from this thread, with the number of answers scored since its last call. stop: asked now and
-    then; when it says yes, what is under way is given up and Stopped is raised with the scores that have come. Everything
-    asynchronous runs in a thread of the library's own, so this may be called whatever event loops the program has; signals
-    that raise (Ctrl-C) come through at once.
+    progress: called now and then, from this thread, with the number of answers scored since its
+    last call. stop: asked now and then; when it says yes, what is under way is given up and Stopped
+    is raised with the scores that have come. Everything asynchronous runs in a thread of the
+    library's own, so this may be called whatever event loops the program has; signals that raise
+    (Ctrl-C) come through at once.
     """
     found: list[Score | None] = [None] * len(completions)
     size: int = getattr(reward, "batch_size", BATCH)
@@ -44,7 +47,10 @@ def score_all(
     async def part(start: int) -> None:
         scores = await reward(completions[start : start + size])
         if len(scores) != len(completions[start : start + size]):
-            raise ValueError(f"{reward.name} gave {len(scores)} scores for {len(completions[start : start + size])} answers")
+            raise ValueError(
+                f"{reward.name} gave {len(scores)} scores for "
+                f"{len(completions[start : start + size])} answers"
+            )
         found[start : start + size] = scores
 
     async def every() -> None:

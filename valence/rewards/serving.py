@@ -1,5 +1,8 @@
-"""Batching, limits and counters of a reward server. Answers of several requests are scored in one call; each request gets its own
-scores or its own errors."""
+"""Batching, limits and counters of a reward server.
+
+Answers of several requests are scored in one call; each request gets its own scores or its own
+errors.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,10 @@ CLIENTS = 4096
 CLOSING = 5.0
 """Seconds that a reward may take to give back what it holds."""
 SEPARATE = 4
-"""Requests of a failed call that are repeated one by one at once. More are repeated in groups first."""
+"""Requests of a failed call that are repeated one by one at once.
+
+More are repeated in groups first.
+"""
 UNUSUAL = 10.0
 """A call is unusually long when it takes so many times as long as calls do on average ..."""
 USUAL_SECONDS = 5.0
@@ -30,10 +36,13 @@ USUAL_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """max_batch: answers of one call of the reward. max_wait: seconds that an answer waits for others to be scored with.
-    concurrency: calls under way at a time. timeout: seconds until a request is answered, in any case. max_items: answers of one
-    request. max_waiting: answers of all requests that wait. max_body: bytes of one request; ``bodies``: of all that are being
-    read. rate: requests a second of one client; None: any number."""
+    """max_batch: answers of one call of the reward. max_wait: seconds that an answer waits for
+    others to be scored with.
+    concurrency: calls under way at a time. timeout: seconds until a request is answered, in any
+    case. max_items: answers of one request. max_waiting: answers of all requests that wait.
+    max_body: bytes of one request; ``bodies``: of all that are being read. rate: requests a second
+    of one client; None: any number.
+    """
 
     max_batch: int = 64
     max_wait: float = 0.005
@@ -82,12 +91,16 @@ class Counts:
 
     def text(self, waiting: int) -> str:
         """In Prometheus' text format 0.0.4."""
-        requests = [(f'status="{status}"', count) for status, count in sorted(self.requests.items())]
+        requests = [
+            (f'status="{status}"', count) for status, count in sorted(self.requests.items())
+        ]
         outcomes = [('outcome="scored"', self.scored), ('outcome="failed"', self.failed)]
         lines = [
             *_family("requests_total", "counter", "requests for scores", requests),
             *_family("answers_total", "counter", "answers of requests", outcomes),
-            *_family("call_answers_total", "counter", "answers given to the reward", [("", self.answers)]),
+            *_family(
+                "call_answers_total", "counter", "answers given to the reward", [("", self.answers)]
+            ),
             *_family("waiting", "gauge", "answers that wait to be scored", [("", waiting)]),
             *_histogram("call_seconds", "duration of a call of the reward", self.calls),
             *_histogram("request_seconds", "duration of a request for scores", self.seconds),
@@ -97,18 +110,32 @@ class Counts:
 
 def _family(name: str, kind: str, words: str, samples: Iterable[tuple[str, float]]) -> list[str]:
     head = [f"# HELP valence_reward_{name} {words}", f"# TYPE valence_reward_{name} {kind}"]
-    return head + [f"valence_reward_{name}{f'{{{label}}}' if label else ''} {value}" for label, value in samples]
+    return head + [
+        f"valence_reward_{name}{f'{{{label}}}' if label else ''} {value}"
+        for label, value in samples
+    ]
 
 
 def _histogram(name: str, words: str, of: Duration) -> list[str]:
-    classes = [(f'le="{bound}"', count) for bound, count in zip((*BOUNDS, "+Inf"), (*of.classes, of.count), strict=True)]
+    classes = [
+        (f'le="{bound}"', count)
+        for bound, count in zip((*BOUNDS, "+Inf"), (*of.classes, of.count), strict=True)
+    ]
     head, kind, *buckets = _family(name, "histogram", words, classes)
     buckets = [line.replace(f"_{name}{{", f"_{name}_bucket{{", 1) for line in buckets]
-    return [head, kind, *buckets, f"valence_reward_{name}_sum {of.total}", f"valence_reward_{name}_count {of.count}"]
+    return [
+        head,
+        kind,
+        *buckets,
+        f"valence_reward_{name}_sum {of.total}",
+        f"valence_reward_{name}_count {of.count}",
+    ]
 
 
 class Rate:
-    """Lets each client make ``rate`` requests a second, as many of them at once as come in a second (a token bucket)."""
+    """Lets each client make ``rate`` requests a second, as many of them at once as come in a second
+    (a token bucket).
+    """
 
     def __init__(self, rate: float | None) -> None:
         self.rate = rate
@@ -155,8 +182,9 @@ Item = tuple[Job, int]
 class Batcher:
     """Scores the answers of several requests in one call of the reward.
 
-    A request gets only the scores and the errors of its own answers. When a call fails as a whole, its error may be about any of
-    its requests, so it is repeated, in groups and then request by request. The reward is given an answer at most three times.
+    A request gets only the scores and the errors of its own answers. When a call fails as a whole,
+    its error may be about any of its requests, so it is repeated, in groups and then request by
+    request. The reward is given an answer at most three times.
 
     probe: says why the reward cannot be called now, or None.
     """
@@ -186,12 +214,19 @@ class Batcher:
         average = calls.total / calls.count if calls.count else 0.0
         usual = max(min(USUAL_SECONDS, self.limits.timeout / 2), UNUSUAL * average)
         now = time.monotonic()
-        if sum(now - start > usual for start in self.call_starts.values()) >= self.limits.concurrency:
-            return f"all calls ({self.limits.concurrency}) have been under way for more than {usual:.3g} s"
+        if (
+            sum(now - start > usual for start in self.call_starts.values())
+            >= self.limits.concurrency
+        ):
+            return (
+                f"all calls ({self.limits.concurrency}) have been under way for more than "
+                f"{usual:.3g} s"
+            )
         return None if self.probe is None else await self.probe()
 
     async def start(self) -> None:
-        self.aside = Background("valence reward")  # a reward that computes does not keep the server from answering
+        # a reward that computes does not keep the server from answering
+        self.aside = Background("valence reward")
         self.arrived, self.gathering = asyncio.Event(), asyncio.Lock()
         self.tasks = [asyncio.create_task(self._work()) for _ in range(self.limits.concurrency)]
         self.open = True
@@ -202,15 +237,20 @@ class Batcher:
         for task in self.tasks:
             task.cancel()
         await asyncio.gather(*self.tasks, return_exceptions=True)
-        await asyncio.wait([asyncio.wrap_future(self.aside.submit(self.reward.close()))], timeout=CLOSING)
+        await asyncio.wait(
+            [asyncio.wrap_future(self.aside.submit(self.reward.close()))], timeout=CLOSING
+        )
 
     def take(self, completions: Sequence[Completion]) -> Job:
         """Lines answers up. Raises Busy where too many wait."""
         if self.waiting and len(self.waiting) + len(completions) > self.limits.max_waiting:
             raise Busy
         job = Job(
-            completions, time.monotonic() + self.limits.timeout, [None] * len(completions), left=len(completions)
-        )  # fmt: skip
+            completions,
+            time.monotonic() + self.limits.timeout,
+            [None] * len(completions),
+            left=len(completions),
+        )
         self.waiting.extend((job, index) for index in range(len(completions)))
         if not job.left:
             job.done.set()
@@ -245,7 +285,10 @@ class Batcher:
             await self.arrived.wait()
 
     async def _score(self, items: list[Item]) -> None:
-        """Settle each answer. One whose call failed is settled only if no other request was in the call."""
+        """Settle each answer.
+
+        One whose call failed is settled only if no other request was in the call.
+        """
         failures = await self._settle_in_one_call(items)
         requests = _by_request(failures)
         if len(requests) > SEPARATE and not any(failure.late for failure in failures.values()):
@@ -255,13 +298,18 @@ class Batcher:
             groups = [requests]
         for group in groups:
             if len(groups) > 1 and len(group) > 1:
-                group = _by_request(await self._settle_in_one_call([item for request in group for item in request]))
+                group = _by_request(
+                    await self._settle_in_one_call([item for request in group for item in request])
+                )
             for request in group:
                 await self._settle_in_one_call(request)
 
     async def _settle_in_one_call(self, items: list[Item]) -> dict[Item, FailedCall]:
-        """Call the reward and settle what it says of each answer. Returns the answers that are not settled: those whose call
-        failed while answers of other requests were in it. Does nothing for requests that nobody waits for."""
+        """Call the reward and settle what it says of each answer.
+
+        Returns the answers that are not settled: those whose call failed while answers of other
+        requests were in it. Does nothing for requests that nobody waits for.
+        """
         items = [item for item in items if not item[0].gone]
         if not items:
             return {}
@@ -275,11 +323,16 @@ class Batcher:
         return failures
 
     async def _call(self, items: list[Item]) -> list[Score]:
-        """The scores of one call. It may take as long as it likes: a reward in this process cannot be stopped, and another call
-        beside it would make both slower. Meanwhile requests end at their time."""
+        """The scores of one call.
+
+        It may take as long as it likes: a reward in this process cannot be stopped, and another
+        call beside it would make both slower. Meanwhile requests end at their time.
+        """
         call_id, started = object(), time.monotonic()
         self.call_starts[call_id] = started
-        call = asyncio.wrap_future(self.aside.submit(self.reward([job.completions[index] for job, index in items])))
+        call = asyncio.wrap_future(
+            self.aside.submit(self.reward([job.completions[index] for job, index in items]))
+        )
         try:
             (result,) = await asyncio.gather(call, return_exceptions=True)
         finally:
@@ -287,7 +340,9 @@ class Batcher:
             self.counts.answers += len(items)
             self.counts.calls.add(time.monotonic() - started)
         if isinstance(result, BaseException):
-            return [FailedCall(None, error=f"{self.reward.name}: {describe_error(result)}")] * len(items)
+            return [FailedCall(None, error=f"{self.reward.name}: {describe_error(result)}")] * len(
+                items
+            )
         if not isinstance(result, list) or len(result) != len(items):  # pyright: ignore[reportUnnecessaryIsInstance]
             error = f"{self.reward.name}: not a score for each of {len(items)} answers"
             return [FailedCall(None, error=error)] * len(items)

@@ -1,4 +1,6 @@
-"""Threads for the code of reward functions, where nothing that it does ends, stops or moves the program."""
+"""Threads for the code of reward functions, where nothing that it does ends, stops or moves the
+program.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,10 @@ class Raised:
 
 
 class TimedOut(Exception):
-    """A call was given up. ``blocked``: the event loop that it ran in does nothing else any more."""
+    """A call was given up.
+
+    ``blocked``: the event loop that it ran in does nothing else any more.
+    """
 
     def __init__(self, blocked: bool = False) -> None:
         super().__init__()
@@ -41,13 +46,17 @@ def attempt(call: Callable[[], T]) -> T | Raised:
     """What the call gives, or what it raised, whatever that is."""
     try:
         return call()
-    except BaseException as error:  # a reward may raise even SystemExit; Ctrl-C only ever reaches the main thread
+    except (
+        BaseException
+    ) as error:  # a reward may raise even SystemExit; Ctrl-C only ever reaches the main thread
         return Raised(error)
 
 
 def own_working_directory() -> bool:
-    """Give this thread its own working directory, where Linux allows it: otherwise ``os.chdir`` moves the whole process. Not for
-    threads that outlive a call, which the program's own ``os.chdir`` has to reach. Returns whether it worked."""
+    """Give this thread its own working directory, where Linux allows it: otherwise ``os.chdir``
+    moves the whole process. Not for threads that outlive a call, which the program's own
+    ``os.chdir`` has to reach. Returns whether it worked.
+    """
     return sys.platform == "linux" and attempt(lambda: ctypes.CDLL(None).unshare(CLONE_FS)) == 0
 
 
@@ -67,9 +76,14 @@ def restored_working_directory() -> Iterator[None]:
                 os.chdir(folder)
 
 
-async def in_thread(call: Callable[[], T], seconds: float | None, abandoned: list[threading.Thread] | None = None) -> T | Raised:
-    """What a blocking call gives or raises. Raises TimedOut after so many seconds: the thread cannot be ended and is left alone,
-    among the ``abandoned``; it does not keep the program from ending."""
+async def in_thread(
+    call: Callable[[], T], seconds: float | None, abandoned: list[threading.Thread] | None = None
+) -> T | Raised:
+    """What a blocking call gives or raises.
+
+    Raises TimedOut after so many seconds: the thread cannot be ended and is left alone, among the
+    ``abandoned``; it does not keep the program from ending.
+    """
     loop = asyncio.get_running_loop()
     came: asyncio.Future[T | Raised] = loop.create_future()
 
@@ -97,7 +111,9 @@ async def in_thread(call: Callable[[], T], seconds: float | None, abandoned: lis
 
 
 class Background:
-    """An event loop in a daemon thread, which lives as long as the program: what it opened stays open from call to call."""
+    """An event loop in a daemon thread, which lives as long as the program: what it opened stays
+    open from call to call.
+    """
 
     def __init__(self, name: str) -> None:
         self.loop = asyncio.new_event_loop()
@@ -118,7 +134,10 @@ class Background:
         return asyncio.run_coroutine_threadsafe(work, self.loop)
 
     async def run(self, call: Callable[[], Awaitable[T]], seconds: float | None) -> T | Raised:
-        """What an awaitable that is made in the loop gives or raises. Raises TimedOut after so many seconds; it is cancelled."""
+        """What an awaitable that is made in the loop gives or raises.
+
+        Raises TimedOut after so many seconds; it is cancelled.
+        """
 
         async def made() -> T:
             return await call()

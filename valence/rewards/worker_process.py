@@ -1,8 +1,8 @@
 """The process that runs a served function. The server kills it when a call does not end.
 
-It reads messages of the server from one socket, and answers on it. Each message is 8 bytes with its length and then its content:
-pickled on the way to the function, since only the server writes there, and JSON on the way back, so that nothing that the
-function gives is executed by the server.
+It reads messages of the server from one socket, and answers on it. Each message is 8 bytes with its
+length and then its content: pickled on the way to the function, since only the server writes there,
+and JSON on the way back, so that nothing that the function gives is executed by the server.
 """
 
 from __future__ import annotations
@@ -30,9 +30,15 @@ HEADER = struct.Struct("!Q")
 
 
 def main(message_fd: int, lifeline_fd: int) -> None:
-    """message_fd: the socket. lifeline_fd: a pipe that is never written to, and whose other end only the server has."""
+    """message_fd: the socket. lifeline_fd: a pipe that is never written to, and whose other end
+    only the server has.
+    """
     _end_with_server(lifeline_fd)
-    for number in (signal.SIGTERM, signal.SIGINT):  # the server ends calls in order, and kills its workers then
+    # the server ends calls in order, and kills its workers then
+    for number in (
+        signal.SIGTERM,
+        signal.SIGINT,
+    ):
         signal.signal(number, lambda *_: None)
     connection = socket.socket(fileno=message_fd)
     with connection.makefile("rb") as messages:
@@ -42,15 +48,22 @@ def main(message_fd: int, lifeline_fd: int) -> None:
 
 
 def _end_with_server(lifeline_fd: int) -> None:
-    """Have the kernel end this process and those that it starts when the server ends, also while a call holds the interpreter."""
+    """Have the kernel end this process and those that it starts when the server ends, also while a
+    call holds the interpreter.
+    """
     signal.signal(signal.SIGIO, signal.SIG_DFL)
     fcntl.fcntl(lifeline_fd, fcntl.F_SETOWN, -os.getpgrp())
     fcntl.fcntl(lifeline_fd, fcntl.F_SETFL, fcntl.fcntl(lifeline_fd, fcntl.F_GETFL) | os.O_ASYNC)
     os.set_inheritable(lifeline_fd, False)
 
 
-def _load(connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str) -> Function | None:
-    """Import the function and report what the server needs to know of it. None: that failed, and the server was told why."""
+def _load(
+    connection: socket.socket, target: str, settings: Mapping[str, Any], seconds: float, where: str
+) -> Function | None:
+    """Import the function and report what the server needs to know of it.
+
+    None: that failed, and the server was told why.
+    """
     try:
         function = function_of(target, settings, seconds, where.removesuffix(".reward"))
         facts = {
@@ -97,7 +110,9 @@ async def _serve(function: Function, connection: socket.socket, messages: Any) -
         task.add_done_callback(tasks.discard)
 
 
-async def _answer(function: Function, connection: socket.socket, number: int, completions: Sequence[Completion]) -> None:
+async def _answer(
+    function: Function, connection: socket.socket, number: int, completions: Sequence[Completion]
+) -> None:
     with restored_working_directory():
         (scores,) = await asyncio.gather(function.attempt(completions), return_exceptions=True)
     reply: dict[str, Any] = {"late": False, "hung": False}

@@ -1,4 +1,6 @@
-"""Many requests to one server at once, and again what a server left unanswered when it went away."""
+"""Many requests to one server at once, and again what a server left unanswered when it went
+away.
+"""
 
 from __future__ import annotations
 
@@ -29,15 +31,18 @@ def unsaid(note: str) -> None:
 
 
 def seed_of(seed: int, position: int) -> int:
-    """Where the seeds of a prompt's answers start; the answer at index i has this + i. Far apart for different prompts."""
+    """Where the seeds of a prompt's answers start; the answer at index i has this + i.
+
+    Far apart for different prompts.
+    """
     return int.from_bytes(hashlib.sha256(f"{seed}/{position}".encode()).digest()[:8]) >> 2
 
 
 class Asking:
     """Requests to ``route`` of a server.
 
-    gone: whether an answer means that the server went away, beside those that always do. revive: starts it again. say: hears
-    of every wait.
+    gone: whether an answer means that the server went away, beside those that always do. revive:
+    starts it again. say: hears of every wait.
     """
 
     def __init__(
@@ -54,7 +59,9 @@ class Asking:
         self.revive, self.say = revive, say
 
     def persist(self, work: Callable[[], Any]) -> Any:
-        """The result of work, which is done again when the server went away meanwhile and is back."""
+        """The result of work, which is done again when the server went away meanwhile and is
+        back.
+        """
         attempt = 0
         while True:
             try:
@@ -64,10 +71,15 @@ class Asking:
                 self.recover(error, attempt)
 
     def recover(self, error: Lost, attempt: int) -> None:
-        """Waits until the server is back. Raises UserError when it is not, or has gone away too often."""
+        """Waits until the server is back.
+
+        Raises UserError when it is not, or has gone away too often.
+        """
         if attempt >= self.tries:
             what = f"the server went away {attempt} times in a row ({error})"
-            raise UserError(what, code="rollout-server-lost", where=self.wire.url, fix="see why in its log") from error
+            raise UserError(
+                what, code="rollout-server-lost", where=self.wire.url, fix="see why in its log"
+            ) from error
         self.say(f"{error}; waiting for the server")
         if self.revive is not None and not self.wire.healthy():
             self.revive()
@@ -76,8 +88,8 @@ class Asking:
     def all(self, positions: Collection[int], bodies: Bodies, take: Take, most: int) -> None:
         """Asks for every position until each has been taken, ``most`` requests at once.
 
-        bodies: of the positions that are left, made anew each time that the server went away. take: may raise Lost, and then the
-        position is asked for again.
+        bodies: of the positions that are left, made anew each time that the server went away. take:
+        may raise Lost, and then the position is asked for again.
         """
         left, attempt = dict.fromkeys(positions), 0
 
@@ -104,7 +116,10 @@ class Asking:
             thread.submit(asyncio.run, self._round(bodies, take, most)).result()
 
     async def _round(self, bodies: Mapping[int, object], take: Take, most: int) -> None:
-        """Hands over each answer as it comes. The first error ends all requests, and the server forgets them."""
+        """Hands over each answer as it comes.
+
+        The first error ends all requests, and the server forgets them.
+        """
         turn = asyncio.Semaphore(most)
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=most)
         async with httpx.AsyncClient(
@@ -137,5 +152,7 @@ class Asking:
         except httpx.HTTPError as error:
             raise self.wire.lost(error) from error
         if self.gone(response):
-            raise Lost(f"{self.wire.url}{self.route} answers {response.status_code}: {response.text[:300]}")
+            raise Lost(
+                f"{self.wire.url}{self.route} answers {response.status_code}: {response.text[:300]}"
+            )
         return self.wire.read(self.route, response)

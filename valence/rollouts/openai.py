@@ -1,7 +1,10 @@
-"""Sampling from any server with the completions wire of OpenAI. Its weights are its own: they are never updated.
+"""Sampling from any server with the completions wire of OpenAI.
 
-Where the server takes token ids and gives them back (``return_token_ids``, as vLLM does), answers carry them. Elsewhere prompts
-travel as text, and answers have text alone: enough for methods that train on what was answered, not for a policy gradient.
+Its weights are its own: they are never updated.
+
+Where the server takes token ids and gives them back (``return_token_ids``, as vLLM does), answers
+carry them. Elsewhere prompts travel as text, and answers have text alone: enough for methods that
+train on what was answered, not for a policy gradient.
 """
 
 from __future__ import annotations
@@ -30,14 +33,25 @@ TRIES = 8
 STOPS = 4
 """Strings that may end an answer, at most, by the wire."""
 
-PLAIN: Mapping[str, Any] = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0, "ignore_eos": True, "return_token_ids": True}
-"""What a server that speaks tokens is told beside the wire's own settings, so that its defaults change nothing."""
+PLAIN: Mapping[str, Any] = {
+    "top_k": 0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,
+    "return_token_ids": True,
+}
+"""What a server that speaks tokens is told beside the wire's own settings, so that its defaults
+change nothing.
+"""
 
 
 class OpenAIGenerator:
-    """A completions endpoint. ``model``: its name there; default: the only one there. end_ids: tokens that end an answer, the
-    most important first. prefix: tokens that the server, like the tokenizer, puts before every text by itself. See
-    ``VLLMGenerator`` for the rest."""
+    """A completions endpoint.
+
+    ``model``: its name there; default: the only one there. end_ids: tokens that end an answer, the
+    most important first. prefix: tokens that the server, like the tokenizer, puts before every text
+    by itself. See ``VLLMGenerator`` for the rest.
+    """
 
     version, dtype = 0, ""
 
@@ -55,7 +69,11 @@ class OpenAIGenerator:
     ) -> None:
         self.wire = Wire(url, timeout, os.environ.get(KEY), health="/v1/models")
         self.asking = Asking(self.wire, ROUTE, tries=TRIES, say=say)
-        self.tokenizer, self.end_ids, self.concurrency = tokenizer, list(dict.fromkeys(end_ids)), concurrency
+        self.tokenizer, self.end_ids, self.concurrency = (
+            tokenizer,
+            list(dict.fromkeys(end_ids)),
+            concurrency,
+        )
         self._named, self.prefix = model, tuple(prefix)
 
     @cached_property
@@ -63,17 +81,26 @@ class OpenAIGenerator:
         """The model's name. Raises UserError when the server has several and none was named."""
         if self._named is not None:
             return self._named
-        names = [str(each["id"]) for each in self.asking.persist(lambda: self.wire.get("/v1/models"))["data"]]
+        names = [
+            str(each["id"])
+            for each in self.asking.persist(lambda: self.wire.get("/v1/models"))["data"]
+        ]
         if len(names) != 1:
             what = f"the server has {len(names)} models: {', '.join(names[:8])}"
             raise UserError(
-                what, code="rollout-model-ambiguous", where=self.wire.url, fix="point rollout.url at a server with one model"
+                what,
+                code="rollout-model-ambiguous",
+                where=self.wire.url,
+                fix="point rollout.url at a server with one model",
             )
         return names[0]
 
     @cached_property
     def gives_tokens(self) -> bool:
-        """Whether token ids and log-probabilities come back. Asks the server, once, for one token."""
+        """Whether token ids and log-probabilities come back.
+
+        Asks the server, once, for one token.
+        """
         body = self._body([self.end_ids[0]], Sampling(max_new_tokens=1), 0, tokens=True)
         try:
             choice = self.asking.persist(lambda: self.wire.post(ROUTE, body))["choices"][0]
@@ -81,18 +108,37 @@ class OpenAIGenerator:
             if error.status in (401, 403, 404):
                 raise
             return False
-        return bool(choice.get("token_ids")) and len((choice.get("logprobs") or {}).get("token_logprobs") or ()) == 1
+        return (
+            bool(choice.get("token_ids"))
+            and len((choice.get("logprobs") or {}).get("token_logprobs") or ()) == 1
+        )
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, progress: Callable[[int], None] = unheard
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        progress: Callable[[int], None] = unheard,
     ) -> list[list[Completion]]:
-        """n completions of each prompt. Without token ids (``gives_tokens``) prompts and answers make a round trip through text,
-        and there are no log-probabilities."""
+        """n completions of each prompt.
+
+        Without token ids (``gives_tokens``) prompts and answers make a round trip through text, and
+        there are no log-probabilities.
+        """
         if n < 1:
-            raise UserError(f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1")
+            raise UserError(
+                f"{n} answers per prompt",
+                code="sampling-value",
+                where="n",
+                fix="ask for at least 1",
+            )
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
             raise UserError(
-                "the prompt has no tokens", code="prompt-empty", where=f"prompt {empty[0]}", fix="leave empty prompts out"
+                "the prompt has no tokens",
+                code="prompt-empty",
+                where=f"prompt {empty[0]}",
+                fix="leave empty prompts out",
             )
         answers: dict[int, Completion] = {}
 
@@ -105,10 +151,20 @@ class OpenAIGenerator:
             progress(1)
 
         # One request per answer: not every server heeds n.
-        self.asking.all(range(n * len(prompts)), lambda left: {at: body(at) for at in left}, take, self.concurrency)
+        self.asking.all(
+            range(n * len(prompts)),
+            lambda left: {at: body(at) for at in left},
+            take,
+            self.concurrency,
+        )
         return [[answers[i * n + k] for k in range(n)] for i in range(len(prompts))]
 
-    def sync(self, version: int, weights: Callable[[], Named], adapter: Callable[[Path], None] | None = None) -> None:
+    def sync(
+        self,
+        version: int,
+        weights: Callable[[], Named],
+        adapter: Callable[[Path], None] | None = None,
+    ) -> None:
         """Always raises UserError: this server's weights are its own."""
         raise UserError(
             "it takes no new weights",
@@ -120,14 +176,19 @@ class OpenAIGenerator:
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
         """Always raises UserError: the wire has no way to ask for them."""
         raise UserError(
-            "it scores no answers", code="rollout-scoring-unsupported", where=self.wire.url, fix="set rollout.check_prompts: 0"
+            "it scores no answers",
+            code="rollout-scoring-unsupported",
+            where=self.wire.url,
+            fix="set rollout.check_prompts: 0",
         )
 
     def close(self) -> None:
         """Gives back connections."""
         self.wire.close()
 
-    def _body(self, prompt: Sequence[int], sampling: Sampling, seed: int, *, tokens: bool) -> dict[str, Any]:
+    def _body(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, *, tokens: bool
+    ) -> dict[str, Any]:
         own = {
             "model": self.model,
             "max_tokens": sampling.max_new_tokens,
@@ -136,10 +197,24 @@ class OpenAIGenerator:
             "seed": seed,
         }
         if tokens:
-            return {**own, **PLAIN, "prompt": list(prompt), "stop_token_ids": self.end_ids, "logprobs": 1}
+            return {
+                **own,
+                **PLAIN,
+                "prompt": list(prompt),
+                "stop_token_ids": self.end_ids,
+                "logprobs": 1,
+            }
         stops = [str(self.tokenizer.decode([token])) for token in self.end_ids[:STOPS]]
-        own_part = prompt[len(self.prefix) :] if tuple(prompt[: len(self.prefix)]) == self.prefix else prompt
-        return {**own, "prompt": str(self.tokenizer.decode(list(own_part or prompt))), "stop": stops}
+        own_part = (
+            prompt[len(self.prefix) :]
+            if tuple(prompt[: len(self.prefix)]) == self.prefix
+            else prompt
+        )
+        return {
+            **own,
+            "prompt": str(self.tokenizer.decode(list(own_part or prompt))),
+            "stop": stops,
+        }
 
     def _completion(self, prompt: Sequence[int], choice: Any, index: int) -> Completion:
         reason = choice["finish_reason"]
@@ -147,12 +222,18 @@ class OpenAIGenerator:
             raise Lost(f"{self.wire.url}: an answer ended with {reason!r}")
         ended = reason == "stop"
         if self.gives_tokens:
-            tokens, logps = [int(token) for token in choice["token_ids"]], choice["logprobs"]["token_logprobs"]
+            tokens, logps = (
+                [int(token) for token in choice["token_ids"]],
+                choice["logprobs"]["token_logprobs"],
+            )
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             ended = bool(tokens) and tokens[-1] in self.end_ids
         else:
             text, logps = str(choice["text"]), ()
-            tokens = [*self.tokenizer.encode(text, add_special_tokens=False), *([self._end()] if ended else [])]
+            tokens = [
+                *self.tokenizer.encode(text, add_special_tokens=False),
+                *([self._end()] if ended else []),
+            ]
         return Completion(
             prompt_id=content_id("prompt", Ids(tuple(prompt))),
             tokens=tuple(tokens),
@@ -163,5 +244,7 @@ class OpenAIGenerator:
         )
 
     def _end(self) -> int:
-        """The token that stands for an end of which only the text is known: the one that training data ends with."""
+        """The token that stands for an end of which only the text is known: the one that training
+        data ends with.
+        """
         return self.end_ids[0]

@@ -35,7 +35,10 @@ class Sampling:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.temperature) and self.temperature >= 0):
             raise UserError(
-                f"it is {self.temperature}", code="sampling-value", where="temperature", fix="use 0 or a positive number"
+                f"it is {self.temperature}",
+                code="sampling-value",
+                where="temperature",
+                fix="use 0 or a positive number",
             )
         if not 1 <= self.max_new_tokens <= LONGEST:
             raise UserError(
@@ -46,10 +49,18 @@ class Sampling:
             )
         if not 0 <= self.seed < 2**63:
             raise UserError(
-                f"it is {self.seed}", code="sampling-value", where="seed", fix="use a whole number from 0 to below 2**63"
+                f"it is {self.seed}",
+                code="sampling-value",
+                where="seed",
+                fix="use a whole number from 0 to below 2**63",
             )
         if not 0 < self.top_p <= 1:
-            raise UserError(f"it is {self.top_p}", code="sampling-value", where="top_p", fix="use a number above 0 and at most 1")
+            raise UserError(
+                f"it is {self.top_p}",
+                code="sampling-value",
+                where="top_p",
+                fix="use a number above 0 and at most 1",
+            )
 
 
 Pair = tuple[Sequence[int], Sequence[int]]
@@ -67,10 +78,17 @@ class Generator(Protocol):
     """Samples completions of token prompts."""
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, progress: Callable[[int], None] = unheard
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        progress: Callable[[int], None] = unheard,
     ) -> list[list[Completion]]:
-        """n completions of each prompt, in the order of the prompts. ``progress`` hears, in this thread, of so many answers that
-        ended since it was last called."""
+        """n completions of each prompt, in the order of the prompts.
+
+        ``progress`` hears, in this thread, of so many answers that ended since it was last called.
+        """
         ...
 
 
@@ -84,7 +102,9 @@ class Served(Generator, Protocol):
 
     @property
     def gives_tokens(self) -> bool:
-        """Whether completions carry token ids and log-probabilities, which a policy gradient needs."""
+        """Whether completions carry token ids and log-probabilities, which a policy gradient
+        needs.
+        """
         ...
 
     @property
@@ -92,11 +112,18 @@ class Served(Generator, Protocol):
         """Of the server's weights, as torch names it; empty where it is not known."""
         ...
 
-    def sync(self, version: int, weights: Callable[[], Named], adapter: Callable[[Path], None] | None = None) -> None:
+    def sync(
+        self,
+        version: int,
+        weights: Callable[[], Named],
+        adapter: Callable[[Path], None] | None = None,
+    ) -> None:
         """Sends new weights; completions from now on carry ``version``.
 
-        weights: called at most once, and iterated to its end before this returns; unused where ``adapter`` is what is sent.
-        adapter: writes the adapter's files into the folder it is given. Raises UserError where it cannot be done.
+        weights: called at most once, and iterated to its end before this returns; unused where
+        ``adapter`` is what is sent.
+        adapter: writes the adapter's files into the folder it is given. Raises UserError where it
+        cannot be done.
         """
         ...
 

@@ -39,14 +39,24 @@ ANYWHERE = {
 ON_CPU = {
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB; by default nearly all memory
     "TORCHDYNAMO_DISABLE": "1",  # the first request would wait for a compiler
-    "OMP_WAIT_POLICY": "passive",  # threads that wait by spinning slow a shared machine several times over
+    # threads that wait by spinning slow a shared machine several times over
+    "OMP_WAIT_POLICY": "passive",
     "GOMP_SPINCOUNT": "0",
     "VLLM_HOST_IP": LOOPBACK,
     "GLOO_SOCKET_IFNAME": "lo",
 }
 """What suits a server on a CPU, unless the environment says otherwise."""
 
-OF_TRAINERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT", "PYTHONPATH")
+OF_TRAINERS = (
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "PYTHONPATH",
+)
 """Say who a process is among those of a run; a server is none of them."""
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
@@ -73,15 +83,21 @@ if ending.is_set():
     os.killpg(0, signal.SIGKILL)
 os._exit(child.returncode if child.returncode >= 0 else 128 - child.returncode)
 """
-"""Runs a command in a group of processes of its own, and ends the whole group with the process that started it."""
+"""Runs a command in a group of processes of its own, and ends the whole group with the process that
+started it.
+"""
 
 
 class Server:
-    """A vLLM server on this machine, of one model. Use it in a ``with`` block, or call ``start`` and ``stop``.
+    """A vLLM server on this machine, of one model.
 
-    model: folder or hub id. folder: for its log. python: of an environment that has vLLM; default: VALENCE_VLLM_PYTHON, or this
-    one. transport: how it will be sent weights. rank: of the largest adapter, with transport lora. dtype: of its weights.
-    length: the longest prompt and answer together, in tokens. timeout: seconds until it must be up. extra: further arguments.
+    Use it in a ``with`` block, or call ``start`` and ``stop``.
+
+    model: folder or hub id. folder: for its log. python: of an environment that has vLLM; default:
+    VALENCE_VLLM_PYTHON, or this one. transport: how it will be sent weights. rank: of the largest
+    adapter, with transport lora. dtype: of its weights.
+    length: the longest prompt and answer together, in tokens. timeout: seconds until it must be up.
+    extra: further arguments.
     """
 
     def __init__(
@@ -98,24 +114,37 @@ class Server:
         extra: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        # It runs in a folder of its own, so that nothing beside the recipe is taken for one of its libraries.
+        # It runs in a folder of its own, so that nothing beside the recipe is taken for one of its
+        # libraries.
         self.python = os.path.abspath(python or os.environ.get(PYTHON) or sys.executable)
         self.folder, self.timeout = Path(folder).absolute(), timeout
         self.port = free(LOOPBACK)
         self.url = f"http://{LOOPBACK}:{self.port}"
         self._wire = Wire(self.url, timeout)
         self.cpu = without_gpu(self.python)
-        self.arguments = arguments(located(model), transport, rank, dtype, length, cpu=self.cpu) + list(extra)
+        self.arguments = arguments(
+            located(model), transport, rank, dtype, length, cpu=self.cpu
+        ) + list(extra)
         self.environment = dict(environment or {})
         self.process: subprocess.Popen[bytes] | None = None
         self.log = self.folder / "vllm.log"
         self._written: IO[bytes] | None = None
 
     def start(self) -> Server:
-        """Starts it and waits until it answers. Raises UserError with the end of its log when it stops, or takes too long."""
+        """Starts it and waits until it answers.
+
+        Raises UserError with the end of its log when it stops, or takes too long.
+        """
         make_folder(self.folder, self.folder.parent)
         self._written = open_file(self.log, self.folder, append=True)
-        command = [self.python, "-m", "vllm.entrypoints.openai.api_server", "--port", str(self.port), *self.arguments]
+        command = [
+            self.python,
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--port",
+            str(self.port),
+            *self.arguments,
+        ]
         self.process = subprocess.Popen(
             [sys.executable, "-S", "-c", GUARD, *command],
             stdin=subprocess.PIPE,
@@ -152,7 +181,9 @@ class Server:
 
     def tail(self, lines: int = 15) -> str:
         """The last lines of its log."""
-        return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+        return "\n".join(
+            self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:]
+        )
 
     def __enter__(self) -> Server:
         return self.start()
@@ -164,7 +195,13 @@ class Server:
         """The environment variables of the server's process."""
         own = {name: value for name, value in os.environ.items() if name not in OF_TRAINERS}
         plugin = plugin_folder(self.folder / "plugin")
-        return {**(ON_CPU if self.cpu else {}), **own, **ANYWHERE, "PYTHONPATH": str(plugin), **self.environment}
+        return {
+            **(ON_CPU if self.cpu else {}),
+            **own,
+            **ANYWHERE,
+            "PYTHONPATH": str(plugin),
+            **self.environment,
+        }
 
     def _wait(self) -> None:
         until = time.monotonic() + self.timeout
@@ -176,7 +213,8 @@ class Server:
                 said = self.tail()
                 self.stop()
                 raise UserError(
-                    f"the vLLM server is not up after {self.timeout:g} s; its log ends with\n{said}",
+                    f"the vLLM server is not up after {self.timeout:g} s; its log ends "
+                    f"with\n{said}",
                     code="rollout-server-not-started",
                     where=str(self.log),
                     fix="raise rollout.timeout, or see what its log waits for",
@@ -185,10 +223,12 @@ class Server:
         code = self.process.returncode
         self.stop()
         raise UserError(
-            f"the vLLM server stopped while starting (status {code}); its log ends with\n{self.tail()}",
+            f"the vLLM server stopped while starting (status {code}); its log ends "
+            f"with\n{self.tail()}",
             code="rollout-server-stopped",
             where=str(self.log),
-            fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server {' '.join(self.arguments)}",
+            fix=f"start it by hand: {self.python} -m vllm.entrypoints.openai.api_server "
+            f"{' '.join(self.arguments)}",
         )
 
 
@@ -197,45 +237,77 @@ def located(name: str | Path) -> str:
     return os.path.abspath(name) if Path(name).exists() else str(name)
 
 
-def arguments(model: str, transport: str, rank: int, dtype: str, length: int | None, *, cpu: bool) -> list[str]:
-    """The command-line arguments that a server needs so that tokens, log-probabilities and weights go in and out as they are."""
+def arguments(
+    model: str, transport: str, rank: int, dtype: str, length: int | None, *, cpu: bool
+) -> list[str]:
+    """The command-line arguments that a server needs so that tokens, log-probabilities and weights
+    go in and out as they are.
+    """
     out = ["--model", model, "--host", LOOPBACK, "--dtype", dtype, "--enable-scale-out"]
     out += ["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm"]
     if length is not None:
         out += ["--max-model-len", str(length)]
     if transport == "lora":
         room = next((each for each in RANKS if each >= rank), rank)
-        out += ["--enable-lora", "--max-lora-rank", str(room), "--max-loras", "2", "--max-cpu-loras", "4"]
+        out += [
+            "--enable-lora",
+            "--max-lora-rank",
+            str(room),
+            "--max-loras",
+            "2",
+            "--max-cpu-loras",
+            "4",
+        ]
     else:
         out += ["--weight-transfer-config", f'{{"backend": "{transport}"}}']
     if cpu:
-        # A prompt cut in two rewinds the random numbers of its answer, which vLLM 0.32 cannot do on a CPU: its engine ends.
+        # A prompt cut in two rewinds the random numbers of its answer, which vLLM 0.32 cannot do on
+        # a CPU: its engine ends.
         out += ["--enforce-eager", "--no-enable-chunked-prefill"]
     return out
 
 
 def plugin_folder(folder: Path) -> Path:
-    """A folder that, on a server's path, brings the plugin with it, whether or not Valence is installed there."""
+    """A folder that, on a server's path, brings the plugin with it, whether or not Valence is
+    installed there.
+    """
     about = folder / "valence_vllm-0.dist-info"
     about.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(vllm_plugin.__file__, folder / "valence_vllm.py")
-    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: valence-vllm\nVersion: 0\n", encoding="utf-8")
-    (about / "entry_points.txt").write_text("[vllm.general_plugins]\nvalence_here = valence_vllm:register\n", encoding="utf-8")
+    (about / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: valence-vllm\nVersion: 0\n", encoding="utf-8"
+    )
+    (about / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nvalence_here = valence_vllm:register\n", encoding="utf-8"
+    )
     return folder
 
 
-ASK = "from importlib.metadata import version as v, packages_distributions as p; n=p()['vllm'][0]; print(n, v(n))"
+ASK = (
+    "from importlib.metadata import version as v, packages_distributions as p; "
+    "n=p()['vllm'][0]; print(n, v(n))"
+)
 
 
 def without_gpu(python: str) -> bool:
     """Whether the vLLM of this Python was built for CPUs. Raises UserError when it has none."""
-    fix = f"set rollout.python or {PYTHON} to the Python of an environment that has vLLM (`make vllm` builds one for CPUs)"
+    fix = (
+        f"set rollout.python or {PYTHON} to the Python of an environment that has vLLM (`make "
+        f"vllm` builds one for CPUs)"
+    )
     try:
         done = subprocess.run(
-            [python, "-c", ASK], capture_output=True, encoding="utf-8", errors="replace", timeout=120, check=False
+            [python, "-c", ASK],
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+            timeout=120,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"it cannot be run: {error}", code="python-not-runnable", where=python, fix=fix) from error
+        raise UserError(
+            f"it cannot be run: {error}", code="python-not-runnable", where=python, fix=fix
+        ) from error
     if done.returncode:
         raise UserError("this Python has no vLLM", code="library-missing", where=python, fix=fix)
     name, version = done.stdout.split()

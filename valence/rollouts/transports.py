@@ -1,9 +1,10 @@
 """How new weights get to a vLLM server while it serves.
 
-Full weights: ``/pause`` (requests are frozen, caches are dropped), ``/init_weight_transfer_engine`` once,
-``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's label, ``/resume``. The server's side
-of ``disk`` and ``gloo`` is the plugin in ``vllm_plugin.py``; that of ``nccl`` is vLLM's own.
-Adapters (``lora``): a folder per version, loaded under the version's label as its name.
+Full weights: ``/pause`` (requests are frozen, caches are dropped), ``/init_weight_transfer_engine``
+once, ``/start_weight_update``, ``/update_weights``, ``/finish_weight_update`` with the version's
+label, ``/resume``. The server's side of ``disk`` and ``gloo`` is the plugin in ``vllm_plugin.py``;
+that of ``nccl`` is vLLM's own. Adapters (``lora``): a folder per version, loaded under the
+version's label as its name.
 """
 
 from __future__ import annotations
@@ -45,7 +46,9 @@ Adapter = Callable[[Path], None]
 
 
 class Transport(Protocol):
-    """Keeps the newest weights until the next ones come, so that a server that lost them can be given them again."""
+    """Keeps the newest weights until the next ones come, so that a server that lost them can be
+    given them again.
+    """
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
         """Takes the weights of a version."""
@@ -97,7 +100,8 @@ class Whole:
 
     def send(self, wire: Wire, label: str) -> None:
         if self.label(wire) != self.sent:
-            self.disconnect()  # another server than the one that was spoken to: it was started again
+            # another server than the one that was spoken to: it was started again
+            self.disconnect()
         self.sent = ""
         try:
             wire.tell("/pause?mode=keep&clear_cache=true")
@@ -120,7 +124,8 @@ class Whole:
             f"the server did not take the new weights: {error.message}",
             code="rollout-weights-refused",
             where=error.where,
-            fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' and Valence\'s plugin installed '
+            fix=f'start it with --weight-transfer-config \'{{"backend": "{self.backend}"}}\' and '
+            f"Valence's plugin installed "
             "(docs/vllm.md); its log says more",
         )
 
@@ -141,7 +146,9 @@ def begin(wire: Wire) -> None:
 
 
 def release(wire: Wire) -> None:
-    """After an update that failed: no answer may count as one of known weights, and no request may wait for ever."""
+    """After an update that failed: no answer may count as one of known weights, and no request may
+    wait for ever.
+    """
     for path, body in (
         ("/update_weight_version", {"new_version": FAILED}),
         ("/abort_requests", {}),
@@ -165,7 +172,10 @@ class Disk(Whole):
         target = self.folder / label
         target.mkdir(parents=True)
         for number, shard in enumerate(shards(weights(), SHARD)):
-            save_file({name: tensor.cpu() for name, tensor in shard}, target / f"model-{number:05}.safetensors")
+            save_file(
+                {name: tensor.cpu() for name, tensor in shard},
+                target / f"model-{number:05}.safetensors",
+            )
         if self.current != Path():
             shutil.rmtree(self.current, ignore_errors=True)
         self.current = target
@@ -185,7 +195,10 @@ class Disk(Whole):
 
 
 class Copied(Whole):
-    """Weights that travel from memory to memory. A copy is kept in this host's memory until the next version."""
+    """Weights that travel from memory to memory.
+
+    A copy is kept in this host's memory until the next version.
+    """
 
     kept: Sequence[tuple[str, Tensor]] = ()
     group: Any = None
@@ -194,13 +207,18 @@ class Copied(Whole):
         self.timeout = timeout
 
     def keep(self, label: str, weights: Callable[[], Named], adapter: Adapter | None) -> None:
-        self.kept = [(name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights()]
+        self.kept = [
+            (name, tensor.detach().to("cpu", copy=True).contiguous()) for name, tensor in weights()
+        ]
 
     def disconnect(self) -> None:
         self.group = None
 
     def together(self, wire: Wire, path: str, body: object, ours: Callable[[], None]) -> None:
-        """Posts while ``ours`` does this side's part. Neither is waited for once the other has failed, or beyond the deadline."""
+        """Posts while ``ours`` does this side's part.
+
+        Neither is waited for once the other has failed, or beyond the deadline.
+        """
         theirs, mine = background(lambda: wire.tell(path, body)), background(ours)
         until = time.monotonic() + self.timeout
         while not (theirs.done() and mine.done()):
@@ -218,12 +236,19 @@ class Copied(Whole):
         for number, batch in enumerate(batches):
             info = {
                 "names": [name for name, _ in batch],
-                DTYPES[self.backend]: [str(tensor.dtype).removeprefix("torch.") for _, tensor in batch],
+                DTYPES[self.backend]: [
+                    str(tensor.dtype).removeprefix("torch.") for _, tensor in batch
+                ],
                 "shapes": [list(tensor.shape) for _, tensor in batch],
             }
             if self.backend == "gloo":
                 info["last"] = number == len(batches) - 1  # type: ignore[assignment]
-            self.together(wire, "/update_weights", {"update_info": info}, lambda batch=batch: self.broadcast(batch))
+            self.together(
+                wire,
+                "/update_weights",
+                {"update_info": info},
+                lambda batch=batch: self.broadcast(batch),
+            )
 
     def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
         """Sends tensors from this process, which is number 0 of the group."""
@@ -249,12 +274,18 @@ class Gloo(Copied):
         made: list[Any] = []
         body = {"init_info": info}
         self.together(
-            wire, "/init_weight_transfer_engine", body, lambda: made.append(join(host, port, 0, size, self.timeout, serve=True))
+            wire,
+            "/init_weight_transfer_engine",
+            body,
+            lambda: made.append(join(host, port, 0, size, self.timeout, serve=True)),
         )
         self.group = made[0]
 
     def broadcast(self, batch: Sequence[tuple[str, Tensor]]) -> None:
-        parts = layout([str(t.dtype).removeprefix("torch.") for _, t in batch], [list(t.shape) for _, t in batch])
+        parts = layout(
+            [str(t.dtype).removeprefix("torch.") for _, t in batch],
+            [list(t.shape) for _, t in batch],
+        )
         row = torch.zeros(sum(-(-size // 16) * 16 for _, _, size in parts), dtype=torch.uint8)
         for (_, tensor), (_, at, size) in zip(batch, parts, strict=True):
             row[at : at + size] = tensor.reshape(-1).view(torch.uint8)
@@ -262,7 +293,10 @@ class Gloo(Copied):
 
 
 class Nccl(Copied):
-    """A broadcast between CUDA devices, to vLLM's own transport of that name. ``device``: of this process."""
+    """A broadcast between CUDA devices, to vLLM's own transport of that name.
+
+    ``device``: of this process.
+    """
 
     backend = "nccl"
 
@@ -277,13 +311,19 @@ class Nccl(Copied):
 
         size = 1 + wire.get("/get_world_size")["world_size"]
         ticket = nccl.unique_id()
-        info = {"rank_offset": 1, "world_size": size, "nccl_unique_id_b64": base64.b64encode(ticket).decode(), "packed": False}
+        info = {
+            "rank_offset": 1,
+            "world_size": size,
+            "nccl_unique_id_b64": base64.b64encode(ticket).decode(),
+            "packed": False,
+        }
         made: list[Any] = []
 
         def enter() -> None:
             with torch.cuda.device(self.device):
                 comm = nccl.init_rank(size, ticket, 0)
-                # The server's side adds up one number as soon as it has joined, and waits for this one.
+                # The server's side adds up one number as soon as it has joined, and waits for this
+                # one.
                 one = torch.zeros(1, device=self.device)
                 nccl.all_reduce([one], [one], comms=[comm])
                 torch.cuda.synchronize(self.device)
@@ -302,8 +342,10 @@ class Nccl(Copied):
 
 
 class Lora:
-    """An adapter's folder per version, on a disk that trainer and server both see. The newest two stay: answers that began before
-    an update end with the adapter they began with."""
+    """An adapter's folder per version, on a disk that trainer and server both see.
+
+    The newest two stay: answers that began before an update end with the adapter they began with.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = emptied(folder)
@@ -323,20 +365,25 @@ class Lora:
 
     def send(self, wire: Wire, label: str) -> None:
         try:
-            wire.tell("/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(self.folder / label)})
+            wire.tell(
+                "/v1/load_lora_adapter", {"lora_name": label, "lora_path": str(self.folder / label)}
+            )
         except Refused as error:
             raise UserError(
                 f"the server did not take the adapter: {error.message}",
                 code="rollout-weights-refused",
                 where=error.where,
-                fix="start it with --enable-lora, a --max-lora-rank of at least model.lora.rank, and "
+                fix="start it with --enable-lora, a --max-lora-rank of at least model.lora.rank, "
+                "and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, or use another rollout.transport",
             ) from error
         while len(self.labels) > 2:
             self.drop(wire, self.labels.pop(0))
 
     def drop(self, wire: Wire, label: str) -> None:
-        """Takes an old adapter from the server, which may have been started again and not know it, and removes its folder."""
+        """Takes an old adapter from the server, which may have been started again and not know it,
+        and removes its folder.
+        """
         with suppress(Lost, UserError):
             wire.tell("/v1/unload_lora_adapter", {"lora_name": label}, seconds=LAST_RESORT)
         shutil.rmtree(self.folder / label, ignore_errors=True)
@@ -377,7 +424,9 @@ def emptied(folder: Path) -> Path:
 
 
 def background(work: Callable[[], Any]) -> Future[Any]:
-    """The result of work in a thread that nobody has to wait for, not even at the end of the program."""
+    """The result of work in a thread that nobody has to wait for, not even at the end of the
+    program.
+    """
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -386,7 +435,9 @@ def background(work: Callable[[], Any]) -> Future[Any]:
                 future.set_result(work())
             finally:
                 if not future.done():
-                    future.set_exception(sys.exception() or RuntimeError("it ended without a result"))
+                    future.set_exception(
+                        sys.exception() or RuntimeError("it ended without a result")
+                    )
 
     threading.Thread(target=run, daemon=True).start()
     return future

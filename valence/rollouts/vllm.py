@@ -1,7 +1,9 @@
-"""Sampling from a vLLM server, whose weights are kept up to date: token ids go in, token ids and log-probabilities come out.
+"""Sampling from a vLLM server, whose weights are kept up to date: token ids go in, token ids and
+log-probabilities come out.
 
-A server that was killed and comes back has the weights it was started with. Every version that is sent has a label of its own;
-before each request and in each answer the label is read, and a server without the newest weights is sent them again first.
+A server that was killed and comes back has the weights it was started with. Every version that is
+sent has a label of its own; before each request and in each answer the label is read, and a server
+without the newest weights is sent them again first.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ KEY = "VLLM_API_KEY"
 class VLLMGenerator:
     """A vLLM server at ``url``, and the way in which it is sent weights.
 
-    end_ids: tokens that end an answer. timeout: seconds for one request, and for a server that is gone to come back.
-    concurrency: answers that are asked for at once. revive: starts the server again when it is gone. say: hears of what was
-    mended.
-    One thread may ``sync`` while another generates: the answers under way go on with the new weights, each token labelled.
+    end_ids: tokens that end an answer. timeout: seconds for one request, and for a server that is
+    gone to come back.
+    concurrency: answers that are asked for at once. revive: starts the server again when it is
+    gone. say: hears of what was mended. One thread may ``sync`` while another generates: the
+    answers under way go on with the new weights, each token labelled.
     """
 
     gives_tokens = True
@@ -66,8 +69,16 @@ class VLLMGenerator:
         self._alone = threading.RLock()
         self._processed = False
 
-    def sync(self, version: int, weights: Callable[[], Named], adapter: Callable[[Path], None] | None = None) -> None:
-        """Sends new weights (see ``Served.sync``). A failed update leaves the server running, with answers that none accepts."""
+    def sync(
+        self,
+        version: int,
+        weights: Callable[[], Named],
+        adapter: Callable[[Path], None] | None = None,
+    ) -> None:
+        """Sends new weights (see ``Served.sync``).
+
+        A failed update leaves the server running, with answers that none accepts.
+        """
         with self._alone:
             label = f"{self._name}-{len(self._versions)}-v{version}"
             self.transport.keep(label, weights, adapter)
@@ -77,24 +88,42 @@ class VLLMGenerator:
             self.asking.persist(lambda: self.transport.send(self.wire, label))
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, progress: Callable[[int], None] = unheard
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        progress: Callable[[int], None] = unheard,
     ) -> list[list[Completion]]:
-        """n completions of each prompt. The same seed gives the same random numbers to the same answer.
+        """n completions of each prompt.
 
-        Raises UserError where the server refuses, hangs, or is gone for longer than ``timeout``, and FloatingPointError when
-        log-probabilities are not finite.
+        The same seed gives the same random numbers to the same answer.
+
+        Raises UserError where the server refuses, hangs, or is gone for longer than ``timeout``,
+        and FloatingPointError when log-probabilities are not finite.
         """
         if n < 1:
-            raise UserError(f"{n} answers per prompt", code="sampling-value", where="n", fix="ask for at least 1")
+            raise UserError(
+                f"{n} answers per prompt",
+                code="sampling-value",
+                where="n",
+                fix="ask for at least 1",
+            )
         if empty := [i for i, prompt in enumerate(prompts) if not prompt]:
             raise UserError(
-                "the prompt has no tokens", code="prompt-empty", where=f"prompt {empty[0]}", fix="leave empty prompts out"
+                "the prompt has no tokens",
+                code="prompt-empty",
+                where=f"prompt {empty[0]}",
+                fix="leave empty prompts out",
             )
         self._can(sampling)
         answers: dict[int, list[Completion]] = {}
 
         def body(i: int) -> dict[str, Any]:
-            return {"token_ids": list(prompts[i]), "sampling_params": self._parameters(n, sampling, i)}
+            return {
+                "token_ids": list(prompts[i]),
+                "sampling_params": self._parameters(n, sampling, i),
+            }
 
         def take(i: int, answer: Any, label: str) -> None:
             answers[i] = self._completions(prompts[i], n, answer, label)
@@ -104,27 +133,39 @@ class VLLMGenerator:
         return [answers[i] for i in range(len(prompts))]
 
     def logps(self, pairs: Sequence[Pair]) -> list[list[float]]:
-        """The server's log-probability of each token of each answer (nats) at temperature 1, computed as one reads a prompt."""
+        """The server's log-probability of each token of each answer (nats) at temperature 1,
+        computed as one reads a prompt.
+        """
         found: dict[int, list[float]] = {}
 
         def body(i: int) -> dict[str, Any]:
             prompt, answer = pairs[i]
-            settings = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
+            settings = {
+                "max_tokens": 1,
+                "temperature": 0.0,
+                "prompt_logprobs": 0,
+                "detokenize": False,
+            }
             return {"token_ids": [*prompt, *answer], "sampling_params": settings}
 
         def take(i: int, answer: Any, label: str) -> None:
             prompt, tokens = pairs[i]
             rows = answer["prompt_logprobs"][len(prompt) :]
-            found[i] = [float(row[str(token)]["logprob"]) for token, row in zip(tokens, rows, strict=True)]
+            found[i] = [
+                float(row[str(token)]["logprob"]) for token, row in zip(tokens, rows, strict=True)
+            ]
 
-        # On a CPU an adapter and log-probabilities of prompts of several requests at once end the server (vLLM 0.32).
+        # On a CPU an adapter and log-probabilities of prompts of several requests at once end the
+        # server (vLLM 0.32).
         alone = self.transport.model(self.label) is not None
         self._all(range(len(pairs)), body, take, 1 if alone else self.concurrency)
         return [found[i] for i in range(len(pairs))]
 
     @property
     def dtype(self) -> str:
-        """Of the server's weights, as torch names it; empty where the server does not say, or takes long to."""
+        """Of the server's weights, as torch names it; empty where the server does not say, or takes
+        long to.
+        """
         try:
             # It tells all about its machine with it, which takes seconds.
             info = self.wire.get("/server_info?config_format=json", seconds=30.0)
@@ -138,17 +179,25 @@ class VLLMGenerator:
         self.wire.close()
 
     def _can(self, sampling: Sampling) -> None:
-        """Raises UserError when the server would report log-probabilities of another distribution than it draws from."""
+        """Raises UserError when the server would report log-probabilities of another distribution
+        than it draws from.
+        """
         if self._processed or (sampling.temperature in (0.0, 1.0) and sampling.top_p == 1):
             return
-        # Of a nucleus that holds one token this token is certain, before the nucleus is cut out it hardly is.
+        # Of a nucleus that holds one token this token is certain, before the nucleus is cut out it
+        # hardly is.
         settings = self._parameters(1, Sampling(top_p=1e-9, max_new_tokens=1), 0)
         found: list[float] = []
 
         def take(i: int, answer: Any, label: str) -> None:
             found.append(float(answer["choices"][0]["logprobs"]["content"][0]["logprob"]))
 
-        self._all([0], lambda i: {"token_ids": self.end_ids[:1] or [0], "sampling_params": settings}, take, 1)
+        self._all(
+            [0],
+            lambda i: {"token_ids": self.end_ids[:1] or [0], "sampling_params": settings},
+            take,
+            1,
+        )
         self._processed = found[0] > -1e-6
         if not self._processed:
             raise UserError(
@@ -177,7 +226,9 @@ class VLLMGenerator:
             "detokenize": False,
         }
 
-    def _completions(self, prompt: Sequence[int], n: int, answer: Any, label: str) -> list[Completion]:
+    def _completions(
+        self, prompt: Sequence[int], n: int, answer: Any, label: str
+    ) -> list[Completion]:
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if [choice["index"] for choice in choices] != list(range(n)):
             raise self._strange(f"it was asked for {n} answers and gave {len(choices)}")
@@ -217,7 +268,10 @@ class VLLMGenerator:
         out: list[int] = []
         for span in choice["weight_versions"] or []:
             if span["version"] not in self._versions:
-                raise Lost(f"{self.wire.url}: an answer came from weights {span['version']!r}, which were not sent")
+                raise Lost(
+                    f"{self.wire.url}: an answer came from weights {span['version']!r}, which "
+                    f"were not sent"
+                )
             out += [self._versions[span["version"]]] * (span["end"] - span["start"])
         if len(out) != length:
             raise self._strange("it does not say which weights each token came from")
@@ -225,21 +279,37 @@ class VLLMGenerator:
 
     def _strange(self, what: str) -> UserError:
         return UserError(
-            what, code="rollout-server-version", where=self.wire.url + ROUTE, fix="use a version of vLLM that docs/vllm.md names"
+            what,
+            code="rollout-server-version",
+            where=self.wire.url + ROUTE,
+            fix="use a version of vLLM that docs/vllm.md names",
         )
 
     def _current(self) -> str:
-        """The label of the newest weights, once the server has them: one that was started again is sent them first."""
+        """The label of the newest weights, once the server has them: one that was started again is
+        sent them first.
+        """
         with self._alone:
             if self.label and (has := self.transport.label(self.wire)) != self.label:
-                if has.startswith(f"{PREFIX}-") and not has.startswith(self._name) and has not in self._versions:
+                if (
+                    has.startswith(f"{PREFIX}-")
+                    and not has.startswith(self._name)
+                    and has not in self._versions
+                ):
                     self.say(f"{self.wire.url} had weights of another run ({has})")
                 self.transport.send(self.wire, self.label)
-                self.say(f"{self.wire.url} had other weights ({has or 'none of ours'}): version {self.version} was sent again")
+                self.say(
+                    f"{self.wire.url} had other weights ({has or 'none of ours'}): version "
+                    f"{self.version} was sent again"
+                )
             return self.label
 
     def _all(
-        self, positions: Sequence[int], body: Callable[[int], dict[str, Any]], take: Callable[[int, Any, str], None], most: int
+        self,
+        positions: Sequence[int],
+        body: Callable[[int], dict[str, Any]],
+        take: Callable[[int, Any, str], None],
+        most: int,
     ) -> None:
         """Asks for every position. ``take`` is also told the label under which it was asked for."""
         label = ""
@@ -260,5 +330,9 @@ class VLLMGenerator:
 
 
 def gone(response: httpx.Response) -> bool:
-    """A server whose engine died says so once, and goes; one that was started again does not know the adapter."""
-    return response.status_code == 500 or (response.status_code == 404 and "does not exist" in response.text)
+    """A server whose engine died says so once, and goes; one that was started again does not know
+    the adapter.
+    """
+    return response.status_code == 500 or (
+        response.status_code == 404 and "does not exist" in response.text
+    )

@@ -1,10 +1,13 @@
-"""What a vLLM server loads so that weights reach it without a GPU: the transports ``disk`` and ``gloo``.
+"""What a vLLM server loads so that weights reach it without a GPU: the transports ``disk`` and
+``gloo``.
 
-vLLM finds it as an entry point of the group ``vllm.general_plugins``. It imports nothing of Valence, so that the one file, put
-on a server's path, is enough. The trainer's side of both is in ``transports.py``.
+vLLM finds it as an entry point of the group ``vllm.general_plugins``. It imports nothing of
+Valence, so that the one file, put on a server's path, is enough. The trainer's side of both is in
+``transports.py``.
 
-Both load a whole new model layer by layer, as vLLM's own NCCL transport does, and mend what that leaves behind on a CPU: an
-output head that shares its weights with the embeddings keeps a packed copy of its own, of the old weights.
+Both load a whole new model layer by layer, as vLLM's own NCCL transport does, and mend what that
+leaves behind on a CPU: an output head that shares its weights with the embeddings keeps a packed
+copy of its own, of the old weights.
 """
 
 from __future__ import annotations
@@ -44,19 +47,26 @@ def free(host: str) -> int:
 
 
 def join(host: str, port: int, rank: int, size: int, seconds: float, *, serve: bool) -> Any:
-    """A gloo group of ``size`` processes that meet at host:port, beside whatever other groups a process has."""
-    import torch.distributed as dist
+    """A gloo group of ``size`` processes that meet at host:port, beside whatever other groups a
+    process has.
+    """
+    import torch
 
+    dist: Any = torch.distributed  # pyright knows only a part of its names
     patience = timedelta(seconds=seconds)
-    store: Any = dist.TCPStore(host, port, is_master=serve, timeout=patience, wait_for_workers=False)  # pyright: ignore
-    options = dist.ProcessGroupGloo._Options()  # pyright: ignore
+    store = dist.TCPStore(host, port, is_master=serve, timeout=patience, wait_for_workers=False)
+    options = dist.ProcessGroupGloo._Options()
     options._timeout = patience
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host if serve else own_address(host))]
+    options._devices = [
+        dist.ProcessGroupGloo.create_device(hostname=host if serve else own_address(host))
+    ]
     return dist.ProcessGroupGloo(dist.PrefixStore("weights", store), rank, size, options)  # pyright: ignore
 
 
 def layout(dtypes: list[str], shapes: list[list[int]]) -> list[tuple[Any, int, int]]:
-    """dtype, first byte and number of bytes of each of several tensors that travel as one row of bytes, aligned to 16."""
+    """dtype, first byte and number of bytes of each of several tensors that travel as one row of
+    bytes, aligned to 16.
+    """
     import torch
 
     out, at = [], 0
@@ -90,7 +100,8 @@ def reloading() -> type:
                 self.missing = None  # this model does not tell
             elif self.missing is not None:
                 self.missing -= loaded
-            # Said here and not when all is finished: a worker stays in its update when finishing fails.
+            # Said here and not when all is finished: a worker stays in its update when finishing
+            # fails.
             if last and self.missing and self.model_config.quantization is None:
                 raise RuntimeError(f"the new weights lack {', '.join(sorted(self.missing)[:8])}")
 
@@ -173,8 +184,19 @@ def engines() -> dict[str, type]:
 
         def init_transfer_engine(self, init_info: Any) -> None:
             parallel = self.parallel_config
-            rank = init_info.rank_offset + parallel.data_parallel_index * parallel.world_size + parallel.rank
-            self.group = join(init_info.host, init_info.port, rank, init_info.world_size, init_info.seconds, serve=False)
+            rank = (
+                init_info.rank_offset
+                + parallel.data_parallel_index * parallel.world_size
+                + parallel.rank
+            )
+            self.group = join(
+                init_info.host,
+                init_info.port,
+                rank,
+                init_info.world_size,
+                init_info.seconds,
+                serve=False,
+            )
 
         def receive(self, update_info: Any) -> None:
             if self.group is None:
@@ -210,7 +232,8 @@ def read(folder: Path) -> Iterator[tuple[str, Any]]:
 
 
 def abandon(model: Any) -> None:
-    """Ends an update that failed half-way: layers that still wait for weights get their old ones back.
+    """Ends an update that failed half-way: layers that still wait for weights get their old ones
+    back.
 
     Without it the next update would count weights of the failed one as its own.
     """
@@ -224,10 +247,18 @@ def abandon(model: Any) -> None:
 
 
 def pack_heads(model: Any) -> None:
-    """Packs output heads again, which on a CPU are copies of weights: one that is tied to the embeddings loads none itself."""
+    """Packs output heads again, which on a CPU are copies of weights: one that is tied to the
+    embeddings loads none itself.
+    """
     from vllm.model_executor.layers import vocab_parallel_embedding as embeddings  # type: ignore[import-not-found]
 
     for layer in model.modules():
-        plain = isinstance(getattr(layer, "quant_method", None), embeddings.UnquantizedEmbeddingMethod)
-        if plain and isinstance(layer, embeddings.ParallelLMHead) and layer.weight.device.type == "cpu":
+        plain = isinstance(
+            getattr(layer, "quant_method", None), embeddings.UnquantizedEmbeddingMethod
+        )
+        if (
+            plain
+            and isinstance(layer, embeddings.ParallelLMHead)
+            and layer.weight.device.type == "cpu"
+        ):
             layer.quant_method.process_weights_after_loading(layer)

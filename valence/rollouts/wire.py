@@ -34,7 +34,9 @@ class Lost(Exception):
 
 
 def address(url: str) -> str:
-    """The server's root: ``http://host:8000`` of that, of ``http://host:8000/`` and of ``http://host:8000/v1``."""
+    """The server's root: ``http://host:8000`` of that, of ``http://host:8000/`` and of
+    ``http://host:8000/v1``.
+    """
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UserError(
@@ -47,13 +49,19 @@ def address(url: str) -> str:
 
 
 class Wire:
-    """One server. ``timeout``: seconds that it may take for one request, and to come back when it is gone. ``health``: a route
-    that answers with 200 while the server is well."""
+    """One server.
 
-    def __init__(self, url: str, timeout: float, key: str | None = None, health: str = "/health") -> None:
+    ``timeout``: seconds that it may take for one request, and to come back when it is gone.
+    ``health``: a route that answers with 200 while the server is well.
+    """
+
+    def __init__(
+        self, url: str, timeout: float, key: str | None = None, health: str = "/health"
+    ) -> None:
         self.url, self.timeout, self.health = address(url), timeout, health
         self.headers = {"Authorization": f"Bearer {key}"} if key else {}
-        # No connection is kept: a server closes its side after an error, and the next request would seem to fail.
+        # No connection is kept: a server closes its side after an error, and the next request would
+        # seem to fail.
         with as_the_environment_says(self.url):
             self._client = httpx.Client(
                 base_url=self.url,
@@ -64,11 +72,17 @@ class Wire:
             )
 
     def get(self, path: str, *, seconds: float | None = None) -> Any:
-        """The answer to a GET, as JSON. Raises Lost, or UserError where waiting for the server would not help."""
+        """The answer to a GET, as JSON.
+
+        Raises Lost, or UserError where waiting for the server would not help.
+        """
         return self.read(path, self._ask("GET", path, None, seconds))
 
     def post(self, path: str, body: object = None, *, seconds: float | None = None) -> Any:
-        """The answer to a POST of ``body`` as JSON. Raises Lost, or UserError where waiting for the server would not help."""
+        """The answer to a POST of ``body`` as JSON.
+
+        Raises Lost, or UserError where waiting for the server would not help.
+        """
         return self.read(path, self._ask("POST", path, body, seconds))
 
     def tell(self, path: str, body: object = None, *, seconds: float | None = None) -> None:
@@ -113,11 +127,20 @@ class Wire:
         if self.healthy():
             code = "rollout-server-slow"
             what = f"no answer in {seconds:g} s, though the server says that it is well"
-            fix = "raise rollout.timeout, or lower rollout.max_new_tokens or rollout.num_rollouts; its log says how busy it is"
+            fix = (
+                "raise rollout.timeout, or lower rollout.max_new_tokens or "
+                "rollout.num_rollouts; its log says how busy it is"
+            )
         else:
             code = "rollout-server-hangs"
-            what = f"no answer in {seconds:g} s, and none to {self.url}{self.health} either: the server hangs"
-            fix = "look at the end of its log, and start it again; the run goes on from its last checkpoint"
+            what = (
+                f"no answer in {seconds:g} s, and none to {self.url}{self.health} either: the "
+                f"server hangs"
+            )
+            fix = (
+                "look at the end of its log, and start it again; the run goes on from its last "
+                "checkpoint"
+            )
         return UserError(what, code=code, where=self.url + path, fix=fix)
 
     def healthy(self) -> bool:
@@ -128,7 +151,10 @@ class Wire:
             return False
 
     def wait(self, why: Lost, attempt: int = 1) -> None:
-        """Until the server is well, and longer each time. Raises UserError when it is not within ``timeout``."""
+        """Until the server is well, and longer each time.
+
+        Raises UserError when it is not within ``timeout``.
+        """
         until = time.monotonic() + self.timeout
         time.sleep(min(LONGEST, POLL * 2 ** (attempt - 1) * random.uniform(0.5, 1.0)))
         while not self.healthy():
@@ -152,14 +178,21 @@ class Refused(UserError):
     def __init__(self, where: str, status: int, message: str) -> None:
         self.status, self.message = status, message
         fix = FIXES.get(status, "see the server's log")
-        super().__init__(f"the server answers {status}: {message}", code="rollout-server-refused", where=where, fix=fix)
+        super().__init__(
+            f"the server answers {status}: {message}",
+            code="rollout-server-refused",
+            where=where,
+            fix=fix,
+        )
 
 
 FIXES = {
-    401: "name the server's key in the environment (VLLM_API_KEY, or OPENAI_API_KEY with engine openai)",
+    401: "name the server's key in the environment (VLLM_API_KEY, or OPENAI_API_KEY with engine "
+    "openai)",
     403: "name a key in the environment that may do this",
     404: "see docs/vllm.md for how such a server is started, and that rollout.url is its address",
-    400: "shorten prompts or answers (rollout.max_new_tokens), or start the server with other limits",
+    400: "shorten prompts or answers (rollout.max_new_tokens), or start the server with other "
+    "limits",
 }
 
 

@@ -34,10 +34,20 @@ from valence.models.stream import CannotStreamError, Stream, outline
 from valence.models.values import add_values
 from valence.training.compare import rows_of
 from valence.training.setup import Prepared
-from valence.training.sharding import at_rest, check_folders, choose, fits_whole, least_free, share, trains_whole
+from valence.training.sharding import (
+    at_rest,
+    check_folders,
+    choose,
+    fits_whole,
+    least_free,
+    share,
+    trains_whole,
+)
 
 WORTH_COMPILING = {"cpu": 2e14, "cuda": 1e17}
-"""Operations of a run, about five minutes of them, from which on compiled layers save more time than they take to compile."""
+"""Operations of a run, about five minutes of them, from which on compiled layers save more time
+than they take to compile.
+"""
 
 
 def build_models(
@@ -51,12 +61,16 @@ def build_models(
     compiled: bool | None = None,
     sharded: bool | None = None,
 ) -> tuple[PolicyModel, Reference | None]:
-    """Loads the policy and what it is compared with. Objects given replace those that the recipe names.
+    """Loads the policy and what it is compared with.
 
-    fills: for a run that trains: a cache in its own folder is added to (else it is only read), and layers may be compiled.
-    compiled, sharded: whether layers are compiled, and weights split over processes, where that was chosen before.
-    group: all processes, which call it together. parts: of them, those that have other rows than this one, and those that it
-    shares each layer with (as ``Group.split`` gives them).
+    Objects given replace those that the recipe names.
+
+    fills: for a run that trains: a cache in its own folder is added to (else it is only read), and
+    layers may be compiled.
+    compiled, sharded: whether layers are compiled, and weights split over processes, where that was
+    chosen before.
+    group: all processes, which call it together. parts: of them, those that have other rows than
+    this one, and those that it shares each layer with (as ``Group.split`` gives them).
     """
     group = group or Single()
     with prepared.source.placing():
@@ -77,27 +91,36 @@ def build_models(
             compile_layers(policy)
         own = recipe.reference.model if reference is None else None
         copied = prepared.needs_reference and reference is None and own is None
-        built = loads.reference(policy, None) if copied else None  # a copy is made of what is still whole, or still nothing
+        # a copy is made of what is still whole, or still nothing
+        built = loads.reference(policy, None) if copied else None
         loads.share(policy, stream)
         if isinstance(built, FrozenReference):
             loads.share(built.engine, stream)
         elif prepared.needs_reference and not copied:
             built = (
-                loads.reference(policy, reference, among=group) if reference is not None else loads.named_reference(policy, own)
+                loads.reference(policy, reference, among=group)
+                if reference is not None
+                else loads.named_reference(policy, own)
             )
         # How the reference's weights can be had once more.
         whole = copied and model is None and trains_whole(recipe)
         again = partial(loads.named_reference, policy, own) if own or whole else None
         if data.rank:
-            torch.manual_seed(recipe.train.seed + data.rank)  # an adapter's dropout is another in each process
-        among = group if split.ways > 1 else layers  # those without which this process cannot run the reference
+            # an adapter's dropout is another in each process
+            torch.manual_seed(recipe.train.seed + data.rank)
+        # those without which this process cannot run the reference
+        among = group if split.ways > 1 else layers
         return policy, None if built is None else _kept(built, recipe, fills, again, among.any)
 
 
 @dataclass(frozen=True)
 class _Loads:
-    """Loads the models of a run. Where they are split, each process has its part alone: a model is made without weights, what is
-    to be a copy of it is copied, and then each is shared and read. Only what cannot be read in parts is loaded whole before."""
+    """Loads the models of a run.
+
+    Where they are split, each process has its part alone: a model is made without weights, what is
+    to be a copy of it is copied, and then each is shared and read. Only what cannot be read in
+    parts is loaded whole before.
+    """
 
     prepared: Prepared
     split: Split
@@ -113,13 +136,24 @@ class _Loads:
         scores = self.prepared.method.is_reward_model
         if is_reward_model(model) is not scores:
             what = "is a reward model" if not scores else "has no head for scores"
-            raise UserError(f"the model given {what}", code="model-kind", where="model", fix=f"give what {recipe.method} trains")
+            raise UserError(
+                f"the model given {what}",
+                code="model-kind",
+                where="model",
+                fix=f"give what {recipe.method} trains",
+            )
         _check_quantized(model, spec)
-        torch.manual_seed(recipe.train.seed)  # the adapter's random half is drawn here, whatever loading has drawn
+        # the adapter's random half is drawn here, whatever loading has drawn
+        torch.manual_seed(recipe.train.seed)
         policy = build_policy(
-            model.to(best_device()), dtype=DTYPES[spec.dtype], lora=spec.lora, adapter=spec.adapter,
-            checkpointing=recipe.train.checkpointing, levels=recipe.loss.get("levels"), check=self.split.single,
-        )  # fmt: skip
+            model.to(best_device()),
+            dtype=DTYPES[spec.dtype],
+            lora=spec.lora,
+            adapter=spec.adapter,
+            checkpointing=recipe.train.checkpointing,
+            levels=recipe.loss.get("levels"),
+            check=self.split.single,
+        )
         if stream:
             stream.forget(policy.causal)
         if self.prepared.method.online and recipe.loss.get("value"):
@@ -140,10 +174,15 @@ class _Loads:
         return self.reference(policy, model, stream)
 
     def reference(
-        self, policy: PolicyModel, model: nn.Module | None, stream: Stream | None = None, among: Group | None = None
+        self,
+        policy: PolicyModel,
+        model: nn.Module | None,
+        stream: Stream | None = None,
+        among: Group | None = None,
     ) -> Reference:
-        """The model given, or the policy as it is now, which is then still to be shared. among: processes that call this
-        together, and whose weights are to be the same."""
+        """The model given, or the policy as it is now, which is then still to be shared. among:
+        processes that call this together, and whose weights are to be the same.
+        """
         recipe = self.prepared.recipe
         name = recipe.reference.model
         if model is not None:
@@ -157,7 +196,8 @@ class _Loads:
             follows=recipe.reference.sync_every is not None,
             check=self.split.single,
         )
-        if policy.compiled and isinstance(built, FrozenReference):  # as the policy is computed, to the last bits
+        # as the policy is computed, to the last bits
+        if policy.compiled and isinstance(built, FrozenReference):
             compile_layers(built.engine)
         if model is not None and isinstance(built, FrozenReference):
             if stream:
@@ -184,28 +224,48 @@ class _Loads:
         if name is None and self.prepared.method.is_reward_model:
             more["attributes"] = spec.attributes or ONE
         name = name or spec.name
-        if not self.split.single and not spec.quantize:  # what is in 4 bits is made of whole weights
+        # what is in 4 bits is made of whole weights
+        if not self.split.single and not spec.quantize:
             try:
                 return outline(name, device=best_device(), gguf_file=file, **more)
             except CannotStreamError as why:
                 if self.data.rank == self.layers.rank == 0:
-                    warnings.warn(f"each process loads all weights of {name} before they are split, as {why}", stacklevel=2)
+                    warnings.warn(
+                        f"each process loads all weights of {name} before they are split, as {why}",
+                        stacklevel=2,
+                    )
         return load_model(name, gguf_file=file, quantize=spec.quantize is not None, **more), None
 
 
 def _check_quantized(model: nn.Module, spec: Model) -> None:
-    """Raises UserError when a model is in 4 bits and the recipe does not say so, or the other way round."""
+    """Raises UserError when a model is in 4 bits and the recipe does not say so, or the other way
+    round.
+    """
     if is_quantized(model) and not spec.quantize:
         fix = "name the model that it was made of, and set model.quantize: nf4"
-        raise UserError("its weights are kept in 4 bits", code="model-quantized", where=f"model.name: {spec.name}", fix=fix)
+        raise UserError(
+            "its weights are kept in 4 bits",
+            code="model-quantized",
+            where=f"model.name: {spec.name}",
+            fix=fix,
+        )
     if spec.quantize and not is_quantized(model):
         fix = "load it so, give its name instead, or remove model.quantize"
-        raise UserError("the model given has no weights of 4 bits", code="model-quantized", where="model.quantize", fix=fix)
+        raise UserError(
+            "the model given has no weights of 4 bits",
+            code="model-quantized",
+            where="model.quantize",
+            fix=fix,
+        )
 
 
 def _check_same_weights(group: Group, name: str, engine: PolicyModel) -> None:
     """Raises UserError when the processes have different ones."""
-    same(group, lambda: {name: model_digest(engine, adapter=True)}, "let all processes give or load the same weights")
+    same(
+        group,
+        lambda: {name: model_digest(engine, adapter=True)},
+        "let all processes give or load the same weights",
+    )
 
 
 def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bool | None) -> Split:
@@ -214,7 +274,9 @@ def _split(prepared: Prepared, model: nn.Module | None, group: Group, before: bo
 
     def fits() -> bool:
         bare = layers_of(prepared, model)
-        shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+        shape = shape_of(
+            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
+        )
         return fits_whole(prepared, shape, device, least_free(free_memory(device), device, group))
 
     return choose(prepared.recipe, group.size, device, before=before, fits=fits)
@@ -226,7 +288,9 @@ def layers_of(prepared: Prepared, model: nn.Module | None) -> nn.Module:
         return skeleton_of(model)
     spec = prepared.recipe.model
     scores = len(spec.attributes or ONE) if prepared.method.is_reward_model else None
-    return skeleton(spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores)
+    return skeleton(
+        spec.name, trust_remote_code=spec.trust_remote_code, gguf_file=spec.gguf_file, scores=scores
+    )
 
 
 def _compiles(prepared: Prepared, policy: PolicyModel, chosen: bool | None, processes: int) -> bool:
@@ -235,19 +299,30 @@ def _compiles(prepared: Prepared, policy: PolicyModel, chosen: bool | None, proc
     if chosen and (why := why_not(policy.device)):
         fix = "install what is missing, or go on without: train.compile=off --allow train.compile"
         raise UserError(
-            f"the layers of this run were compiled, and now {why}", code="compile-changed", where="train.compile", fix=fix
+            f"the layers of this run were compiled, and now {why}",
+            code="compile-changed",
+            where="train.compile",
+            fix=fix,
         )
     weights = sum(p.numel() for p in policy.parameters())
-    return pays_to_compile(prepared, weights, policy.device, processes) if chosen is None else chosen
+    return (
+        pays_to_compile(prepared, weights, policy.device, processes) if chosen is None else chosen
+    )
 
 
 def pays_to_compile(prepared: Prepared, weights: int, device: torch.device, processes: int) -> bool:
-    """Whether the recipe asks for compiled layers, or leaves it open and the run is long. Counted, not measured: the values in a
-    reference cache are those of one way to compute them. Raises UserError when they are asked for and cannot be had."""
+    """Whether the recipe asks for compiled layers, or leaves it open and the run is long.
+
+    Counted, not measured: the values in a reference cache are those of one way to compute them.
+    Raises UserError when they are asked for and cannot be had.
+    """
     asked, why = prepared.recipe.train.compile, why_not(device)
     if asked == "on" and why:
         raise UserError(
-            why, code="compile-unavailable", where="train.compile", fix="install what is missing, or set it to auto or off"
+            why,
+            code="compile-unavailable",
+            where="train.compile",
+            fix="install what is missing, or set it to auto or off",
         )
     not_compiled = prepared.recipe.model.quantize or prepared.recipe.train.router_aux_loss
     if asked != "auto" or why or "train" not in prepared.corpora or not_compiled:
@@ -263,32 +338,57 @@ def own_cache(recipe: Recipe) -> Path:
 
 
 def _kept(
-    built: Reference, recipe: Recipe, fills: bool, again: Callable[[], Reference] | None, agree: Callable[[bool], bool]
+    built: Reference,
+    recipe: Recipe,
+    fills: bool,
+    again: Callable[[], Reference] | None,
+    agree: Callable[[bool], bool],
 ) -> Reference:
     """The reference with the cache that the recipe asks for."""
     kept = recipe.reference.cache
-    if kept == "off" or recipe.reference.sync_every is not None or recipe.reward:  # own answers are new in each round
+    # own answers are new in each round
+    if kept == "off" or recipe.reference.sync_every is not None or recipe.reward:
         return built
-    about = f"{recipe.reference.model or recipe.model.name} in {recipe.model.quantize or recipe.model.dtype}"
+    about = (
+        f"{recipe.reference.model or recipe.model.name} in "
+        f"{recipe.model.quantize or recipe.model.dtype}"
+    )
     if kept == "auto":
-        return CachedReference(built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree)
+        return CachedReference(
+            built, own_cache(recipe), about=about, fills=fills, again=again, agree=agree
+        )
     return CachedReference(built, Path(kept), about=about, again=again, agree=agree)
 
 
 def _check_positions(policy: PolicyModel, prepared: Prepared) -> None:
-    """Rows longer than the model has positions for: an error where they are a table that ends, else a warning."""
+    """Rows longer than the model has positions for: an error where they are a table that ends, else
+    a warning.
+    """
     limit, learned = position_limit(policy.causal) or (None, False)
     if limit is None or not prepared.corpora:
         return
     own = prepared.recipe.rollout.max_new_tokens if prepared.method.online else 0
     every = (unit for corpus in prepared.corpora.values() for unit in corpus.units)
-    rows = [(len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own), unit) for unit in every]
+    rows = [
+        (
+            len(unit.prompt_ids) + max((len(answer.ids) for answer in unit.answers), default=own),
+            unit,
+        )
+        for unit in every
+    ]
     length, unit = max(rows, key=lambda row: row[0])
     what = f"this row has {length} tokens, and the model was made for {limit}"
     if length > limit and learned:
-        raise UserError(what, code="row-too-long-for-model", where=str(unit.origin), fix=f"set data.max_length: {limit}")
+        raise UserError(
+            what,
+            code="row-too-long-for-model",
+            where=str(unit.origin),
+            fix=f"set data.max_length: {limit}",
+        )
     if length > limit:
-        warnings.warn(f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2)
+        warnings.warn(
+            f"{unit.origin}: {what}; data.max_length: {limit} leaves such rows out", stacklevel=2
+        )
 
 
 def best_device() -> torch.device:
@@ -318,7 +418,8 @@ def _check_same_vocabulary(policy: PolicyModel, reference: nn.Module, name: str)
     ours, theirs = _vocabulary(policy.causal), _vocabulary(reference)
     if ours != theirs:
         raise UserError(
-            f"policy and reference have vocabularies of {ours} and {theirs} tokens: their log-probabilities do not compare",
+            f"policy and reference have vocabularies of {ours} and {theirs} tokens: their "
+            f"log-probabilities do not compare",
             code="vocabulary-mismatch",
             where=f"reference.model: {name}",
             fix="use a reference with the policy's tokenizer",

@@ -1,4 +1,6 @@
-"""What a machine has for training and what it lacks: libraries, devices, folders, settings of the environment."""
+"""What a machine has for training and what it lacks: libraries, devices, folders, settings of the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +29,15 @@ State = Literal["ok", "missing", "problem"]
 GB = 1e9
 EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
     "gguf": (("gguf",), "weights of a GGUF file (model.gguf_file)"),
-    "eightbit": (("bitsandbytes",), "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)"),
+    "eightbit": (
+        ("bitsandbytes",),
+        "4-bit weights and 8-bit moments (model.quantize, train.optimizer: adamw_8bit)",
+    ),
     "serve": (("fastapi", "uvicorn"), "`valence serve-reward`"),
-    "rewards": (("math_verify", "jsonschema", "vaderSentiment"), "the rewards maths, json_schema and vader"),
+    "rewards": (
+        ("math_verify", "jsonschema", "vaderSentiment"),
+        "the rewards maths, json_schema and vader",
+    ),
     "tensorboard": (("tensorboard",), "run.sinks: tensorboard"),
     "wandb": (("wandb",), "run.sinks: wandb"),
     "trackio": (("trackio",), "run.sinks: trackio"),
@@ -37,16 +45,30 @@ EXTRAS: dict[str, tuple[tuple[str, ...], str]] = {
 }
 """Extras of the installation: what they import, and what it is for."""
 VARIABLES = (
-    "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF", "HF_HOME", "HF_HUB_OFFLINE",
-    "HF_ENDPOINT", "TOKENIZERS_PARALLELISM", "VALENCE_NATIVE", "VALENCE_DEADLINE", "VALENCE_VLLM_PYTHON", "WORLD_SIZE", "RANK",
+    "OMP_NUM_THREADS",
+    "OMP_WAIT_POLICY",
+    "CUDA_VISIBLE_DEVICES",
+    "PYTORCH_CUDA_ALLOC_CONF",
+    "HF_HOME",
+    "HF_HUB_OFFLINE",
+    "HF_ENDPOINT",
+    "TOKENIZERS_PARALLELISM",
+    "VALENCE_NATIVE",
+    "VALENCE_DEADLINE",
+    "VALENCE_VLLM_PYTHON",
+    "WORLD_SIZE",
+    "RANK",
     "VALENCE_DTYPE",
-)  # fmt: skip
+)
 """Those that change what a run does or how fast; secrets are not among them."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line. missing: something optional is not there. ``needed``: nothing works, or a recipe does not, until it is mended."""
+    """One line. missing: something optional is not there.
+
+    ``needed``: nothing works, or a recipe does not, until it is mended.
+    """
 
     about: str
     name: str
@@ -71,28 +93,59 @@ def examine(*, network: bool = False) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    cores, usable = os.cpu_count() or 1, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
+    cores, usable = (
+        os.cpu_count() or 1,
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
+    )
     yield Finding("machine", "python", "ok", f"{platform.python_version()}, {sys.executable}")
-    yield Finding("machine", "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}")
+    yield Finding(
+        "machine", "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}"
+    )
     fewer = f", of which this process may use {usable}" if usable not in (None, cores) else ""
     yield Finding("machine", "cores", "ok", f"{cores}{fewer}")
     memory, disk = free_memory(torch.device("cpu")), shutil.disk_usage(".").free
     if memory is not None:
-        few = Finding("machine", "memory free", "problem", f"{memory / GB:.1f} GB", "end other programs: a model needs more")
-        yield few if memory < GB else Finding("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
-    few = Finding("machine", "disk free", "problem", f"{disk / GB:.1f} GB", "make room: a checkpoint needs more")
-    yield few if disk < GB else Finding("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
+        few = Finding(
+            "machine",
+            "memory free",
+            "problem",
+            f"{memory / GB:.1f} GB",
+            "end other programs: a model needs more",
+        )
+        yield (
+            few if memory < GB else Finding("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
+        )
+    few = Finding(
+        "machine",
+        "disk free",
+        "problem",
+        f"{disk / GB:.1f} GB",
+        "make room: a checkpoint needs more",
+    )
+    yield (
+        few
+        if disk < GB
+        else Finding("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
+    )
 
 
 def _libraries() -> Iterator[Finding]:
-    yield Finding("libraries", "valence", "ok", __version__)  # a clone on PYTHONPATH has no metadata
+    # a clone on PYTHONPATH has no metadata
+    yield Finding("libraries", "valence", "ok", __version__)
     for name in ("torch", "transformers", "peft", "plotly"):
         try:
             # The version that PyTorch itself gives also says which CUDA it was built for.
-            yield Finding("libraries", name, "ok", torch.__version__ if name == "torch" else version(name))
+            yield Finding(
+                "libraries", name, "ok", torch.__version__ if name == "torch" else version(name)
+            )
         except PackageNotFoundError:
-            yield Finding("libraries", name, "problem", "not installed", f"pip install {name}", needed=True)
-    lacking = {extra: [each for each in modules if find_spec(each) is None] for extra, (modules, _) in EXTRAS.items()}
+            yield Finding(
+                "libraries", name, "problem", "not installed", f"pip install {name}", needed=True
+            )
+    lacking = {
+        extra: [each for each in modules if find_spec(each) is None]
+        for extra, (modules, _) in EXTRAS.items()
+    }
     if there := [extra for extra, modules in lacking.items() if not modules]:
         yield Finding("libraries", "extras", "ok", ", ".join(there))
     for extra, modules in lacking.items():
@@ -105,15 +158,33 @@ def _devices() -> Iterator[Finding]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
-            narrow = ("" if torch.cuda.is_bf16_supported(including_emulation=False) else "no ") + "bfloat16 in hardware"
+            narrow = (
+                "" if torch.cuda.is_bf16_supported(including_emulation=False) else "no "
+            ) + "bfloat16 in hardware"
             free = free_memory(torch.device("cuda", index)) or 0
-            said = f"{facts.name}, {free / GB:.1f} of {facts.total_memory / GB:.1f} GB free, {narrow}"
+            said = (
+                f"{facts.name}, {free / GB:.1f} of {facts.total_memory / GB:.1f} GB free, {narrow}"
+            )
             yield Finding("devices", f"cuda:{index}", "ok", said)
     elif shutil.which("nvidia-smi"):
-        what = f"there is a driver, but this torch {'cannot use it' if torch.version.cuda else 'is for CPUs'}"
-        yield Finding("devices", "cuda", "problem", what, "install the torch that fits the driver, as pytorch.org tells")
+        what = (
+            f"there is a driver, but this torch "
+            f"{'cannot use it' if torch.version.cuda else 'is for CPUs'}"
+        )
+        yield Finding(
+            "devices",
+            "cuda",
+            "problem",
+            what,
+            "install the torch that fits the driver, as pytorch.org tells",
+        )
     else:
-        yield Finding("devices", "cuda", "missing", "no NVIDIA GPU: training runs on the CPU, which is for small models")
+        yield Finding(
+            "devices",
+            "cuda",
+            "missing",
+            "no NVIDIA GPU: training runs on the CPU, which is for small models",
+        )
     if torch.backends.mps.is_available():
         yield Finding("devices", "mps", "ok", "Apple's GPU")
     cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
@@ -129,8 +200,17 @@ def _tools() -> Iterator[Finding]:
     if compiler:
         yield Finding("tools", "C++ compiler", "ok", compiler)
     else:
-        purpose = "no g++: layers are not compiled (train.compile), nor the kernels for CPUs with bfloat16"
-        yield Finding("tools", "C++ compiler", "missing", purpose, "install g++ with the system's package manager")
+        purpose = (
+            "no g++: layers are not compiled (train.compile), nor the kernels for CPUs "
+            "with bfloat16"
+        )
+        yield Finding(
+            "tools",
+            "C++ compiler",
+            "missing",
+            purpose,
+            "install g++ with the system's package manager",
+        )
     for name, there in backends().items():
         if there:
             yield Finding("tools", name, "ok", "for several processes (--nproc)")
@@ -142,7 +222,11 @@ def _tools() -> Iterator[Finding]:
 def _folders() -> Iterator[Finding]:
     from huggingface_hub import constants
 
-    places = {"runs": Path("runs"), "models (HF_HOME)": Path(constants.HF_HOME), "temporary": Path(tempfile.gettempdir())}
+    places = {
+        "runs": Path("runs"),
+        "models (HF_HOME)": Path(constants.HF_HOME),
+        "temporary": Path(tempfile.gettempdir()),
+    }
     mine = "a folder that you may write to"
     fixes = (f"work in {mine}, or set run.dir", f"set HF_HOME to {mine}", f"set TMPDIR to {mine}")
     for (name, folder), fix in zip(places.items(), fixes, strict=True):
@@ -150,14 +234,30 @@ def _folders() -> Iterator[Finding]:
 
 
 def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = False) -> Finding:
-    """Writes a file there and removes it; where the folder does not exist, in the nearest one above it that does."""
-    there = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each))
+    """Writes a file there and removes it; where the folder does not exist, in the nearest one above
+    it that does.
+    """
+    there = next(
+        each for each in (folder.absolute(), *folder.absolute().parents) if os.path.exists(each)
+    )
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".valence-doctor-") as file:
             file.write(b"x")
     except OSError as error:
-        return Finding(about, name, "problem", f"{folder} cannot be written ({error.strerror})", fix, needed=needed)
-    return Finding(about, name, "ok", f"{folder}" + ("" if there == folder.absolute() else ", which will be made"))
+        return Finding(
+            about,
+            name,
+            "problem",
+            f"{folder} cannot be written ({error.strerror})",
+            fix,
+            needed=needed,
+        )
+    return Finding(
+        about,
+        name,
+        "ok",
+        f"{folder}" + ("" if there == folder.absolute() else ", which will be made"),
+    )
 
 
 def _environment(variables: Mapping[str, str]) -> Iterator[Finding]:
@@ -166,11 +266,21 @@ def _environment(variables: Mapping[str, str]) -> Iterator[Finding]:
         if value is None:
             continue
         what, fix = _odd(name, value)
-        yield Finding("environment", name, "problem" if what else "ok", f"{value!r}" + (f": {what}" if what else ""), fix)
+        yield Finding(
+            "environment",
+            name,
+            "problem" if what else "ok",
+            f"{value!r}" + (f": {what}" if what else ""),
+            fix,
+        )
     cores = os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in variables and torch.get_num_threads() == 1 < cores:
         yield Finding(
-            "environment", "OMP_NUM_THREADS", "problem", f"not set, and one of {cores} cores is used", f"set it to {cores}"
+            "environment",
+            "OMP_NUM_THREADS",
+            "problem",
+            f"not set, and one of {cores} cores is used",
+            f"set it to {cores}",
         )
 
 
@@ -190,9 +300,18 @@ def _hub() -> Finding:
     """Whether the hub that models come from answers."""
     from huggingface_hub import constants
 
-    fix = "models and data then have to be in folders or in the cache (HF_HOME); behind a proxy set HTTPS_PROXY"
+    fix = (
+        "models and data then have to be in folders or in the cache (HF_HOME); behind a proxy "
+        "set HTTPS_PROXY"
+    )
     if constants.HF_HUB_OFFLINE:
-        return Finding("network", "hub", "missing", "not asked: HF_HUB_OFFLINE is set", "unset it to download models")
+        return Finding(
+            "network",
+            "hub",
+            "missing",
+            "not asked: HF_HUB_OFFLINE is set",
+            "unset it to download models",
+        )
     said = ask_hub()
     if not said:
         return Finding("network", "hub", "ok", f"{constants.ENDPOINT} answers")

@@ -38,15 +38,34 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
     what, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
-    yield Finding("recipe", "model.dtype", "problem" if what else "ok", what or f"{dtype} on {device.type}", fix)
-    yield writable("recipe", "run.dir", Path(recipe.run.dir), "set run.dir to a folder that you may write to", needed=True)
+    yield Finding(
+        "recipe",
+        "model.dtype",
+        "problem" if what else "ok",
+        what or f"{dtype} on {device.type}",
+        fix,
+    )
+    yield writable(
+        "recipe",
+        "run.dir",
+        Path(recipe.run.dir),
+        "set run.dir to a folder that you may write to",
+        needed=True,
+    )
     if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
         fix = "install g++, or set train.compile: auto"
         yield Finding("recipe", "train.compile", "problem", "there is no g++", fix, needed=True)
     for reward in recipe.reward:
         if reward.token_env and not os.environ.get(reward.token_env):
             what = f"the environment has no variable {reward.token_env}"
-            yield Finding("recipe", "reward.token_env", "problem", what, "set it to the server's token", needed=True)
+            yield Finding(
+                "recipe",
+                "reward.token_env",
+                "problem",
+                what,
+                "set it to the server's token",
+                needed=True,
+            )
 
 
 def _where(error: UserError) -> str:
@@ -56,9 +75,11 @@ def _where(error: UserError) -> str:
 def _models(recipe: Recipe) -> dict[str, str]:
     """Folders and hub ids that are loaded, by the setting that names them."""
     named = {
-        "model.name": recipe.model.name, "model.tokenizer": recipe.model.tokenizer, "model.adapter": recipe.model.adapter,
+        "model.name": recipe.model.name,
+        "model.tokenizer": recipe.model.tokenizer,
+        "model.adapter": recipe.model.adapter,
         "reference.model": recipe.reference.model,
-    }  # fmt: skip
+    }
     return {setting: name for setting, name in named.items() if name}
 
 
@@ -75,8 +96,18 @@ def _model(setting: str, name: str) -> Finding:
     if is_cached(name, setting):
         return Finding("recipe", setting, "ok", f"{name}, downloaded before")
     if problem := within(DEADLINE, partial(_refused, name)):
-        fix = f"check the name; of a gated model ask for access at {constants.ENDPOINT}/{name} and run `hf auth login`"
-        return Finding("recipe", setting, "problem", f"{name} cannot be downloaded: {problem}", fix, needed=True)
+        fix = (
+            f"check the name; of a gated model ask for access at {constants.ENDPOINT}/{name} "
+            f"and run `hf auth login`"
+        )
+        return Finding(
+            "recipe",
+            setting,
+            "problem",
+            f"{name} cannot be downloaded: {problem}",
+            fix,
+            needed=True,
+        )
     return Finding("recipe", setting, "ok", f"{name}, which will be downloaded")
 
 
@@ -96,7 +127,11 @@ def _refused(name: str) -> str:
 
 def _libraries(recipe: Recipe) -> Iterator[Finding]:
     """Libraries that only some settings need, and that are not installed."""
-    wanted = {f"reward: {each.reward}": OF_RULES[each.reward] for each in recipe.reward if each.reward in OF_RULES}
+    wanted = {
+        f"reward: {each.reward}": OF_RULES[each.reward]
+        for each in recipe.reward
+        if each.reward in OF_RULES
+    }
     wanted |= {"model.quantize": "bitsandbytes"} if recipe.model.quantize else {}
     wanted |= {"train.optimizer": "bitsandbytes"} if recipe.train.optimizer == "adamw_8bit" else {}
     wanted |= {"model.gguf_file": "gguf"} if recipe.model.gguf_file else {}
@@ -104,7 +139,9 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
         extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
         if find_spec(module) is None:
             fix = install_command(extra)
-            yield Finding("recipe", setting, "problem", f"{module} is not installed", fix, needed=True)
+            yield Finding(
+                "recipe", setting, "problem", f"{module} is not installed", fix, needed=True
+            )
         else:
             yield Finding("recipe", setting, "ok", f"{module} is installed")
     for sink in recipe.run.sinks:
@@ -112,8 +149,24 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
             said = check(sink.model_dump())
             yield Finding("recipe", f"run.sinks: {sink.kind}", "ok", said or "installed")
         except UserError as error:
-            yield Finding("recipe", f"run.sinks: {sink.kind}", "problem", error.what, error.fix or "", needed=True)
+            yield Finding(
+                "recipe",
+                f"run.sinks: {sink.kind}",
+                "problem",
+                error.what,
+                error.fix or "",
+                needed=True,
+            )
     elsewhere = os.environ.get("VALENCE_VLLM_PYTHON") or recipe.rollout.python
-    if recipe.rollout.engine == "vllm" and recipe.rollout.start and not elsewhere and find_spec("vllm") is None:
-        fix = "name the Python of an environment that has it in rollout.python or VALENCE_VLLM_PYTHON"
-        yield Finding("recipe", "rollout.start", "problem", "vllm is not installed here", fix, needed=True)
+    if (
+        recipe.rollout.engine == "vllm"
+        and recipe.rollout.start
+        and not elsewhere
+        and find_spec("vllm") is None
+    ):
+        fix = (
+            "name the Python of an environment that has it in rollout.python or VALENCE_VLLM_PYTHON"
+        )
+        yield Finding(
+            "recipe", "rollout.start", "problem", "vllm is not installed here", fix, needed=True
+        )

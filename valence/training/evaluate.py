@@ -1,4 +1,6 @@
-"""Measuring a policy on held-out rows: the whole set counts as one step, so that no number depends on how it was cut."""
+"""Measuring a policy on held-out rows: the whole set counts as one step, so that no number depends
+on how it was cut.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from valence.types import (
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Metrics over all rows (names without a prefix), and what each row measured, in the order of the data."""
+    """Metrics over all rows (names without a prefix), and what each row measured, in the order of
+    the data.
+    """
 
     metrics: dict[str, float]
     rows: list[dict[str, Any]]
@@ -44,12 +48,15 @@ def evaluate(
     tokenizer: PreTrainedTokenizerBase,
     progress: Callable[[MicroBatch | None], None] = lambda _: None,
 ) -> Evaluation:
-    """Loss and metrics of the policy on these units, without a gradient, on all processes of the objective's group together. kto
-    has one z0 for all of them (or one per group)."""
+    """Loss and metrics of the policy on these units, without a gradient, on all processes of the
+    objective's group together. kto has one z0 for all of them (or one per group).
+    """
     order = canonical_order(units, 0, 0)
     policy = objective.policy.eval()
     try:
-        outcome = objective.run([units[i] for i in order], backward=False, rows=True, progress=progress)
+        outcome = objective.run(
+            [units[i] for i in order], backward=False, rows=True, progress=progress
+        )
     finally:
         policy.train()
     meter = Meter()
@@ -59,7 +66,8 @@ def evaluate(
     for row in all_rows(objective.group, outcome.rows):
         by_unit.setdefault(order[row.unit], []).append(row)
     rows = [
-        _row(unit, sorted(by_unit[i], key=lambda row: row.side), examples.get(unit.id), tokenizer) for i, unit in enumerate(units)
+        _row(unit, sorted(by_unit[i], key=lambda row: row.side), examples.get(unit.id), tokenizer)
+        for i, unit in enumerate(units)
     ]
     return Evaluation(meter.reduce(objective.group), rows)
 
@@ -71,19 +79,35 @@ def all_rows(group: Group, own: Sequence[SequenceResult]) -> list[SequenceResult
 
 
 def _row(
-    unit: TokenizedExample, measured: Sequence[SequenceResult], example: Example | None, tokenizer: PreTrainedTokenizerBase
+    unit: TokenizedExample,
+    measured: Sequence[SequenceResult],
+    example: Example | None,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> dict[str, Any]:
     """What is written about one row: where it is from, its verdict, what was measured, its text."""
-    row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}
+    row: dict[str, Any] = {
+        "id": unit.id,
+        "origin": str(unit.origin),
+        **({"source": unit.source} if unit.source else {}),
+    }
     if unit.label is not None:
         row["label"] = unit.label
     elif unit.scores:
-        given = [None if isnan(score) else score for score in unit.scores]  # an attribute that the row lacks
+        # an attribute that the row lacks
+        given = [None if isnan(score) else score for score in unit.scores]
         row["target"] = given[0] if len(given) == 1 else given
-    names = {1: ("",), 2: ("_chosen", "_rejected")}.get(len(measured) if unit.kind != "ranking" else 0)
+    names = {1: ("",), 2: ("_chosen", "_rejected")}.get(
+        len(measured) if unit.kind != "ranking" else 0
+    )
     for name, side in zip(names or [f"_{n}" for n in range(len(measured))], measured, strict=True):
         scores = list(side.scores) or None
-        numbers = {"reward": side.reward, "scores": scores, "logp": side.logp, "ref": side.ref, "tokens": side.tokens}
+        numbers = {
+            "reward": side.reward,
+            "scores": scores,
+            "logp": side.logp,
+            "ref": side.ref,
+            "tokens": side.tokens,
+        }
         row |= {f"{key}{name}": value for key, value in numbers.items() if value is not None}
     return row | ({} if example is None else texts(example, tokenizer))
 
@@ -95,16 +119,24 @@ def texts(example: Example, tokenizer: PreTrainedTokenizerBase) -> dict[str, str
         case Judgement() | Demonstration():
             shown["completion"] = as_text(example.completion, tokenizer)
         case Preference():
-            shown |= {"chosen": as_text(example.chosen, tokenizer), "rejected": as_text(example.rejected, tokenizer)}
+            shown |= {
+                "chosen": as_text(example.chosen, tokenizer),
+                "rejected": as_text(example.rejected, tokenizer),
+            }
         case Ranking():
-            shown |= {f"completion_{n}": as_text(each, tokenizer) for n, each in enumerate(example.completions)}
+            shown |= {
+                f"completion_{n}": as_text(each, tokenizer)
+                for n, each in enumerate(example.completions)
+            }
         case _:
             pass
     return shown
 
 
 def as_text(content: Content, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Content to read: the text itself, a single message's text, a conversation with its roles, or decoded tokens."""
+    """Content to read: the text itself, a single message's text, a conversation with its roles, or
+    decoded tokens.
+    """
     if isinstance(content, str):
         return content
     if isinstance(content, Ids):

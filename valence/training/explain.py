@@ -1,4 +1,6 @@
-"""What there is to know about a method, in words: for the command line and for the page of losses."""
+"""What there is to know about a method, in words: for the command line and for the page of
+losses.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ AVERAGES: dict[Average, str] = {
     "seq_mean": "over the answers of the step",
     "pair_mean": "over the pairs of the step",
     "seq_mean_token_mean": "over the tokens of each answer, then over the answers of the step",
-    "constant": "sums over the tokens of each answer, divided by `max_tokens`, then over the answers of the step",
+    "constant": "sums over the tokens of each answer, divided by `max_tokens`, then over the "
+    "answers of the step",
     "class_mean": "over the answers of the smaller class of the step",
 }
 SIDES: dict[str, dict[str, str]] = {
@@ -33,7 +36,9 @@ SCORES = {1: "scored higher", 0: "scored as before", -1: "scored lower"}
 
 @dataclass(frozen=True, slots=True)
 class Doc:
-    """The parts of a loss's docstring: a sentence; the formula; where it is from, with remarks; the tensors that it reads."""
+    """The parts of a loss's docstring: a sentence; the formula; where it is from, with remarks; the
+    tensors that it reads.
+    """
 
     summary: str
     formula: str
@@ -42,14 +47,25 @@ class Doc:
 
 
 def read_doc(text: str) -> Doc:
-    """Takes a docstring apart. Its formula ends where the first sentence with a year begins: the source."""
+    """Takes a docstring apart.
+
+    Its formula ends where the first sentence with a year begins: the source.
+    """
     summary, *more = inspect.cleandoc(text).split("\n\n")
     if more and setting_docs(text):
         more.pop()
     formula, tensors = (*more, "", "")[:2]
     sentences = re.split(r"(?<=\.)\s+(?=[A-Z])", formula)
-    first = next((i for i, sentence in enumerate(sentences) if re.search(r"\b(?:19|20)\d\d\b", sentence)), len(sentences))
-    return Doc(_line(summary), " ".join(sentences[:first]), _line(" ".join(sentences[first:])), _line(tensors))
+    first = next(
+        (i for i, sentence in enumerate(sentences) if re.search(r"\b(?:19|20)\d\d\b", sentence)),
+        len(sentences),
+    )
+    return Doc(
+        _line(summary),
+        " ".join(sentences[:first]),
+        _line(" ".join(sentences[first:])),
+        _line(tensors),
+    )
 
 
 def switch(modifier: Modifier) -> str:
@@ -75,11 +91,18 @@ def own_doc(method: Method) -> Doc:
 def added(method: Method) -> set[str]:
     """Settings that such a method has beside those of its loss, or with another default."""
     bare = METHODS[loss_name(method)].settings.model_fields
-    return {n for n, field in method.settings.model_fields.items() if n not in bare or bare[n].default != field.default}
+    return {
+        n
+        for n, field in method.settings.model_fields.items()
+        if n not in bare or bare[n].default != field.default
+    }
 
 
 def facts(method: Method) -> dict[str, str]:
-    """What follows from the method's row, and what its guide says, by heading. What does not apply is left out."""
+    """What follows from the method's row, and what its guide says, by heading.
+
+    What does not apply is left out.
+    """
     loss, doc = method.loss, read_doc(method.loss.fn.__doc__ or "")
     guide = GUIDE.get(method.name)
     found = {
@@ -89,7 +112,9 @@ def facts(method: Method) -> dict[str, str]:
         "reads": doc.tensors,
         "advantage": _line(loss.credit.__doc__ or "") if loss.credit and not method.online else "",
         "first step": _first_step(method),
-        "implicit reward": re.split(r"[:.]$|: ", _line(loss.reward.__doc__ or ""))[0] if loss.reward else "",
+        "implicit reward": re.split(r"[:.]$|: ", _line(loss.reward.__doc__ or ""))[0]
+        if loss.reward
+        else "",
         "modifiers": ", ".join(f"`{switch(MODIFIERS[name])}`" for name in loss.modifiers) or "none",
         "when": guide.when if guide else "",
         "curves": guide.curves if guide else "",
@@ -99,7 +124,9 @@ def facts(method: Method) -> dict[str, str]:
 
 
 def own_facts(method: Method) -> dict[str, str]:
-    """Those of a method that learns from the policy's own answers, beside what it shares with its loss."""
+    """Those of a method that learns from the policy's own answers, beside what it shares with its
+    loss.
+    """
     reads = method.makes.reads if method.makes else ()
     needed = method.asks_reference or "ref_t" in reads
     found = {
@@ -113,7 +140,9 @@ def own_facts(method: Method) -> dict[str, str]:
             "truncated ones (`rollout.mask_truncated`) and those below `rollout.min_reward`"
         )
     if method.fills:
-        found["answers"] += "; prompts whose answers all have the same reward are replaced by others"
+        found["answers"] += (
+            "; prompts whose answers all have the same reward are replaced by others"
+        )
     return found
 
 
@@ -128,13 +157,20 @@ def _columns(method: Method) -> str:
 def _reference(method: Method) -> str:
     if not method.needs_reference:
         return "no"
-    return "yes" if "ref" in {name[:3] for name in method.loss.reads} else "yes, in place of the policy that gave the answers"
+    return (
+        "yes"
+        if "ref" in {name[:3] for name in method.loss.reads}
+        else "yes, in place of the policy that gave the answers"
+    )
 
 
 def _first_step(method: Method) -> str:
     """Where a step goes as long as policy and reference agree, or all scores are 0."""
     sides, moves = SIDES.get(method.loss.data, {}), SCORES if method.is_reward_model else MOVES
-    return ", ".join(f"{sides.get(side, side)} {moves[direction]}" for side, direction in method.loss.direction.items())
+    return ", ".join(
+        f"{sides.get(side, side)} {moves[direction]}"
+        for side, direction in method.loss.direction.items()
+    )
 
 
 def _line(text: str) -> str:

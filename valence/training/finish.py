@@ -1,4 +1,6 @@
-"""What surrounds the loop: answers sampled before and after, the exported model with its card, the page."""
+"""What surrounds the loop: answers sampled before and after, the exported model with its card, the
+page.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +41,17 @@ from valence.training.saving import HEAVY
 from valence.training.score import passes
 
 LOOKED_AT = 1024
-"""Training rows whose scores tell the mean and spread of all: by then the mean is known to a thirtieth of the spread."""
+"""Training rows whose scores tell the mean and spread of all: by then the mean is known to a
+thirtieth of the spread.
+"""
 
 
 def run_to_end(run: Run) -> Run:
-    """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the way.
+    """Samples, trains, tests, samples again, exports, and writes the page, whatever happens on the
+    way.
 
-    What has been trained is saved as soon as it is, and whenever something stops the run. Then the folder is free for others.
+    What has been trained is saved as soon as it is, and whenever something stops the run. Then the
+    folder is free for others.
     """
     folder = run.folder
     assert folder is not None
@@ -56,7 +62,8 @@ def run_to_end(run: Run) -> Run:
 
     status, at_once = "failed", False
     try:
-        Snapshot(run.registry.state_dict(leaving_out=HEAVY))  # what cannot be saved is found out now
+        # what cannot be saved is found out now
+        Snapshot(run.registry.state_dict(leaving_out=HEAVY))
         # One process that ended by itself would be waited for.
         with run.stop.waiting() if run.world.size > 1 else nullcontext():
             _open_cache(run)
@@ -112,23 +119,33 @@ def _tell_of_the_end(run: Run, folder: RunFolder) -> None:
         folder.state(exclusions=dict(run.rounds.exclusions))
     if run.best.step not in (None, run.step):
         best = f"{run.best.wanted.metric if run.best.wanted else ''} {run.best.best:.4g}"
-        run.say_once(f"the best evaluation was at step {run.best.step} ({best}): use `--step best`; model/ has the last weights")
+        run.say_once(
+            f"the best evaluation was at step {run.best.step} ({best}): use `--step best`; "
+            f"model/ has the last weights"
+        )
 
 
 def _test(run: Run, folder: RunFolder) -> None:
     if "test" in run.prepared.corpora:
         found = run.evaluate(name="test")
         folder.write("eval/test.json", as_json(run.step, found.metrics, found.rows))
-        run.log.log({"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()})
+        run.log.log(
+            {"step": run.step} | {f"test/{name}": value for name, value in found.metrics.items()}
+        )
 
 
 def _samples_after(run: Run, folder: RunFolder, before: Sequence[Mapping[str, str]]) -> None:
     """Answers of the trained policy beside those of before."""
     if before:
         answers = {row["prompt"]: row["before"] for row in _samples(run)}
-        both = [{**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers]
+        both = [
+            {**row, "after": answers[row["prompt"]]} for row in before if row["prompt"] in answers
+        ]
         if len(both) < len(before):  # other held-out rows were allowed since
-            run.warn(f"{len(before) - len(both)} of {len(before)} prompts that were answered before training are gone")
+            run.warn(
+                f"{len(before) - len(both)} of {len(before)} prompts that were answered before "
+                f"training are gone"
+            )
         folder.write("samples.json", [add_checksum(row) for row in both])
 
 
@@ -144,7 +161,9 @@ def _measure_trained(run: Run, folder: RunFolder) -> None:
 
 
 def _open_cache(run: Run) -> None:
-    """Says when the reference cache is of no use, and frees the reference's memory when it holds all that the run will ask."""
+    """Says when the reference cache is of no use, and frees the reference's memory when it holds
+    all that the run will ask.
+    """
     if not isinstance(run.reference, CachedReference):
         return
     if run.reference.note:
@@ -156,14 +175,23 @@ def _open_cache(run: Run) -> None:
 def _report_cache(run: Run) -> None:
     if isinstance(run.reference, CachedReference) and run.folder:
         cached = run.reference
-        cached.hits, cached.misses = map(sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True))
+        cached.hits, cached.misses = map(
+            sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True)
+        )
         run.say_once(cached.summary)
-        run.folder.state(reference_cache={"folder": str(cached.folder), "hits": cached.hits, "misses": cached.misses})
+        run.folder.state(
+            reference_cache={
+                "folder": str(cached.folder),
+                "hits": cached.hits,
+                "misses": cached.misses,
+            }
+        )
 
 
 def _save_what_there_is(run: Run) -> None:
-    """Saves after something went wrong, unless that was while the weights changed, or other processes may not know of it. That
-    this fails as well must not hide what went wrong first."""
+    """Saves after something went wrong, unless that was while the weights changed, or other
+    processes may not know of it. That this fails as well must not hide what went wrong first.
+    """
     try:
         assert run.saver is not None
         run.saver.checkpoints.wait()
@@ -186,7 +214,9 @@ def _refuse_broken(run: Run) -> None:
 
 
 def _samples_before(run: Run) -> list[dict[str, str]]:
-    """Answers of the policy before its first step: those that were kept, when the run is taken up later."""
+    """Answers of the policy before its first step: those that were kept, when the run is taken up
+    later.
+    """
     assert run.folder is not None
     kept = run.folder.path / "samples.json"
     if run.step == 0:
@@ -194,7 +224,11 @@ def _samples_before(run: Run) -> list[dict[str, str]]:
         if found:
             run.folder.write(kept.name, [add_checksum(row) for row in found])
         return found
-    return by_first(run.world, partial(_read_samples, run, kept)) if run.recipe.run.samples.prompts else []
+    return (
+        by_first(run.world, partial(_read_samples, run, kept))
+        if run.recipe.run.samples.prompts
+        else []
+    )
 
 
 def _read_samples(run: Run, kept: Path) -> list[dict[str, str]]:
@@ -202,7 +236,10 @@ def _read_samples(run: Run, kept: Path) -> list[dict[str, str]]:
         rows = [verify(row) for row in json.loads(kept.read_text(encoding="utf-8"))]
         return [{name: row[name] for name in ("prompt", "before")} for row in rows]
     except (OSError, ValueError, KeyError, AttributeError) as error:
-        run.warn(f"{kept}: the answers from before the first step are lost ({error}), and none are compared")
+        run.warn(
+            f"{kept}: the answers from before the first step are lost ({error}), and none are "
+            f"compared"
+        )
         return []
 
 
@@ -215,10 +252,17 @@ def _samples(run: Run) -> list[dict[str, str]]:
     usable = {unit.id for unit in held_out.units}
     prompts = [example.prompt for example in held_out.loaded.examples if example.id in usable]
     distinct = list({repr(prompt): prompt for prompt in prompts}.values())[: wanted.prompts]
-    how = Sampling(temperature=wanted.temperature, max_new_tokens=wanted.max_new_tokens, seed=run.recipe.train.seed)
+    how = Sampling(
+        temperature=wanted.temperature,
+        max_new_tokens=wanted.max_new_tokens,
+        seed=run.recipe.train.seed,
+    )
     answers = run.sample(distinct, how, quiet=run.quiet)
     shown = [as_text(prompt, run.prepared.tokenizer) for prompt in distinct]
-    return [{"prompt": prompt, "before": answer[0].text} for prompt, answer in zip(shown, answers, strict=True)]
+    return [
+        {"prompt": prompt, "before": answer[0].text}
+        for prompt, answer in zip(shown, answers, strict=True)
+    ]
 
 
 About = tuple[PreTrainedTokenizerBase, Mapping[str, Any] | None]
@@ -233,10 +277,17 @@ def about_model(run: Run) -> About:
 
 
 def write_model(
-    run: Run, target: Path, what: Literal["auto", "merged", "adapter"], about: About | None = None, log: Path | None = None
+    run: Run,
+    target: Path,
+    what: Literal["auto", "merged", "adapter"],
+    about: About | None = None,
+    log: Path | None = None,
 ) -> None:
-    """The policy as it is, for others to load, with its card. All processes call it, but where each holds all weights and
-    ``about`` is known: then one is enough. log: of a run without a folder, its metrics.jsonl."""
+    """The policy as it is, for others to load, with its card.
+
+    All processes call it, but where each holds all weights and ``about`` is known: then one is
+    enough. log: of a run without a folder, its metrics.jsonl.
+    """
     recipe, encoder = run.recipe, run.prepared.encoder
     scores = isinstance(run.policy, Scorer)
     if scores and what == "adapter":
@@ -275,15 +326,23 @@ def write_model(
         return
     with run.policy.stock():
         export(
-            run.policy.model, tokenizer, target, what=what, card=model_card(card), ends=encoder.end_ids,
-            config=config, group=run.world if run.divided else None,
+            run.policy.model,
+            tokenizer,
+            target,
+            what=what,
+            card=model_card(card),
+            ends=encoder.end_ids,
+            config=config,
+            group=run.world if run.divided else None,
             merge=partial(_merged, run) if recipe.model.quantize else None,
-        )  # fmt: skip
+        )
 
 
 def _merged(run: Run, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Module:
-    """An adapter on weights of 4 bits merged into what these were made of: the model that the recipe names, in its type, which
-    takes the host's memory for all of it. To merge it into 4 bits would round most of it away."""
+    """An adapter on weights of 4 bits merged into what these were made of: the model that the
+    recipe names, in its type, which takes the host's memory for all of it. To merge it into 4 bits
+    would round most of it away.
+    """
     spec = run.recipe.model
     attributes = (spec.attributes or ONE) if isinstance(run.policy, Scorer) else None
     more = {"attributes": attributes, "trust_remote_code": spec.trust_remote_code}
@@ -292,19 +351,25 @@ def _merged(run: Run, model: nn.Module, weights: Mapping[str, Tensor]) -> nn.Mod
 
 @torch.no_grad()
 def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase, dict[str, Any]]:
-    """The tokenizer to save with a reward model, and what its configuration says: how training answers score, where to read."""
+    """The tokenizer to save with a reward model, and what its configuration says: how training
+    answers score, where to read.
+    """
     encoder, units = run.prepared.encoder, run.prepared.corpora["train"].units
     looked_at = [units[i] for i in canonical_order(units, run.recipe.train.seed, 0)[:LOOKED_AT]]
     policy.eval()
     try:
         ours = run.objective
-        found = ours.run_micro_batches(ours.divide(looked_at), lambda batch: policy(batch).score, ours.join_collectives)
+        found = ours.run_micro_batches(
+            ours.divide(looked_at), lambda batch: policy(batch).score, ours.join_collectives
+        )
     finally:
         policy.train()
     own = [row for scores in found if scores is not None for row in scores.tolist()]
     scores = [row for rows in gathered(run.group, own) for row in rows]
     ends = {*encoder.end_ids, *(answer.ids[-1] for unit in units for answer in unit.answers)}
-    tokenizer = with_padding(encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0])
+    tokenizer = with_padding(
+        encoder.tokenizer, ends, policy.causal.get_input_embeddings().weight.shape[0]
+    )
     described = policy.description(torch.tensor(scores))
     return tokenizer, described | {"pad_token_id": tokenizer.pad_token_id}
 
@@ -312,11 +377,18 @@ def _of_reward_model(run: Run, policy: Scorer) -> tuple[PreTrainedTokenizerBase,
 def _settings_of_the_card(run: Run) -> dict[str, Any]:
     """The settings that the recipe itself says, and those every reader asks for."""
     always = (
-        "train.learning_rate", "train.batch_size", "train.epochs", "train.seed", "model.dtype", "model.lora.rank", "data.as_chat",
-    )  # fmt: skip
+        "train.learning_rate",
+        "train.batch_size",
+        "train.epochs",
+        "train.seed",
+        "model.dtype",
+        "model.lora.rank",
+        "data.as_chat",
+    )
     settings = run.prepared.source.settings
     return {
         name: in_short(setting.value)
         for name, setting in settings.items()
-        if (name in always or not setting.is_default) and name.split(".")[0] in ("model", "reference", "train", "data")
+        if (name in always or not setting.is_default)
+        and name.split(".")[0] in ("model", "reference", "train", "data")
     }

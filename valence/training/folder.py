@@ -23,28 +23,47 @@ from valence.errors import UserError
 from valence.files import check_path, refuse_links
 
 FOLDERS = (
-    "eval", "checkpoints", "reference", "scores", "trackers", "server", "weights", "tensorboard", "wandb", "mlflow", "trackio",
-)  # fmt: skip
+    "eval",
+    "checkpoints",
+    "reference",
+    "scores",
+    "trackers",
+    "server",
+    "weights",
+    "tensorboard",
+    "wandb",
+    "mlflow",
+    "trackio",
+)
 """Folders that a run fills, some of them through libraries."""
 IDENTITY = ("settings", "rows", "choices", "versions")
 """Facts that say what a run is: a checkpoint holds them too."""
 
 
 class RunFolder:
-    """config.yaml, audit.json, metrics.jsonl, run.json, rows.safetensors, eval/, checkpoints/, model/, report.html.
+    """config.yaml, audit.json, metrics.jsonl, run.json, rows.safetensors, eval/, checkpoints/,
+    model/, report.html.
 
-    ``taken_up``: it holds a run that is to go on. ``facts``: what run.json says, by now. It is locked against other processes
-    from the moment it is known to exist until ``close``.
+    ``taken_up``: it holds a run that is to go on. ``facts``: what run.json says, by now. It is
+    locked against other processes from the moment it is known to exist until ``close``.
     """
 
     def __init__(
-        self, path: Path, *, fresh: bool = False, say: Callable[[str], None] = lambda _: None, group: Group | None = None
+        self,
+        path: Path,
+        *,
+        fresh: bool = False,
+        say: Callable[[str], None] = lambda _: None,
+        group: Group | None = None,
     ) -> None:
-        """Looks whether the folder can be had. ``fresh``: a run that is there will be moved aside. group: of the processes of the
-        run, of which rank 0 looks and writes; the others are told what it found.
+        """Looks whether the folder can be had.
 
-        A run that ended before its first step leaves nothing worth keeping: its folder is free. A folder that holds anything
-        but a run is never written into: a run replaces what is there under the names it uses.
+        ``fresh``: a run that is there will be moved aside. group: of the processes of the run, of
+        which rank 0 looks and writes; the others are told what it found.
+
+        A run that ended before its first step leaves nothing worth keeping: its folder is free. A
+        folder that holds anything but a run is never written into: a run replaces what is there
+        under the names it uses.
         """
         check_path(path, "run.dir")
         self.path, self.say = path.resolve() if path.is_symlink() else path, say
@@ -59,7 +78,10 @@ class RunFolder:
         self.taken_up, self.facts = by_first(self.group, partial(self._look, fresh))
 
     def _look(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
-        """Whether a run is to go on there, and what its run.json says. Raises UserError when that cannot be found out."""
+        """Whether a run is to go on there, and what its run.json says.
+
+        Raises UserError when that cannot be found out.
+        """
         try:
             return self._inspect(fresh)
         except OSError as error:
@@ -74,7 +96,9 @@ class RunFolder:
     def _inspect(self, fresh: bool) -> tuple[bool, dict[str, Any]]:
         path = self.path
         if path.exists() and not path.is_dir():
-            raise UserError("this is a file", code="path-is-file", where=f"run.dir: {path}", fix="name a folder")
+            raise UserError(
+                "this is a file", code="path-is-file", where=f"run.dir: {path}", fix="name a folder"
+            )
         if path.is_dir() and any(path.iterdir()):
             if not ((path / NAME).is_file() or (path / "run.json").is_file()):
                 raise UserError(
@@ -97,7 +121,10 @@ class RunFolder:
         try:
             return read_object(self.path / "run.json")
         except (OSError, ValueError) as error:
-            self.say(f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of the run is used")
+            self.say(
+                f"{self.path / 'run.json'} cannot be read ({error}): what a checkpoint says of "
+                f"the run is used"
+            )
             return {}
 
     def claim(self) -> None:
@@ -112,7 +139,10 @@ class RunFolder:
             if _holds_work(path) and not self._looked:
                 fix = "give the command again: it goes on with it"
                 raise UserError(
-                    "another program has trained here meanwhile", code="run-modified", where=f"run.dir: {path}", fix=fix
+                    "another program has trained here meanwhile",
+                    code="run-modified",
+                    where=f"run.dir: {path}",
+                    fix=fix,
                 )
             if _holds_work(path) and not self.taken_up:
                 free = _free_name(path)
@@ -143,7 +173,11 @@ class RunFolder:
         target = self.path / name
         if not self.writes:
             return target
-        raw = content if isinstance(content, bytes) else _text(content).encode("utf-8", errors="backslashreplace")
+        raw = (
+            content
+            if isinstance(content, bytes)
+            else _text(content).encode("utf-8", errors="backslashreplace")
+        )
         try:
             write_whole(target, raw, self.path)
         except OSError as error:
@@ -156,7 +190,9 @@ class RunFolder:
         return target
 
     def keep(self, name: str, content: str | Mapping[str, Any] | Sequence[Any]) -> None:
-        """Writes a file; if it cannot be written, that is told once, and tried again with each checkpoint."""
+        """Writes a file; if it cannot be written, that is told once, and tried again with each
+        checkpoint.
+        """
         if not self.writes:
             return
         with self._guard:
@@ -165,7 +201,9 @@ class RunFolder:
             self.sync()
         except OSError as error:
             if not self._told:
-                self.say(f"{self.path / name}: cannot be written ({error.strerror}); it is tried again")
+                self.say(
+                    f"{self.path / name}: cannot be written ({error.strerror}); it is tried again"
+                )
             self._told = True
 
     def sync(self) -> None:
@@ -188,11 +226,15 @@ class RunFolder:
         self.keep("run.json", add_checksum(self.facts))
 
     def note(self, kind: str, message: str) -> None:
-        """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken up says some things again."""
+        """Adds a line to the notes or warnings in run.json, unless it is there: a run that is taken
+        up says some things again.
+        """
         if message not in self.facts.get(kind, []):
             self.state(**{kind: [*self.facts.get(kind, []), message]})
 
-    def evaluation(self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> None:
+    def evaluation(
+        self, step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+    ) -> None:
         """eval/step-N.json with every row and number, and the same to read as eval/step-N.txt."""
         self.keep(f"eval/step-{step}.json", as_json(step, metrics, rows))
         self.keep(f"eval/step-{step}.txt", "\n".join(_readable(step, metrics, rows)))
@@ -205,16 +247,23 @@ def _text(content: str | Mapping[str, Any] | Sequence[Any]) -> str:
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """A JSON object that a run has written, without its checksum. Raises OSError, and ValueError when it has changed."""
+    """A JSON object that a run has written, without its checksum.
+
+    Raises OSError, and ValueError when it has changed.
+    """
     found: Any = json.loads(path.read_text(encoding="utf-8"))
     if not isinstance(found, dict):
         raise ValueError("not a JSON object")
     return verify(found)
 
 
-def as_json(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def as_json(
+    step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """An evaluation as its file has it."""
-    return add_checksum({"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]})
+    return add_checksum(
+        {"step": step, "metrics": finite(metrics), "rows": [finite(row) for row in rows]}
+    )
 
 
 def finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -242,7 +291,9 @@ def versions() -> dict[str, str]:
 
 
 def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
-    """Raises UserError when something that the run reads (setting -> path) lies in the folder that it writes."""
+    """Raises UserError when something that the run reads (setting -> path) lies in the folder that
+    it writes.
+    """
     for setting, name in inputs.items():
         if name and Path(name).exists() and Path(name).resolve().is_relative_to(run_dir.resolve()):
             raise UserError(
@@ -256,21 +307,40 @@ def refuse_own_inputs(run_dir: Path, inputs: Mapping[str, str | None]) -> None:
 def _holds_work(path: Path) -> bool:
     """Whether a run in this folder has come to its first step, or to its first evaluation."""
     log = path / "metrics.jsonl"
-    return (path / "model").exists() or (path / "checkpoints").exists() or (log.is_file() and log.stat().st_size > 0)
+    return (
+        (path / "model").exists()
+        or (path / "checkpoints").exists()
+        or (log.is_file() and log.stat().st_size > 0)
+    )
 
 
 def _free_name(path: Path) -> Path:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    names = (path.with_name(f"{path.name}.{stamp}-{os.getpid()}{more}") for more in chain([""], (f"-{n}" for n in count(2))))
+    names = (
+        path.with_name(f"{path.name}.{stamp}-{os.getpid()}{more}")
+        for more in chain([""], (f"-{n}" for n in count(2)))
+    )
     return next(name for name in names if not name.exists())
 
 
-def _readable(step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    lines = [f"evaluation after {step} steps", *(f"  {name}: {value:.6g}" for name, value in metrics.items()), ""]
+def _readable(
+    step: int, metrics: Mapping[str, float], rows: Sequence[Mapping[str, Any]]
+) -> list[str]:
+    lines = [
+        f"evaluation after {step} steps",
+        *(f"  {name}: {value:.6g}" for name, value in metrics.items()),
+        "",
+    ]
     for row in rows:
         numbers = "  ".join(
-            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}" for k, v in row.items() if isinstance(v, float | bool | int)
+            f"{k}={v:.4g}" if isinstance(v, float) else f"{k}={v}"
+            for k, v in row.items()
+            if isinstance(v, float | bool | int)
         )
         lines.append(f"{row['origin']}  {numbers}")
-        lines += [f"  {name}: {row[name]}" for name in ("prompt", "completion", "chosen", "rejected") if name in row]
+        lines += [
+            f"  {name}: {row[name]}"
+            for name in ("prompt", "completion", "chosen", "rejected")
+            if name in row
+        ]
     return [*lines, ""]

@@ -1,4 +1,6 @@
-"""What says numbers about answers: a model's log-probabilities, alone or against a reference, or a reward model."""
+"""What says numbers about answers: a model's log-probabilities, alone or against a reference, or a
+reward model.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,10 @@ class Judge(Protocol):
 
 @dataclass(frozen=True)
 class LogProbs:
-    """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference; ``mean_logp`` per token;
-    ``logratio``: their difference; ``reward``: what ``implicit`` makes of them under these settings of a loss."""
+    """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference;
+    ``mean_logp`` per token; ``logratio``: their difference; ``reward``: what ``implicit`` makes of
+    them under these settings of a loss.
+    """
 
     policy: PolicyModel
     reference: Reference | None
@@ -91,8 +95,9 @@ class LogProbs:
 
 @dataclass(frozen=True)
 class Rewards:
-    """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are saved with it; of several
-    attributes, by their names."""
+    """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are
+    saved with it; of several attributes, by their names.
+    """
 
     engine: Scorer
 
@@ -110,12 +115,18 @@ class Rewards:
         assert score is not None
         names, values = list(config.id2label.values()), score.cpu().double()
         found = {"score": values}
-        mean, std = (torch.tensor(getattr(config, name, None) or []).double() for name in ("reward_mean", "reward_std"))
+        mean, std = (
+            torch.tensor(getattr(config, name, None) or []).double()
+            for name in ("reward_mean", "reward_std")
+        )
         if len(mean) == len(std) == len(names) and bool((std > 0).all()):
             found["normalised"] = (values - mean) / std
         counts = _counts(batch).tolist()
         return [
-            {**{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()}, "tokens": counts[s]}
+            {
+                **{name: _by_attribute(names, of[s].tolist()) for name, of in found.items()},
+                "tokens": counts[s],
+            }
             for s in range(batch.sequences)
         ]
 
@@ -136,19 +147,26 @@ def _sums(batch: MicroBatch, logp: Tensor) -> Tensor:
 
 
 def load_judge(
-    source: LoadedRecipe, tokenizer: PreTrainedTokenizerBase, *, beta: float | None, run: Path | None, overrides: Sequence[str]
+    source: LoadedRecipe,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    beta: float | None,
+    run: Path | None,
+    overrides: Sequence[str],
 ) -> Judge:
-    """The model of a recipe and what it is compared with, if anything. run: the folder of the run whose weights it has.
+    """The model of a recipe and what it is compared with, if anything. run: the folder of the run
+    whose weights it has.
 
-    A recipe's own starting model is no reference; a run has the reward that it trains. Raises UserError when a model cannot be
-    loaded or has other tokens.
+    A recipe's own starting model is no reference; a run has the reward that it trains. Raises
+    UserError when a model cannot be loaded or has other tokens.
     """
     source = with_dtype(source)
     recipe = source.recipe
     own = None if run is None else method_in(recipe).loss.reward
     if own is not None and beta is not None:
         raise UserError(
-            f"a run of {recipe.method} is scored with the reward that it trains, under its own settings",
+            f"a run of {recipe.method} is scored with the reward that it trains, under its own "
+            f"settings",
             code="beta-unused",
             where="--beta",
             fix="leave it out, or score the model that the run wrote, with --reference",
@@ -166,7 +184,10 @@ def load_judge(
         other = recipe.reference.model
         if other is not None and isinstance(policy, Scorer):
             raise UserError(
-                "a reward model is compared with no other", code="reference-unused", where="reference.model", fix="leave it out"
+                "a reward model is compared with no other",
+                code="reference-unused",
+                where="reference.model",
+                fix="leave it out",
             )
         if reference is None and other is not None:
             reference = _reference(policy, other, recipe.model, tokenizer)
@@ -192,17 +213,27 @@ def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:
     if is_reward_model and attributes is None:
         fix = "name a run's folder, or the model that it wrote"
         raise UserError(
-            "a reward model without training has a random head", code="reward-model-untrained", where="model.name", fix=fix
+            "a reward model without training has a random head",
+            code="reward-model-untrained",
+            where="model.name",
+            fix=fix,
         )
     model = load_model(
-        spec.name, dtype=dtype, attributes=attributes, gguf_file=spec.gguf_file, trust_remote_code=spec.trust_remote_code
+        spec.name,
+        dtype=dtype,
+        attributes=attributes,
+        gguf_file=spec.gguf_file,
+        trust_remote_code=spec.trust_remote_code,
     )
     model.to(best_device())
     if attributes is not None:
         widen_head(model)
     model, compute = without_dropout(model), None
     if spec.adapter is not None:  # its weights are wide, whatever those below it are
-        model, compute = with_adapter(model, None, spec.adapter), torch.bfloat16 if dtype == torch.bfloat16 else None
+        model, compute = (
+            with_adapter(model, None, spec.adapter),
+            torch.bfloat16 if dtype == torch.bfloat16 else None,
+        )
     engine = (PolicyModel if attributes is None else Scorer)(model, compute=compute).eval()
     engine.check_layout()
     return engine
@@ -222,13 +253,16 @@ def _attributes(spec: Model) -> list[str] | None:
     return list(labels.values()) if is_one else None
 
 
-def _reference(policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase) -> Reference:
+def _reference(
+    policy: PolicyModel, name: str, spec: Model, tokenizer: PreTrainedTokenizerBase
+) -> Reference:
     """A model of its own. Raises UserError when its tokens are not the policy's."""
     if not Path(name).is_dir() or any(Path(name).glob("tokenizer*")):
         theirs = load_tokenizer(name, trust_remote_code=spec.trust_remote_code)
         if theirs.get_vocab() != tokenizer.get_vocab():
             raise UserError(
-                "model and reference have different tokenizers: their log-probabilities do not compare",
+                "model and reference have different tokenizers: their log-probabilities do not "
+                "compare",
                 code="tokenizer-mismatch",
                 where=f"reference.model: {name}",
                 fix="use a reference with the model's tokenizer",

@@ -26,18 +26,28 @@ Stage = Literal["row", "example", "tokens", "all"]
 
 
 def look(
-    recipe: Path, overrides: Sequence[str], *, which: Literal["train", "eval", "test"], number: int, stage: Stage
+    recipe: Path,
+    overrides: Sequence[str],
+    *,
+    which: Literal["train", "eval", "test"],
+    number: int,
+    stage: Stage,
 ) -> Iterator[RenderableType]:
-    """What to print about row ``number`` (from 1, bad rows too) of the files of one of a recipe's lists.
+    """What to print about row ``number`` (from 1, bad rows too) of the files of one of a recipe's
+    lists.
 
-    Raises UserError when there is none such, and, after what can be shown of it, when the row is not used.
+    Raises UserError when there is none such, and, after what can be shown of it, when the row is
+    not used.
     """
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     data = source.recipe.data
     files: list[Source] = getattr(data, which)
     if not files:
         raise UserError(
-            "the recipe names no files", code="list-not-in-recipe", where=f"data.{which}", fix="look at another list with --list"
+            "the recipe names no files",
+            code="list-not-in-recipe",
+            where=f"data.{which}",
+            fix="look at another list with --list",
         )
     rows = list(read_sources(files, data.limit))
     if number > len(rows):
@@ -87,7 +97,9 @@ def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> 
 
 def _encoder(source: LoadedRecipe) -> Encoder:
     no_rows = source.recipe.data.model_copy(update={name: [] for name in LISTS})
-    return prepare(replace(source, recipe=source.recipe.model_copy(update={"data": no_rows}))).encoder
+    return prepare(
+        replace(source, recipe=source.recipe.model_copy(update={"data": no_rows}))
+    ).encoder
 
 
 def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[RenderableType]:
@@ -95,4 +107,9 @@ def _tokens(encoder: Encoder, examples: Sequence[Example]) -> Iterator[Renderabl
     for unit in encoded.units:
         yield show_encoded(unit, encoder.tokenizer)
     for unit in encoded.unusable:
-        raise UserError(f"this row is not used: {unit.reason}", code=unit.code, where=str(unit.origin), fix=unit.fix)
+        raise UserError(
+            f"this row is not used: {unit.reason}",
+            code=unit.code,
+            where=str(unit.origin),
+            fix=unit.fix,
+        )

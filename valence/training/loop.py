@@ -40,7 +40,13 @@ from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
 from valence.training.signals import Interrupted, Stop
 from valence.training.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
-from valence.training.track import AnomalyDetector, BestMetricTracker, Budget, Counters, MetricsWindow
+from valence.training.track import (
+    AnomalyDetector,
+    BestMetricTracker,
+    Budget,
+    Counters,
+    MetricsWindow,
+)
 from valence.types import Chat, Completion, Content, Mean
 
 Callback = Callable[["Run", Mapping[str, Any]], None]
@@ -54,8 +60,9 @@ SHOWN = ("loss", "reward/mean", "eval/loss", "eval/rewards/accuracies", "eval/re
 class Run:
     """One run: a policy, its reference, the rows, and where the run stands.
 
-    ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and ``load_state_dict`` carry a run over
-    to another process, which then goes on as the first would have. Without a ``folder`` nothing is written.
+    ``fit`` trains to the end; ``evaluate`` measures any rows; ``state_dict`` and
+    ``load_state_dict`` carry a run over to another process, which then goes on as the first would
+    have. Without a ``folder`` nothing is written.
     """
 
     def __init__(
@@ -77,14 +84,17 @@ class Run:
         finished: bool = False,
         world: Group | None = None,
     ) -> None:
-        """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if not given. first: the step
-        from which on the present rows are trained on, when a run is taken up with others. finished: it was so before, and is only
-        here to be looked at. world: all processes."""
+        """micro_batch_tokens: tokens that run at once, where the recipe leaves it open; planned if
+        not given. first: the step from which on the present rows are trained on, when a run is
+        taken up with others. finished: it was so before, and is only here to be looked at. world:
+        all processes.
+        """
         self.prepared, self.recipe, self.folder = prepared, prepared.recipe, folder
         self.policy, self.reference = policy, reference
         self.console, self.quiet, self.callbacks = console or Terminal(), quiet, tuple(callbacks)
         self.world = world or Single()
-        self.group = self.world.split(self.recipe.parallel.tensor)[0]  # of those that have other rows
+        # of those that have other rows
+        self.group = self.world.split(self.recipe.parallel.tensor)[0]
         run = self.recipe.run
         self.budget = Budget(micro_batch_tokens or self.planned_tokens())
         self.divided = any(hasattr(p, "placements") for p in policy.parameters())
@@ -98,17 +108,28 @@ class Run:
         self.counters = Counters(first=first, total=self.total_steps)
         self.own_optimizer = optimizer is None
         self.optimizer, self.scheduler = self._optimizer(optimizer, scheduler)
-        self._jsonl = JsonlSink(folder.path / "metrics.jsonl", self.warn) if folder and folder.writes else None
+        self._jsonl = (
+            JsonlSink(folder.path / "metrics.jsonl", self.warn)
+            if folder and folder.writes
+            else None
+        )
         self.log = self._log(sinks)
         self.saver = Saver(self, folder, self._jsonl) if folder else None
         self.pages = Pages(folder.path, self.warn) if folder and folder.writes else None
-        self.window, self.watch, self.online_watch = MetricsWindow(), AnomalyDetector(), OnlineWatch()
+        self.window, self.watch, self.online_watch = (
+            MetricsWindow(),
+            AnomalyDetector(),
+            OnlineWatch(),
+        )
         self.best, self.early = BestMetricTracker(run.keep_best), BestMetricTracker(run.early_stop)
         self.evaluations: dict[int, dict[str, float]] = {}
-        # False from the moment the weights begin to change until the counters say so: such a state must not be saved.
+        # False from the moment the weights begin to change until the counters say so: such a state
+        # must not be saved.
         self.whole = True
         self.together = self.world.size == 1
-        """Whether all processes have come to the same place, so that they may save what there is."""
+        """Whether all processes have come to the same place, so that they may save what there
+        is.
+        """
         self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))
         self.nothing_to_learn = ""
         """Why no further round could be sampled that has something to train on."""
@@ -123,11 +144,24 @@ class Run:
 
     def _log(self, given: Sequence[Sink]) -> FanOut:
         """The file, the sinks given and those of the recipe."""
-        asked = trackers([sink.model_dump() for sink in self.recipe.run.sinks], self.say_once) if self.folder else []
-        return FanOut([self._jsonl] if self._jsonl else [], [*given, *asked] if self.world.rank == 0 else [], self.warn)
+        asked = (
+            trackers([sink.model_dump() for sink in self.recipe.run.sinks], self.say_once)
+            if self.folder
+            else []
+        )
+        return FanOut(
+            [self._jsonl] if self._jsonl else [],
+            [*given, *asked] if self.world.rank == 0 else [],
+            self.warn,
+        )
 
-    def _optimizer(self, given: OptimizerLike | None, scheduler: SchedulerLike | None) -> tuple[torch.optim.Optimizer, Any]:
-        """Those given, or those of the recipe. Raises UserError for an optimizer of other weights than the policy has."""
+    def _optimizer(
+        self, given: OptimizerLike | None, scheduler: SchedulerLike | None
+    ) -> tuple[torch.optim.Optimizer, Any]:
+        """Those given, or those of the recipe.
+
+        Raises UserError for an optimizer of other weights than the policy has.
+        """
         policy, train = self.policy, self.recipe.train
         assert not isinstance(train.learning_rate, str), "load_recipe replaces auto"
         optimizer = _made(given, [p for p in policy.parameters() if p.requires_grad]) or adamw(
@@ -140,7 +174,10 @@ class Run:
         )
         own = {id(p) for p in policy.parameters()}
         if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
-            what = "the optimizer given holds weights that are not those of the policy (which may be split over processes by now)"
+            what = (
+                "the optimizer given holds weights that are not those of the policy (which "
+                "may be split over processes by now)"
+            )
             raise UserError(
                 what,
                 code="optimizer-weights",
@@ -152,15 +189,26 @@ class Run:
         )
 
     def _objective(self, method: Method, settings: Mapping[str, Any]) -> Objective:
-        reference, budget = self.reference if method.asks_reference else None, self.budget.at(0, "evaluation")
+        reference, budget = (
+            self.reference if method.asks_reference else None,
+            self.budget.at(0, "evaluation"),
+        )
         return Objective(
-            method, dict(settings), self.policy, reference, self.group, budget, self.recipe.data.max_length,
+            method,
+            dict(settings),
+            self.policy,
+            reference,
+            self.group,
+            budget,
+            self.recipe.data.max_length,
             router_aux_loss=self.recipe.train.router_aux_loss,
-        )  # fmt: skip
+        )
 
     def planned_tokens(self) -> int:
         """How many tokens are to run at once, where nothing has said so. All processes call it."""
-        plan = make_plan(self.prepared, self.policy.causal, self.world, sharded=self.policy.is_sharded)
+        plan = make_plan(
+            self.prepared, self.policy.causal, self.world, sharded=self.policy.is_sharded
+        )
         return plan.micro_batch_tokens
 
     @property
@@ -180,18 +228,27 @@ class Run:
     # ------------------------------------------------------------------ training
 
     def fit(self) -> dict[str, float]:
-        """Trains to the last step, evaluating and saving on the way. Returns the last evaluation (or the last record).
+        """Trains to the last step, evaluating and saving on the way.
 
-        Raises Interrupted after a signal or run.max_time, with the step finished; UserError when too many steps in a row were not
-        finite, or too many saves failed.
+        Returns the last evaluation (or the last record).
+
+        Raises Interrupted after a signal or run.max_time, with the step finished; UserError when
+        too many steps in a row were not finite, or too many saves failed.
         """
         if self.sampler is None:
             raise UserError(
-                "there is nothing to train on", code="train-data-missing", where="data.train", fix="name a file of rows"
+                "there is nothing to train on",
+                code="train-data-missing",
+                where="data.train",
+                fix="name a file of rows",
             )
         self._caution()
         settings = {name: setting.value for name, setting in self.prepared.source.settings.items()}
-        self.log.start(settings, self.folder.path if self.folder else None, self.folder is not None and self.folder.taken_up)
+        self.log.start(
+            settings,
+            self.folder.path if self.folder else None,
+            self.folder is not None and self.folder.taken_up,
+        )
         last: dict[str, Any] = {}
         seen, began = 0, (self.step, self.counters.settled)
         bar = Dashboard(
@@ -219,14 +276,20 @@ class Run:
         if stops:
             if self.stop.out_of_time and (self.step, self.counters.settled) == began:
                 raise UserError(
-                    "nothing was done within run.max_time", code="max-time-too-short", where="run.max_time", fix="make it longer"
+                    "nothing was done within run.max_time",
+                    code="max-time-too-short",
+                    where="run.max_time",
+                    fix="make it longer",
                 )
             raise self.stop.ended()
         return self.evaluations.get(self.step, last)
 
     def _sample_round(self, rounds: Rounds) -> bool:
-        """Whether there is a round to train on. Raises NothingToLearnError before the first step, or
-        when train.max_zero_gradient_steps is null."""
+        """Whether there is a round to train on.
+
+        Raises NothingToLearnError before the first step, or when train.max_zero_gradient_steps is
+        null.
+        """
         try:
             rounds.fill()
         except NothingToLearnError as error:
@@ -269,14 +332,26 @@ class Run:
 
     def _caution(self) -> None:
         if self.recipe.model.lora is not None and self.recipe.model.lora.dropout > 0:
-            self.say_once("model.lora.dropout is above 0: the loss of a step now depends on how it is cut into micro-batches")
+            self.say_once(
+                "model.lora.dropout is above 0: the loss of a step now depends on how it is cut "
+                "into micro-batches"
+            )
         if self.recipe.train.router_aux_loss > 0:
-            self.say_once("train.router_aux_loss is above 0: the loss of a step depends on how it is cut into micro-batches")
-        for said in (self.prepared.ends_early, speed.slow(self.policy.device, DTYPES[self.recipe.model.dtype])):
+            self.say_once(
+                "train.router_aux_loss is above 0: the loss of a step depends on how it is cut "
+                "into micro-batches"
+            )
+        for said in (
+            self.prepared.ends_early,
+            speed.slow(self.policy.device, DTYPES[self.recipe.model.dtype]),
+        ):
             if said and self.folder:  # the plan has said it on the terminal
                 self.folder.note("notes", said)
         if warmup_steps(self.recipe.train.warmup, self.total_steps) >= self.total_steps > 1:
-            self.say_once("train.warmup lasts as long as the run: the learning rate never falls, and may never reach its peak")
+            self.say_once(
+                "train.warmup lasts as long as the run: the learning rate never falls, and may "
+                "never reach its peak"
+            )
 
     def _one_step(self) -> StepResult:
         """One optimizer step, and what the counters and the window say of it."""
@@ -290,18 +365,32 @@ class Run:
         if self.rounds is not None:
             self.rounds.passed()
         every = self.recipe.reference.sync_every
-        if applied and isinstance(self.reference, SyncedReference) and every and self.step % every == 0:
+        if (
+            applied
+            and isinstance(self.reference, SyncedReference)
+            and every
+            and self.step % every == 0
+        ):
             self.reference.follow(self.trained, self.recipe.reference.sync_mix)
         counters.tokens_seen += outcome.tokens
         counters.examples_seen += examples
         if applied:
             window.meter.pool(outcome.metrics)
         if self.group.rank == 0:  # what is known of all processes together
-            window.meter.add({"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))} if applied else {})
-            window.meter.add({
-                "waste": Mean(torch.tensor(outcome.tokens - outcome.num_unique_tokens), torch.tensor(outcome.tokens)),
-                "skipped": _one(torch.tensor(float(not applied))),
-            })  # fmt: skip
+            window.meter.add(
+                {"loss": _one(outcome.loss), "grad_norm": _one(torch.tensor(norm))}
+                if applied
+                else {}
+            )
+            window.meter.add(
+                {
+                    "waste": Mean(
+                        torch.tensor(outcome.tokens - outcome.num_unique_tokens),
+                        torch.tensor(outcome.tokens),
+                    ),
+                    "skipped": _one(torch.tensor(float(not applied))),
+                }
+            )
         window.ran(outcome.tokens_of)
         window.last = {"lr": learning_rate, "micro_batches": outcome.micro_batches}
         window.seconds += time.monotonic() - began
@@ -311,11 +400,16 @@ class Run:
         self._guard(outcome, norm, applied, before)
         most = self.objective.micro_batch_tokens
         if outcome.largest > most:
-            self.say_once(f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of them runs alone")
+            self.say_once(
+                f"some rows have more than train.micro_batch_tokens ({most}) tokens: each of "
+                f"them runs alone"
+            )
         return outcome
 
     def _update(self) -> tuple[StepResult, float, bool, int]:
-        """Return the measurements of a step, the gradient's norm, whether it was applied, and the number of examples."""
+        """Return the measurements of a step, the gradient's norm, whether it was applied, and the
+        number of examples.
+        """
         assert self.sampler is not None
         at = self.step - self.counters.first
         if self.rounds is None:
@@ -327,12 +421,18 @@ class Run:
         auxiliary = [self._auxiliary_loss(part, objective) for part, objective in self.mixed]
         clip = self.recipe.train.clip_norm
         entropy = self._is_logged(self.step + 1)
-        measured = optimizer_step(self.objective, self.optimizer, examples, following, clip, auxiliary, entropy)
+        measured = optimizer_step(
+            self.objective, self.optimizer, examples, following, clip, auxiliary, entropy
+        )
         return *measured, len(examples) + sum(len(aux.examples) for aux in auxiliary)
 
     def _is_logged(self, step: int) -> bool:
         """Whether the log has a record of this step."""
-        return step % self.recipe.run.log_every == 0 or step == self.total_steps or measure.due(self, step)
+        return (
+            step % self.recipe.run.log_every == 0
+            or step == self.total_steps
+            or measure.due(self, step)
+        )
 
     def _auxiliary_loss(self, part: Part, objective: Objective) -> AuxiliaryLoss:
         """The loss of a method of `mix` in this step."""
@@ -347,32 +447,49 @@ class Run:
         return {name: p for name, p in self.policy.named_parameters() if p.requires_grad}
 
     def _guard(
-        self, outcome: StepResult, norm: float, applied: bool, before: tuple[dict[str, Any], list[dict[str, Any]]]
+        self,
+        outcome: StepResult,
+        norm: float,
+        applied: bool,
+        before: tuple[dict[str, Any], list[dict[str, Any]]],
     ) -> None:
-        """A step that was not finite is named; too many in a row end the run. ``before``: the state of what any step changes."""
+        """A step that was not finite is named; too many in a row end the run.
+
+        ``before``: the state of what any step changes.
+        """
         counters = self.counters
         if applied:
             counters.skipped_in_a_row, self._before_skips = 0, None
             return
         counters.skipped_in_a_row += 1
         self._before_skips = self._before_skips or before
-        names = sorted({name for names in gathered(self.group, outcome.not_finite()) for name in names})
+        names = sorted(
+            {name for names in gathered(self.group, outcome.not_finite()) for name in names}
+        )
         where = self.prepared.origins(names) if names else "no single row (the gradient overflowed)"
-        self.warn(f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm {norm:.4g}; rows: {where}")
+        self.warn(
+            f"step {self.step} was skipped: loss {float(outcome.loss):.4g}, gradient norm "
+            f"{norm:.4g}; rows: {where}"
+        )
         if counters.skipped_in_a_row >= self.recipe.train.max_skipped:
             self.together = True
             raise UserError(
-                f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not finite",
+                f"{counters.skipped_in_a_row} steps in a row had a loss or gradient that is not "
+                f"finite",
                 code="loss-not-finite",
                 where=f"step {self.step}",
-                fix="look at the rows named above, use model.dtype: float32, or lower train.learning_rate (with --allow "
+                fix="look at the rows named above, use model.dtype: float32, or lower "
+                "train.learning_rate (with --allow "
                 "train.learning_rate the run goes on from before these steps)",
             )
 
     def _settle(self, bar: Dashboard) -> dict[str, Any]:
-        """What is due after a step: evaluation, log, save. Returns the record that was logged, if any.
+        """What is due after a step: evaluation, log, save.
 
-        An interruption on the way leaves it undone, and a run that is taken up there begins with it.
+        Returns the record that was logged, if any.
+
+        An interruption on the way leaves it undone, and a run that is taken up there begins with
+        it.
         """
         counters, step = self.counters, self.step
         if counters.settled >= step:
@@ -387,33 +504,41 @@ class Run:
             record = self._window() | found
         elif found:
             record = {"step": 0, **self._of_the_machine()} | found
-        better = False
-        if found:
-            if self.saver is not None:
-                self.saver.look_at_best()
-            if self._before_skips is None:  # else the state that would be saved is not that of this evaluation
-                better = self.best.see(step, found)
-            self.early.see(step, found)
+        is_best = self._use_evaluation(found) if found else False
         if record:
             self.log.log(record)
             bar.record(record)
             self.window.clear()
         counters.settled = step
-        for said in self.watch.see(record):
-            self.warn(f"step {step}: {said}")
-        if record and self.rounds is not None:
-            for sign in self.online_watch.see(record):
-                self.warn(f"step {step}: {sign.said} {sign.do}")
+        self._warn_of_anomalies(record)
         for callback in self.callbacks if record else ():
             callback(self, record)
         if self.pages is not None:
             self.pages.look()
-        if step and (better or step % self.recipe.run.save_every == 0 or is_last):
+        if step and (is_best or step % self.recipe.run.save_every == 0 or is_last):
             with bar.during("saving"):
                 self.save(wait=False)
         elif self.saver is not None:
             self.saver.tell()
         return record
+
+    def _use_evaluation(self, metrics: Mapping[str, float]) -> bool:
+        """Compare with earlier evaluations. Returns whether this one is the best so far."""
+        is_best = False
+        if self.saver is not None:
+            self.saver.look_at_best()
+        # While steps are skipped, the state that would be saved is not that of this evaluation.
+        if self._before_skips is None:
+            is_best = self.best.see(self.step, metrics)
+        self.early.see(self.step, metrics)
+        return is_best
+
+    def _warn_of_anomalies(self, record: Mapping[str, Any]) -> None:
+        for message in self.watch.see(record):
+            self.warn(f"step {self.step}: {message}")
+        if record and self.rounds is not None:
+            for sign in self.online_watch.see(record):
+                self.warn(f"step {self.step}: {sign.said} {sign.do}")
 
     def _window(self) -> dict[str, float]:
         """The record of the steps since the last one."""
@@ -421,10 +546,16 @@ class Run:
         counters, window = self.counters, self.window
         tokens, most, least = sum(window.tokens_of), max(window.tokens_of), min(window.tokens_of)
         several = self.group.size > 1
-        shares = {"ranks": self.group.size, "tokens/rank_max": most, "tokens/rank_min": least} if several else {}
+        shares = (
+            {"ranks": self.group.size, "tokens/rank_max": most, "tokens/rank_min": least}
+            if several
+            else {}
+        )
         return {
             "step": self.step,
-            "epoch": (self.step - counters.first) / self.prepared.steps_per_epoch if self.rounds is None else self.rounds.epochs,
+            "epoch": (self.step - counters.first) / self.prepared.steps_per_epoch
+            if self.rounds is None
+            else self.rounds.epochs,
             **window.meter.reduce(self.objective.group),
             **window.last,
             "tokens": tokens,
@@ -460,12 +591,16 @@ class Run:
     # ------------------------------------------------------------------ measuring
 
     def evaluate(self, rows: Any = None, *, name: str = "eval") -> Evaluation:
-        """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or ``train`` rows."""
+        """Measures the policy as it is: on rows in memory, or on the recipe's ``eval``, ``test`` or
+        ``train`` rows.
+        """
         return measure.evaluate(self, rows, name)
 
-    def sample(self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True) -> list[list[Completion]]:
-        """n answers of the policy, as it is, to each prompt: the tokens that training would see, its own way of stopping. Unless
-        quiet it shows its progress.
+    def sample(
+        self, prompts: Sequence[Content], sampling: Sampling, n: int = 1, *, quiet: bool = True
+    ) -> list[list[Completion]]:
+        """n answers of the policy, as it is, to each prompt: the tokens that training would see,
+        its own way of stopping. Unless quiet it shows its progress.
 
         Raises UserError of a reward model.
         """
@@ -485,7 +620,10 @@ class Run:
 
     @property
     def model_dir(self) -> Path:
-        """The trained model: a folder that transformers loads. It is written at the end of the run."""
+        """The trained model: a folder that transformers loads.
+
+        It is written at the end of the run.
+        """
         return self.directory / FILES["model"]
 
     @property
@@ -503,12 +641,15 @@ class Run:
     ) -> str:
         """Answer a prompt with the policy as it is now.
 
-        prompt: text or chat messages. Text becomes a user message if it does in training (``data.as_chat``).
+        prompt: text or chat messages. Text becomes a user message if it does in training
+        (``data.as_chat``).
         temperature: 0 takes the most likely token each time.
 
         Raises UserError for a reward model.
         """
-        content: Content = prompt if isinstance(prompt, str) else Chat(tuple(dict(message) for message in prompt))
+        content: Content = (
+            prompt if isinstance(prompt, str) else Chat(tuple(dict(message) for message in prompt))
+        )
         how = Sampling(temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
         return self.sample([content], how)[0][0].text
 
@@ -516,31 +657,54 @@ class Run:
         latest = dict[str, Any]()
         for record in self.history:
             latest |= record
-        metrics = [f"{name}={number(latest[name])}" for name in SHOWN if isinstance(latest.get(name), int | float)]
+        metrics = [
+            f"{name}={number(latest[name])}"
+            for name in SHOWN
+            if isinstance(latest.get(name), int | float)
+        ]
         steps = f"steps={self.step}/{max(self.step, self.total_steps)}"
-        return f"Run({', '.join([f'method={self.recipe.method!r}', steps, *metrics, f'folder={str(self.directory)!r}'])})"
+        method, folder = f"method={self.recipe.method!r}", f"folder={str(self.directory)!r}"
+        return f"Run({', '.join([method, steps, *metrics, folder])})"
 
     def state_dict(self) -> dict[str, Any]:
-        """All that the rest of the run depends on. While steps are being skipped, it is that from before the first of them."""
+        """All that the rest of the run depends on.
+
+        While steps are being skipped, it is that from before the first of them.
+        """
         light, groups = self._before_skips or self._light()
         state = light | {name: self.registry.parts[name].state_dict() for name in HEAVY}
-        state["processes"] = [each for own in gathered(self.group, state["processes"]) for each in own]
+        state["processes"] = [
+            each for own in gathered(self.group, state["processes"]) for each in own
+        ]
         saved = state["optimizer"]["param_groups"]
-        named = [old | {"params": group["params"]} for group, old in zip(saved, groups, strict=True)]
+        named = [
+            old | {"params": group["params"]} for group, old in zip(saved, groups, strict=True)
+        ]
         return state | {"optimizer": {**state["optimizer"], "param_groups": named}}
 
     def _light(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """What of the state any step changes: all but weights and moments; and what a schedule sets in the optimizer."""
-        groups = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
+        """What of the state any step changes: all but weights and moments; and what a schedule sets
+        in the optimizer.
+        """
+        groups = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in self.optimizer.param_groups
+        ]
         return self.registry.state_dict(leaving_out=HEAVY), groups
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes up where ``state_dict`` was called. Raises UserError when it is of another model or another version."""
+        """Takes up where ``state_dict`` was called.
+
+        Raises UserError when it is of another model or another version.
+        """
         self.registry.load_state_dict(state)
 
     def save(self, *, wait: bool = True) -> None:
-        """Writes a checkpoint into the run's folder, if it has one: all processes call it. Raises UserError when it cannot be
-        written; without ``wait`` only when that was so too often."""
+        """Writes a checkpoint into the run's folder, if it has one: all processes call it.
+
+        Raises UserError when it cannot be written; without ``wait`` only when that was so too
+        often.
+        """
         if self.saver is not None:
             with self.window.timing("saving"):
                 self.saver.ready()

@@ -22,9 +22,16 @@ if TYPE_CHECKING:
     from valence.training.loop import Run
 
 SHOWN = (
-    "loss", "reward/mean", "rewards/margins", "rewards/accuracies", "rewards/auc", "rewards/spearman", "logps/token", "kl",
+    "loss",
+    "reward/mean",
+    "rewards/margins",
+    "rewards/accuracies",
+    "rewards/auc",
+    "rewards/spearman",
+    "logps/token",
+    "kl",
     "rollout/length",
-)  # fmt: skip
+)
 """Numbers of an evaluation that are printed as soon as they are known."""
 
 
@@ -41,23 +48,35 @@ def evaluate(run: Run, rows: Any, name: str) -> Evaluation:
         corpus = run.prepared.corpora[name]
     else:
         raise UserError(
-            f"there are no rows under data.{name}", code="rows-missing", where=f"data.{name}", fix="name a file of rows"
+            f"there are no rows under data.{name}",
+            code="rows-missing",
+            where=f"data.{name}",
+            fix="name a file of rows",
         )
     most = run.recipe.eval.max_examples if name == "eval" else None
     if run.rounds is not None:
         return run.rounds.collector.evaluate(corpus, most)
-    return with_memory(run, "evaluation", lambda: _measure(run, corpus.units[:most], corpus, f"evaluating ({name})"))
+    return with_memory(
+        run,
+        "evaluation",
+        lambda: _measure(run, corpus.units[:most], corpus, f"evaluating ({name})"),
+    )
 
 
 def evaluate_trained(run: Run) -> Evaluation | None:
-    """Some of the training rows (``eval.train_examples``), drawn from all of them; None where there are none to measure.
+    """Some of the training rows (``eval.train_examples``), drawn from all of them; None where there
+    are none to measure.
 
     Raises UserError where these few make no whole, as judgements that share one prompt.
     """
     units = trained_units(run)
     if not units:
         return None
-    return with_memory(run, "evaluation", lambda: _measure(run, units, run.prepared.corpora["train"], "measuring training rows"))
+    return with_memory(
+        run,
+        "evaluation",
+        lambda: _measure(run, units, run.prepared.corpora["train"], "measuring training rows"),
+    )
 
 
 def trained_units(run: Run) -> list[TokenizedExample]:
@@ -69,7 +88,9 @@ def trained_units(run: Run) -> list[TokenizedExample]:
     return [units[i] for i in sorted(canonical_order(units, run.recipe.train.seed, 0)[:most])]
 
 
-def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool) -> list[list[Completion]]:
+def sample(
+    run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, quiet: bool
+) -> list[list[Completion]]:
     """See ``Run.sample``."""
     if run.prepared.method.is_reward_model:
         raise UserError(
@@ -82,7 +103,10 @@ def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, qui
     generator = HFGenerator(run.policy.model, encoder.tokenizer, end_ids=encoder.end_ids)  # type: ignore[arg-type]
     asked = [encoder.encode_prompt(prompt) for prompt in prompts]
     answered = 0
-    with run.policy.sampling(), Progress(run.console, "answering prompts", n * len(asked), quiet=quiet, brief=True) as bar:
+    with (
+        run.policy.sampling(),
+        Progress(run.console, "answering prompts", n * len(asked), quiet=quiet, brief=True) as bar,
+    ):
 
         def advance(ended: int) -> None:
             nonlocal answered
@@ -90,14 +114,21 @@ def sample(run: Run, prompts: Sequence[Content], sampling: Sampling, n: int, qui
             bar.update(answered)
 
         try:
-            return run.policy.within(lambda: generator.generate(asked, n, sampling, progress=advance))
+            return run.policy.within(
+                lambda: generator.generate(asked, n, sampling, progress=advance)
+            )
         except FloatingPointError as error:
             raise went_bad(error, run.step) from error
 
 
 def went_bad(error: FloatingPointError, step: int) -> UserError:
     """Of a policy whose answers are no longer numbers."""
-    return UserError(f"the policy cannot be sampled: {error}", code="sampling-failed", where=f"step {step}", fix=BAD)
+    return UserError(
+        f"the policy cannot be sampled: {error}",
+        code="sampling-failed",
+        where=f"step {step}",
+        fix=BAD,
+    )
 
 
 def due(run: Run, step: int | None = None) -> bool:
@@ -113,7 +144,9 @@ def due(run: Run, step: int | None = None) -> bool:
 
 
 def evaluate_and_keep(run: Run) -> dict[str, float]:
-    """The evaluation of the step that the run stands at, written down; its numbers by their names in the log."""
+    """The evaluation of the step that the run stands at, written down; its numbers by their names
+    in the log.
+    """
     found = run.evaluate()
     if run.folder:
         run.folder.evaluation(run.step, found.metrics, found.rows)
@@ -127,7 +160,9 @@ def evaluate_and_keep(run: Run) -> dict[str, float]:
 
 
 def _measure(run: Run, units: Sequence[TokenizedExample], corpus: Corpus, phase: str) -> Evaluation:
-    sequences = sum(len(unit.answers) for unit in units) * (2 if run.prepared.method.needs_kl_pairs else 1)
+    sequences = sum(len(unit.answers) for unit in units) * (
+        2 if run.prepared.method.needs_kl_pairs else 1
+    )
     done = tokens = 0
     with Progress(run.console, phase, len(units), quiet=run.quiet) as bar:
 
@@ -142,6 +177,8 @@ def _measure(run: Run, units: Sequence[TokenizedExample], corpus: Corpus, phase:
 
         # One process that ended by itself would be waited for.
         with run.stop.waiting() if run.world.size > 1 else nullcontext():
-            found = evaluate_rows(run.objective, units, corpus.examples, run.prepared.tokenizer, advance)
+            found = evaluate_rows(
+                run.objective, units, corpus.examples, run.prepared.tokenizer, advance
+            )
         bar.update(len(units), tokens=tokens)
         return found

@@ -29,8 +29,11 @@ def peak(device: torch.device) -> float:
 
 
 def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
-    """What the action gives. When memory runs out, it is done again with half as many tokens at once: that gives the same, by
-    construction. Raises UserError when that does not help, or was done before."""
+    """What the action gives.
+
+    When memory runs out, it is done again with half as many tokens at once: that gives the same, by
+    construction. Raises UserError when that does not help, or was done before.
+    """
     while True:
         random = RandomState()
         before = random.state_dict()
@@ -44,18 +47,23 @@ def with_memory(run: Run, phase: Phase, action: Callable[[], Any]) -> Any:
             if not run.whole:
                 fix = "set model.lora, train.optimizer: adamw_8bit, or train.checkpointing: full"
                 raise UserError(
-                    "out of memory in the optimizer's step", code="out-of-memory", where=f"step {run.step}", fix=fix
+                    "out of memory in the optimizer's step",
+                    code="out-of-memory",
+                    where=f"step {run.step}",
+                    fix=fix,
                 ) from error
         run.budget.halve(run.step, phase)
         tokens = run.budget.at(run.step, phase)
         run.warn(
-            f"out of memory in step {run.step} ({phase}): from here on {tokens} tokens run at once, half as many; "
+            f"out of memory in step {run.step} ({phase}): from here on {tokens} tokens run at "
+            f"once, half as many; "
             "the result is the same"
         )
         if run.folder:
             run.folder.state(micro_batch_tokens=run.budget.state_dict())
         clear((p for group in run.optimizer.param_groups for p in group["params"]), keep=False)
         if torch.cuda.is_available():
-            gc.collect()  # the error and the frames that it came through hold each other, and activations
+            # the error and the frames that it came through hold each other, and activations
+            gc.collect()
             torch.cuda.empty_cache()
         random.load_state_dict(before)

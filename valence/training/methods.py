@@ -1,5 +1,6 @@
-"""The tables of methods: what a run is called, the loss it trains with, what it makes of the policy's own answers if it learns
-from these, and the settings that follow from all that."""
+"""The tables of methods: what a run is called, the loss it trains with, what it makes of the
+policy's own answers if it learns from these, and the settings that follow from all that.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +18,24 @@ from valence.config.schema import Recipe
 from valence.errors import UserError
 from valence.losses import LOSSES, Loss
 from valence.losses.advantage import CREDITS
-from valence.training.online.sample_builders import Credited, SampleBuilder, best_of_n, exclusion_reasons, pairs, thumbs
+from valence.training.online.sample_builders import (
+    Credited,
+    SampleBuilder,
+    best_of_n,
+    exclusion_reasons,
+    pairs,
+    thumbs,
+)
 from valence.types import Kind
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train: a name, and the row of the loss table it uses. ``makes``: of the answers of a round what that loss trains
-    on, where the policy learns from its own."""
+    """A way to train: a name, and the row of the loss table it uses.
+
+    ``makes``: of the answers of a round what that loss trains on, where the policy learns from its
+    own.
+    """
 
     name: str
     loss: Loss
@@ -34,7 +45,9 @@ class Method:
     rollout_defaults: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Defaults of ``rollout`` settings that are null in the schema, for methods that are online."""
     fills: bool = False
-    """Whether prompts whose answers all have the same reward are left out, and others sampled in their place."""
+    """Whether prompts whose answers all have the same reward are left out, and others sampled in
+    their place.
+    """
 
     @property
     def online(self) -> bool:
@@ -53,24 +66,33 @@ class Method:
         return self.online or self.loss.needs_reference
 
     def loss_reads_reference(self, settings: Mapping[str, Any]) -> bool:
-        """Whether the loss, or the advantages of an online method, need it. settings: of the loss."""
+        """Whether the loss, or the advantages of an online method, need it. settings: of the
+        loss.
+        """
         refers = self.asks_reference or self.loss.refers(settings)
         return refers or (self.online and bool(settings.get("kl_beta")))
 
     @property
     def asks_reference(self) -> bool:
-        """Whether a step runs the reference. Tokens with an advantage of their own come with what it says of them."""
+        """Whether a step runs the reference.
+
+        Tokens with an advantage of their own come with what it says of them.
+        """
         return self.loss.needs_reference and not self.is_on_policy
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether its loss compares with the policy that answered, at the temperature of sampling."""
+        """Whether its loss compares with the policy that answered, at the temperature of
+        sampling.
+        """
         return isinstance(self.makes, Credited)
 
     @property
     def least_rollouts(self) -> int:
         """Answers to a prompt below which there is nothing to learn."""
-        compares = self.makes is not None and (self.makes.fn in (best_of_n, pairs, thumbs) or "group" in self.makes.reads)
+        compares = self.makes is not None and (
+            self.makes.fn in (best_of_n, pairs, thumbs) or "group" in self.makes.reads
+        )
         return 2 if compares else 1
 
     @property
@@ -103,24 +125,38 @@ class Method:
 
     @cached_property
     def settings(self) -> type[BaseModel]:
-        """The ``loss`` section of a recipe, derived from the signatures: types, bounds, defaults and what each means."""
-        functions = self.loss.functions if self.makes is None else (*self.loss.functions, self.makes.fn)
+        """The ``loss`` section of a recipe, derived from the signatures: types, bounds, defaults
+        and what each means.
+        """
+        functions = (
+            self.loss.functions if self.makes is None else (*self.loss.functions, self.makes.fn)
+        )
         meanings = {k: v for fn in functions for k, v in setting_docs(fn.__doc__ or "").items()}
-        parameters = self.loss.settings if self.makes is None else self.loss.settings | self.makes.settings
+        parameters = (
+            self.loss.settings if self.makes is None else self.loss.settings | self.makes.settings
+        )
         fields: dict[str, Any] = {
-            name: (p.annotation, Field(default=self.defaults.get(name, p.default), description=meanings.get(name)))
+            name: (
+                p.annotation,
+                Field(default=self.defaults.get(name, p.default), description=meanings.get(name)),
+            )
             for name, p in parameters.items()
         }
         config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
         return create_model(f"{self.name}_loss", __config__=config, **fields)
 
     def resolve(self, settings: Mapping[str, Any]) -> dict[str, Any]:
-        """The given settings checked, with the defaults filled in. Raises pydantic.ValidationError."""
+        """The given settings checked, with the defaults filled in.
+
+        Raises pydantic.ValidationError.
+        """
         return self.settings(**settings).model_dump()
 
 
 def setting_docs(doc: str) -> dict[str, str]:
-    """Meanings of a function's settings: the lines ``name: meaning`` at the end of its docstring."""
+    """Meanings of a function's settings: the lines ``name: meaning`` at the end of its
+    docstring.
+    """
     tail = doc.rstrip().rsplit("\n\n", 1)[-1]
     found = re.findall(r"^ *([a-z]\w*): (.+(?:\n {8,}.+)*)", tail, re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
@@ -173,7 +209,10 @@ ONLINE: dict[str, Method] = {
 
 
 def method_of(name: str, online: bool = False) -> Method:
-    """The row of a method or loss. online: that learns from the policy's own answers. Raises UserError with the nearest names."""
+    """The row of a method or loss. online: that learns from the policy's own answers.
+
+    Raises UserError with the nearest names.
+    """
     table = ONLINE if online else METHODS
     if name in table:
         return table[name]
@@ -198,13 +237,20 @@ def method_of(name: str, online: bool = False) -> Method:
     near = [written] if written in every else get_close_matches(written, every, 3, 0.4)
     hint = f"did you mean {' or '.join(near)}? " if near else ""
     raise UserError(
-        f"there is no method {name!r}", code="method-unknown", where="method", fix=f"{hint}methods: {', '.join(every)}"
+        f"there is no method {name!r}",
+        code="method-unknown",
+        where="method",
+        fix=f"{hint}methods: {', '.join(every)}",
     )
 
 
 def settings_of_step(recipe: Recipe) -> dict[str, Any]:
     """Those of the loss, with what else in the recipe says one of them."""
-    limit = {"max_tokens": recipe.rollout.max_new_tokens} if recipe.reward and recipe.loss.get("max_tokens", 0) is None else {}
+    limit = (
+        {"max_tokens": recipe.rollout.max_new_tokens}
+        if recipe.reward and recipe.loss.get("max_tokens", 0) is None
+        else {}
+    )
     return {**recipe.loss, **limit}
 
 
@@ -219,14 +265,17 @@ def reads_reference(recipe: Recipe) -> bool:
 
 
 def read_of_tokens(recipe: Recipe, *, reference: bool) -> tuple[str, ...]:
-    """What is measured of the tokens of own answers, as little as the method can do with: `old` and `ref`, log-probabilities of
-    the policy and of the reference (if there is one), and `value`."""
+    """What is measured of the tokens of own answers, as little as the method can do with: `old` and
+    `ref`, log-probabilities of the policy and of the reference (if there is one), and `value`.
+    """
     method, rollout = method_in(recipe), recipe.rollout
     assert method.makes is not None
     reads = method.makes.reads
-    several = method.is_on_policy and rollout.steps_per_round > 1  # the policy moves within the round
+    # the policy moves within the round
+    several = method.is_on_policy and rollout.steps_per_round > 1
     old = several or "old_t" in reads or "value_t" in reads or rollout.engine == "vllm"
-    # The sampler's log-probabilities are over its nucleus then, those of the reference over all tokens.
+    # The sampler's log-probabilities are over its nucleus then, those of the reference over all
+    # tokens.
     old = old or rollout.top_p < 1
     wanted = {"old": old, "ref": reference, "value": "value_t" in reads}
     return tuple(name for name, it in wanted.items() if it)

@@ -19,7 +19,9 @@ Kind = Literal["adamw", "adamw_8bit"]
 
 
 def check_optimizer(kind: Kind, dtype: torch.dtype) -> None:
-    """Raises UserError when the optimizer's library is missing, or its moments cannot be those of weights of this type."""
+    """Raises UserError when the optimizer's library is missing, or its moments cannot be those of
+    weights of this type.
+    """
     if kind != "adamw_8bit":
         return
     if find_spec("bitsandbytes") is None:
@@ -47,34 +49,45 @@ def adamw(
     kind: Kind = "adamw",
     value_learning_rate: float | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW over the weights that train. Decay applies to matrices only: biases and norms keep their scale. value_learning_rate:
-    that of a critic's weights, which are groups of their own after the others (default: as for the policy).
+    """AdamW over the weights that train.
 
-    PyTorch's fused one: 38 ms a step for 42 million weights on one CPU core, where ``foreach`` takes 279 ms. adamw_8bit (of
-    bitsandbytes; tensors below 4096 weights keep their moments in float32) takes 1.3 s there.
+    Decay applies to matrices only: biases and norms keep their scale. value_learning_rate: that of
+    a critic's weights, which are groups of their own after the others (default: as for the policy).
+
+    PyTorch's fused one: 38 ms a step for 42 million weights on one CPU core, where ``foreach``
+    takes 279 ms. adamw_8bit (of bitsandbytes; tensors below 4096 weights keep their moments in
+    float32) takes 1.3 s there.
     """
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    groups = _groups([p for name, p in named if not name.startswith(PREFIX)], learning_rate, weight_decay)
+    groups = _groups(
+        [p for name, p in named if not name.startswith(PREFIX)], learning_rate, weight_decay
+    )
     own = learning_rate if value_learning_rate is None else value_learning_rate
     groups += _groups([p for name, p in named if name.startswith(PREFIX)], own, weight_decay)
     if kind == "adamw":
         return AdamW(groups, lr=learning_rate, betas=betas, fused=True)
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns of kernels for 4-bit weights
+    # it warns of kernels for 4-bit weights
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from bitsandbytes.optim.adamw import AdamW8bit
 
     return AdamW8bit(groups, lr=learning_rate, betas=betas)
 
 
-def _groups(trained: Sequence[Tensor], learning_rate: float, weight_decay: float) -> list[dict[str, Any]]:
+def _groups(
+    trained: Sequence[Tensor], learning_rate: float, weight_decay: float
+) -> list[dict[str, Any]]:
     """Matrices, which decay, and all else; those of both that there are."""
     matrices, others = [p for p in trained if p.ndim >= 2], [p for p in trained if p.ndim < 2]
     pairs = (matrices, weight_decay), (others, 0.0)
-    return [{"params": own, "lr": learning_rate, "weight_decay": decay} for own, decay in pairs if own]
+    return [
+        {"params": own, "lr": learning_rate, "weight_decay": decay} for own, decay in pairs if own
+    ]
 
 
 class AdamW(torch.optim.AdamW):
-    """Works on the part of each weight that this process has: its fused kernel takes no mixture of weights that are split over
-    processes and weights that are not."""
+    """Works on the part of each weight that this process has: its fused kernel takes no mixture of
+    weights that are split over processes and weights that are not.
+    """
 
     def _init_group(self, group: Any, *lists: Any) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         found = super()._init_group(group, *lists)
@@ -94,7 +107,8 @@ def up(steps: float) -> int:
 
 
 def schedule(optimizer: torch.optim.Optimizer, *, kind: str, warmup: float, total: int) -> LambdaLR:
-    """Rises linearly from 0 over the warm-up, then falls to 0 at ``total`` steps (linear, cosine) or stays (constant).
+    """Rises linearly from 0 over the warm-up, then falls to 0 at ``total`` steps (linear, cosine)
+    or stays (constant).
 
     The first step already trains: its factor is 1/(warm-up steps), never 0.
     """
@@ -104,6 +118,10 @@ def schedule(optimizer: torch.optim.Optimizer, *, kind: str, warmup: float, tota
         if step < rise:
             return (step + 1) / rise
         done = min(1.0, (step - rise) / max(1, total - rise))
-        return {"linear": 1 - done, "cosine": 0.5 * (1 + math.cos(math.pi * done)), "constant": 1.0}[kind]
+        return {
+            "linear": 1 - done,
+            "cosine": 0.5 * (1 + math.cos(math.pi * done)),
+            "constant": 1.0,
+        }[kind]
 
     return LambdaLR(optimizer, factor)

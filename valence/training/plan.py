@@ -1,4 +1,6 @@
-"""What a run will take, before it runs: steps, tokens, memory, time; and how many tokens it may run at once."""
+"""What a run will take, before it runs: steps, tokens, memory, time; and how many tokens it may run
+at once.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,16 @@ from valence.reports.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
-from valence.training.sharding import LEAST, MARGIN, check_offload, choose, fits_whole, least_free, memory_of, sampled_in
+from valence.training.sharding import (
+    LEAST,
+    MARGIN,
+    check_offload,
+    choose,
+    fits_whole,
+    least_free,
+    memory_of,
+    sampled_in,
+)
 from valence.types import TokenizedExample, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
@@ -36,8 +47,11 @@ LOOKED_AT = 4  # steps whose work is counted
 
 @dataclass(frozen=True)
 class Plan:
-    """What was found out about a run before it starts. ``free``: bytes that each process has on its device, where something
-    tells; ``processes``: all of them; ``split``: how they share the weights."""
+    """What was found out about a run before it starts.
+
+    ``free``: bytes that each process has on its device, where something tells; ``processes``: all
+    of them; ``split``: how they share the weights.
+    """
 
     prepared: Prepared
     shape: Shape
@@ -54,45 +68,72 @@ class Plan:
 
     @cached_property
     def micro_batch_tokens(self) -> int:
-        """The recipe's, or with `auto` the largest power of two that fits (a power of two, so that it is the same next time)."""
+        """The recipe's, or with `auto` the largest power of two that fits (a power of two, so that
+        it is the same next time).
+        """
         asked = self.prepared.recipe.train.micro_batch_tokens
         if asked != "auto":
             return asked
         tokens = MOST[self.device.type]
-        while self.free is not None and tokens > LEAST and self.memory.total(tokens) > MARGIN * self.free:
+        while (
+            self.free is not None
+            and tokens > LEAST
+            and self.memory.total(tokens) > MARGIN * self.free
+        ):
             tokens //= 2
         return tokens
 
     @property
     def largest(self) -> int:
         """Tokens of the largest micro-batch that may come to a process."""
-        return max(map(self._largest, (self.prepared.planned, *(part.sampler for part in self.prepared.mixed))))
+        return max(
+            map(
+                self._largest,
+                (self.prepared.planned, *(part.sampler for part in self.prepared.mixed)),
+            )
+        )
 
     def _largest(self, sampler: Sampler) -> int:
         longest = sorted(sampler.units, key=_rows)[-sampler.batch_size :]
-        step = int(_work(longest).tokens)  # what they begin with in common, as answers to one prompt do, runs once
+        # what they begin with in common, as answers to one prompt do, runs once
+        step = int(_work(longest).tokens)
         return max(_rows(longest[-1]), min(self.micro_batch_tokens, -(-step // self.dealt)))
 
     @cached_property
     def work(self) -> list[list[tuple[Method, Work, Work]]]:
         """Of some of the run's steps: for each method what trains, and what is only measured."""
         prepared = self.prepared
-        parts = [(prepared.method, prepared.planned), *((part.method, part.sampler) for part in prepared.mixed)]
+        parts = [
+            (prepared.method, prepared.planned),
+            *((part.method, part.sampler) for part in prepared.mixed),
+        ]
         numbers = range(0, prepared.total_steps, -(-prepared.total_steps // LOOKED_AT))
-        return [[self._work_of(method, sampler, number) for method, sampler in parts] for number in numbers]
+        return [
+            [self._work_of(method, sampler, number) for method, sampler in parts]
+            for number in numbers
+        ]
 
     def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
         units = [sampler.units[i] for i in sampler.step(number)[0]]
         trained, both = _work(units), list(units)
         if method.needs_kl_pairs:
-            both += make_kl_pairs_in_groups(units, len(units), "next", max_length=self.prepared.recipe.data.max_length)
+            both += make_kl_pairs_in_groups(
+                units, len(units), "next", max_length=self.prepared.recipe.data.max_length
+            )
         return method, trained, _work(both) - trained
 
     def seconds(self, *, again: bool = False) -> float:
-        """About how long a step takes, by its operations and the rate at which this machine multiplies matrices. again: in an
-        epoch after the first, where the cache knows what the reference said of the answers."""
+        """About how long a step takes, by its operations and the rate at which this machine
+        multiplies matrices. again: in an epoch after the first, where the cache knows what the
+        reference said of the answers.
+        """
         recipe = self.prepared.recipe
-        known = again and recipe.reference.cache != "off" and recipe.reference.sync_every is None and not recipe.reward
+        known = (
+            again
+            and recipe.reference.cache != "off"
+            and recipe.reference.sync_every is None
+            and not recipe.reward
+        )
         operations = [
             speed.step(
                 self.shape,
@@ -106,26 +147,40 @@ class Plan:
             for method, trained, measured in step
         ]
         dtype = DTYPES[recipe.model.dtype]
-        rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(self.device, dtype, self.shape.hidden, self.shape.inner)
+        rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(
+            self.device, dtype, self.shape.hidden, self.shape.inner
+        )
         return sum(operations) / len(self.work) / rate / self.processes
 
     def _operations_of_answers(self, trained: Work) -> float:
-        """What own answers add to a step: each is measured once in its round, and a value model trains beside the policy."""
+        """What own answers add to a step: each is measured once in its round, and a value model
+        trains beside the policy.
+        """
         prepared, recipe = self.prepared, self.prepared.recipe
-        measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(self.shape, trained)
+        measured = len(read_of_tokens(recipe, reference=prepared.needs_reference)) * speed.forward(
+            self.shape, trained
+        )
         headless = replace(self.shape, vocabulary=0)
-        values = speed.step(headless, trained, checkpointing=recipe.train.checkpointing) if prepared.values_apart else 0
+        values = (
+            speed.step(headless, trained, checkpointing=recipe.train.checkpointing)
+            if prepared.values_apart
+            else 0
+        )
         return measured / recipe.rollout.num_epochs + values
 
     @property
     def round_seconds(self) -> float | None:
-        """About how long it takes to sample the answers of a round, were all as long as they may be; None where a server does."""
+        """About how long it takes to sample the answers of a round, were all as long as they may
+        be; None where a server does.
+        """
         if self.prepared.rollouts is None:
             return None
         rows, prompt, new = self.prepared.rollouts
         recipe = self.prepared.recipe
         turns = -(-recipe.train.batch_size * recipe.rollout.num_rollouts // (rows * self.dealt))
-        return turns * speed.sampling(self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device))
+        return turns * speed.sampling(
+            self.shape, rows, prompt, new, self.device, sampled_in(recipe, self.device)
+        )
 
     @property
     def total_seconds(self) -> float:
@@ -136,13 +191,18 @@ class Plan:
 
 
 def make_plan(
-    prepared: Prepared, model: nn.Module | None = None, group: Group | None = None, *, sharded: bool | None = None
+    prepared: Prepared,
+    model: nn.Module | None = None,
+    group: Group | None = None,
+    *,
+    sharded: bool | None = None,
 ) -> Plan:
-    """Looks at the model (that of the recipe, unless another is given) and at the device, and loads nothing. group: all
-    processes, which call it together and find the same. sharded: whether weights are split over them, where it was chosen before.
+    """Looks at the model (that of the recipe, unless another is given) and at the device, and loads
+    nothing. group: all processes, which call it together and find the same. sharded: whether
+    weights are split over them, where it was chosen before.
 
-    Raises UserError when there is no such model, the tokenizer or the adapter does not fit it, its layers cannot be recomputed as
-    the recipe asks, or weights not be split.
+    Raises UserError when there is no such model, the tokenizer or the adapter does not fit it, its
+    layers cannot be recomputed as the recipe asks, or weights not be split.
     """
     group = group or Single()
     recipe, spec, device = prepared.recipe, prepared.recipe.model, best_device()
@@ -152,16 +212,29 @@ def make_plan(
         check_vocabulary(bare, prepared.tokenizer)
         recompute_layers(bare, recipe.train.checkpointing, device)
         check_shares(bare, recipe.parallel.tensor)
-        shape = shape_of(bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None)
+        shape = shape_of(
+            bare, lora=spec.lora, adapter=spec.adapter, quantize=spec.quantize is not None
+        )
         free = least_free(free_memory(device), device, group)
-        split = choose(recipe, group.size, device, before=sharded, fits=lambda: fits_whole(prepared, shape, device, free))
-        compiled = pays_to_compile(prepared, shape.parameters, device, group.size) if split.single else False
+        split = choose(
+            recipe,
+            group.size,
+            device,
+            before=sharded,
+            fits=lambda: fits_whole(prepared, shape, device, free),
+        )
+        compiled = (
+            pays_to_compile(prepared, shape.parameters, device, group.size)
+            if split.single
+            else False
+        )
         memory = memory_of(prepared, shape, device, split, compiled=compiled)
     return Plan(prepared, shape, memory, device, free, group.size, split)
 
 
 def crowding(processes: int) -> str:
-    """What to warn of when so many processes of this host share its cores; empty where each has one, or a GPU of its own.
+    """What to warn of when so many processes of this host share its cores; empty where each has
+    one, or a GPU of its own.
 
     Under a launcher ``LOCAL_WORLD_SIZE`` says how many are on this host.
     """
@@ -169,11 +242,16 @@ def crowding(processes: int) -> str:
     if local <= cores or torch.cuda.device_count() >= local:
         return ""
     shared = "1 core" if cores == 1 else f"{cores} cores"
-    return f"{local} processes share the {shared} of this machine and slow each other down: use at most --nproc {cores}"
+    return (
+        f"{local} processes share the {shared} of this machine and slow each other down: use "
+        f"at most --nproc {cores}"
+    )
 
 
 def describe(plan: Plan) -> list[str]:
-    """Lines to print: optimizer steps, tokens per epoch, trained weights, and what memory and time they are predicted to take."""
+    """Lines to print: optimizer steps, tokens per epoch, trained weights, and what memory and time
+    they are predicted to take.
+    """
     prepared, shape, memory = plan.prepared, plan.shape, plan.memory
     method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
@@ -189,32 +267,48 @@ def describe(plan: Plan) -> list[str]:
         "gradient and optimizer": memory.gradient + memory.optimizer,
         "activations and head": plan.largest * memory.per_token + memory.head,
     }
-    more = {"gathered weights": memory.gathered, "value model": memory.value, "reward models": memory.judges,
-            "or, while sampling, answers": memory.sampling}  # fmt: skip
+    more = {
+        "gathered weights": memory.gathered,
+        "value model": memory.value,
+        "reward models": memory.judges,
+        "or, while sampling, answers": memory.sampling,
+    }
     parts |= {name: size for name, size in more.items() if size}
     rows = len(prepared.corpora["train"].units)
     lines = [
-        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} {plural(method.kind)})",
-        f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of {plan.micro_batch_tokens:,}"
-        + (" (auto)" if asked == "auto" else ""),
+        f"steps: {prepared.total_steps} ({prepared.steps_per_epoch} per epoch of {rows} "
+        f"{plural(method.kind)})",
+        f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
+        f"{plan.micro_batch_tokens:,}" + (" (auto)" if asked == "auto" else ""),
         f"weights: {shape.parameters:,}, {trained}{narrow}",
         *_shared(plan),
-        f"memory: about {_gigabytes(total)}{each} ({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
+        f"memory: about {_gigabytes(total)}{each} "
+        f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
         *_times(plan),
     ]
-    if prepared.source.settings.get("loss.desirable_weight", prepared.source.settings["method"]).origin.endswith("auto"):
+    if prepared.source.settings.get(
+        "loss.desirable_weight", prepared.source.settings["method"]
+    ).origin.endswith("auto"):
         up, down = (prepared.recipe.loss[f"{name}_weight"] for name in ("desirable", "undesirable"))
-        lines.append(f"class weights: auto sets desirable_weight to {up:.4g} and undesirable_weight to {down:.4g}")
+        lines.append(
+            f"class weights: auto sets desirable_weight to {up:.4g} and undesirable_weight to "
+            f"{down:.4g}"
+        )
     for part in prepared.mixed:
-        mixed = f"{len(part.sampler.units)} {plural(part.method.kind)}, {part.sampler.batch_size} a step, weight {part.weight:g}"
+        mixed = (
+            f"{len(part.sampler.units)} {plural(part.method.kind)}, "
+            f"{part.sampler.batch_size} a step, weight {part.weight:g}"
+        )
         lines.append(f"mix: {part.method.name} on {mixed}")
     if plan.free is not None and total > plan.free:
         lines.append(
-            f"only {_gigabytes(plan.free)} of memory are free: use model.lora, train.checkpointing: full, or a smaller model"
+            f"only {_gigabytes(plan.free)} of memory are free: use model.lora, "
+            f"train.checkpointing: full, or a smaller model"
         )
     if longest > plan.micro_batch_tokens:
         lines.append(
-            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such rows form micro-batches of their own"
+            f"the largest row has {longest} tokens, more than train.micro_batch_tokens: such "
+            f"rows form micro-batches of their own"
         )
     if prepared.ends_early:
         lines.append(prepared.ends_early)
@@ -228,12 +322,14 @@ def _times(plan: Plan) -> list[str]:
     prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
     without = "sampling, scoring and evaluation" if prepared.method.online else "evaluation"
     said = [
-        f"time: about {duration(plan.seconds())} per step at first, {duration(plan.total_seconds)} in total, without {without}"
+        f"time: about {duration(plan.seconds())} per step at first, "
+        f"{duration(plan.total_seconds)} in total, without {without}"
     ]
     if (each := plan.round_seconds) is not None:
         rounds = -(-prepared.total_steps // rollout.steps_per_round)
         said.append(
-            f"sampling: up to about {duration(each)} per round, {duration(rounds * each)} in total, "
+            f"sampling: up to about {duration(each)} per round, {duration(rounds * each)} in "
+            f"total, "
             f"if every answer has {rollout.max_new_tokens:,} tokens"
         )
     return said
@@ -245,7 +341,9 @@ def _shared(plan: Plan) -> list[str]:
         full = plan.prepared.recipe.parallel.shard == "full"
         return ["1 process: parallel.shard: full has nothing to split over"] if full else []
     split = plan.split
-    whole = "all weights" if split.tensor == 1 else f"1/{split.tensor} of every layer (parallel.tensor)"
+    whole = (
+        "all weights" if split.tensor == 1 else f"1/{split.tensor} of every layer (parallel.tensor)"
+    )
     held = f"1/{split.ways} of {whole}, their gradients and moments" if split.ways > 1 else whole
     auto = " (parallel.shard: auto)" if plan.prepared.recipe.parallel.shard == "auto" else ""
     return [f"{plan.processes} processes: each holds {held}{auto}"]

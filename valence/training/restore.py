@@ -1,4 +1,6 @@
-"""A finished or interrupted run brought back from its folder, to be measured, sampled from or exported."""
+"""A finished or interrupted run brought back from its folder, to be measured, sampled from or
+exported.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ from valence.training.setup import prepare
 
 At = int | Literal["best"] | None
 """Which checkpoint: that of a step, of the best evaluation (run.keep_best), or the newest."""
-TRUST = "read these files, then allow it: --trust-remote-code, or for a reward model settings.trust_remote_code: true"
+TRUST = (
+    "read these files, then allow it: --trust-remote-code, or for a reward model "
+    "settings.trust_remote_code: true"
+)
 ATTEMPTS = 20
 """How often a checkpoint is looked for while the run that writes them removes older ones."""
 
@@ -47,15 +52,19 @@ def restore(
     rewards: bool = False,
     trust_reward: bool = False,
 ) -> Run:
-    """The run of a folder with its newest weights, or those of another checkpoint, without anything being written there.
+    """The run of a folder with its newest weights, or those of another checkpoint, without anything
+    being written there.
 
-    overrides: settings to change, such as the data to evaluate on. group: of the processes that it is to be measured on.
-    rewards: load the rewards that the folder's recipe names, which is needed to evaluate an online run; trust_reward: they may
-    be code or a server. Raises UserError when the folder holds no run, or names code that is not allowed to run.
+    overrides: settings to change, such as the data to evaluate on. group: of the processes that it
+    is to be measured on.
+    rewards: load the rewards that the folder's recipe names, which is needed to evaluate an online
+    run; trust_reward: they may be code or a server. Raises UserError when the folder holds no run,
+    or names code that is not allowed to run.
     """
     world = group or Single()
     source = load_run_recipe(run_dir, overrides)
-    if world.size % source.recipe.parallel.tensor:  # it was trained by more processes than are there to look at it
+    # it was trained by more processes than are there to look at it
+    if world.size % source.recipe.parallel.tensor:
         source = load_run_recipe(run_dir, [*overrides, "parallel.tensor=1"])
     if rewards and not trust_reward:
         _refuse_rewards(run_dir, source.recipe)
@@ -65,22 +74,34 @@ def restore(
 
     place, state = _read_checkpoint(run_dir, at, world, read)
     policy, reference = build_models(prepared := prepare(source, rewards=rewards), group=world)
-    run = Run(prepared, policy, reference, console=console, quiet=quiet, micro_batch_tokens=state["budget"][-1][2], world=world)
+    run = Run(
+        prepared,
+        policy,
+        reference,
+        console=console,
+        quiet=quiet,
+        micro_batch_tokens=state["budget"][-1][2],
+        world=world,
+    )
 
     def put(found: Path) -> None:
         load_weights(run, state if found == place else read(found))
 
     _read_checkpoint(run_dir, at, world, put, checked=place)
     if run.rounds is not None and source.settings["rollout.engine"].origin != COMMAND_LINE:
-        run.rounds.collector.generator = InProcess(run)  # the folder's recipe may name a program or an address
+        # the folder's recipe may name a program or an address
+        run.rounds.collector.generator = InProcess(run)
     run.facts = _read(run_dir / "run.json")
     run.audit = _read(run_dir / "audit.json").get("train", {})
     return run
 
 
 def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecipe:
-    """The recipe of a run's folder. Raises UserError when the folder holds no run, or when the folder alone, and no override,
-    allows Python files of a model to be executed."""
+    """The recipe of a run's folder.
+
+    Raises UserError when the folder holds no run, or when the folder alone, and no override, allows
+    Python files of a model to be executed.
+    """
     config = config_of(run_dir)
     source = load_recipe(config, overrides, method_of=method_of, training=False)
     setting = source.settings["model.trust_remote_code"]
@@ -92,7 +113,9 @@ def load_run_recipe(run_dir: Path, overrides: Sequence[str] = ()) -> LoadedRecip
 
 
 def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
-    """Raises UserError for a reward of a run's folder that is code, or a server that would be sent prompts and completions."""
+    """Raises UserError for a reward of a run's folder that is code, or a server that would be sent
+    prompts and completions.
+    """
     for spec in recipe.reward:
         code = "code-not-trusted"
         if is_function(spec.reward) or spec.settings.get("trust_remote_code"):
@@ -102,7 +125,10 @@ def _refuse_rewards(run_dir: Path, recipe: Recipe) -> None:
             code = "server-not-trusted"
         else:
             continue
-        fix = "read the reward's code, or ask who runs the server, then give --trust-reward to allow it"
+        fix = (
+            "read the reward's code, or ask who runs the server, then give --trust-reward to "
+            "allow it"
+        )
         raise UserError(what, code=code, where=str(run_dir / "config.yaml"), fix=fix)
 
 
@@ -117,8 +143,10 @@ def method_of_run(run_dir: Path) -> Method:
 def _read_checkpoint(
     run_dir: Path, at: At, world: Group, read: Callable[[Path], Any], *, checked: Path | None = None
 ) -> tuple[Path, Any]:
-    """A checkpoint and the result of ``read`` on it. The run may still be training and remove old checkpoints: when the folder
-    is gone before all of it is read, the next one is used. checked: a checkpoint that is known to be whole, tried first.
+    """A checkpoint and the result of ``read`` on it.
+
+    The run may still be training and remove old checkpoints: when the folder is gone before all of
+    it is read, the next one is used. checked: a checkpoint that is known to be whole, tried first.
 
     All processes call it. Raises UserError when no checkpoint can be read.
     """
@@ -139,7 +167,10 @@ def _read_checkpoint(
 
 
 def _find_checkpoint(run_dir: Path, at: At) -> Saved:
-    """A checkpoint of a run that is whole: the one asked for, or the newest. Raises UserError when there is none."""
+    """A checkpoint of a run that is whole: the one asked for, or the newest.
+
+    Raises UserError when there is none.
+    """
     checkpoints = Checkpoints(run_dir / "checkpoints", None)
     for _ in range(ATTEMPTS):
         steps = checkpoints.steps()
@@ -194,8 +225,9 @@ def _checked(checkpoints: Checkpoints, steps: Sequence[int], at: At, run_dir: Pa
 
 
 def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
-    """The newest of these checkpoints that is whole, with a warning that names newer ones that are not. Raises Damaged when
-    there is none, or when the run removes the one that is being read."""
+    """The newest of these checkpoints that is whole, with a warning that names newer ones that are
+    not. Raises Damaged when there is none, or when the run removes the one that is being read.
+    """
     damaged: list[Damaged] = []
     for step in reversed(steps):
         try:
@@ -206,22 +238,34 @@ def _newest_whole(checkpoints: Checkpoints, steps: Sequence[int]) -> Saved:
             damaged.append(error)
             continue
         for error in damaged:
-            warnings.warn(f"{error.where}: {error.what}; {found.path.name} is used instead", stacklevel=2)
+            warnings.warn(
+                f"{error.where}: {error.what}; {found.path.name} is used instead", stacklevel=2
+            )
         return found
     raise damaged[0]
 
 
 def _removed_too_fast(run_dir: Path) -> UserError:
     what = "checkpoints of the run are removed faster than they can be read"
-    return UserError(what, code="checkpoints-pruned", where=str(run_dir), fix="raise run.keep, or wait until the run has ended")
+    return UserError(
+        what,
+        code="checkpoints-pruned",
+        where=str(run_dir),
+        fix="raise run.keep, or wait until the run has ended",
+    )
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """A JSON object of a run's folder; empty when it is not there. Raises UserError when it is damaged."""
+    """A JSON object of a run's folder; empty when it is not there.
+
+    Raises UserError when it is damaged.
+    """
     if not path.is_file():
         return {}
     try:
         return read_object(path)
     except (OSError, ValueError) as error:
         fix = "put the file back, or remove it: the model card then lacks its content"
-        raise UserError(f"this file is damaged ({error})", code="file-damaged", where=str(path), fix=fix) from error
+        raise UserError(
+            f"this file is damaged ({error})", code="file-damaged", where=str(path), fix=fix
+        ) from error

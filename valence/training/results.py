@@ -14,15 +14,27 @@ FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 
 
 def outputs(folder: Path) -> list[str]:
-    """What held-out rows say about a finished run, then one line for each file or folder that it has for its user."""
+    """What held-out rows say about a finished run, then one line for each file or folder that it
+    has for its user.
+    """
     run = read_run(folder)
     verdict = held_out_verdict(run.first, run.last)
     lines = [f"{verdict.headline}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
-    return [*lines, *(f"{what:>7}  {folder / name}" for what, name in FILES.items() if (folder / name).exists())]
+    return [
+        *lines,
+        *(
+            f"{what:>7}  {folder / name}"
+            for what, name in FILES.items()
+            if (folder / name).exists()
+        ),
+    ]
 
 
 def read_history(folder: Path) -> list[dict[str, Any]]:
-    """The records of a run's log, oldest first; numbers that are not finite as floats. Empty without a log."""
+    """The records of a run's log, oldest first; numbers that are not finite as floats.
+
+    Empty without a log.
+    """
     try:
         lines = (folder / FILES["log"]).read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -21,7 +21,16 @@ from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.reports.console import visible
 from valence.training.choices import with_recorded
-from valence.training.compare import OF_THE_ORDER, ROWS, changes, differences, hashes_of, refuse, rows_of, settings_of
+from valence.training.compare import (
+    OF_THE_ORDER,
+    ROWS,
+    changes,
+    differences,
+    hashes_of,
+    refuse,
+    rows_of,
+    settings_of,
+)
 from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
 from valence.training.rendering import in_short
@@ -43,8 +52,11 @@ MAY_GO_ON = ("run.early_stop", "train.max_zero_gradient_steps", "rollout.", "rew
 
 @dataclass(frozen=True)
 class PreviousRun:
-    """What a run that is taken up was. ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and
-    rows that differ and may, and how."""
+    """What a run that is taken up was.
+
+    ``saved``: its newest whole checkpoint, if it came that far; ``changed``: settings and rows that
+    differ and may, and how.
+    """
 
     folder: RunFolder
     prepared: Prepared
@@ -59,8 +71,11 @@ class PreviousRun:
 
     @cached_property
     def first(self) -> int:
-        """The step at which the present rows begin. Where steps are made up otherwise, it is put so that as much of the data is
-        behind the run as it was."""
+        """The step at which the present rows begin.
+
+        Where steps are made up otherwise, it is put so that as much of the data is behind the run
+        as it was.
+        """
         if self.state is None:
             return 0
         first = self.state["counters"]["first"]
@@ -75,7 +90,10 @@ class PreviousRun:
             after = rows / now.train.batch_size * now.rollout.steps_per_round
         else:
             full, rest = divmod(rows, was["train.batch_size"])
-            before, after = full + (rest > 0 and not was["train.drop_last"]), self.prepared.steps_per_epoch
+            before, after = (
+                full + (rest > 0 and not was["train.drop_last"]),
+                self.prepared.steps_per_epoch,
+            )
         return self._behind(first, before, after)
 
     @cached_property
@@ -97,8 +115,9 @@ class PreviousRun:
         return found
 
     def _behind(self, first: int, before: float, after: float) -> int:
-        """The step at which rows begin that have been gone through as far as they were, with so many steps an epoch before and
-        after."""
+        """The step at which rows begin that have been gone through as far as they were, with so
+        many steps an epoch before and after.
+        """
         return self.step - round((self.step - first) / before * after)
 
     @property
@@ -111,7 +130,9 @@ class PreviousRun:
         longer = self.total > facts.get("total_steps", 0) or any(
             name == "data.train" or name.startswith(MAY_GO_ON) for name in self.changed
         )
-        enough = facts.get("steps", 0) >= self.total or (bool(facts.get("ended_early")) and not longer)
+        enough = facts.get("steps", 0) >= self.total or (
+            bool(facts.get("ended_early")) and not longer
+        )
         return facts.get("status") == "done" and enough
 
     @property
@@ -130,13 +151,16 @@ class PreviousRun:
 
     @property
     def budget(self) -> Sequence[Sequence[Any]]:
-        """The tokens that ran at once, as Budget has them; empty where that is to be chosen anew."""
+        """The tokens that ran at once, as Budget has them; empty where that is to be chosen
+        anew.
+        """
         if "train.micro_batch_tokens" in self.changed:
             return ()
         noted = self.folder.facts.get("micro_batch_tokens") or []
         if self.state is None:
             return noted
-        # The checkpoint decides. run.json may only continue it: memory may have run out after the checkpoint was written.
+        # The checkpoint decides. run.json may only continue it: memory may have run out after the
+        # checkpoint was written.
         saved = self.state["budget"]
         return noted if noted[: len(saved)] == saved else saved
 
@@ -151,22 +175,35 @@ class PreviousRun:
 
     def _finished(self) -> str:
         facts = self.folder.facts
-        how = f"it ended early: {facts['ended_early']}" if facts.get("ended_early") else f"{facts.get('steps')} steps"
+        how = (
+            f"it ended early: {facts['ended_early']}"
+            if facts.get("ended_early")
+            else f"{facts.get('steps')} steps"
+        )
         when = f", {facts['finished']}" if facts.get("finished") else ""
         return (
             f"the run in {self.folder.path} is finished ({how}{when}): nothing to do\n"
-            "  to train longer, raise train.epochs or train.max_steps; to start over, use `valence train RECIPE --fresh`"
+            "  to train longer, raise train.epochs or train.max_steps; to start over, use "
+            "`valence train RECIPE --fresh`"
         )
 
     def _going_on(self) -> str:
-        where = f"at step {self.step} of {self.total}" if self.state else "at step 0 (it has no checkpoint yet)"
+        where = (
+            f"at step {self.step} of {self.total}"
+            if self.state
+            else "at step 0 (it has no checkpoint yet)"
+        )
         if self.state and self.step >= self.total:
             where += ": only the final evaluation and the model are left"
-        lines = [f"resuming the run in {self.folder.path} {where}", *(f"  with {said}" for said in self.changed.values())]
+        lines = [
+            f"resuming the run in {self.folder.path} {where}",
+            *(f"  with {said}" for said in self.changed.values()),
+        ]
         before = self.folder.facts.get("total_steps")
         if before and before != self.total:
             lines.append(
-                f"  {self.total} steps instead of {before}: the learning-rate schedule is that of {self.total} steps from here on"
+                f"  {self.total} steps instead of {before}: the learning-rate schedule is that "
+                f"of {self.total} steps from here on"
             )
         if self.state and "data.train" in self.changed:
             lines.append(f"  from step {self.step} on, all rows of the new data are trained on")
@@ -174,8 +211,11 @@ class PreviousRun:
 
 
 def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> PreviousRun:
-    """The run in this folder. Raises UserError, with a list of differences, when it is not the one that the recipe describes,
-    but for what is allowed by name (a setting, or a section with all in it)."""
+    """The run in this folder.
+
+    Raises UserError, with a list of differences, when it is not the one that the recipe describes,
+    but for what is allowed by name (a setting, or a section with all in it).
+    """
     place, was, changed = by_first(folder.group, partial(_look, folder, prepared, allow))
     saved = Saved(Path(place[0]), place[1], was) if place else None
     lazy = HEAVY if folder.group.size > 1 else ()
@@ -190,14 +230,17 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Pr
             "the checkpoints of this run hold no state to go on from (run.save_state is false)",
             code="checkpoint-without-state",
             where=str(saved.path),
-            fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models are in checkpoints/step-N/model",
+            fix="start anew (`valence train RECIPE --fresh`), which moves it aside; its models "
+            "are in checkpoints/step-N/model",
         )
     elif found.step > found.total:
         raise UserError(
-            f"the run has done {found.step} steps, more than the {found.total} that are asked for now",
+            f"the run has done {found.step} steps, more than the {found.total} that are asked "
+            f"for now",
             code="run-beyond-steps",
             where=f"run.dir: {folder.path}",
-            fix="raise train.epochs or train.max_steps, or use what is there (`valence export RUN FOLDER`)",
+            fix="raise train.epochs or train.max_steps, or use what is there (`valence export "
+            "RUN FOLDER`)",
         )
     return found
 
@@ -205,7 +248,9 @@ def look(folder: RunFolder, prepared: Prepared, allow: Sequence[str] = ()) -> Pr
 def _look(
     folder: RunFolder, prepared: Prepared, allow: Sequence[str]
 ) -> tuple[tuple[str, int] | None, Mapping[str, Any], Mapping[str, str]]:
-    """Of the newest checkpoint where it is and its step; what the run was; what has changed since."""
+    """Of the newest checkpoint where it is and its step; what the run was; what has changed
+    since.
+    """
     checkpoints = Checkpoints(folder.path / "checkpoints", None)
     checkpoints.tidy()
     saved = checkpoints.newest(folder.say)
@@ -230,7 +275,9 @@ def take_up(run: Run, earlier: PreviousRun) -> None:
     if run.policy.packs and earlier.choices.get("packed") is False:
         run.policy.lay_out(packed=False)
     if other := differences(earlier.was, run.world):
-        run.say_once(visible(f"last digits may differ from those of an undisturbed run: {', '.join(other)}"))
+        run.say_once(
+            visible(f"last digits may differ from those of an undisturbed run: {', '.join(other)}")
+        )
     if run.finished or earlier.state is None:
         if earlier.state:
             load_weights(run, earlier.state)
@@ -255,7 +302,8 @@ def take_up(run: Run, earlier: PreviousRun) -> None:
     _selections(run, earlier, longer=run.total_steps > total)
     if run.rounds is not None:
         run.rounds.take_up(earlier.changed)
-        if earlier.changed or run.total_steps > total:  # else it would end at once, as it did before
+        # else it would end at once, as it did before
+        if earlier.changed or run.total_steps > total:
             counters.zero_gradient_steps = 0
     assert run.saver is not None
     if run.world.rank == 0:
@@ -273,37 +321,66 @@ def _budget(run: Run, earlier: PreviousRun) -> None:
     run.budget.load_state_dict([list(change) for change in earlier.budget] or planned)
 
 
-def _hyper(run: Run, earlier: PreviousRun, fresh: Sequence[Mapping[str, Any]], bases: Sequence[float]) -> None:
-    """Settings of the optimizer that were changed on purpose, and the learning rate where the number of steps has grown."""
-    names = [name for setting, names in HYPER.items() if setting in earlier.changed and run.own_optimizer for name in names]
+def _hyper(
+    run: Run, earlier: PreviousRun, fresh: Sequence[Mapping[str, Any]], bases: Sequence[float]
+) -> None:
+    """Settings of the optimizer that were changed on purpose, and the learning rate where the
+    number of steps has grown.
+    """
+    names = [
+        name
+        for setting, names in HYPER.items()
+        if setting in earlier.changed and run.own_optimizer
+        for name in names
+    ]
     for group, settings in zip(run.optimizer.param_groups, fresh, strict=True):
         group.update({name: settings[name] for name in names if name in settings})
     if not isinstance(run.scheduler, LambdaLR):
         return
     if "lr" in names:
         run.scheduler.base_lrs = list(bases)
-    for group, base, factor in zip(run.optimizer.param_groups, run.scheduler.base_lrs, run.scheduler.lr_lambdas, strict=True):
+    for group, base, factor in zip(
+        run.optimizer.param_groups, run.scheduler.base_lrs, run.scheduler.lr_lambdas, strict=True
+    ):
         group["lr"] = base * factor(run.scheduler.last_epoch)
 
 
 def _selections(run: Run, earlier: PreviousRun, longer: bool) -> None:
-    """The best evaluation so far is none when others follow that do not compare. A run that ended early is given another try
-    where it is to go on: it is ``longer`` now than when it was saved, or ends for another reason."""
+    """The best evaluation so far is none when others follow that do not compare.
+
+    A run that ended early is given another try where it is to go on: it is ``longer`` now than when
+    it was saved, or ends for another reason.
+    """
     patience = earlier.was["settings"].get("run.early_stop.patience")
     ended = patience is not None and run.early.since >= patience
-    if ended and (longer or any(name == "data.train" or name.startswith("run.early_stop") for name in earlier.changed)):
+    if ended and (
+        longer
+        or any(
+            name == "data.train" or name.startswith("run.early_stop") for name in earlier.changed
+        )
+    ):
         run.early.since = 0
-    if any(name == "data.eval" or name.startswith(("loss.", "eval.max_examples")) for name in earlier.changed):
-        run.say_once("evaluations no longer compare with those before: the best so far is forgotten")
+    if any(
+        name == "data.eval" or name.startswith(("loss.", "eval.max_examples"))
+        for name in earlier.changed
+    ):
+        run.say_once(
+            "evaluations no longer compare with those before: the best so far is forgotten"
+        )
         for each in (run.best, run.early, run.watch):
             each.reset()
 
 
-def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: PreviousRun | None) -> None:
-    """Writes what is known before the first step, or before the next one. tokens: that run at once."""
+def begin(
+    folder: RunFolder, prepared: Prepared, command: str, tokens: int, earlier: PreviousRun | None
+) -> None:
+    """Writes what is known before the first step, or before the next one. tokens: that run at
+    once.
+    """
     folder.write("config.yaml", add_checksum_line(prepared.source.to_yaml()))
     audits = {
-        name: audited(corpus.audit) | {"distributions": distributions(corpus.units)} for name, corpus in prepared.corpora.items()
+        name: audited(corpus.audit) | {"distributions": distributions(corpus.units)}
+        for name, corpus in prepared.corpora.items()
     }
     folder.write("audit.json", add_checksum(audits))
     changed = [
@@ -316,9 +393,18 @@ def begin(folder: RunFolder, prepared: Prepared, command: str, tokens: int, earl
         here = {"at": now(), "step": earlier.step, "with": list(earlier.changed.values())}
         facts = {"taken_up": [*folder.facts.get("taken_up", []), here], "ended_early": None}
     folder.state(
-        **facts, status="running", changed=changed, method=prepared.recipe.method, cwd=os.getcwd(),
-        total_steps=prepared.steps_from(earlier.first if earlier else 0), versions=versions(),
-        settings=settings_of(prepared), rows=rows_of(prepared), stop_ids=list(prepared.encoder.end_ids),
-        micro_batch_tokens=earlier.budget if earlier and earlier.budget else [[0, "evaluation", tokens]],
-    )  # fmt: skip
+        **facts,
+        status="running",
+        changed=changed,
+        method=prepared.recipe.method,
+        cwd=os.getcwd(),
+        total_steps=prepared.steps_from(earlier.first if earlier else 0),
+        versions=versions(),
+        settings=settings_of(prepared),
+        rows=rows_of(prepared),
+        stop_ids=list(prepared.encoder.end_ids),
+        micro_batch_tokens=earlier.budget
+        if earlier and earlier.budget
+        else [[0, "evaluation", tokens]],
+    )
     folder.write(ROWS, hashes_of(prepared))

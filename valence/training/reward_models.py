@@ -27,7 +27,16 @@ from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
 from valence.training.sharding import at_rest
 from valence.training.target import is_run, load_target
-from valence.types import Chat, Completion, Content, Demonstration, Origin, Score, TokenizedCompletion, TokenizedExample
+from valence.types import (
+    Chat,
+    Completion,
+    Content,
+    Demonstration,
+    Origin,
+    Score,
+    TokenizedCompletion,
+    TokenizedExample,
+)
 
 HERE = Origin("an answer", 0)
 
@@ -40,12 +49,17 @@ class Settings(BaseModel):
     attribute: str | dict[str, float] | None = None
     """Of a model with several: the one that counts, or several with the weight of each."""
     normalised: bool = False
-    """Scores with a mean of 0 and a standard deviation of 1 over the rows that it was trained on."""
+    """Scores with a mean of 0 and a standard deviation of 1 over the rows that it was trained
+    on.
+    """
     max_length: int = Field(2048, gt=0)
     """Longest prompt with its answer, in tokens; longer ones have no score."""
     as_chat: Literal["auto"] | bool | None = None
-    """Whether a prompt that is plain text becomes a user message, as data.as_chat. Default: as the run that trained the model
-    did; of a model's folder, exactly when its tokenizer has a chat template."""
+    """Whether a prompt that is plain text becomes a user message, as data.as_chat.
+
+    Default: as the run that trained the model did; of a model's folder, exactly when its tokenizer
+    has a chat template.
+    """
     tokens: int = Field(8192, gt=0)
     """That run at once."""
     dtype: Dtype | None = None
@@ -55,7 +69,9 @@ class Settings(BaseModel):
 
 
 def as_row(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusable:
-    """A completion as the rows that a model was trained on are; of one without text, which no row may be, the end alone."""
+    """A completion as the rows that a model was trained on are; of one without text, which no row
+    may be, the end alone.
+    """
     if completion.text.strip():
         return encoder.encode(as_example(completion))
     unit = encoder.encode(as_example(replace(completion, text=".")))
@@ -68,7 +84,10 @@ def as_row(encoder: Encoder, completion: Completion) -> TokenizedExample | Unusa
 
 @dataclass
 class ModelScores:
-    """Calls a reward model on batches of answers, in a thread. There is no time limit: it is the machine's own work."""
+    """Calls a reward model on batches of answers, in a thread.
+
+    There is no time limit: it is the machine's own work.
+    """
 
     target: str
     judge: Rewards
@@ -78,7 +97,10 @@ class ModelScores:
 
     @property
     def identity(self) -> Mapping[str, Any]:
-        return {"reward model": dict(self.judge.facts), "settings": self.settings.model_dump(exclude={"tokens"})}
+        return {
+            "reward model": dict(self.judge.facts),
+            "settings": self.settings.model_dump(exclude={"tokens"}),
+        }
 
     async def attempt(self, completions: Sequence[Completion]) -> list[Score]:
         found = await in_thread(lambda: self._scores(completions), None)
@@ -92,9 +114,16 @@ class ModelScores:
     def _scores(self, completions: Sequence[Completion]) -> list[Score]:
         encoded = [self.read(self.encoder, completion) for completion in completions]
         places = [i for i, unit in enumerate(encoded) if isinstance(unit, TokenizedExample)]
-        numbers = dict(zip(places, self._numbers([cast(TokenizedExample, encoded[i]) for i in places]), strict=True))
+        numbers = dict(
+            zip(
+                places,
+                self._numbers([cast(TokenizedExample, encoded[i]) for i in places]),
+                strict=True,
+            )
+        )
         return [
-            Score(None, error=f"the reward model cannot read it: {unit.reason}") if isinstance(unit, Unusable)
+            Score(None, error=f"the reward model cannot read it: "
+                              f"{unit.reason}") if isinstance(unit, Unusable)
             else self._score(numbers[i])
             for i, unit in enumerate(encoded)
         ]  # fmt: skip
@@ -106,7 +135,8 @@ class ModelScores:
                 numbers = self.judge(batch)
             except torch.OutOfMemoryError as error:
                 raise UserError(
-                    f"there is no memory for {len(batch.tokens)} tokens of the reward model {self.target} at once",
+                    f"there is no memory for {len(batch.tokens)} tokens of the reward model "
+                    f"{self.target} at once",
                     code="out-of-memory",
                     where="reward: settings.tokens", fix="set it lower",
                 ) from error  # fmt: skip
@@ -123,8 +153,14 @@ class ModelScores:
 
 
 def as_example(completion: Completion) -> Demonstration:
-    """A completion in the form in which rows of a reward model are: chat turns for a chat, text for text."""
-    prompt: Content = completion.prompt if isinstance(completion.prompt, str) else Chat(completion.prompt, completion.tools)
+    """A completion in the form in which rows of a reward model are: chat turns for a chat, text for
+    text.
+    """
+    prompt: Content = (
+        completion.prompt
+        if isinstance(completion.prompt, str)
+        else Chat(completion.prompt, completion.tools)
+    )
     answer: Content = completion.text
     if isinstance(prompt, Chat):
         answer = Chat(({"role": "assistant", "content": completion.text},))
@@ -132,8 +168,10 @@ def as_example(completion: Completion) -> Demonstration:
 
 
 def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backend:
-    """A reward model's folder or hub id, or the folder of a run that trained one. Raises UserError when it is none, or a setting
-    does not fit it."""
+    """A reward model's folder or hub id, or the folder of a run that trained one.
+
+    Raises UserError when it is none, or a setting does not fit it.
+    """
     given = _settings(target, settings, where)
     with _placed(target, where):
         source, ours = _recipe(target, given)
@@ -143,14 +181,22 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
     if not isinstance(judge, Rewards):
         what = "this model answers; it gives no scores"
         fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
-        raise UserError(what, code="reward-not-a-reward-model", where=f"{where}.reward: {target}", fix=fix)
+        raise UserError(
+            what, code="reward-not-a-reward-model", where=f"{where}.reward: {target}", fix=fix
+        )
     _check(judge, given, f"{where}.settings")
     return ModelScores(target, judge, encoder, given)
 
 
 def bytes_of_rewards(recipe: Recipe) -> int:
-    """Of the weights of all reward models that a recipe names, before any is loaded. Raises UserError when there is no such."""
-    return sum(_bytes(target, _settings(target, settings, where), where) for target, settings, where in models_that_judge(recipe))
+    """Of the weights of all reward models that a recipe names, before any is loaded.
+
+    Raises UserError when there is no such.
+    """
+    return sum(
+        _bytes(target, _settings(target, settings, where), where)
+        for target, settings, where in models_that_judge(recipe)
+    )
 
 
 def _bytes(target: str, given: Settings, where: str) -> int:
@@ -167,9 +213,15 @@ def _settings(target: str, settings: Mapping[str, Any], where: str) -> Settings:
         return Settings(**settings)
     except ValidationError as error:
         first = error.errors()[0]
-        place, names = ".".join(map(str, (where, "settings", *first["loc"]))), ", ".join(Settings.model_fields)
+        place, names = (
+            ".".join(map(str, (where, "settings", *first["loc"]))),
+            ", ".join(Settings.model_fields),
+        )
         raise UserError(
-            f"{said(first)} (reward model {target})", code=code_of(first), where=place, fix=f"its settings are {names}"
+            f"{said(first)} (reward model {target})",
+            code=code_of(first),
+            where=place,
+            fix=f"its settings are {names}",
         ) from error
 
 
@@ -180,13 +232,19 @@ def _placed(target: str, where: str) -> Iterator[None]:
         yield
     except UserError as error:
         fix = error.fix if Path(target).exists() or "/" in target else f"name {KINDS}"
-        raise UserError(error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix) from error
+        raise UserError(
+            error.what, code=error.code, where=f"{where}.reward: {target} ({error.where})", fix=fix
+        ) from error
 
 
 def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
-    """The recipe that a reward model is loaded by, and what is changed in that which it has or stands for."""
+    """The recipe that a reward model is loaded by, and what is changed in that which it has or
+    stands for.
+    """
     model = {"dtype": given.dtype, "trust_remote_code": given.trust_remote_code or None}
-    ours = [f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None]
+    ours = [
+        f"model.{name}={str(value).lower()}" for name, value in model.items() if value is not None
+    ]
     ours += [f"data.max_length={given.max_length}", "reference.cache=off"]
     ours += [] if given.as_chat is None else [f"data.as_chat={str(given.as_chat).lower()}"]
     ours += [f"data.{name}=[]" for name in LISTS]
@@ -206,7 +264,9 @@ def _check(judge: Rewards, settings: Settings, where: str) -> None:
             what,
             code="reward-attribute",
             where=f"{where}.attribute",
-            fix="name one of them, or give several a weight each" if len(names) > 1 else "remove it",
+            fix="name one of them, or give several a weight each"
+            if len(names) > 1
+            else "remove it",
         )
     if settings.normalised and not getattr(config, "reward_std", None):
         raise UserError(

@@ -1,4 +1,6 @@
-"""Rewards of the answers in files of rows, written beside the rows: the second part of a round offline."""
+"""Rewards of the answers in files of rows, written beside the rows: the second part of a round
+offline.
+"""
 
 from __future__ import annotations
 
@@ -63,15 +65,17 @@ def score_by_reward(
     quiet: bool = False,
     group: Group | None = None,
 ) -> Tally:
-    """Writes every row of these files with the reward of its answer as ``score`` (and its ``parts``), one JSON object a line, in
-    the order of the rows. An answer whose reward failed has no score (null), and an ``error`` that says why.
+    """Writes every row of these files with the reward of its answer as ``score`` (and its
+    ``parts``), one JSON object a line, in the order of the rows. An answer whose reward failed has
+    no score (null), and an ``error`` that says why.
 
-    rewards: as a recipe's reward section has them, added up; by default those of the recipe that the target is. target: needed
-    for rows without token ids: its tokenizer makes them. out: what an interrupted call wrote there is kept and gone on from;
-    ``fresh`` moves it aside. group: of processes that each judge a share; rank 0 writes.
+    rewards: as a recipe's reward section has them, added up; by default those of the recipe that
+    the target is. target: needed for rows without token ids: its tokenizer makes them. out: what an
+    interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside. group: of
+    processes that each judge a share; rank 0 writes.
 
-    Raises UserError for a mistake in the request, and when the reward failed for all answers of a window, which is then not
-    written.
+    Raises UserError for a mistake in the request, and when the reward failed for all answers of a
+    window, which is then not written.
     """
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
@@ -85,7 +89,9 @@ def score_by_reward(
         total, needs_tokens = _read_through(sources)
         prepared = _prepared(target, overrides, needs_tokens)
         if prepared is None and rewards and overrides:
-            what = "nothing reads it: the rows have their tokens, and a reward has settings of its own"
+            what = (
+                "nothing reads it: the rows have their tokens, and a reward has settings of its own"
+            )
             raise UserError(
                 what,
                 code="option-unused",
@@ -115,16 +121,27 @@ def score_by_reward(
 
 
 def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str]) -> list[Spec]:
-    """The sections that these words stand for (a name, or `{reward: NAME, weight: 2}`), or else those of the target."""
+    """The sections that these words stand for (a name, or `{reward: NAME, weight: 2}`), or else
+    those of the target.
+    """
     if rewards:
-        listed = ", ".join(r if r.lstrip().startswith("{") else json.dumps(r, ensure_ascii=False) for r in rewards)
-        recipe = load_recipe(BARE, [f"reward=[{listed}]"], method_of=method_of, training=False).recipe
+        listed = ", ".join(
+            r if r.lstrip().startswith("{") else json.dumps(r, ensure_ascii=False) for r in rewards
+        )
+        recipe = load_recipe(
+            BARE, [f"reward=[{listed}]"], method_of=method_of, training=False
+        ).recipe
         return list(recipe.reward)
     found: list[Spec] = []
     if target is not None:
         found = list(load_target(target, overrides).recipe.reward)
     if not found:
-        raise UserError("there is no reward", code="reward-missing", where="score", fix="give --reward, or a recipe that has one")
+        raise UserError(
+            "there is no reward",
+            code="reward-missing",
+            where="score",
+            fix="give --reward, or a recipe that has one",
+        )
     return found
 
 
@@ -137,8 +154,10 @@ def _facts(sources: Sequence[Source], specs: Sequence[Spec]) -> dict[str, Any]:
 
 
 def _read_through(sources: Sequence[Source]) -> tuple[int, str]:
-    """How many rows there are, and the first that has no tokens of its own ("": none). Raises UserError for a row that cannot be
-    judged."""
+    """How many rows there are, and the first that has no tokens of its own ("": none).
+
+    Raises UserError for a row that cannot be judged.
+    """
     total, bare = 0, ""
     for row, example in chain.from_iterable(map(stream, sources)):
         total += 1
@@ -170,7 +189,11 @@ def _read_through(sources: Sequence[Source]) -> tuple[int, str]:
 
 def _is_sampled(value: Mapping[str, Any]) -> bool:
     """Whether a row has its answer as text and as tokens."""
-    return isinstance(value.get("completion"), str) and bool(value.get("completion_ids")) and bool(value.get("prompt_ids"))
+    return (
+        isinstance(value.get("completion"), str)
+        and bool(value.get("completion_ids"))
+        and bool(value.get("prompt_ids"))
+    )
 
 
 def _prepared(target: str | None, overrides: Sequence[str], where: str) -> Prepared | None:
@@ -250,7 +273,10 @@ class _Writer:
     group: Group
 
     def skip(self, rows: Iterator[Told]) -> Tally:
-        """Takes the rows that have their lines already. Raises UserError for a line that is not of its row."""
+        """Takes the rows that have their lines already.
+
+        Raises UserError for a line that is not of its row.
+        """
         if self.lines is None:
             kept = self.group.broadcast(None)
             return Tally(rows=len(list(islice(rows, kept))), earlier=kept)
@@ -258,14 +284,21 @@ class _Writer:
         for number, (line, (row, _)) in enumerate(zip(self.lines.read(), rows, strict=False), 1):
             if not _is_scored(line):
                 raise self.lines.foreign(number)
-            if {name: each for name, each in line.items() if name not in WRITTEN} != json.loads(as_line(_plain(row.value))):
-                what = f"{self.lines.path}:{number} is not of this row as it is now: the data has changed"
+            if {name: each for name, each in line.items() if name not in WRITTEN} != json.loads(
+                as_line(_plain(row.value))
+            ):
+                what = (
+                    f"{self.lines.path}:{number} is not of this row as it is now: the data "
+                    f"has changed"
+                )
                 raise UserError(what, code="output-rows-changed", where=str(row.origin), fix=ANEW)
             _add(tally, row, line)
         self.group.broadcast(tally.rows)
         return tally
 
-    def run(self, rows: Iterator[Told], tally: Tally, total: int, console: Console, quiet: bool) -> None:
+    def run(
+        self, rows: Iterator[Told], tally: Tally, total: int, console: Console, quiet: bool
+    ) -> None:
         """Judges these rows. They are read a window at a time."""
         with Progress(console, "judging", total, start=tally.rows, quiet=quiet) as bar:
             while window := list(islice(rows, WINDOW)):
@@ -292,19 +325,33 @@ class _Writer:
         every = gathered(self.group, [[each.value, dict(each.parts), each.error] for each in own])
         found: list[Score] = [Score(None)] * len(answers)
         for rank, share in enumerate(every):
-            found[rank :: self.group.size] = [Score(value, parts, error) for value, parts, error in share]
+            found[rank :: self.group.size] = [
+                Score(value, parts, error) for value, parts, error in share
+            ]
         rest = iter(found)
         return [next(rest) if isinstance(each, Completion) else each for each in told]
 
 
 def _check_some(window: Sequence[Told], scores: Sequence[Score]) -> None:
-    """Raises UserError when the reward itself has failed, as when a server is down: a later call may do better."""
-    judged = [(row, score) for (row, told), score in zip(window, scores, strict=True) if isinstance(told, Completion)]
+    """Raises UserError when the reward itself has failed, as when a server is down: a later call
+    may do better.
+    """
+    judged = [
+        (row, score)
+        for (row, told), score in zip(window, scores, strict=True)
+        if isinstance(told, Completion)
+    ]
     if judged and all(score.value is None for _, score in judged):
         row, score = judged[0]
-        what = f"the reward failed for all {len(judged)} answers from here on; the first: {score.error}"
+        what = (
+            f"the reward failed for all {len(judged)} answers from here on; the first: "
+            f"{score.error}"
+        )
         raise UserError(
-            what, code="reward-failures", where=str(row.origin), fix="fix the reward, then run the same command again to resume"
+            what,
+            code="reward-failures",
+            where=str(row.origin),
+            fix="fix the reward, then run the same command again to resume",
         )
 
 
@@ -315,7 +362,12 @@ def _line(row: Row, score: Score) -> dict[str, Any]:
         return {**_plain(row.value), "score": score.value, **parts}
     error = score.error or f"the reward gave {score.value}"
     finite = {name: each for name, each in score.parts.items() if math.isfinite(each)}
-    return {**_plain(row.value), "score": None, **({"parts": finite} if finite else {}), "error": error}
+    return {
+        **_plain(row.value),
+        "score": None,
+        **({"parts": finite} if finite else {}),
+        "error": error,
+    }
 
 
 def _plain(value: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,6 @@
-"""A model's answers to prompts of files, written as rows that can be judged and trained on: the first part of a round offline."""
+"""A model's answers to prompts of files, written as rows that can be judged and trained on: the
+first part of a round offline.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,10 @@ HEAD_ROWS = 20
 
 @dataclass(frozen=True)
 class Draws:
-    """How many answers to each prompt, and how they are drawn. None: as the recipe's ``rollout`` section says; where it has no
-    reward, one answer."""
+    """How many answers to each prompt, and how they are drawn.
+
+    None: as the recipe's ``rollout`` section says; where it has no reward, one answer.
+    """
 
     n: int | None = None
     temperature: float | None = None
@@ -57,17 +61,26 @@ class Draws:
     seed: int = 0
 
     def filled(self, rollout: Rollout, online: bool) -> tuple[int, int, Sampling]:
-        """Answers to each prompt, answers at once, and how they are drawn. Raises UserError for a value out of range."""
+        """Answers to each prompt, answers at once, and how they are drawn.
+
+        Raises UserError for a value out of range.
+        """
         given = {name: value for name, value in asdict(self).items() if value is not None}
-        n, at_once = given.pop("n", rollout.num_rollouts if online else 1), given.pop("at_once", rollout.at_once)
-        section = {name: getattr(rollout, name) for name in ("temperature", "top_p", "max_new_tokens")}
+        n, at_once = (
+            given.pop("n", rollout.num_rollouts if online else 1),
+            given.pop("at_once", rollout.at_once),
+        )
+        section = {
+            name: getattr(rollout, name) for name in ("temperature", "top_p", "max_new_tokens")
+        }
         return n, at_once, Sampling(**{**section, **given})
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What became of the call: answers in the file by now, those of them that an earlier call wrote, answers of this call that
-    reached their longest length, and the tokens of this call."""
+    """What became of the call: answers in the file by now, those of them that an earlier call
+    wrote, answers of this call that reached their longest length, and the tokens of this call.
+    """
 
     answers: int
     earlier: int
@@ -91,15 +104,18 @@ def sample_rows(
     command: str = "valence.sample_rows(...)",
     group: Group | None = None,
 ) -> Counted:
-    """Writes a model's answers to these prompts, one JSON object a line: the prompt, the answer and its tokens with their
-    log-probabilities, and how it was drawn.
+    """Writes a model's answers to these prompts, one JSON object a line: the prompt, the answer and
+    its tokens with their log-probabilities, and how it was drawn.
 
-    target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (the model it starts from), or a
-    model's or adapter's folder or hub id. data: files of prompts, or sections as in a recipe; questions: prompts as text; with
-    neither, the prompts that the recipe trains on. out: what an interrupted call wrote there is kept and gone on from; ``fresh``
-    moves it aside, ``append`` writes other answers of the same model behind it. group: of processes that each answer a share.
+    target: a run's folder (its newest weights, or those of the checkpoint ``at``), a recipe (the
+    model it starts from), or a model's or adapter's folder or hub id. data: files of prompts, or
+    sections as in a recipe; questions: prompts as text; with neither, the prompts that the recipe
+    trains on. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves
+    it aside, ``append`` writes other answers of the same model behind it. group: of processes that
+    each answer a share.
 
-    The answers to the prompt at position k depend on the seed and k alone. Raises UserError for a mistake in the request.
+    The answers to the prompt at position k depend on the seed and k alone. Raises UserError for a
+    mistake in the request.
     """
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
@@ -114,13 +130,24 @@ def sample_rows(
         if lines:
             lines.agree(facts)
         if not quiet:
-            here = "" if recipe.rollout.engine == "hf" else " (to be sampled in this process, not by a server)"
-            said = f"{number(len(prompts))} prompts, {n} {'answer' if n == 1 else 'answers'} each; loading {target}{here}"
+            here = (
+                ""
+                if recipe.rollout.engine == "hf"
+                else " (to be sampled in this process, not by a server)"
+            )
+            said = (
+                f"{number(len(prompts))} prompts, {n} {'answer' if n == 1 else 'answers'} "
+                f"each; loading {target}{here}"
+            )
             print_message(console, said)
         run = open_run(target, overrides, group=group, at=at, console=console)
         writer = _Writer(run, prompts, n, how, lines, group, window, at_once)
         facts |= writer.facts()
-        same(group, lambda: {**facts, "prompts": [p.id for p in prompts]}, "let all processes read the same files")
+        same(
+            group,
+            lambda: {**facts, "prompts": [p.id for p in prompts]},
+            "let all processes read the same files",
+        )
         if lines:
             lines.agree(writer.facts())
         with lines.open(len(prompts) * n) if lines else nullcontext():
@@ -128,7 +155,13 @@ def sample_rows(
             kept = writer.skip()
             if lines:
                 lines.go_on(
-                    {"target": target, "step": run.step, "command": command, "valence": __version__, "torch": torch.__version__}
+                    {
+                        "target": target,
+                        "step": run.step,
+                        "command": command,
+                        "valence": __version__,
+                        "torch": torch.__version__,
+                    }
                 )
             counted = writer.run_from(kept, console, quiet)
     if not quiet:
@@ -154,29 +187,44 @@ def answers(
     n, _, how = draws.filled(recipe.rollout, bool(recipe.reward))
     run = open_run(target, overrides, group=group, at=at, console=console)
     texts = [as_text(content, run.prepared.tokenizer) for content in asked]
-    return [(text, each.text) for text, own in zip(texts, run.sample(asked, how, n), strict=True) for each in own]
+    return [
+        (text, each.text)
+        for text, own in zip(texts, run.sample(asked, how, n), strict=True)
+        for each in own
+    ]
 
 
 # Before a model is loaded
 
 
-def _sources(target: str, data: Sequence[str], overrides: Sequence[str], *, asks: bool) -> tuple[list[Source], Any]:
+def _sources(
+    target: str, data: Sequence[str], overrides: Sequence[str], *, asks: bool
+) -> tuple[list[Source], Any]:
     """Files of prompts, and the recipe."""
     if data or not asks:
         recipe = with_files(target, data, overrides).recipe
         return list(recipe.data.eval), recipe
     recipe = load_target(target, overrides).recipe
     if not recipe.reward or not recipe.data.train:
-        raise UserError("there is nothing to answer", code="rows-missing", where="sample", fix="give --prompt or --data")
+        raise UserError(
+            "there is nothing to answer",
+            code="rows-missing",
+            where="sample",
+            fix="give --prompt or --data",
+        )
     return list(recipe.data.train), recipe
 
 
 def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt]:
     """In their order: those given as text, then those of the files."""
+    # the run says whether they become user messages
     asked = [
-        Prompt(prompt=text, origin=Origin("--prompt", number)) for number, text in enumerate(questions, 1)
-    ]  # the run says whether they become user messages
-    named = [source.model_copy(update={"format": source.format or _format(source)}) for source in sources]
+        Prompt(prompt=text, origin=Origin("--prompt", number))
+        for number, text in enumerate(questions, 1)
+    ]
+    named = [
+        source.model_copy(update={"format": source.format or _format(source)}) for source in sources
+    ]
     found = load(named, "prompt").examples if named else ()
     prompts = asked + [example for example in found if isinstance(example, Prompt)]
     for prompt in prompts:
@@ -194,7 +242,10 @@ def _format(source: Source) -> str:
 
 
 def _named(sources: Sequence[Source], questions: Sequence[str]) -> list[Any]:
-    return [*questions, *(source.model_dump(mode="json", exclude_defaults=True) for source in sources)]
+    return [
+        *questions,
+        *(source.model_dump(mode="json", exclude_defaults=True) for source in sources),
+    ]
 
 
 # Answers to lines
@@ -202,7 +253,10 @@ def _named(sources: Sequence[Source], questions: Sequence[str]) -> list[Any]:
 
 @dataclass
 class _Writer:
-    """Samples a window of prompts at once and makes lines of their answers. ``lines``: of rank 0."""
+    """Samples a window of prompts at once and makes lines of their answers.
+
+    ``lines``: of rank 0.
+    """
 
     run: Run
     prompts: Sequence[Prompt]
@@ -233,7 +287,9 @@ class _Writer:
         try:
             return self.run.prepared.encoder.encode_prompt(prompt.prompt)
         except UserError as error:
-            raise UserError(error.what, code=error.code, where=str(prompt.origin), fix=error.fix) from error
+            raise UserError(
+                error.what, code=error.code, where=str(prompt.origin), fix=error.fix
+            ) from error
 
     def _check_positions(self) -> None:
         limit, learned = position_limit(self.run.policy.causal) or (None, False)
@@ -244,7 +300,12 @@ class _Writer:
         where = str(self.prompts[longest].origin)
         what = f"prompt and answer may have {length} tokens, and the model was made for {limit}"
         if learned:
-            raise UserError(what, code="prompt-too-long", where=where, fix="give fewer --max-new-tokens, or leave the prompt out")
+            raise UserError(
+                what,
+                code="prompt-too-long",
+                where=where,
+                fix="give fewer --max-new-tokens, or leave the prompt out",
+            )
         warnings.warn(f"{where}: {what}", stacklevel=2)
 
     def facts(self) -> dict[str, Any]:
@@ -253,20 +314,33 @@ class _Writer:
         return {
             "model": model_digest(self.run.policy, adapter=True),
             "vocabulary": encoder.vocab.digest,
-            "template": content_id(encoder.tokenizer.chat_template, encoder.as_chat, sorted(data.chat_template_kwargs.items())),
+            "template": content_id(
+                encoder.tokenizer.chat_template,
+                encoder.as_chat,
+                sorted(data.chat_template_kwargs.items()),
+            ),
         }
 
     def skip(self) -> int:
-        """The prompts that are answered already. Raises UserError for a line that is not of its prompt."""
+        """The prompts that are answered already.
+
+        Raises UserError for a line that is not of its prompt.
+        """
         if self.lines is None:
             return int(self.group.broadcast(None))
         for at, line in enumerate(self.lines.read()):
             k, index = divmod(at, self.n)
             sampled = line.get("sampled")
-            if not isinstance(sampled, dict) or (sampled.get("by"), line.get("index")) != (self.by, index):
+            if not isinstance(sampled, dict) or (sampled.get("by"), line.get("index")) != (
+                self.by,
+                index,
+            ):
                 raise self.lines.foreign(self.lines.base + at + 1)
             if line.get("prompt_ids") != list(self.tokens[k]):
-                what = f"line {self.lines.base + at + 1} of {self.lines.path} answers another prompt: the data has changed"
+                what = (
+                    f"line {self.lines.base + at + 1} of {self.lines.path} answers another "
+                    f"prompt: the data has changed"
+                )
                 raise UserError(
                     what,
                     code="output-rows-changed",
@@ -276,7 +350,10 @@ class _Writer:
         return int(self.group.broadcast(self.lines.kept // self.n))
 
     def run_from(self, kept: int, console: Console, quiet: bool) -> Counted:
-        """Answers the prompts from this one on. Each window is sampled by itself, whatever came before it and whoever does it."""
+        """Answers the prompts from this one on.
+
+        Each window is sampled by itself, whatever came before it and whoever does it.
+        """
         total, cut, ran = len(self.prompts), 0, 0
         windows = [range(k, min(k + self.window, total)) for k in range(kept, total, self.window)]
         ways = self.group.size if self.deals else 1
@@ -286,7 +363,9 @@ class _Writer:
                 begun = dealt[0].start * self.n
                 ended = [0]  # of this process; the others have about as many
 
-                def advance(news: int, begun: int = begun, ended: list[int] = ended, ran: int = ran) -> None:
+                def advance(
+                    news: int, begun: int = begun, ended: list[int] = ended, ran: int = ran
+                ) -> None:
                     ended[0] += news
                     bar.update(min(begun + ended[0] * ways, total * self.n), tokens=ran)
 
@@ -295,7 +374,13 @@ class _Writer:
                     cut += sum(each.stop == "length" for several in own for each in several)
                     if self.lines:
                         asked = zip(window, own, strict=True)
-                        self.lines.write([self._line(k, i, each) for k, several in asked for i, each in enumerate(several)])
+                        self.lines.write(
+                            [
+                                self._line(k, i, each)
+                                for k, several in asked
+                                for i, each in enumerate(several)
+                            ]
+                        )
                 bar.update(dealt[-1].stop * self.n, tokens=ran)
         return Counted(total * self.n, kept * self.n, cut, ran)
 
@@ -306,12 +391,17 @@ class _Writer:
         if not self.deals:
             return iter([found])
         every = gathered(self.group, [[asdict(each) for each in own] for own in found])
-        return ([[_completion(each) for each in own] for own in answers] for answers in every[: len(dealt)])
+        return (
+            [[_completion(each) for each in own] for own in answers]
+            for answers in every[: len(dealt)]
+        )
 
     def _generate(self, window: range, advance: Any) -> list[list[Completion]]:
         prompts = [self.tokens[k] for k in window]
         try:
-            return self.sampler.generate(prompts, self.n, self.how, first=window.start, progress=advance)
+            return self.sampler.generate(
+                prompts, self.n, self.how, first=window.start, progress=advance
+            )
         except torch.OutOfMemoryError as error:
             raise UserError(
                 f"there is no memory for {len(prompts) * self.n} answers at once",
@@ -343,7 +433,8 @@ class _Writer:
             "rendered": str(tokenizer.decode(list(self.tokens[k]))),
             "completion": answer.text,
             "completion_ids": list(answer.tokens),
-            "logps": [float(f"{logp:.9g}") for logp in answer.logps],  # as many digits as a float32 has
+            # as many digits as a float32 has
+            "logps": [float(f"{logp:.9g}") for logp in answer.logps],
             "stop": answer.stop,
             "version": answer.version,
             "index": index,
@@ -365,11 +456,17 @@ def _shown(content: Content) -> Mapping[str, Any]:
 def _completion(told: Mapping[str, Any]) -> Completion:
     """As another process told of it."""
     found = Completion(**told)
-    return replace(found, tokens=tuple(found.tokens), logps=tuple(found.logps), versions=tuple(found.versions))
+    return replace(
+        found, tokens=tuple(found.tokens), logps=tuple(found.logps), versions=tuple(found.versions)
+    )
 
 
 def _say(counted: Counted, out: Path, console: Console) -> None:
     earlier = f" ({number(counted.earlier)} of them were there already)" if counted.earlier else ""
     made = counted.answers - counted.earlier
-    cut = f"; {number(counted.cut)} of {number(made)} were cut at their longest" if counted.cut else ""
+    cut = (
+        f"; {number(counted.cut)} of {number(made)} were cut at their longest"
+        if counted.cut
+        else ""
+    )
     print_message(console, f"{number(counted.answers)} answers in {out}{earlier}{cut}")

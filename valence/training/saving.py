@@ -33,15 +33,25 @@ HEAVY = ("weights", "reference", "optimizer")
 
 
 def registry_of(run: Run, log: JsonlSink | None) -> Registry:
-    """Everything of a run that has state. What is random comes last: nothing may be drawn between its loading and the next
-    step."""
+    """Everything of a run that has state.
+
+    What is random comes last: nothing may be drawn between its loading and the next step.
+    """
     registry = Registry()
     registry.add("weights", Through(lambda: _weights(run), lambda state: _put_weights(run, state)))
-    registry.add("reference", Through(lambda: _reference(run), lambda state: _put_reference(run, state)))
-    registry.add("optimizer", Through(run.optimizer.state_dict, lambda state: _put_optimizer(run, state)))
+    registry.add(
+        "reference", Through(lambda: _reference(run), lambda state: _put_reference(run, state))
+    )
+    registry.add(
+        "optimizer", Through(run.optimizer.state_dict, lambda state: _put_optimizer(run, state))
+    )
     registry.add("scheduler", run.scheduler)
     registry.add(
-        "shifts", Through(lambda: [astuple(each.shift) for each in run.objectives], lambda state: _put_shifts(run, state))
+        "shifts",
+        Through(
+            lambda: [astuple(each.shift) for each in run.objectives],
+            lambda state: _put_shifts(run, state),
+        ),
     )
     registry.add("counters", run.counters)
     if run.rounds is not None:
@@ -58,7 +68,9 @@ def registry_of(run: Run, log: JsonlSink | None) -> Registry:
 
 
 class PerProcess:
-    """What each process of a run has of its own: what it measured since the last record, and where its random draws stand."""
+    """What each process of a run has of its own: what it measured since the last record, and where
+    its random draws stand.
+    """
 
     def __init__(self, run: Run) -> None:
         self.run, self.random = run, RandomState()
@@ -68,8 +80,9 @@ class PerProcess:
         return [{"window": self.run.window.state_dict(), "random": self.random.state_dict()}]
 
     def load_state_dict(self, state: Sequence[State]) -> None:
-        """On another number of processes each takes over the measurements of as many as there are for it; one that is new
-        draws from the seed and its rank."""
+        """On another number of processes each takes over the measurements of as many as there are
+        for it; one that is new draws from the seed and its rank.
+        """
         group, window = self.run.group, self.run.window
         window.load_state_dict(state[0]["window"])
         if len(state) != group.size:
@@ -78,7 +91,9 @@ class PerProcess:
                 other = MetricsWindow()
                 other.load_state_dict(each["window"])
                 window.add(other)
-            window.tokens_of = [sum(window.tokens_of), *[0] * (group.size - 1)] if window.tokens_of else []
+            window.tokens_of = (
+                [sum(window.tokens_of), *[0] * (group.size - 1)] if window.tokens_of else []
+            )
         elif group.rank:
             window.load_state_dict(state[group.rank]["window"])
         if group.rank < len(state):
@@ -88,7 +103,8 @@ class PerProcess:
 
 
 def load_weights(run: Run, state: Mapping[str, Any]) -> None:
-    """Of a saved state only the trained weights, what a loss compares them with, the counters and the evaluations.
+    """Of a saved state only the trained weights, what a loss compares them with, the counters and
+    the evaluations.
 
     Raises UserError when it is of another model.
     """
@@ -111,9 +127,15 @@ def _weights(run: Run) -> dict[str, Any]:
 def _put_weights(run: Run, state: Mapping[str, Any]) -> None:
     now, saved = _weights(run), state["values"]
     own = now["values"]
-    odd = sorted(own.keys() ^ saved.keys()) or [name for name, p in own.items() if p.shape != saved[name].shape]
+    odd = sorted(own.keys() ^ saved.keys()) or [
+        name for name, p in own.items() if p.shape != saved[name].shape
+    ]
     if odd or state["base"] != now["base"]:
-        what = f"first difference: {odd[0]}" if odd else "the frozen weights under the adapter have changed"
+        what = (
+            f"first difference: {odd[0]}"
+            if odd
+            else "the frozen weights under the adapter have changed"
+        )
         raise UserError(
             f"the saved weights are those of another model ({what})",
             code="model-changed" if odd else "base-model-changed",
@@ -127,7 +149,8 @@ def _reference(run: Run) -> dict[str, Any]:
     if isinstance(run.reference, SyncedReference):
         return {"digest": None, "weights": dict(run.reference.weights)}
     if run.reference is not None and run.compared is None:
-        run.compared = run.reference.digests().weights  # once: it never changes, and hashing it takes as long as a save
+        # once: it never changes, and hashing it takes as long as a save
+        run.compared = run.reference.digests().weights
     return {"digest": run.compared, "weights": {}}
 
 
@@ -161,13 +184,17 @@ class Saver:
         """log: of the process that writes it."""
         self.run, self.folder, self.log = run, folder, log
         together = run.world if run.divided else None
-        self.checkpoints = Checkpoints(folder.path / "checkpoints", run.recipe.run.keep, together, shards.write)
+        self.checkpoints = Checkpoints(
+            folder.path / "checkpoints", run.recipe.run.keep, together, shards.write
+        )
         self.about: About | None = None
         self.saved: tuple[int, int] | None = None
         """Where the run stood, and how far it was settled, in the newest checkpoint."""
 
     def ready(self) -> None:
-        """What all processes do before one of them saves: what each has written must be on the disk by then."""
+        """What all processes do before one of them saves: what each has written must be on the disk
+        by then.
+        """
         from valence.training.finish import about_model
 
         self.look_at_best()
@@ -178,13 +205,18 @@ class Saver:
         try:
             self.run.reference.sync()
         except OSError as error:
-            said = f"rank {self.run.world.rank}: {self.run.reference.folder} cannot be written ({error.strerror})"
+            said = (
+                f"rank {self.run.world.rank}: {self.run.reference.folder} cannot be written "
+                f"({error.strerror})"
+            )
         for each in filter(None, gathered(self.run.world, said)):
             self.run.warn(each)
 
     def save(self, state: Mapping[str, Any], *, wait: bool) -> None:
-        """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does it, though it failed before. All
-        processes call it; where each holds all weights, one alone writes."""
+        """Begins to write a checkpoint, unless there is nothing new to write; with ``wait`` does
+        it, though it failed before. All processes call it; where each holds all weights, one alone
+        writes.
+        """
         if not (self.folder.writes or self.run.divided):
             return
         if wait:
@@ -199,7 +231,11 @@ class Saver:
             counters["step"],
             state if wanted.save_state else None,
             self.folder.identity,
-            first=[*([self.log.sync] if self.log else []), self.folder.sync, *([cached.sync] if cached else [])],
+            first=[
+                *([self.log.sync] if self.log else []),
+                self.folder.sync,
+                *([cached.sync] if cached else []),
+            ],
             beside=self._write_model if wanted.save_hf else None,
             spare=self.run.best.step,
             wait=wait,
@@ -207,13 +243,18 @@ class Saver:
         self.saved = stands
 
     def look_at_best(self) -> None:
-        """When the save of the best checkpoint has failed, the one before it is the best again: else that one would be removed,
-        and none be found by the name. All processes call it."""
+        """When the save of the best checkpoint has failed, the one before it is the best again:
+        else that one would be removed, and none be found by the name. All processes call it.
+        """
         best = self.run.best
         if (best.best, best.step) == best.kept or best.step == self.run.step:
             return
         self.checkpoints.wait()
-        lost = self.folder.writes and best.step is not None and not os.path.isdir(self.checkpoints.path(best.step))
+        lost = (
+            self.folder.writes
+            and best.step is not None
+            and not os.path.isdir(self.checkpoints.path(best.step))
+        )
         if any(gathered(self.run.world, lost)):
             step = best.step
             best.withdraw()
@@ -234,7 +275,10 @@ class Saver:
             self.saved = None
 
     def tell(self, *, last: bool = False) -> None:
-        """Tells of saves that failed. Raises UserError when they were too many in a row; of the ``last`` one when it was."""
+        """Tells of saves that failed.
+
+        Raises UserError when they were too many in a row; of the ``last`` one when it was.
+        """
         self._told()
         failed = self.checkpoints.failed
         if failed < (1 if last else self.run.recipe.run.max_failed_saves):
@@ -245,5 +289,6 @@ class Saver:
             f"the state could not be saved ({failed} in a row failed; {kept})",
             code="checkpoint-not-saved",
             where=str(self.checkpoints.folder),
-            fix="free disk space or repair the folder, then run the same command again to resume from the last good checkpoint",
+            fix="free disk space or repair the folder, then run the same command again to resume "
+            "from the last good checkpoint",
         )

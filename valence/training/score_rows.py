@@ -1,4 +1,6 @@
-"""Numbers about every answer in files of rows, written beside the rows: for looking at data, and for cleaning it."""
+"""Numbers about every answer in files of rows, written beside the rows: for looking at data, and
+for cleaning it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ from valence.training.target import is_run, with_files
 from valence.types import Example, Preference, Prompt, content_id
 
 WINDOW = 32
-"""Rows that are read, scored and written together: what is lost at most when the program is killed."""
+"""Rows that are read, scored and written together: what is lost at most when the program is
+killed.
+"""
 TOKENS = 8192
 """Tokens that run at once, unless something else is asked for."""
 COLUMN = "valence"
@@ -48,12 +52,16 @@ SHOWN = 3
 
 Pair = tuple[Row | BadRow, Example | BadRow]
 Said = dict[str, Any]
-"""What the new column says of a row: its origin, its id if it is an example, and its answers' numbers or else an error."""
+"""What the new column says of a row: its origin, its id if it is an example, and its answers'
+numbers or else an error.
+"""
 
 
 @dataclass
 class Tally:
-    """What became of the rows: ``earlier`` were in the file already; ``failed`` have an error in place of numbers."""
+    """What became of the rows: ``earlier`` were in the file already; ``failed`` have an error in
+    place of numbers.
+    """
 
     rows: int = 0
     earlier: int = 0
@@ -82,20 +90,25 @@ def score_rows(
     quiet: bool = False,
     group: Group | None = None,
 ) -> Tally:
-    """Writes every row of these files with what a model says of its answers, one JSON object a line, in the order of the rows.
+    """Writes every row of these files with what a model says of its answers, one JSON object a
+    line, in the order of the rows.
 
-    target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights, and what it is compared with), or
-    a recipe (the model it starts from). data: files, or sections as in a recipe. overrides: settings, of which those under model,
-    reference and data count. out: what an interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside.
-    beta: of the reward, by default the recipe's, or 0.1; not of a run, which is scored with the reward that it trains. tokens:
-    that run at once. column: the name of the new one. group: of processes that each score a share; rank 0 writes.
+    target: a model's folder or hub id, an adapter's folder, a run's folder (its newest weights, and
+    what it is compared with), or a recipe (the model it starts from). data: files, or sections as
+    in a recipe. overrides: settings, of which those under model, reference and data count. out:
+    what an interrupted call wrote there is kept and gone on from; ``fresh`` moves it aside.
+    beta: of the reward, by default the recipe's, or 0.1; not of a run, which is scored with the
+    reward that it trains. tokens: that run at once. column: the name of the new one. group: of
+    processes that each score a share; rank 0 writes.
 
     Raises UserError for a mistake in the request, or when none of the rows can be scored.
     """
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         source = with_files(target, data, overrides)
-        sources = [s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval]
+        sources = [
+            s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval
+        ]
         refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         total, seen = _read_through(sources, column)
@@ -115,7 +128,13 @@ def score_rows(
             pairs = chain.from_iterable(map(stream, sources))
             tally = writer.skip(pairs)
             if lines:
-                lines.go_on({"model": target, "reference": source.recipe.reference.model, "valence": __version__})
+                lines.go_on(
+                    {
+                        "model": target,
+                        "reference": source.recipe.reference.model,
+                        "valence": __version__,
+                    }
+                )
             writer.run(pairs, tally, total, console, quiet)
     say(tally, out, console, quiet)
     return tally
@@ -127,16 +146,24 @@ def score_rows(
 def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
     if any(os.path.exists(s.path) and Path(s.path).resolve() == out.resolve() for s in sources):
         raise UserError(
-            "this file is read and cannot be written as well", code="output-is-input", where=str(out), fix="give another --out"
+            "this file is read and cannot be written as well",
+            code="output-is-input",
+            where=str(out),
+            fix="give another --out",
         )
 
 
 def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
-    """How many rows there are, and a digest of them. Raises UserError for what is wrong with a whole file, and when the new
-    column is no new one."""
+    """How many rows there are, and a digest of them.
+
+    Raises UserError for what is wrong with a whole file, and when the new column is no new one.
+    """
     if column in COLUMNS:
         raise UserError(
-            f"formats of rows have a column {column!r}", code="column-reserved", where="--column", fix="choose another name"
+            f"formats of rows have a column {column!r}",
+            code="column-reserved",
+            where="--column",
+            fix="choose another name",
         )
     total, digest = 0, hashlib.sha256()
     for row, example in chain.from_iterable(map(stream, sources)):
@@ -145,22 +172,33 @@ def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
         if isinstance(row, Row) and column in row.value:
             what = f"the row has a column {column!r} already"
             raise UserError(
-                what, code="row-column-taken", where=str(row.origin), fix="give the new one another name with --column"
+                what,
+                code="row-column-taken",
+                where=str(row.origin),
+                fix="give the new one another name with --column",
             )
         if isinstance(example, Prompt):
             raise UserError(
                 "the rows are prompts without answers, of which there is nothing to score",
                 code="row-not-scorable",
                 where=str(example.origin),
-                fix="name the column that holds the answers: --data '{path: FILE, keys: {completion: COLUMN}}'",
+                fix="name the column that holds the answers: --data '{path: FILE, keys: "
+                "{completion: COLUMN}}'",
             )
     return total, digest.hexdigest()
 
 
-def _facts(sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str) -> dict[str, Any]:
+def _facts(
+    sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str
+) -> dict[str, Any]:
     """What the numbers depend on besides the models."""
     given = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]
-    return {"data": given, "column": column, **facts_of_tokens(source.recipe, encoder), "window": WINDOW}
+    return {
+        "data": given,
+        "column": column,
+        **facts_of_tokens(source.recipe, encoder),
+        "window": WINDOW,
+    }
 
 
 def facts_of_tokens(recipe: Recipe, encoder: Encoder) -> dict[str, Any]:
@@ -186,7 +224,13 @@ def _without_rows(source: LoadedRecipe) -> LoadedRecipe:
     return replace(source, recipe=source.recipe.model_copy(update={"data": none}))
 
 
-def _judge(target: str, source: LoadedRecipe, encoder: Encoder, beta: float | None, overrides: Sequence[str]) -> Judge:
+def _judge(
+    target: str,
+    source: LoadedRecipe,
+    encoder: Encoder,
+    beta: float | None,
+    overrides: Sequence[str],
+) -> Judge:
     run = Path(target) if is_run(target) else None
     empty = [*overrides, *(f"data.{name}=[]" for name in LISTS), "reference.cache=off"]
     return load_judge(source, encoder.tokenizer, beta=beta, run=run, overrides=empty)
@@ -197,7 +241,10 @@ def _judge(target: str, source: LoadedRecipe, encoder: Encoder, beta: float | No
 
 @dataclass
 class _Writer:
-    """Makes one line of each row, and numbers for a window of rows at once. ``lines``: of rank 0."""
+    """Makes one line of each row, and numbers for a window of rows at once.
+
+    ``lines``: of rank 0.
+    """
 
     lines: Lines | None
     encoder: Encoder
@@ -206,13 +253,16 @@ class _Writer:
     column: str
     group: Group
 
-    def run(self, pairs: Iterator[Pair], tally: Tally, total: int, console: Console, quiet: bool) -> None:
+    def run(
+        self, pairs: Iterator[Pair], tally: Tally, total: int, console: Console, quiet: bool
+    ) -> None:
         """Scores these rows. They are read a window at a time."""
         seen = 0
         with Progress(console, "scoring", total, start=tally.rows, quiet=quiet) as bar:
             while window := list(islice(pairs, WINDOW)):
                 made = _Window(window, self.encoder)
-                done = tally.rows + len(window) - len(set(made.places))  # there is nothing to compute for the others
+                # there is nothing to compute for the others
+                done = tally.rows + len(window) - len(set(made.places))
                 for units, tokens in made.score(self.judge, self.tokens, self.group):
                     done, seen = done + units, seen + tokens
                     bar.update(min(done, tally.rows + len(window)), tokens=seen)
@@ -224,7 +274,10 @@ class _Writer:
                 bar.update(tally.rows, tokens=seen)
 
     def skip(self, pairs: Iterator[Pair]) -> Tally:
-        """Takes the rows that have their lines already. Raises UserError for a line that is not of its row."""
+        """Takes the rows that have their lines already.
+
+        Raises UserError for a line that is not of its row.
+        """
         if self.lines is None:
             kept = self.group.broadcast(None)
             return Tally(rows=len(list(islice(pairs, kept))), earlier=kept)
@@ -241,7 +294,8 @@ class _Writer:
                 raise lines.foreign(number)
             if (said["origin"], said.get("id")) != (str(row.origin), _id(example)):
                 raise UserError(
-                    f"{lines.path}:{number} is not of this row, but of {said['origin']} as that was: the data has changed",
+                    f"{lines.path}:{number} is not of this row, but of {said['origin']} as that "
+                    f"was: the data has changed",
                     code="output-rows-changed",
                     where=str(row.origin),
                     fix=ANEW,
@@ -257,9 +311,13 @@ class _Window:
         self.rows = [row for row, _ in window]
         self.examples = [example for _, example in window]
         # One by one: places do not tell rows apart where several stand in a line.
-        self.encoded = [None if isinstance(e, BadRow) else encoder.encode_all([e]) for e in self.examples]
+        self.encoded = [
+            None if isinstance(e, BadRow) else encoder.encode_all([e]) for e in self.examples
+        ]
         # A place for each unit: a conversation may have been split into several.
-        self.places = [i for i, encoded in enumerate(self.encoded) if encoded for _ in encoded.units]
+        self.places = [
+            i for i, encoded in enumerate(self.encoded) if encoded for _ in encoded.units
+        ]
         self.units = [unit for encoded in self.encoded if encoded for unit in encoded.units]
         self.numbers: list[list[Numbers]] = [[] for _ in window]
 
@@ -286,7 +344,10 @@ class _Window:
                 self.numbers[self.places[k]].append(found)
 
     def line(self, i: int, column: str) -> tuple[str, Said]:
-        """A row with what is said of it, as JSON. A row that is no object has an error alone in its line."""
+        """A row with what is said of it, as JSON.
+
+        A row that is no object has an error alone in its line.
+        """
         row, said = self.rows[i], self._said(i)
         if isinstance(row, BadRow):
             return as_line(said), said
@@ -305,12 +366,20 @@ class _Window:
             return self._error(i, encoded.unusable[0].reason, encoded.unusable[0].fix)
         if not all(map(_finite, self.numbers[i])):
             return self._error(i, "a score of the row is not finite", NOT_FINITE)
-        said: Said = {"id": example.id, "origin": str(self.rows[i].origin), "answers": _answers(example, self.numbers[i])}
+        said: Said = {
+            "id": example.id,
+            "origin": str(self.rows[i].origin),
+            "answers": _answers(example, self.numbers[i]),
+        }
         return said | {"notes": list(encoded.notes)} if encoded.notes else said
 
     def _error(self, i: int, what: str, fix: str | None) -> Said:
         name = _id(self.examples[i])
-        return {"origin": str(self.rows[i].origin)} | ({} if name is None else {"id": name}) | {"error": what, "fix": fix}
+        return (
+            {"origin": str(self.rows[i].origin)}
+            | ({} if name is None else {"id": name})
+            | {"error": what, "fix": fix}
+        )
 
 
 def _said(line: Mapping[str, Any], column: str) -> Said | None:
@@ -323,12 +392,20 @@ def _said(line: Mapping[str, Any], column: str) -> Said | None:
 
 
 def _answers(example: Example, numbers: Sequence[Numbers]) -> list[dict[str, Any]]:
-    names = ("chosen", "rejected") if isinstance(example, Preference) else ("completion",) * len(numbers)
+    names = (
+        ("chosen", "rejected")
+        if isinstance(example, Preference)
+        else ("completion",) * len(numbers)
+    )
     return [{"answer": name, **_rounded(found)} for name, found in zip(names, numbers, strict=True)]
 
 
 def _rounded(value: Any) -> Any:
-    return {name: _rounded(each) for name, each in value.items()} if isinstance(value, dict) else round(value, 6)
+    return (
+        {name: _rounded(each) for name, each in value.items()}
+        if isinstance(value, dict)
+        else round(value, 6)
+    )
 
 
 def _finite(value: Any) -> bool:
@@ -340,8 +417,10 @@ def _id(example: Example | BadRow) -> str | None:
 
 
 def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
-    """Print how many rows were scored; if ``quiet``, only how many were not, on standard error. Raises UserError when
-    not a single row was scored."""
+    """Print how many rows were scored; if ``quiet``, only how many were not, on standard error.
+
+    Raises UserError when not a single row was scored.
+    """
     if tally.failed == tally.rows:
         raise UserError(
             f"none of {tally.rows} rows could be scored; the first: {tally.first[0]}",
@@ -351,9 +430,15 @@ def say(tally: Tally, out: Path, console: Console, quiet: bool) -> None:
         )
     earlier = f" ({tally.earlier:,} of the rows were there already)" if tally.earlier else ""
     if not quiet:
-        print_message(console, f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}")
+        print_message(
+            console,
+            f"{tally.rows - tally.failed:,} of {tally.rows:,} rows are scored in {out}{earlier}",
+        )
     if tally.failed:
-        first = [*(f"  {each}" for each in tally.first), *(["  ..."] if tally.failed > len(tally.first) else [])]
+        first = [
+            *(f"  {each}" for each in tally.first),
+            *(["  ..."] if tally.failed > len(tally.first) else []),
+        ]
         failures = "\n".join([f"{tally.failed:,} have an error there instead:", *first])
         if quiet:
             warn_on_stderr(console, f"{out}: of {tally.rows:,} rows {failures}")

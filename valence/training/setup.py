@@ -1,4 +1,6 @@
-"""From a recipe to the parts of a run: rows read, encoded and audited before any weight is loaded; then policy and reference."""
+"""From a recipe to the parts of a run: rows read, encoded and audited before any weight is loaded;
+then policy and reference.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from valence.types import Chat, Example, TokenizedCompletion, TokenizedExample
 
 @dataclass(frozen=True)
 class Corpus:
-    """One list of a recipe's data (train, eval or test): its rows, their tokens, and what was found in them."""
+    """One list of a recipe's data (train, eval or test): its rows, their tokens, and what was found
+    in them.
+    """
 
     loaded: Loaded
     encoded: EncodedSet
@@ -51,8 +55,10 @@ class Corpus:
 
 @dataclass(frozen=True)
 class Part:
-    """What `mix` adds to every step: a method, and examples of its own. ``name``: of its numbers in the log; ``rows``: of its
-    corpus."""
+    """What `mix` adds to every step: a method, and examples of its own.
+
+    ``name``: of its numbers in the log; ``rows``: of its corpus.
+    """
 
     name: str
     rows: str
@@ -64,7 +70,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Prepared:
-    """Everything of a run short of its weights. ``corpora``: train, eval, test, and mix.0.train and so on."""
+    """Everything of a run short of its weights.
+
+    ``corpora``: train, eval, test, and mix.0.train and so on.
+    """
 
     recipe: Recipe
     source: LoadedRecipe
@@ -80,18 +89,30 @@ class Prepared:
 
     @property
     def uses_template(self) -> bool:
-        """Whether the prompts of the run go through the chat template; without rows, whether plain text would."""
+        """Whether the prompts of the run go through the chat template; without rows, whether plain
+        text would.
+        """
         if not self.encoder.template.exists:
             return False
-        prompts = [example.prompt for corpus in self.corpora.values() for example in corpus.loaded.examples]
+        prompts = [
+            example.prompt for corpus in self.corpora.values() for example in corpus.loaded.examples
+        ]
         if any(isinstance(prompt, Chat) for prompt in prompts):
             return True
-        return self.encoder.as_chat and (not prompts or any(isinstance(prompt, str) for prompt in prompts))
+        return self.encoder.as_chat and (
+            not prompts or any(isinstance(prompt, str) for prompt in prompts)
+        )
 
     @property
     def sampler(self) -> Sampler:
         train = self.recipe.train
-        return Sampler(self.corpora["train"].units, train.batch_size, train.seed, train.drop_last, self.recipe.data.stratify)
+        return Sampler(
+            self.corpora["train"].units,
+            train.batch_size,
+            train.seed,
+            train.drop_last,
+            self.recipe.data.stratify,
+        )
 
     @cached_property
     def mixed(self) -> tuple[Part, ...]:
@@ -104,31 +125,49 @@ class Prepared:
                 method_of(part.method),
                 part.loss,
                 part.weight,
-                Sampler(self.corpora[_mix(i)].units, part.batch_size or train.batch_size, train.seed),
+                Sampler(
+                    self.corpora[_mix(i)].units, part.batch_size or train.batch_size, train.seed
+                ),
             )
             for i, part in enumerate(self.recipe.mix)
         )
 
     @cached_property
     def planned(self) -> Sampler:
-        """The steps of the run as they are known beforehand: of own answers that there will be, each as long as it may be."""
+        """The steps of the run as they are known beforehand: of own answers that there will be,
+        each as long as it may be.
+        """
         if not self.method.online:
             return self.sampler
         rollout = self.recipe.rollout
         most = TokenizedCompletion((0,) * rollout.max_new_tokens, (True,) * rollout.max_new_tokens)
         sides = 2 if self.method.loss.view == "pair" else 1
-        each = {"rejection": rollout.top_n}.get(self.method.name, 1 if sides == 2 else rollout.num_rollouts)
-        units = tuple(replace(unit, answers=(most,) * sides) for unit in self.corpora["train"].units for _ in range(each))
-        return Sampler(units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed)
+        each = {"rejection": rollout.top_n}.get(
+            self.method.name, 1 if sides == 2 else rollout.num_rollouts
+        )
+        units = tuple(
+            replace(unit, answers=(most,) * sides)
+            for unit in self.corpora["train"].units
+            for _ in range(each)
+        )
+        return Sampler(
+            units, each * -(-self.recipe.train.batch_size // rollout.steps), self.recipe.train.seed
+        )
 
     @property
     def values_apart(self) -> bool:
         """Whether a model of its own says what answers are worth."""
-        return self.method.online and bool(self.recipe.loss.get("value")) and self.recipe.value.trunk == "separate"
+        return (
+            self.method.online
+            and bool(self.recipe.loss.get("value"))
+            and self.recipe.value.trunk == "separate"
+        )
 
     @cached_property
     def rollouts(self) -> tuple[int, int, int] | None:
-        """Where this process samples: how many answers at once, and the most tokens of a prompt and of an answer."""
+        """Where this process samples: how many answers at once, and the most tokens of a prompt and
+        of an answer.
+        """
         rollout = self.recipe.rollout
         if not self.method.online or rollout.engine != "hf" or "train" not in self.corpora:
             return None
@@ -138,22 +177,34 @@ class Prepared:
 
     @property
     def needs_reference(self) -> bool:
-        return reads_reference(self.recipe) or any(method_of(part.method).needs_reference for part in self.recipe.mix)
+        return reads_reference(self.recipe) or any(
+            method_of(part.method).needs_reference for part in self.recipe.mix
+        )
 
     def method_for(self, corpus: str) -> Method:
         """The method that reads the rows of a corpus."""
-        return next((method_of(part.method) for i, part in enumerate(self.recipe.mix) if corpus == _mix(i)), self.method)
+        return next(
+            (method_of(part.method) for i, part in enumerate(self.recipe.mix) if corpus == _mix(i)),
+            self.method,
+        )
 
     def origins(self, ids: Sequence[str], most: int = 8) -> str:
         """Where training rows with these content ids are from, the first of them by name."""
         trained_on = (corpus for name, corpus in self.corpora.items() if name.endswith("train"))
-        found = [str(unit.origin) for corpus in trained_on for unit in corpus.units if unit.id in set(ids)]
+        found = [
+            str(unit.origin)
+            for corpus in trained_on
+            for unit in corpus.units
+            if unit.id in set(ids)
+        ]
         more = f" and {len(found) - most} more" if len(found) > most else ""
         return ", ".join(found[:most]) + more
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps of one pass over the training rows: of a round of own answers those of all its passes."""
+        """Optimizer steps of one pass over the training rows: of a round of own answers those of
+        all its passes.
+        """
         rollout = self.recipe.rollout
         return self.sampler.steps_per_epoch * (rollout.steps_per_round if self.method.online else 1)
 
@@ -191,9 +242,10 @@ def prepare(
 ) -> Prepared:
     """Read, encode and audit all rows of a recipe.
 
-    given: rows in memory that replace the recipe's train or eval files. policy: a model that replaces the recipe's, for the
-    tokens at which it stops. rewards: False leaves the recipe's reward functions out; nothing of
-    them is imported, and they cannot be called later. Raises UserError for a mistake in the recipe or the data.
+    given: rows in memory that replace the recipe's train or eval files. policy: a model that
+    replaces the recipe's, for the tokens at which it stops. rewards: False leaves the recipe's
+    reward functions out; nothing of them is imported, and they cannot be called later. Raises
+    UserError for a mistake in the recipe or the data.
     """
     with source.placing():
         source = with_dtype(source)
@@ -208,31 +260,47 @@ def prepare(
             )
         tokenizer = with_template(tokenizer, data.chat_template)
         how: dict[str, Any] = {
-            "long_rows": data.long_rows, "train_on": data.train_on, "as_chat": data.as_chat,
-            "chat_template_kwargs": data.chat_template_kwargs, "stop_ids": _stop_ids(recipe, policy),
-        }  # fmt: skip
+            "long_rows": data.long_rows,
+            "train_on": data.train_on,
+            "as_chat": data.as_chat,
+            "chat_template_kwargs": data.chat_template_kwargs,
+            "stop_ids": _stop_ids(recipe, policy),
+        }
         answers = recipe.rollout.max_new_tokens if method.online else 0
         _check_room(data.max_length, answers)
         encoder = Encoder(tokenizer, max_length=data.max_length, answers=answers, **how)
         if data.as_chat == "auto":
-            why = "the tokenizer has a chat template" if encoder.as_chat else "the tokenizer has no chat template"
+            why = (
+                "the tokenizer has a chat template"
+                if encoder.as_chat
+                else "the tokenizer has no chat template"
+            )
             source = source.with_automatic("data.as_chat", encoder.as_chat, why)
         corpora: dict[str, Corpus] = {}
         for name in ("train", "eval", "test"):
             rows = (given or {}).get(name)
             if rows is not None or getattr(data, name):
-                corpora[name] = read_corpus(rows if rows is not None else getattr(data, name), method, data, encoder)
+                corpora[name] = read_corpus(
+                    rows if rows is not None else getattr(data, name), method, data, encoder
+                )
             if name in corpora and name != "train" and "train" in corpora:
                 corpora[name] = _compared(corpora[name], corpora["train"])
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
             corpora[_mix(i)] = read_corpus(
-                part.train, method_of(part.method), own, Encoder(tokenizer, max_length=data.max_length, **how)
+                part.train,
+                method_of(part.method),
+                own,
+                Encoder(tokenizer, max_length=data.max_length, **how),
             )
-        corpora = {name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()}
+        corpora = {
+            name: _with_advice(corpus, source.recipe, name) for name, corpus in corpora.items()
+        }
         source = _named(_balanced(source, corpora), corpora)
         if method.kind == "scored":
-            corpora = {name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()}
+            corpora = {
+                name: _with_targets(corpus, source.recipe) for name, corpus in corpora.items()
+            }
         prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
         _check(prepared)
         return prepared
@@ -243,7 +311,9 @@ def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:
     if policy is not None:
         return stops_of(getattr(policy, "generation_config", None) or policy.config)
     model = recipe.model
-    return generation_stops(model.name, gguf_file=model.gguf_file, trust_remote_code=model.trust_remote_code)
+    return generation_stops(
+        model.name, gguf_file=model.gguf_file, trust_remote_code=model.trust_remote_code
+    )
 
 
 def _check_room(max_length: int, answers: int) -> None:
@@ -251,17 +321,25 @@ def _check_room(max_length: int, answers: int) -> None:
     if max_length - answers < 1:
         what = f"answers of {answers} tokens leave no room for a prompt in {max_length}"
         raise UserError(
-            what, code="max-length-too-small", where="data.max_length", fix="raise it, or lower rollout.max_new_tokens"
+            what,
+            code="max-length-too-small",
+            where="data.max_length",
+            fix="raise it, or lower rollout.max_new_tokens",
         )
 
 
 def _balanced(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
-    """The recipe with every `class_weights: auto` replaced by the weights that the training rows ask for."""
+    """The recipe with every `class_weights: auto` replaced by the weights that the training rows
+    ask for.
+    """
     recipe, settings = source.recipe, dict(source.settings)
     if "train" in corpora and recipe.loss.get("class_weights") == "auto":
         found = _weights(recipe.method, corpora["train"].units)
         recipe = recipe.model_copy(update={"loss": recipe.loss | found})
-        settings |= {f"loss.{name}": Setting(value, "loss.class_weights: auto", False) for name, value in found.items()}
+        settings |= {
+            f"loss.{name}": Setting(value, "loss.class_weights: auto", False)
+            for name, value in found.items()
+        }
     mix = [
         part.model_copy(update={"loss": part.loss | _weights(part.method, corpora[_mix(i)].units)})
         if part.loss.get("class_weights") == "auto" and _mix(i) in corpora
@@ -290,7 +368,9 @@ def _weights(method: str, units: Sequence[TokenizedExample]) -> dict[str, Any]:
 
 
 def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
-    """The recipe of a reward model with what it learns of a row, and the names of what it scores."""
+    """The recipe of a reward model with what it learns of a row, and the names of what it
+    scores.
+    """
     recipe = source.recipe
     if not method_in(recipe).is_reward_model or not corpora:
         return source
@@ -298,14 +378,19 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
     kind = recipe.loss.get("verdict", "score")
     if kind == "auto":
         first = recipe.loss["error"] == "cross_entropy"
-        kind = verdict(units, ("label", "score", "attributes") if first else ("score", "attributes", "label"))
+        kind = verdict(
+            units, ("label", "score", "attributes") if first else ("score", "attributes", "label")
+        )
     names = recipe.model.attributes or list(attribute_names(units) if kind == "attributes" else ONE)
     if kind != "attributes" and len(names) > 1:
         what = f"{recipe.method} learns one number of each answer here, and these are {len(names)}"
         raise UserError(what, code="attributes-unused", where="model.attributes", fix="remove it")
     loss = recipe.loss | ({"verdict": kind} if "verdict" in recipe.loss else {})
     found = {"model.attributes": names, **({"loss.verdict": kind} if "verdict" in loss else {})}
-    settings = {**source.settings, **{name: Setting(value, "the rows", False) for name, value in found.items()}}
+    settings = {
+        **source.settings,
+        **{name: Setting(value, "the rows", False) for name, value in found.items()},
+    }
     model = recipe.model.model_copy(update={"attributes": names})
     return LoadedRecipe(recipe.model_copy(update={"model": model, "loss": loss}), settings)
 
@@ -313,10 +398,15 @@ def _named(source: LoadedRecipe, corpora: Mapping[str, Corpus]) -> LoadedRecipe:
 def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
     """Rows of a reward model that learns from single answers."""
     levels, error = recipe.loss.get("levels"), recipe.loss.get("error")
-    units = with_targets(corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE)
+    units = with_targets(
+        corpus.units, recipe.loss.get("verdict", "score"), recipe.model.attributes or ONE
+    )
     if levels:
         what = f"{recipe.method} reads whole numbers from 1 to {levels}"
-        fix = "number them from 1, set loss.levels to the largest; or use pointwise with loss.error: squared"
+        fix = (
+            "number them from 1, set loss.levels to the largest; or use pointwise with "
+            "loss.error: squared"
+        )
         check_range(units, 1, levels, True, what, fix)
     elif error == "cross_entropy":
         what = "loss.error: cross_entropy reads labels, or probabilities from 0 to 1"
@@ -325,7 +415,10 @@ def _with_targets(corpus: Corpus, recipe: Recipe) -> Corpus:
 
 
 def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
-    """Rows in memory as a run's own are read and checked. Raises UserError for a mistake in them."""
+    """Rows in memory as a run's own are read and checked.
+
+    Raises UserError for a mistake in them.
+    """
     corpus = read_corpus(rows, prepared.method, prepared.recipe.data, prepared.encoder)
     if prepared.method.kind == "scored":
         corpus = _with_targets(corpus, prepared.recipe)
@@ -334,7 +427,9 @@ def rows_to_measure(prepared: Prepared, rows: Rows) -> Corpus:
 
 
 def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corpus:
-    """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind, as tokens, audited."""
+    """Rows of files (``Source`` sections or paths) or in memory, as examples of the method's kind,
+    as tokens, audited.
+    """
     how = {"convert": data.convert, "threshold": data.threshold, "top_n": data.top_n}
     how |= {"mask_truncated": data.mask_truncated}
     how |= {"limit": data.limit, "on_bad_row": data.on_bad_row}
@@ -342,7 +437,12 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
     encoded = encoder.encode_all(loaded.examples, loaded.sources)
     bad = [row for row in encoded.unusable if not row.dropped]
     if bad and data.on_bad_row == "stop":
-        raise UserError(bad[0].reason, code=bad[0].code, where=str(bad[0].origin), fix=_bad_row_remedy(bad[0].fix))
+        raise UserError(
+            bad[0].reason,
+            code=bad[0].code,
+            where=str(bad[0].origin),
+            fix=_bad_row_remedy(bad[0].fix),
+        )
     if not encoded.units:
         raise UserError(
             f"none of the {len(loaded.examples)} rows can be used: {encoded.unusable[0].reason}",
@@ -356,7 +456,9 @@ def read_corpus(rows: Any, method: Method, data: Data, encoder: Encoder) -> Corp
 def _compared(corpus: Corpus, train: Corpus) -> Corpus:
     """The same with the audit also saying which of the rows are trained on."""
     shared = overlap(train.loaded.examples, corpus.loaded.examples)
-    return replace(corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared}))
+    return replace(
+        corpus, audit=replace(corpus.audit, findings={**corpus.audit.findings, **shared})
+    )
 
 
 def _bad_row_remedy(fix: str | None) -> str:
@@ -367,7 +469,10 @@ def _bad_row_remedy(fix: str | None) -> str:
 def _check(prepared: Prepared) -> None:
     """What can be known to fail before a model is loaded."""
     recipe = prepared.recipe
-    for setting, named in (("model.adapter", recipe.model.adapter), ("reference.model", recipe.reference.model)):
+    for setting, named in (
+        ("model.adapter", recipe.model.adapter),
+        ("reference.model", recipe.reference.model),
+    ):
         if named:
             must_exist(named, setting)
     if prepared.has_rewards:
@@ -377,7 +482,12 @@ def _check(prepared: Prepared) -> None:
         check_library()
     kept = recipe.reference.cache
     if kept not in ("auto", "off") and Path(kept).exists() and not Path(kept).is_dir():
-        raise UserError(f"{kept} is a file", code="path-is-file", where="reference.cache", fix="name a folder, new or old")
+        raise UserError(
+            f"{kept} is a file",
+            code="path-is-file",
+            where="reference.cache",
+            fix="name a folder, new or old",
+        )
     for name, corpus in prepared.corpora.items():
         method = prepared.method_for(name)
         _check_columns(method, corpus.units)
@@ -388,12 +498,18 @@ def _check(prepared: Prepared) -> None:
                 where=str(corpus.units[0].origin),
                 fix="give some of them a weight",
             )
-        if method.needs_kl_pairs and not method.online and _loss_of(recipe, name)["z0_scope"] == "step":
+        if (
+            method.needs_kl_pairs
+            and not method.online
+            and _loss_of(recipe, name)["z0_scope"] == "step"
+        ):
             most = prepared.recipe.eval.max_examples if name == "eval" else None
-            make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)  # raises when a row has no partner
+            # raises when a row has no partner
+            make_kl_pairs(corpus.units[:most], max_length=prepared.recipe.data.max_length)
     if "train" in prepared.corpora and prepared.total_steps == 0:
         raise UserError(
-            f"{len(prepared.corpora['train'].units)} rows are fewer than one step of {prepared.recipe.train.batch_size}",
+            f"{len(prepared.corpora['train'].units)} rows are fewer than one step of "
+            f"{prepared.recipe.train.batch_size}",
             code="step-larger-than-data",
             where="train.drop_last",
             fix="set train.drop_last: false, or a smaller train.batch_size",
@@ -432,16 +548,23 @@ def _check_columns(method: Method, units: Sequence[TokenizedExample]) -> None:
 
 
 def class_weight_warning(prepared: Prepared) -> str | None:
-    """What to say when class weights that the recipe sets leave the range that the KTO paper advises, else None.
+    """What to say when class weights that the recipe sets leave the range that the KTO paper
+    advises, else None.
 
     At the default weights the audit of the training rows says what is advised.
     """
     settings = prepared.recipe.loss
-    given = [name for name, s in prepared.source.settings.items() if name.endswith("desirable_weight") and not s.is_default]
+    given = [
+        name
+        for name, s in prepared.source.settings.items()
+        if name.endswith("desirable_weight") and not s.is_default
+    ]
     if not given or "train" not in prepared.corpora:
         return None
     from valence.data.audit import advised_weights
 
     ups = sum(unit.label is True for unit in prepared.corpora["train"].units)
     downs = len(prepared.corpora["train"].units) - ups
-    return advised_weights(ups, downs, settings["desirable_weight"], settings["undesirable_weight"]).warning
+    return advised_weights(
+        ups, downs, settings["desirable_weight"], settings["undesirable_weight"]
+    ).warning

@@ -1,4 +1,6 @@
-"""How the processes of a run share its weights: what is chosen, what must hold for it, and how it is done."""
+"""How the processes of a run share its weights: what is chosen, what must hold for it, and how it
+is done.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,16 @@ MARGIN = 0.8  # share of the free memory that `auto` may plan to take
 LEAST = 512  # tokens that run at once, where `auto` finds little memory
 
 
-def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | None, fits: Callable[[], bool]) -> Split:
-    """How the weights are split over so many processes. before: whether they were, where `auto` chose it before; fits: whether
-    one process could hold all that a run needs, which all agree on.
+def choose(
+    recipe: Recipe,
+    size: int,
+    device: torch.device,
+    *,
+    before: bool | None,
+    fits: Callable[[], bool],
+) -> Split:
+    """How the weights are split over so many processes. before: whether they were, where `auto`
+    chose it before; fits: whether one process could hold all that a run needs, which all agree on.
 
     Raises UserError when the optimizer, the compiler or the device does not go along with it.
     """
@@ -53,13 +62,21 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
         split = Split(tensor=parallel.tensor)
     else:
         each = trains_whole(recipe) if parallel.sync == "auto" else parallel.sync == "micro_batch"
-        split = Split(ways, parallel.tensor, reshard=parallel.reshard, each=each, offload=parallel.offload)
+        split = Split(
+            ways, parallel.tensor, reshard=parallel.reshard, each=each, offload=parallel.offload
+        )
     if split.single:
         return split
     if recipe.train.optimizer == "adamw_8bit":
-        raise _not_with_split("moments of 8 bits cannot be split over processes", "train.optimizer", "set train.optimizer: adamw")
+        raise _not_with_split(
+            "moments of 8 bits cannot be split over processes",
+            "train.optimizer",
+            "set train.optimizer: adamw",
+        )
     if recipe.train.compile == "on":
-        raise _not_with_split("layers that are split over processes are not compiled", "train.compile", "remove it")
+        raise _not_with_split(
+            "layers that are split over processes are not compiled", "train.compile", "remove it"
+        )
     if recipe.train.router_aux_loss:
         what = "the load-balancing loss is not computed where weights are split over processes"
         raise _not_with_split(what, "train.router_aux_loss", "remove it")
@@ -69,15 +86,22 @@ def choose(recipe: Recipe, size: int, device: torch.device, *, before: bool | No
 
 
 def check_offload(recipe: Recipe, device: torch.device) -> None:
-    """Raise UserError where weights would be moved out of the memory of a device that there is not."""
+    """Raise UserError where weights would be moved out of the memory of a device that there is
+    not.
+    """
     if recipe.parallel.offload and device.type != "cuda":
         what = "weights are in the host's memory already: there is no CUDA device"
-        raise UserError(what, code="parallel-unsupported", where="parallel.offload", fix="remove it")
+        raise UserError(
+            what, code="parallel-unsupported", where="parallel.offload", fix="remove it"
+        )
 
 
 def _not_with_split(what: str, where: str, fix: str) -> UserError:
     return UserError(
-        what, code="parallel-unsupported", where=where, fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1"
+        what,
+        code="parallel-unsupported",
+        where=where,
+        fix=f"{fix}, or set parallel.shard: off and parallel.tensor: 1",
     )
 
 
@@ -87,7 +111,10 @@ def trains_whole(recipe: Recipe) -> bool:
 
 
 def at_rest(recipe: Recipe) -> torch.dtype:
-    """Of the weights as they are kept. All that train are masters: narrower, they would have lost their last bits."""
+    """Of the weights as they are kept.
+
+    All that train are masters: narrower, they would have lost their last bits.
+    """
     dtype = DTYPES[recipe.model.dtype]
     return torch.promote_types(dtype, torch.float32) if trains_whole(recipe) else dtype
 
@@ -97,11 +124,14 @@ def sampled_in(recipe: Recipe, device: torch.device) -> torch.dtype:
     return at_rest(recipe) if device.type == "cpu" else DTYPES[recipe.model.dtype]
 
 
-def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False) -> Memory:
+def memory_of(
+    prepared: Prepared, shape: Shape, device: torch.device, split: Split, *, compiled: bool = False
+) -> Memory:
     """What each process of a run will need."""
     recipe = prepared.recipe
     apart = recipe.model.lora is None or recipe.reference.model is not None
-    moves = recipe.reference.sync_every is not None  # where nothing is split, its copy shares the policy's frozen weights
+    # where nothing is split, its copy shares the policy's frozen weights
+    moves = recipe.reference.sync_every is not None
     width = DTYPES[recipe.model.dtype].itemsize
     predicted = partial(
         predict,
@@ -118,7 +148,11 @@ def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Spl
         found = with_values(found, predicted(), shape, width)
     if prepared.rollouts:
         rows, prompt, new = prepared.rollouts
-        found = replace(found, sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize) // split.tensor)
+        found = replace(
+            found,
+            sampling=sampled(shape, rows, prompt + new, sampled_in(recipe, device).itemsize)
+            // split.tensor,
+        )
     if recipe.reward:
         from valence.training.reward_models import bytes_of_rewards
 
@@ -127,14 +161,19 @@ def memory_of(prepared: Prepared, shape: Shape, device: torch.device, split: Spl
 
 
 def fits_whole(prepared: Prepared, shape: Shape, device: torch.device, free: int | None) -> bool:
-    """Whether a process with this much free memory could hold all weights, and what else it takes to train."""
+    """Whether a process with this much free memory could hold all weights, and what else it takes
+    to train.
+    """
     asked = prepared.recipe.train.micro_batch_tokens
     needs = memory_of(prepared, shape, device, Split(tensor=prepared.recipe.parallel.tensor))
     return free is None or needs.total(LEAST if asked == "auto" else asked) <= MARGIN * free
 
 
 def least_free(free: int | None, device: torch.device, group: Group) -> int | None:
-    """Bytes that each process has, when this one's device has so many: the least of all. Those on a host share its memory."""
+    """Bytes that each process has, when this one's device has so many: the least of all.
+
+    Those on a host share its memory.
+    """
     if group.size == 1:
         return free
     host = zlib.crc32(socket.gethostname().encode())
@@ -145,8 +184,9 @@ def least_free(free: int | None, device: torch.device, group: Group) -> int | No
 
 
 def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: bool) -> None:
-    """Raises UserError, on all processes, when what one of them would load is not what rank 0 would. model, reference: whether
-    these are loaded from where the recipe says."""
+    """Raises UserError, on all processes, when what one of them would load is not what rank 0
+    would. model, reference: whether these are loaded from where the recipe says.
+    """
     if group.size == 1:
         return
     recipe = prepared.recipe
@@ -159,19 +199,37 @@ def check_folders(prepared: Prepared, group: Group, *, model: bool, reference: b
     for setting, name in names.items():
         for file, fact in fingerprint(name).items() if name else ():
             facts[f"{file} of {setting}"] = fact
-    same(group, lambda: facts, "let all processes read the same folders, as from a disk that they share")
+    same(
+        group,
+        lambda: facts,
+        "let all processes read the same folders, as from a disk that they share",
+    )
 
 
-def share(engine: PolicyModel, stream: Stream | None, split: Split, data: Group, layers: Group, device: torch.device) -> None:
-    """Leaves each process its part of an engine's weights, and reads that from the files, unless they were loaded whole. data:
-    the processes that have other rows; layers: those that share each layer."""
+def share(
+    engine: PolicyModel,
+    stream: Stream | None,
+    split: Split,
+    data: Group,
+    layers: Group,
+    device: torch.device,
+) -> None:
+    """Leaves each process its part of an engine's weights, and reads that from the files, unless
+    they were loaded whole. data: the processes that have other rows; layers: those that share each
+    layer.
+    """
     tensor_parallel(engine.model, layers)
     engine.shared = layers.size > 1
     if split.ways > 1:
         among: Any = data
         shard(
-            engine, decoder_layers(engine.causal), among, compute=engine.compute, reshard=split.reshard, each=split.each,
+            engine,
+            decoder_layers(engine.causal),
+            among,
+            compute=engine.compute,
+            reshard=split.reshard,
+            each=split.each,
             offload=split.offload,
-        )  # fmt: skip
+        )
     if stream:
         stream.fill(engine.causal, device, parts_on=torch.device("cpu") if split.offload else None)

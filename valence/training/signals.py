@@ -1,5 +1,7 @@
-"""What ends a run early: SIGINT, SIGTERM, SIGUSR1, SIGHUP and the clock. A step is finished first, anything else ends at once,
-and a second signal always does."""
+"""What ends a run early: SIGINT, SIGTERM, SIGUSR1, SIGHUP and the clock.
+
+A step is finished first, anything else ends at once, and a second signal always does.
+"""
 
 from __future__ import annotations
 
@@ -17,16 +19,24 @@ from valence.terminal import print_message
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 OUT_OF_TIME = 124
-"""Exit status when run.max_time is over: that of the `timeout` command. Of a signal it is 128 and its number."""
+"""Exit status when run.max_time is over: that of the `timeout` command.
+
+Of a signal it is 128 and its number.
+"""
 
 
 ECHO, ECHO_OF_A_KEY = 2.0, 0.2
-"""Seconds within which the same signal once more is taken for the same one; of Ctrl-C, which people press twice."""
+"""Seconds within which the same signal once more is taken for the same one; of Ctrl-C, which people
+press twice.
+"""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Something asked the program to end. ``status``: its exit status. ``at_once``: it was asked for twice, so nothing is done
-    any more but leaving."""
+    """Something asked the program to end.
+
+    ``status``: its exit status. ``at_once``: it was asked for twice, so nothing is done any more
+    but leaving.
+    """
 
     def __init__(self, reason: str, status: int, at_once: bool = False) -> None:
         super().__init__(reason)
@@ -34,8 +44,10 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop:
-    """What signals and the clock have asked for. While ``patient`` the first only sets ``requested``; else it raises
-    Interrupted."""
+    """What signals and the clock have asked for.
+
+    While ``patient`` the first only sets ``requested``; else it raises Interrupted.
+    """
 
     def __init__(self, console: Console) -> None:
         self.console = console
@@ -61,7 +73,9 @@ class Stop:
         return bool(self.reason)
 
     def limit(self, seconds: float) -> None:
-        """Ends the run so many seconds after this object was made (0: never), whatever the main thread is busy with then."""
+        """Ends the run so many seconds after this object was made (0: never), whatever the main
+        thread is busy with then.
+        """
         if not seconds:
             return
         self._ends_at = self._began + seconds
@@ -126,7 +140,11 @@ class Stop:
         before: dict[int, Any] = {}
         try:
             for number in SIGNALS:
-                if signal.getsignal(number) not in (signal.SIG_IGN, None):  # ignored, as nohup has it, or not Python's
+                # ignored, as nohup has it, or not Python's
+                if signal.getsignal(number) not in (
+                    signal.SIG_IGN,
+                    None,
+                ):
                     before[number] = signal.signal(number, self._signalled)
             self._listens = True
         except ValueError:  # not the main thread: signals are somebody else's business

@@ -86,7 +86,9 @@ class StepResult:
     largest: int = 0
     tokens_of: list[int] = field(default_factory=list[int])
     metrics: dict[str, list[Mean | Ranked]] = field(default_factory=dict[str, list[Mean | Ranked]])
-    checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]])
+    checks: list[tuple[tuple[str, ...], Tensor, Tensor]] = field(
+        default_factory=list[tuple[tuple[str, ...], Tensor, Tensor]]
+    )
     rows: list[SequenceResult] = field(default_factory=list[SequenceResult])
     class_sums: Tensor | None = None
     router_aux_loss: Tensor | None = None
@@ -160,7 +162,9 @@ class Objective:
         packer = StepPacker(examples, kl_pairs, groups, self.policy.device)
         is_joined = backward and self._fits_one_micro_batch(packer)
         if is_joined:
-            batches = RankBatches([packer.micro_batch(packer.example_indices, packer.kl_indices)], 1)
+            batches = RankBatches(
+                [packer.micro_batch(packer.example_indices, packer.kl_indices)], 1
+            )
         else:
             batches = self._divide(packer, packer.example_indices)
         result = StepResult(torch.zeros(()), packer.num_unique_tokens)
@@ -210,7 +214,9 @@ class Objective:
             pairs = make_kl_pairs(examples, following, max_length=self.max_length)
             return pairs, [0] * len(examples)
         size = scope["group"]
-        pairs = make_kl_pairs_in_groups(examples, size, scope["pairing"], max_length=self.max_length)
+        pairs = make_kl_pairs_in_groups(
+            examples, size, scope["pairing"], max_length=self.max_length
+        )
         return pairs, [i // size for i in range(len(examples))]
 
     def _fits_one_micro_batch(self, packer: StepPacker) -> bool:
@@ -248,7 +254,9 @@ class Objective:
 
     # Statistics of the step
 
-    def _shared_statistics(self, batches: Sequence[MicroBatch], result: StepResult) -> dict[str, Tensor]:
+    def _shared_statistics(
+        self, batches: Sequence[MicroBatch], result: StepResult
+    ) -> dict[str, Tensor]:
         """Statistics of the whole step that need no forward pass."""
         loss, device = self.method.loss, self.policy.device
         shared: dict[str, Tensor] = {}
@@ -263,7 +271,9 @@ class Objective:
         return shared
 
     @torch.no_grad()
-    def _estimate_z0(self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress) -> dict[str, Tensor]:
+    def _estimate_z0(
+        self, batches: RankBatches, num_groups: int, result: StepResult, progress: Progress
+    ) -> dict[str, Tensor]:
         """Estimate the reference points of KTO from KL pairs in micro-batches of their own."""
 
         def measure(batch: MicroBatch) -> Tensor:
@@ -410,7 +420,9 @@ class _Step:
             self.objective.reference_logps(dummy, is_dummy=True)
             self._backward_through_logps(dummy, None)
 
-        return self.objective.run_micro_batches(self.batches, self._forward_backward, join, self.progress)
+        return self.objective.run_micro_batches(
+            self.batches, self._forward_backward, join, self.progress
+        )
 
     def _forward_backward(self, batch: MicroBatch) -> Tensor:
         objective, loss = self.objective, self.objective.method.loss
@@ -500,7 +512,10 @@ class _Step:
 
     def _statistics(self, batch: MicroBatch) -> dict[str, Tensor]:
         """Statistics of the step, and the reference point of each sequence."""
-        statistics = {name: values[batch.group] if name == "z0" else values for name, values in self.shared.items()}
+        statistics = {
+            name: values[batch.group] if name == "z0" else values
+            for name, values in self.shared.items()
+        }
         if "thresholds" in self.objective.method.loss.reads:
             # New for each micro-batch, as each runs backward through them.
             assert isinstance(self.objective.policy, Scorer)
@@ -535,7 +550,9 @@ class _Step:
             class_sums, total = stats.class_sums(view), result.class_sums
             result.class_sums = class_sums if total is None else total + class_sums
         if self.rows:
-            result.rows += _sequence_results(batch, sums, out.score, loss.rewards(view, self.objective.settings))
+            result.rows += _sequence_results(
+                batch, sums, out.score, loss.rewards(view, self.objective.settings)
+            )
 
 
 def _sequence_results(
@@ -572,11 +589,17 @@ def _join(views: Sequence[dict[str, Tensor]], group: Group, is_idle: bool) -> di
     The order breaks ties. Values without an axis hold for all. Only this process's part has a
     gradient.
     """
-    joined = {name: torch.cat([view[name] for view in views]) for name, value in sorted(views[0].items()) if value.ndim}
+    joined = {
+        name: torch.cat([view[name] for view in views])
+        for name, value in sorted(views[0].items())
+        if value.ndim
+    }
     if group.size > 1:
         joined = _gather({n: v[:0] if is_idle else v for n, v in joined.items()}, group)
     order = joined["unit"].argsort(stable=True)
-    return {name: joined[name][order] if name in joined else value for name, value in views[0].items()}
+    return {
+        name: joined[name][order] if name in joined else value for name, value in views[0].items()
+    }
 
 
 def _gather(local: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
@@ -585,7 +608,10 @@ def _gather(local: dict[str, Tensor], group: Group) -> dict[str, Tensor]:
     They are sent as one table in float64, which represents every float32 and every index exactly.
     """
     widths = [math.prod(value.shape[1:]) for value in local.values()]
-    parts = [value.detach().double().reshape(len(value), width) for value, width in zip(local.values(), widths, strict=True)]
+    parts = [
+        value.detach().double().reshape(len(value), width)
+        for value, width in zip(local.values(), widths, strict=True)
+    ]
     table = torch.cat(parts, 1)
     ends = group.gather(torch.tensor([len(table)], device=table.device)).cumsum(0).tolist()
     start, end = ends[group.rank] - len(table), ends[group.rank]
@@ -672,7 +698,9 @@ def _with_auxiliary(result: StepResult, aux: AuxiliaryLoss, aux_result: StepResu
     is_first = aux.objective.group.rank == 0
     loss_metric = {"loss": [mean(aux_result.loss[None])]} if is_first else {}
     metrics = {f"{aux.name}/{n}": parts for n, parts in (aux_result.metrics | loss_metric).items()}
-    router_losses = [each.router_aux_loss for each in (result, aux_result) if each.router_aux_loss is not None]
+    router_losses = [
+        each.router_aux_loss for each in (result, aux_result) if each.router_aux_loss is not None
+    ]
     return replace(
         result,
         loss=result.loss + aux.weight * aux_result.loss,
@@ -704,7 +732,8 @@ def _update(optimizer: torch.optim.Optimizer) -> None:
             "the optimizer does not support a parameter group with both sharded and whole weights",
             code="optimizer-mixes-weights",
             where="optimizer",
-            fix="give weights with fewer than 2 dimensions a parameter group of their own, or set parallel.shard: off",
+            fix="give weights with fewer than 2 dimensions a parameter group of their own, or "
+            "set parallel.shard: off",
         ) from error
 
 

@@ -1,4 +1,6 @@
-"""What a command is pointed at: a recipe, a run's folder, or a model's or adapter's folder or hub id."""
+"""What a command is pointed at: a recipe, a run's folder, or a model's or adapter's folder or hub
+id.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +37,15 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
         )
     if is_run(target):
         return config_of(path)
-    model: dict[str, Any] = {"name": target, "dtype": "float32"}  # numbers should not depend on the machine
+    # numbers should not depend on the machine
+    model: dict[str, Any] = {
+        "name": target,
+        "dtype": "float32",
+    }
     if (path / "adapter_config.json").is_file():
-        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads((path / "adapter_config.json").read_text(encoding="utf-8"))[
+            "base_model_name_or_path"
+        ]
         model |= {"name": _base_of_adapter(path, base), "adapter": target}
         if (path / "tokenizer_config.json").is_file():
             model["tokenizer"] = target
@@ -45,8 +53,11 @@ def recipe_of(target: str) -> Path | dict[str, Any]:
 
 
 def _base_of_adapter(folder: Path, name: str) -> str:
-    """The model below an adapter. Of a local folder the adapter holds the last part of the path alone: the run that the
-    adapter lies in knows all of it, and so may ``model.name=FOLDER`` on the command line."""
+    """The model below an adapter.
+
+    Of a local folder the adapter holds the last part of the path alone: the run that the adapter
+    lies in knows all of it, and so may ``model.name=FOLDER`` on the command line.
+    """
     config = folder.parent / "config.yaml"
     if "/" in name or Path(name).exists() or not config.is_file():
         return name
@@ -59,16 +70,26 @@ def is_run(target: str) -> bool:
 
 
 def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe of a target, to be used without training. Raises UserError when a run's folder names Python files of a model
-    that no override allows to be executed."""
+    """The recipe of a target, to be used without training.
+
+    Raises UserError when a run's folder names Python files of a model that no override allows to be
+    executed.
+    """
     if is_run(target):
         return load_run_recipe(Path(target), overrides)
     return load_recipe(recipe_of(target), overrides, method_of=method_of, training=False)
 
 
-def with_files(target: str | dict[str, Any], data: Sequence[str], overrides: Sequence[str]) -> LoadedRecipe:
-    """The recipe of a target (or the one given) with these files, which may be sections as in a recipe, as its data.eval."""
-    listed = ", ".join(d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False) for d in data)
+def with_files(
+    target: str | dict[str, Any], data: Sequence[str], overrides: Sequence[str]
+) -> LoadedRecipe:
+    """The recipe of a target (or the one given) with these files, which may be sections as in a
+    recipe, as its data.eval.
+    """
+    listed = ", ".join(
+        d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False)
+        for d in data
+    )
     ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
     if isinstance(target, str):
         return with_dtype(load_target(target, [*overrides, *ours]))
@@ -100,8 +121,10 @@ def of_folder(
     rewards: bool = False,
     trust_reward: bool = False,
 ) -> Run:
-    """The run of a folder with its newest weights, or those of a checkpoint. rewards: load those that its recipe names;
-    trust_reward: also if they are code or a server. Raises UserError where there is no checkpoint."""
+    """The run of a folder with its newest weights, or those of a checkpoint. rewards: load those
+    that its recipe names;
+    trust_reward: also if they are code or a server. Raises UserError where there is no checkpoint.
+    """
     how = {"rewards": rewards, "trust_reward": trust_reward}
     return restore(folder, overrides=overrides, at=at, console=console, group=group, **how)
 
@@ -117,7 +140,12 @@ def of_recipe(
 ) -> Run:
     """The run of a recipe before its first step. rewards: load those that it names."""
     if at is not None:
-        raise UserError("a recipe or a model has no checkpoints", code="option-unused", where="--step", fix="name a run's folder")
+        raise UserError(
+            "a recipe or a model has no checkpoints",
+            code="option-unused",
+            where="--step",
+            fix="name a run's folder",
+        )
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     prepared = prepare(source, rewards=rewards)
     return Run(prepared, *build_models(prepared, group=group), console=console, world=group)

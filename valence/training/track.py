@@ -16,9 +16,13 @@ from valence.reports.metrics import Meter
 
 @dataclass
 class Counters:
-    """Where a run stands. ``settled``: the step up to which evaluations are made and the log is written (-1: not even for the
-    start). ``first``: the step at which the present rows began; their order starts there. ``firsts``: likewise of rows that `mix`
-    adds, by their name, where it is not 0. ``total``: steps in all, as far as the run was to go."""
+    """Where a run stands.
+
+    ``settled``: the step up to which evaluations are made and the log is written (-1: not even for
+    the start). ``first``: the step at which the present rows began; their order starts there.
+    ``firsts``: likewise of rows that `mix` adds, by their name, where it is not 0. ``total``: steps
+    in all, as far as the run was to go.
+    """
 
     step: int = 0
     settled: int = -1
@@ -41,7 +45,9 @@ class Counters:
 
 @dataclass
 class MetricsWindow:
-    """The steps since the last record: their numbers, tokens that ran, seconds, and what the last of them said about itself."""
+    """The steps since the last record: their numbers, tokens that ran, seconds, and what the last
+    of them said about itself.
+    """
 
     meter: Meter = field(default_factory=Meter)
     tokens_of: list[int] = field(default_factory=list[int])
@@ -63,7 +69,9 @@ class MetricsWindow:
 
     def ran(self, tokens_of: Sequence[int]) -> None:
         """Takes in what each process ran in a step."""
-        self.tokens_of = [a + b for a, b in zip(self.tokens_of or [0] * len(tokens_of), tokens_of, strict=True)]
+        self.tokens_of = [
+            a + b for a, b in zip(self.tokens_of or [0] * len(tokens_of), tokens_of, strict=True)
+        ]
 
     def add(self, other: MetricsWindow) -> None:
         """Takes in what another process measured in the same steps."""
@@ -73,13 +81,22 @@ class MetricsWindow:
             self.meter.pool({name: parts})
 
     def state_dict(self) -> dict[str, Any]:
-        plain = {"tokens_of": list(self.tokens_of), "seconds": self.seconds, "spent": dict(self.spent), "last": dict(self.last)}
+        plain = {
+            "tokens_of": list(self.tokens_of),
+            "seconds": self.seconds,
+            "spent": dict(self.spent),
+            "last": dict(self.last),
+        }
         return {"meter": self.meter.state_dict(), **plain}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.meter = Meter()
         self.meter.load_state_dict(state["meter"])
-        self.tokens_of, self.seconds, self.last = list(state["tokens_of"]), state["seconds"], dict(state["last"])
+        self.tokens_of, self.seconds, self.last = (
+            list(state["tokens_of"]),
+            state["seconds"],
+            dict(state["last"]),
+        )
         self.spent = dict(state["spent"])
 
 
@@ -109,8 +126,9 @@ class BestMetricTracker:
         self.best, self.step = self.kept
 
     def see(self, step: int, found: Mapping[str, float]) -> bool:
-        """Takes in an evaluation (numbers by their name in the log); whether it is the best so far. That before the first step
-        is none to choose.
+        """Takes in an evaluation (numbers by their name in the log); whether it is the best so far.
+
+        That before the first step is none to choose.
 
         Raises UserError when it has no such number. One that is not finite is never the best.
         """
@@ -120,7 +138,10 @@ class BestMetricTracker:
             where = "run.early_stop" if isinstance(self.wanted, EarlyStop) else "run.keep_best"
             names = ", ".join(sorted(found))
             raise UserError(
-                f"the evaluation has no {self.wanted.metric}", code="metric-unknown", where=where, fix=f"name one of {names}"
+                f"the evaluation has no {self.wanted.metric}",
+                code="metric-unknown",
+                where=where,
+                fix=f"name one of {names}",
             )
         if step == 0:
             return False
@@ -138,8 +159,14 @@ class BestMetricTracker:
         """Why training should end now; empty if it should not."""
         if not isinstance(self.wanted, EarlyStop) or self.since < self.wanted.patience:
             return ""
-        best = "has had no finite value" if self.best is None else f"was best at step {self.step} ({self.best:.4g})"
-        return f"{self.wanted.metric} {best}, and {self.since} evaluations since then were no better"
+        best = (
+            "has had no finite value"
+            if self.best is None
+            else f"was best at step {self.step} ({self.best:.4g})"
+        )
+        return (
+            f"{self.wanted.metric} {best}, and {self.since} evaluations since then were no better"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         wanted = None if self.wanted is None else [self.wanted.metric, self.wanted.mode]
@@ -152,14 +179,19 @@ class BestMetricTracker:
 
 
 SPIKE, SEEN, MEMORY = 6.0, 20, 0.95
-"""A loss that is so many standard deviations above its running mean is told of, once that rests on so many records; the share of
-the running mean that each record leaves as it is."""
+"""A loss that is so many standard deviations above its running mean is told of, once that rests on
+so many records; the share of the running mean that each record leaves as it is.
+"""
 COLLAPSE = 0.5
-"""Share of their first log-probability by which preferred answers may become less likely (in nats: half as many again)."""
+"""Share of their first log-probability by which preferred answers may become less likely (in nats:
+half as many again).
+"""
 
 
 class AnomalyDetector:
-    """Looks out for a loss that jumps, and for preferred answers that become much less likely than they were."""
+    """Looks out for a loss that jumps, and for preferred answers that become much less likely than
+    they were.
+    """
 
     seen: int
     mean: float
@@ -184,12 +216,19 @@ class AnomalyDetector:
             return ""
         off, spread = loss - self.mean, math.sqrt(self.variance)
         spike = self.seen >= SEEN and off > SPIKE * spread and off > 0.1 * abs(self.mean)
-        said = f"the loss jumped to {loss:.4g}, from {self.mean:.4g} on average (deviation {spread:.2g})" if spike else ""
+        said = (
+            f"the loss jumped to {loss:.4g}, from {self.mean:.4g} on average (deviation "
+            f"{spread:.2g})"
+            if spike
+            else ""
+        )
         self.seen += 1
         keep = min(MEMORY, 1 - 1 / self.seen)
         self.variance = keep * (self.variance + (1 - keep) * off * off)
         self.mean += (1 - keep) * off
-        return f"{said}: look at the rows of these steps, or lower train.learning_rate" if said else ""
+        return (
+            f"{said}: look at the rows of these steps, or lower train.learning_rate" if said else ""
+        )
 
     def _collapse(self, record: Mapping[str, Any]) -> str:
         """By held-out rows where there are any, which are the same every time."""
@@ -203,7 +242,8 @@ class AnomalyDetector:
         if not self.collapsed:
             return ""
         return (
-            f"preferred answers have become much less likely: eval/logps/chosen fell from {self.chosen:.4g} to {now:.4g}; "
+            f"preferred answers have become much less likely: eval/logps/chosen fell from "
+            f"{self.chosen:.4g} to {now:.4g}; "
             "lower train.learning_rate, raise loss.beta, or add an sft term (loss.nll, mix)"
         )
 
@@ -218,9 +258,11 @@ Phase = Literal["evaluation", "training"]
 
 
 class Budget:
-    """Tokens that run at once, and from where on: the last bits of a result depend on it, so a run that is taken up keeps it.
+    """Tokens that run at once, and from where on: the last bits of a result depend on it, so a run
+    that is taken up keeps it.
 
-    ``changes``: (step, phase, tokens), ascending; at each step the evaluation comes before the training.
+    ``changes``: (step, phase, tokens), ascending; at each step the evaluation comes before the
+    training.
     """
 
     def __init__(self, tokens: int) -> None:

@@ -17,7 +17,10 @@ asked: list[str] = []
 
 def vowels(completions: Sequence[Completion], **_: Any) -> list[float]:
     """The share of vowels in the text."""
-    return [sum(letter in "aeiou" for letter in each.text) / max(1, len(each.text)) for each in completions]
+    return [
+        sum(letter in "aeiou" for letter in each.text) / max(1, len(each.text))
+        for each in completions
+    ]
 
 
 def constant(completions: Sequence[Completion], **_: Any) -> list[float]:
@@ -58,7 +61,10 @@ def now_and_then(completions: Sequence[Completion], **_: Any) -> list[float]:
 
 def patchy(completions: Sequence[Completion], **_: Any) -> list[float]:
     """Fails on the first answer to each prompt."""
-    return [math.nan if each.index == 0 else score for each, score in zip(completions, vowels(completions), strict=True)]
+    return [
+        math.nan if each.index == 0 else score
+        for each, score in zip(completions, vowels(completions), strict=True)
+    ]
 
 
 def broken(completions: Sequence[Completion], **_: Any) -> list[float]:

@@ -15,25 +15,37 @@ from valence.reports.metrics import repeatable
 VOWELS = "tests.training.online.rewards:vowels"
 PROMPTS = [
     {"prompt": [{"role": "user", "content": f"say {what}"}], "wanted": k % 2}
-    for k, what in enumerate(("hello", "moon", "sun and star", "Paris", "the earth", "what is 2 + 2?", "a capital"))
+    for k, what in enumerate(
+        ("hello", "moon", "sun and star", "Paris", "the earth", "what is 2 + 2?", "a capital")
+    )
 ]
 
 
 def make(place: Path, **changes: Any) -> None:
     """A model's folder and two files of prompts, there. changes: of its configuration."""
     tokenizer = tiny_tokenizer()
-    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, **changes).save_pretrained(place / "model")  # type: ignore[operator]
+    tiny(vocab_size=len(tokenizer), layers=1, dtype=torch.float32, **changes).save_pretrained(
+        place / "model"
+    )  # type: ignore[operator]
     tokenizer.save_pretrained(place / "model")
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    (place / "held.jsonl").write_text("".join(json.dumps({"prompt": f"tell of {n}"}) + "\n" for n in ("rain", "snow", "wind")))
+    (place / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"tell of {n}"}) + "\n" for n in ("rain", "snow", "wind"))
+    )
 
 
 def recipe(place: Path, method: str = "grpo", **changes: dict[str, Any] | str) -> dict[str, Any]:
-    """Seven prompts, three a round: three rounds an epoch. changes: sections to be added to, or replaced."""
+    """Seven prompts, three a round: three rounds an epoch. changes: sections to be added to, or
+    replaced.
+    """
     found: dict[str, Any] = {
         "method": method,
         "model": {"name": str(place / "model"), "lora": {"rank": 2}},
-        "data": {"train": [str(place / "prompts.jsonl")], "eval": [str(place / "held.jsonl")], "max_length": 128},
+        "data": {
+            "train": [str(place / "prompts.jsonl")],
+            "eval": [str(place / "held.jsonl")],
+            "max_length": 128,
+        },
         "reward": VOWELS,
         "rollout": {"num_rollouts": 4, "max_new_tokens": 6},
         "train": {"batch_size": 3, "epochs": 10.0, "max_steps": 6, "learning_rate": 1e-2},

@@ -1,4 +1,6 @@
-"""Runs on their own answers, where others would try to break them: rows, distributions, one step's gradient by hand, signals."""
+"""Runs on their own answers, where others would try to break them: rows, distributions, one step's
+gradient by hand, signals.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def prompts(place: Path, rows: list[dict[str, Any]]) -> None:
 
 
 def test_the_same_prompt_with_other_columns_is_another_row(place: Path) -> None:
-    """The reward reads the columns of the row that was asked, not those of the last one with that prompt."""
+    """The reward reads the columns of the row that was asked, not those of the last one with that
+    prompt.
+    """
     prompts(place, [{"prompt": "hey", "wanted": k} for k in range(3)])
     settings = recipe_without_eval(
         place,
@@ -64,7 +68,9 @@ def test_other_columns_are_a_change_of_the_rows(place: Path) -> None:
 
 
 def test_a_round_of_one_prompt_cannot_be_paired(place: Path) -> None:
-    """online_kto measures answers behind prompts that they do not answer; there are none, whatever the rewards."""
+    """online_kto measures answers behind prompts that they do not answer; there are none, whatever
+    the rewards.
+    """
     settings = recipe_without_eval(
         place,
         "online_kto",
@@ -79,7 +85,9 @@ def test_a_round_of_one_prompt_cannot_be_paired(place: Path) -> None:
     PROMPTS[:1], pytest.param([PROMPTS[0]] * 5, marks=pytest.mark.slow),
     [{"text": "hello"}, {"text": "moon"}],
 ], ids=["one prompt", "the same prompt five times", "texts"])  # fmt: skip
-def test_fewer_prompts_than_a_round_are_asked_again(rows: list[dict[str, Any]], place: Path) -> None:
+def test_fewer_prompts_than_a_round_are_asked_again(
+    rows: list[dict[str, Any]], place: Path
+) -> None:
     """Each time with random numbers of its own."""
     prompts(place, rows)
     settings = recipe_without_eval(place, train={"max_steps": 3}, rollout={"steps": 2, "epochs": 2})
@@ -94,9 +102,12 @@ def test_fewer_prompts_than_a_round_are_asked_again(rows: list[dict[str, Any]], 
 
 
 @pytest.mark.parametrize(("method", "top_p"), [("rejection", 0.7), ("grpo", 1.0)])
-def test_a_policy_that_has_not_moved_is_not_apart_from_its_reference(method: str, top_p: float, place: Path) -> None:
-    """Also where completions are drawn from a part of the tokens, and the sampler's probabilities are
-    not the policy's."""
+def test_a_policy_that_has_not_moved_is_not_apart_from_its_reference(
+    method: str, top_p: float, place: Path
+) -> None:
+    """Also where completions are drawn from a part of the tokens, and the sampler's probabilities
+    are not the policy's.
+    """
     rollout = {"temperature": 0.7, "top_p": top_p, "mask_truncated": False}
     train(recipe(place, method, rollout=rollout, train={"max_steps": 1}))
     before, step = logged(place)
@@ -121,9 +132,13 @@ def _credit(method: str, rewards: torch.Tensor, apart: torch.Tensor) -> torch.Te
     return centred if method == "dr_grpo" else centred / (rewards.std() + 1e-4)
 
 
-def _gradient(place: Path, method: str, groups: list[Any], how: dict[str, Any]) -> tuple[float, dict[str, torch.Tensor]]:
+def _gradient(
+    place: Path, method: str, groups: list[Any], how: dict[str, Any]
+) -> tuple[float, dict[str, torch.Tensor]]:
     """Loss and gradient, prompt by prompt and answer by answer, by the papers' formulas."""
-    model = AutoModelForCausalLM.from_pretrained(place / "model", dtype=torch.float64, attn_implementation="eager")
+    model = AutoModelForCausalLM.from_pretrained(
+        place / "model", dtype=torch.float64, attn_implementation="eager"
+    )
     terms: list[torch.Tensor] = []
     for prompt, answers, worth in groups:
         logps = []
@@ -131,9 +146,13 @@ def _gradient(place: Path, method: str, groups: list[Any], how: dict[str, Any]) 
             ids = torch.tensor([[*prompt, *answer.tokens]])
             every = (model(input_ids=ids).logits[0] / how["temperature"]).log_softmax(-1)
             logps.append(every[len(prompt) - 1 : -1].gather(1, ids[0, len(prompt) :, None])[:, 0])
-        apart = torch.zeros(len(answers), dtype=torch.float64)  # the reference is the policy, before the first step
+        # the reference is the policy, before the first step
+        apart = torch.zeros(len(answers), dtype=torch.float64)
         for logp, answer, adv in zip(
-            logps, answers, _credit(method, torch.tensor(worth, dtype=torch.float64), apart), strict=True
+            logps,
+            answers,
+            _credit(method, torch.tensor(worth, dtype=torch.float64), apart),
+            strict=True,
         ):
             sampler = torch.tensor(answer.logps, dtype=torch.float64)
             old = logp.detach()
@@ -152,14 +171,24 @@ def _gradient(place: Path, method: str, groups: list[Any], how: dict[str, Any]) 
     return loss.item(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize(("method", "how"), [
-    ("grpo", {"temperature": 1.0}), ("grpo", {"temperature": 0.7}), ("dr_grpo", {"temperature": 0.7}),
-    ("dapo", {"temperature": 1.0}), ("rloo", {"temperature": 1.0}), ("rloo", {"temperature": 0.7}),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        ("grpo", {"temperature": 1.0}),
+        ("grpo", {"temperature": 0.7}),
+        ("dr_grpo", {"temperature": 0.7}),
+        ("dapo", {"temperature": 1.0}),
+        ("rloo", {"temperature": 1.0}),
+        ("rloo", {"temperature": 0.7}),
+    ],
+)
 def test_the_first_gradient_is_that_of_the_formulas(
     method: str, how: dict[str, Any], place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two rows ask the same: their answers are two groups. The model norms its layers in float32, whatever its weights are."""
+    """Two rows ask the same: their answers are two groups.
+
+    The model norms its layers in float32, whatever its weights are.
+    """
     prompts(place, [PROMPTS[0], PROMPTS[0], PROMPTS[1]])
     seen: dict[str, Any] = {}
     judged, learn = Collector.judged, Objective.update_statistics
@@ -167,20 +196,29 @@ def test_the_first_gradient_is_that_of_the_formulas(
     def keep(self: Collector, asked: Any, answers: Any, scores: Any, tally: Any) -> Any:
         worth = [[score.value for score in own] for own in scores]
         seen["groups"] = [
-            (each.unit.prompt_ids, own, own_worth) for each, own, own_worth in zip(asked, answers, worth, strict=True)
+            (each.unit.prompt_ids, own, own_worth)
+            for each, own, own_worth in zip(asked, answers, worth, strict=True)
         ]
         return judged(self, asked, answers, scores, tally)
 
     def note(self: Objective, outcome: Any) -> None:
         seen["loss"] = float(outcome.loss)
-        seen["gradient"] = {name: p.grad.clone() for name, p in self.policy.named_parameters() if p.grad is not None}
+        seen["gradient"] = {
+            name: p.grad.clone() for name, p in self.policy.named_parameters() if p.grad is not None
+        }
         learn(self, outcome)
 
     monkeypatch.setattr(Collector, "judged", keep)
     monkeypatch.setattr(Objective, "update_statistics", note)
-    train(recipe_without_eval(
-        place, method, model={"dtype": "float64", "lora": None}, rollout=how, train={"max_steps": 1, "clip_norm": None}
-    ))  # fmt: skip
+    train(
+        recipe_without_eval(
+            place,
+            method,
+            model={"dtype": "float64", "lora": None},
+            rollout=how,
+            train={"max_steps": 1, "clip_norm": None},
+        )
+    )
     loss, gradient = _gradient(place, method, seen["groups"], {"max_new_tokens": 6, **how})
     assert seen["loss"] == pytest.approx(loss, rel=1e-7, abs=1e-7)
     assert len(seen["groups"]) == 3

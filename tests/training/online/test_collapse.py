@@ -1,4 +1,6 @@
-"""Online runs that collapsed or have nothing left to learn: the warnings, and how such a run ends."""
+"""Online runs that collapsed or have nothing left to learn: the warnings, and how such a run
+ends.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,9 @@ def test_without_a_limit_a_run_goes_on_without_a_gradient(place: Path) -> None:
     assert "ended_early" not in facts(place / "run")
 
 
-def test_steps_without_a_gradient_are_counted_in_a_row(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_without_a_gradient_are_counted_in_a_row(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A single step with one begins the count again: rewards differ in every third round."""
     monkeypatch.setattr("tests.training.online.rewards.period", 3)
     monkeypatch.setattr("tests.training.online.rewards.calls_of_now_and_then", [])
@@ -143,7 +147,9 @@ def test_a_run_that_ended_goes_on_when_it_is_told_to(place: Path) -> None:
     assert longer.step == 2 + 3
 
 
-def test_rounds_with_nothing_to_teach_end_a_run_that_has_learned(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_with_nothing_to_teach_end_a_run_that_has_learned(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """dapo replaces tied groups, so it runs out of rounds and not of gradients. Before the first
     step, or without a limit, it is an error."""
     monkeypatch.setattr("tests.training.online.rewards.solved", [])
@@ -159,7 +165,9 @@ def test_rounds_with_nothing_to_teach_end_a_run_that_has_learned(place: Path, mo
         train(settings, fresh=True)
 
 
-def test_a_policy_that_only_repeats_itself_is_warned_of(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_that_only_repeats_itself_is_warned_of(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = HFGenerator.generate
 
     def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:

@@ -52,7 +52,9 @@ def test_only_ppo_makes_several_passes_by_default(method: str, place: Path) -> N
 
 def test_the_clip_of_ppo_acts_by_default(place: Path) -> None:
     """In a single step of a single pass the ratio is 1 everywhere."""
-    train(recipe(place, "ppo", train={"max_steps": 4, "learning_rate": 0.05, "schedule": "constant"}))
+    train(
+        recipe(place, "ppo", train={"max_steps": 4, "learning_rate": 0.05, "schedule": "constant"})
+    )
     rows = [row for row in logged(place) if "kl/old" in row]
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1]
     assert rows[0]["kl/old"] == pytest.approx(0, abs=1e-9)
@@ -102,7 +104,9 @@ def test_a_reference_is_loaded_where_it_is_read_or_asked_for(
     {"reference": {"sync_every": 5}}, {"model": {"lora": None}, "reference": {"sync_every": 5}},
     {"reference": {"model": "other"}, "rollout": {"measure_kl": False}},
 ])  # fmt: skip
-def test_settings_of_a_reference_that_is_not_loaded_are_refused(changes: dict[str, Any], place: Path) -> None:
+def test_settings_of_a_reference_that_is_not_loaded_are_refused(
+    changes: dict[str, Any], place: Path
+) -> None:
     (setting,) = changes["reference"]
     with raises_error(
         "setting-no-effect",
@@ -124,7 +128,10 @@ def answered() -> list[RolloutGroup]:
             prompt_mask=(False, False), answers=(),
         )  # fmt: skip
         completions = tuple(
-            Completion(prompt.id, (5 + i, 6, 7), (-1.0,) * 3, "", "length" if i == g else "eos", index=i) for i in range(3)
+            Completion(
+                prompt.id, (5 + i, 6, 7), (-1.0,) * 3, "", "length" if i == g else "eos", index=i
+            )
+            for i in range(3)
         )
         columns = ({"old": (-1.0,) * 3, "ref": (-1.5,) * 3, "value": (0.1, 0.2, 0.3)},) * 3
         groups.append(RolloutGroup(prompt, completions, (0.0, 1.0, 3.0), columns))
@@ -139,12 +146,16 @@ def examples(place: Path, method: str, mask: bool) -> Sequence[TokenizedExample]
 
 
 @pytest.mark.parametrize("method", POLICY_GRADIENTS)
-def test_masked_completions_have_no_loss_mask_and_keep_their_place_in_the_statistics(method: str, place: Path) -> None:
+def test_masked_completions_have_no_loss_mask_and_keep_their_place_in_the_statistics(
+    method: str, place: Path
+) -> None:
     """The advantages of all completions are the same with and without."""
     masked, plain = examples(place, method, True), examples(place, method, False)
     assert [each.answers[0].mask for each in plain] == [(True,) * 3] * 6
     assert [any(each.answers[0].mask) for each in masked] == [False, True, True, True, False, True]
-    assert [each.answers[0].columns for each in masked] == [each.answers[0].columns for each in plain]
+    assert [each.answers[0].columns for each in masked] == [
+        each.answers[0].columns for each in plain
+    ]
     assert [each.answers[0].ids for each in masked] == [each.answers[0].ids for each in plain]
 
 
@@ -166,7 +177,10 @@ def test_a_masked_run_is_the_same_in_any_micro_batches_and_after_a_kill(
     def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
         groups = plain(self, *args, **how)
         return [
-            [replace(c, stop="length" if (i + sum(c.tokens)) % 2 or not k else "eos") for i, c in enumerate(own)]
+            [
+                replace(c, stop="length" if (i + sum(c.tokens)) % 2 or not k else "eos")
+                for i, c in enumerate(own)
+            ]
             for k, own in enumerate(groups)
         ]
 

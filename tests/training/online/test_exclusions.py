@@ -35,12 +35,17 @@ def group(*rewards: float, truncated: tuple[int, ...] = ()) -> RolloutGroup:
         prompt_mask=(False, False), answers=(),
     )  # fmt: skip
     completions = tuple(
-        Completion("p", (3 + i, 9), (-1.0, -1.0), "", "length" if i in truncated else "eos", index=i) for i in range(len(rewards))
+        Completion(
+            "p", (3 + i, 9), (-1.0, -1.0), "", "length" if i in truncated else "eos", index=i
+        )
+        for i in range(len(rewards))
     )
     return RolloutGroup(prompt, completions, tuple(rewards))
 
 
-def imitated(*groups: RolloutGroup, top_n: int = 1, min_reward: float | None = None, mask: bool = True) -> list[int]:
+def imitated(
+    *groups: RolloutGroup, top_n: int = 1, min_reward: float | None = None, mask: bool = True
+) -> list[int]:
     """By their place in the group, the completions that are imitated."""
     return [unit.answers[0].ids[0] - 3 for unit in best_of_n(groups, top_n, min_reward, mask)]
 
@@ -81,7 +86,9 @@ def ends(monkeypatch: pytest.MonkeyPatch, *truncated: int) -> None:
 
     def generate(self: HFGenerator, *args: Any, **how: Any) -> list[list[Completion]]:
         groups = plain(self, *args, **how)
-        stops = ["length" if i in truncated else "eos" for i in range(len(groups[0]))] if groups else []
+        stops = (
+            ["length" if i in truncated else "eos" for i in range(len(groups[0]))] if groups else []
+        )
         return [
             [replace(each, stop=stop) for each, stop in zip(own, stops, strict=True)]  # type: ignore[arg-type]
             for own in groups
@@ -90,7 +97,9 @@ def ends(monkeypatch: pytest.MonkeyPatch, *truncated: int) -> None:
     monkeypatch.setattr(HFGenerator, "generate", generate)
 
 
-def test_the_log_and_the_summary_count_what_is_excluded(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_and_the_summary_count_what_is_excluded(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rewards 0, 1/3, 2/3, 1 in each group of four; the last one is truncated."""
     ends(monkeypatch, 3)
     rollout = {"min_reward": 0.5}
@@ -142,7 +151,9 @@ def test_a_run_that_never_has_something_to_imitate_says_why(
 
 
 @pytest.mark.slow
-def test_a_killed_run_counts_what_an_undisturbed_one_does(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_run_counts_what_an_undisturbed_one_does(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ends(monkeypatch, 3)
     more: dict[str, Any] = {"reward": BY_INDEX, "rollout": {"epochs": 2}}
     whole, _ = train(

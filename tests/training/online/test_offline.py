@@ -25,7 +25,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "online_dpo": ("dpo", {"convert": "scores_to_pairs"}, {}),
 }
-"""Online method: the one on stored answers, its data section, and what else the online recipe says."""
+"""Online method: the one on stored answers, its data section, and what else the online recipe
+says.
+"""
 
 
 @pytest.mark.parametrize(
@@ -35,7 +37,9 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "rloo", "online_dpo")),
     ],
 )
-def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(method: str, tmp_path: Path) -> None:
+def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(
+    method: str, tmp_path: Path
+) -> None:
     make(tmp_path)
     stored, data, more = CASES[method]
     own = {"model": {"dtype": "float64"}, "train": {"batch_size": len(PROMPTS), "max_steps": 1}}
@@ -46,13 +50,22 @@ def test_a_round_gives_the_same_numbers_in_one_program_as_in_three(method: str, 
     (tmp_path / "first.jsonl").write_text("".join(json.dumps(row) + "\n" for row in first))
 
     offline = {"model": online["model"], "train": online["train"] | {"batch_size": 100}} | {
-        "method": stored, "data": {"train": str(tmp_path / "scored.jsonl"), "max_length": 128, **data},
+        "method": stored,
+        "data": {"train": str(tmp_path / "scored.jsonl"), "max_length": 128, **data},
         "run": {"dir": str(tmp_path / "offline")},
-    }  # fmt: skip
+    }
     (tmp_path / "start.yaml").write_text(yaml.safe_dump(offline))
     draws = Draws(n=4, max_new_tokens=6, seed=seed_of(0, "rollout", 0, 0))
-    sample_rows(str(tmp_path / "start.yaml"), tmp_path / "answers.jsonl", draws, data=[str(tmp_path / "first.jsonl")], quiet=True)
-    score_by_reward([str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS], quiet=True)
+    sample_rows(
+        str(tmp_path / "start.yaml"),
+        tmp_path / "answers.jsonl",
+        draws,
+        data=[str(tmp_path / "first.jsonl")],
+        quiet=True,
+    )
+    score_by_reward(
+        [str(tmp_path / "answers.jsonl")], tmp_path / "scored.jsonl", rewards=[VOWELS], quiet=True
+    )
     again, _ = train(offline)
     ours, theirs = logged(tmp_path)[0], logged(tmp_path, "offline")[0]
     assert ours["grad_norm"] > 1e-3

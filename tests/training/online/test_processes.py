@@ -13,15 +13,30 @@ from tests.training.online.rig import logged, make, recipe
 from valence.distributed.single import Single
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
-DIFFER = {"ranks", "tokens/rank_max", "tokens/rank_min", "micro_batches", "tokens", "tokens_seen", "waste"}
+DIFFER = {
+    "ranks",
+    "tokens/rank_max",
+    "tokens/rank_min",
+    "micro_batches",
+    "tokens",
+    "tokens_seen",
+    "waste",
+}
 
 
 METHODS = ("ppo", "online_kto")
 
 
 def recipes(place: Path, of: str) -> list[dict[str, Any]]:
-    more: dict[str, Any] = {"model": {"dtype": "float64"}, "rollout": {"epochs": 2}, "train": {"max_steps": 4}}
-    return [recipe(place, method, **more, run={"dir": str(place / f"{of} {method}")}) for method in METHODS]
+    more: dict[str, Any] = {
+        "model": {"dtype": "float64"},
+        "rollout": {"epochs": 2},
+        "train": {"max_steps": 4},
+    }
+    return [
+        recipe(place, method, **more, run={"dir": str(place / f"{of} {method}")})
+        for method in METHODS
+    ]
 
 
 def test_two_processes_give_the_numbers_of_one(tmp_path: Path) -> None:

@@ -24,8 +24,22 @@ from valence.training.methods import ONLINE, method_of
 from valence.training.online.collect import Collector
 from valence.types import Completion
 
-LOGGED = ("reward/mean", "reward/std", "rollout/length", "rollout/truncated", "rollout/failed", "rounds", "prompts", "step")
-METHODS = ("rejection", "online_dpo", "online_kto", *(name for name in ONLINE if ONLINE[name].is_on_policy))
+LOGGED = (
+    "reward/mean",
+    "reward/std",
+    "rollout/length",
+    "rollout/truncated",
+    "rollout/failed",
+    "rounds",
+    "prompts",
+    "step",
+)
+METHODS = (
+    "rejection",
+    "online_dpo",
+    "online_kto",
+    *(name for name in ONLINE if ONLINE[name].is_on_policy),
+)
 
 FAST = ("rejection", "online_kto", "grpo", "ppo")
 """One of each family."""
@@ -53,7 +67,14 @@ def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> Non
     assert set(LOGGED) <= rows[0].keys()
     assert "kl" in rows[0]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
-    assert [row["prompts"] for row in rows] == [3, 3, 6, 6, 9, 9]  # the third round goes on with the next epoch
+    assert [row["prompts"] for row in rows] == [
+        3,
+        3,
+        6,
+        6,
+        9,
+        9,
+    ]  # the third round goes on with the next epoch
     assert [row["rounds"] for row in rows] == [1, 1, 2, 2, 3, 3]
     assert "reward/mean" not in rows[1]  # a second pass over the answers of a round
     assert all(torch.isfinite(p).all() for p in weights(run).values())
@@ -69,7 +90,9 @@ def test_every_method_runs_and_logs_what_it_did(method: str, place: Path) -> Non
     ),
 ])  # fmt: skip
 def test_a_killed_run_ends_as_one_that_was_not(method: str, step: int, place: Path) -> None:
-    """Also one that is killed in the middle of a round, whose answers are then not sampled again."""
+    """Also one that is killed in the middle of a round, whose answers are then not sampled
+    again.
+    """
     more: dict[str, Any] = {"rollout": {"epochs": 2} | SHORT.get(method, {})}
     more |= {"loss": {"kl_target": 0.5}} if method == "ppo" else {}
     settings = recipe(place, method, **more)
@@ -107,7 +130,9 @@ def test_an_edited_reward_is_one_warning(place: Path, monkeypatch: pytest.Monkey
     pytest.param({"train": {"batch_size": 1}}, 6 - 18, 44, marks=pytest.mark.slow),
     ({"rollout": {"epochs": 1}}, 6 - 3, 13),  # three of ten rounds, seven of one step each follow
 ])  # fmt: skip
-def test_a_run_goes_on_where_its_prompts_were(change: dict[str, Any], first: int, total: int, place: Path) -> None:
+def test_a_run_goes_on_where_its_prompts_were(
+    change: dict[str, Any], first: int, total: int, place: Path
+) -> None:
     how: dict[str, Any] = {"rollout": {"epochs": 2}, "train": {"max_steps": None, "epochs": 4.0}}
     killed(recipe_without_eval(place, **how), 7)
     for section, values in change.items():
@@ -125,7 +150,10 @@ def test_none_of_the_new_prompts_is_skipped(place: Path, monkeypatch: pytest.Mon
         train={"max_steps": None, "epochs": 1.0},
     )
     killed(settings, 2)
-    rows = [{**row, "prompt": [{"role": "user", "content": f"now say {k}"}]} for k, row in enumerate(PROMPTS)]
+    rows = [
+        {**row, "prompt": [{"role": "user", "content": f"now say {k}"}]}
+        for k, row in enumerate(PROMPTS)
+    ]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     ids: list[str] = []
     answers = Collector.answers
@@ -167,10 +195,13 @@ def test_what_steers_the_price_of_divergence_may_change(
     assert run.rounds is not None
     assert (run.rounds.kl_beta is not None) is steered
     if "kl_beta" in after:
-        assert rows[0]["kl_beta"] == pytest.approx(0.2, rel=0.05)  # from where it is now said to begin
+        # from where it is now said to begin
+        assert rows[0]["kl_beta"] == pytest.approx(0.2, rel=0.05)
 
 
-def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_is_scored_at_a_temperature_of_one(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Whatever its answers were sampled at: of its model and its reference alike."""
     monkeypatch.chdir(place)
     how = {"temperature": 0.5, "measure_kl": True}
@@ -179,10 +210,16 @@ def test_a_run_is_scored_at_a_temperature_of_one(place: Path, monkeypatch: pytes
     found: dict[str, list[dict[str, float]]] = {}
     for name in ("run", "run/model", "model"):
         score("rows.jsonl", target=name, out="out.jsonl")
-        found[name] = [answer for line in read("out.jsonl") for answer in line["valence"]["answers"]]
+        found[name] = [
+            answer for line in read("out.jsonl") for answer in line["valence"]["answers"]
+        ]
         Path("out.jsonl").unlink()
-    assert [a["logp"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["run/model"]], abs=1e-3)
-    assert [a["ref"] for a in found["run"]] == pytest.approx([a["logp"] for a in found["model"]], abs=1e-3)
+    assert [a["logp"] for a in found["run"]] == pytest.approx(
+        [a["logp"] for a in found["run/model"]], abs=1e-3
+    )
+    assert [a["ref"] for a in found["run"]] == pytest.approx(
+        [a["logp"] for a in found["model"]], abs=1e-3
+    )
 
 
 def test_a_policy_whose_logits_are_not_finite_is_an_error(
@@ -202,7 +239,12 @@ def test_a_round_is_cut_into_steps_by_prompts(place: Path) -> None:
     train(recipe_without_eval(place, rollout={"epochs": 2, "steps": 2}, train={"max_steps": 5}))
     rows = logged(place)
     assert [row["rounds"] for row in rows] == [1, 1, 1, 1, 2]
-    assert [row["examples_seen"] for row in rows[:4]] in ([4, 12, 16, 24], [4, 12, 20, 24], [8, 12, 20, 24], [8, 12, 16, 24])
+    assert [row["examples_seen"] for row in rows[:4]] in (
+        [4, 12, 16, 24],
+        [4, 12, 20, 24],
+        [8, 12, 20, 24],
+        [8, 12, 16, 24],
+    )
 
 
 @pytest.mark.parametrize("method", ["ppo", pytest.param("grpo", marks=pytest.mark.slow)])
@@ -242,7 +284,10 @@ def test_an_answer_without_tokens_is_left_out(place: Path, monkeypatch: pytest.M
 
     def generate(self: HFGenerator, *given: Any, **how: Any) -> list[list[Completion]]:
         answers = plain(self, *given, **how)
-        return [[replace(each[0], tokens=(), logps=(), text="", stop="length"), *each[1:]] for each in answers]
+        return [
+            [replace(each[0], tokens=(), logps=(), text="", stop="length"), *each[1:]]
+            for each in answers
+        ]
 
     monkeypatch.setattr(HFGenerator, "generate", generate)
     run, _ = train(recipe_without_eval(place, rollout={"max_failed": 0.5}, train={"max_steps": 2}))
@@ -284,7 +329,9 @@ def test_whole_groups_are_left_out_where_that_is_asked(place: Path) -> None:
 
 
 def test_rewards_that_are_all_the_same_teach_nothing(place: Path) -> None:
-    """Advantages are exactly 0, and nothing moves; a method that compares completions cannot train."""
+    """Advantages are exactly 0, and nothing moves; a method that compares completions cannot
+    train.
+    """
     same = "tests.training.online.rewards:constant"
     train(recipe_without_eval(place, reward=same, train={"max_steps": 2}))
     assert [row["grad_norm"] for row in logged(place)] == [0.0, 0.0]
@@ -311,7 +358,9 @@ def test_other_columns_of_a_prompt_reach_the_reward(place: Path) -> None:
 
 def test_the_tools_of_a_prompt_reach_the_reward(place: Path) -> None:
     tokenizer: Any = tiny_tokenizer()
-    tokenizer.chat_template = "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for tool in tools or [] %}{{ tool.name }} {% endfor %}" + tokenizer.chat_template
+    )
     tokenizer.save_pretrained(place / "model")
     rows = [{**row, "tools": [{"name": "clock"}] * (k % 2)} for k, row in enumerate(PROMPTS[:6])]
     (place / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -331,8 +380,12 @@ def test_held_out_prompts_have_one_answer_each(place: Path) -> None:
     run, _ = train(recipe(place, train={"max_steps": 1}))
     found = run.evaluate()
     assert len(found.rows) == 3
-    assert {"id", "origin", "prompt", "completion", "reward", "tokens", "stop"} <= found.rows[0].keys()
-    assert found.metrics["reward/mean"] == pytest.approx(sum(row["reward"] for row in found.rows) / 3)
+    assert {"id", "origin", "prompt", "completion", "reward", "tokens", "stop"} <= found.rows[
+        0
+    ].keys()
+    assert found.metrics["reward/mean"] == pytest.approx(
+        sum(row["reward"] for row in found.rows) / 3
+    )
     assert run.evaluate().rows == found.rows
 
 
@@ -395,7 +448,9 @@ def test_a_method_of_both_kinds_is_told_apart_by_the_reward() -> None:
 def test_a_reward_that_cannot_be_had_is_found_before_the_model_loads(
     reward: Any, where: str, fix: str, place: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded"))
+    monkeypatch.setattr(
+        "valence.api.build_models", lambda *_, **__: pytest.fail("the model was loaded")
+    )
     with pytest.raises(UserError) as info:
         valence.train(recipe(place) | {"reward": reward})
     assert info.value.code.startswith("reward-")

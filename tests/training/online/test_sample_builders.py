@@ -17,7 +17,10 @@ def group(*rewards: float, tokens: tuple[int, ...] | None = None) -> RolloutGrou
         prompt_mask=(False, False), answers=(),
     )  # fmt: skip
     firsts = tokens or tuple(range(len(rewards)))
-    completions = tuple(Completion("p", (first, 99), (-1.0, -1.0), "", "eos", index=i) for i, first in enumerate(firsts))
+    completions = tuple(
+        Completion("p", (first, 99), (-1.0, -1.0), "", "eos", index=i)
+        for i, first in enumerate(firsts)
+    )
     return RolloutGroup(prompt, completions, tuple(rewards))
 
 
@@ -64,5 +67,10 @@ def test_completions_above_the_bar_are_thumbs_up(
 
 def test_the_bar_of_a_batch_is_made_of_all_its_groups() -> None:
     low, high = group(0.0, 0.2, tokens=(0, 1)), group(0.8, 1.0, tokens=(2, 3))
-    assert labels(thumbs([low, high], thumbs_up="batch_mean")) == {0: False, 1: False, 2: True, 3: True}
+    assert labels(thumbs([low, high], thumbs_up="batch_mean")) == {
+        0: False,
+        1: False,
+        2: True,
+        3: True,
+    }
     assert labels(thumbs([low, high])) == {0: False, 1: True, 2: False, 3: True}

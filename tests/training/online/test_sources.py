@@ -20,7 +20,9 @@ class Endless:
     def __init__(self) -> None:
         self.began = threading.Semaphore(0)
 
-    def generate(self, prompts: Any, n: int, sampling: Sampling, *, progress: Callable[[int], None]) -> Any:
+    def generate(
+        self, prompts: Any, n: int, sampling: Sampling, *, progress: Callable[[int], None]
+    ) -> Any:
         self.began.release()
         while True:
             progress(0)
@@ -51,7 +53,9 @@ def test_answers_that_nobody_waits_for_are_given_up(monkeypatch: pytest.MonkeyPa
     assert isinstance(second.exception(timeout=60), CancelledError)
 
 
-@pytest.mark.parametrize(("lora", "rank"), [(None, 0), ({"r": 4}, 4), ({"r": 4, "rank_pattern": {"q_proj": 24}}, 24)])
+@pytest.mark.parametrize(
+    ("lora", "rank"), [(None, 0), ({"r": 4}, 4), ({"r": 4, "rank_pattern": {"q_proj": 24}}, 24)]
+)
 def test_a_server_has_room_for_the_largest_rank_of_an_adapter(lora: Any, rank: int) -> None:
     from peft import LoraConfig, get_peft_model
 
@@ -59,5 +63,9 @@ def test_a_server_has_room_for_the_largest_rank_of_an_adapter(lora: Any, rank: i
     from valence.models.adapters import largest_rank
 
     model: Any = tiny()
-    wrapped = model if lora is None else get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **lora))
+    wrapped = (
+        model
+        if lora is None
+        else get_peft_model(model, LoraConfig(target_modules=["q_proj", "v_proj"], **lora))
+    )
     assert largest_rank(wrapped) == rank

@@ -16,12 +16,18 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
 @needs_vllm
-def test_a_server_is_started_kept_up_to_date_and_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next round is sampled while one is trained on: its answers are one version old, but for those of the first."""
+def test_a_server_is_started_kept_up_to_date_and_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next round is sampled while one is trained on: its answers are one version old, but for
+    those of the first.
+    """
     make(tmp_path, hidden_size=64, num_attention_heads=2, num_key_value_heads=1, head_dim=32)
     rollout = {"engine": "vllm", "start": True, "python": str(HERE), "ahead": True}
     begun, begin = list[int](), Collector.begin
-    monkeypatch.setattr(Collector, "begin", lambda self, *given: (begun.append(self.run.step), begin(self, *given)))
+    monkeypatch.setattr(
+        Collector, "begin", lambda self, *given: (begun.append(self.run.step), begin(self, *given))
+    )
     run, _ = train(recipe(tmp_path, rollout=rollout))
     assert run.rounds is not None
     server = run.rounds.collector.generator.server  # type: ignore[attr-defined]
@@ -33,7 +39,11 @@ def test_a_server_is_started_kept_up_to_date_and_stopped(tmp_path: Path, monkeyp
     assert max(abs(row["sampler/kl"]) for row in rows[1:]) > 1e-5
     assert all(row["rollout/failed"] == 0 for row in rows)
     assert begun == [0, 1, 2, 3, 4]  # behind the sixth round comes no other
-    assert not [each for each in os.listdir("/proc") if each.isdigit() and _is_vllm(Path("/proc") / each, tmp_path)]
+    assert not [
+        each
+        for each in os.listdir("/proc")
+        if each.isdigit() and _is_vllm(Path("/proc") / each, tmp_path)
+    ]
 
 
 def _is_vllm(process: Path, place: Path) -> bool:

@@ -1,8 +1,8 @@
 """Kernels for processors that multiply bfloat16, compiled on the machine that runs them.
 
-PyTorch's products of small bfloat16 matrices with float32 results go through several copies on a CPU; attention consists of
-nothing else. The head's log-softmax passes over a large array ten times. Where there is no compiler or no such processor, both
-run on PyTorch's own operations.
+PyTorch's products of small bfloat16 matrices with float32 results go through several copies on a
+CPU; attention consists of nothing else. The head's log-softmax passes over a large array ten times.
+Where there is no compiler or no such processor, both run on PyTorch's own operations.
 """
 
 from __future__ import annotations
@@ -30,13 +30,19 @@ class _Strided(ctypes.Structure):
 
 class _Sizes(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "groups", "together", "queries", "d", "dv", "window", "threads")),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("heads", "groups", "together", "queries", "d", "dv", "window", "threads")
+        ),
         ("scale", ctypes.c_float),
     )
 
 
 class _Runs(ctypes.Structure):
-    _fields_ = (("count", ctypes.c_int64), *((name, ctypes.c_void_p) for name in ("own", "own_at", "keys", "key_at")))
+    _fields_ = (
+        ("count", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("own", "own_at", "keys", "key_at")),
+    )
 
 
 @cache
@@ -64,9 +70,15 @@ def why_not() -> str | None:
 @cache
 def _built() -> Path:
     """The shared library, compiled once for each source and kind of processor."""
-    cpu = Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0] if Path("/proc/cpuinfo").exists() else ""
+    cpu = (
+        Path("/proc/cpuinfo").read_text(encoding="utf-8").split("\n\n")[0]
+        if Path("/proc/cpuinfo").exists()
+        else ""
+    )
     kind = "".join(line for line in cpu.splitlines() if line.startswith(("model name", "flags")))
-    name = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode() + kind.encode()).hexdigest()[:16]
+    name = hashlib.sha256(
+        SOURCE.read_bytes() + " ".join(FLAGS).encode() + kind.encode()
+    ).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "valence" / "native"
     target = folder / f"kernels-{name}.so"
     if not target.exists():
@@ -74,7 +86,11 @@ def _built() -> Path:
         with tempfile.TemporaryDirectory(dir=folder) as aside:
             made = Path(aside) / target.name
             subprocess.run(
-                ["g++", *FLAGS, str(SOURCE), "-o", str(made)], check=True, capture_output=True, encoding="utf-8", errors="replace"
+                ["g++", *FLAGS, str(SOURCE), "-o", str(made)],
+                check=True,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",
             )
             made.replace(target)
     return target
@@ -98,16 +114,25 @@ def _flat(rows: Sequence[Sequence[int]]) -> tuple[list[int], list[int]]:
 def serves(q: Tensor, v: Tensor, softcap: float) -> bool:
     """Whether the kernel can run these heads."""
     widths = q.shape[-1], v.shape[-1]
-    fits = q.dtype == torch.bfloat16 and not softcap and all(width % 16 == 0 and width <= 1024 for width in widths)
+    fits = (
+        q.dtype == torch.bfloat16
+        and not softcap
+        and all(width % 16 == 0 and width <= 1024 for width in widths)
+    )
     return fits and library() is not None
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: int) -> tuple[Tensor, Tensor]:
-    """q[H, T, D], k[H_kv, T_k, D], v[H_kv, T_k, D_v] -> [H, T, D_v], and log sum exp(score) over what each query sees [H, T]."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: int
+) -> tuple[Tensor, Tensor]:
+    """q[H, T, D], k[H_kv, T_k, D], v[H_kv, T_k, D_v] -> [H, T, D_v], and log sum exp(score) over
+    what each query sees [H, T].
+    """
     found = library()
     assert found is not None
     q, k, v = map(_dense, (q, k, v))
-    out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])  # whoever projects it wants all heads of a token together
+    # whoever projects it wants all heads of a token together
+    out = q.new_empty(q.shape[1], q.shape[0], v.shape[2])
     lse = q.new_empty(q.shape[:2], dtype=torch.float32)
     sizes, (a, b, c) = _sizes(q, k, v, scale, window), map(_strided, (q, k, v))
     found.forward(*map(ctypes.byref, (sizes, runs.handle, a, b, c)), _pointer(out), _pointer(lse))
@@ -115,10 +140,20 @@ def forward(q: Tensor, k: Tensor, v: Tensor, runs: Runs, scale: float, window: i
 
 
 def backward(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad: Tensor, runs: Runs, scale: float, window: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    grad: Tensor,
+    runs: Runs,
+    scale: float,
+    window: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; out and lse as of ``forward``, grad[H, T, D_v]. Those of keys and values are summed in
-    float32."""
+    """Gradients of q, k and v; out and lse as of ``forward``, grad[H, T, D_v].
+
+    Those of keys and values are summed in float32.
+    """
     found = library()
     assert found is not None
     q, k, v, out, grad, lse = *map(_dense, (q, k, v, out, grad)), lse.contiguous()
@@ -126,7 +161,9 @@ def backward(
     tasks = len(q) // _together(q, k)
     d_k, d_v = (torch.zeros(tasks, *x.shape[1:]) for x in (k, v))
     parts = [_sizes(q, k, v, scale, window), runs.handle, *map(_strided, (q, k, v, out, grad))]
-    found.backward(*map(ctypes.byref, parts), *map(_pointer, (lse, d_q, d_k, d_v)), ctypes.c_int64(k.shape[1]))
+    found.backward(
+        *map(ctypes.byref, parts), *map(_pointer, (lse, d_q, d_k, d_v)), ctypes.c_int64(k.shape[1])
+    )
     if tasks > len(k):
         d_k, d_v = (x.unflatten(0, (len(k), -1)).sum(1) for x in (d_k, d_v))
     return d_q.transpose(0, 1), d_k.to(k.dtype), d_v.to(v.dtype)
@@ -134,14 +171,22 @@ def backward(
 
 def measures(hidden: Tensor, weight: Tensor) -> bool:
     """Whether ``measure`` can run these rows."""
-    fits = hidden.device.type == "cpu" and hidden.dtype == torch.bfloat16 and weight.dtype in (torch.bfloat16, torch.float32)
+    fits = (
+        hidden.device.type == "cpu"
+        and hidden.dtype == torch.bfloat16
+        and weight.dtype in (torch.bfloat16, torch.float32)
+    )
     return fits and hidden.shape[1] % 16 == 0 and library() is not None
 
 
-def measure(hidden: Tensor, weight: Tensor, column: Tensor, found: Tensor, scale: float, keep: bool) -> Tensor | None:
-    """Fills found[4, N] with what a softmax needs to know of the logits scale * hidden[N, h] @ weight[w, h]^T: the largest of
-    each row; relative to that the sum of exp(logit), and of logit * exp(logit); and the logit at ``column``[N], 0 if that is not
-    in this range. Returns exp(logit - largest) [N, w] in bfloat16 if those are to be kept."""
+def measure(
+    hidden: Tensor, weight: Tensor, column: Tensor, found: Tensor, scale: float, keep: bool
+) -> Tensor | None:
+    """Fills found[4, N] with what a softmax needs to know of the logits scale * hidden[N, h] @
+    weight[w, h]^T: the largest of each row; relative to that the sum of exp(logit), and of logit *
+    exp(logit); and the logit at ``column``[N], 0 if that is not in this range. Returns exp(logit -
+    largest) [N, w] in bfloat16 if those are to be kept.
+    """
     native = library()
     assert native is not None
     hidden, weight = hidden.contiguous(), weight.contiguous()
@@ -167,7 +212,9 @@ def _pointer(x: Tensor) -> ctypes.c_void_p:
 
 
 def _together(q: Tensor, k: Tensor) -> int:
-    """How many heads that share keys are one task: all of them, unless that makes too few tasks to run at once."""
+    """How many heads that share keys are one task: all of them, unless that makes too few tasks to
+    run at once.
+    """
     return len(q) // len(k) if len(k) >= 4 else 1
 
 

@@ -1,1 +1,3 @@
-"""Learning from the policy's own answers: rounds of sampling, judging, and steps on what was made of the answers."""
+"""Learning from the policy's own answers: rounds of sampling, judging, and steps on what was made
+of the answers.
+"""

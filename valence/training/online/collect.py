@@ -43,7 +43,10 @@ NO_TOKENS = Score(None, error="the answer has no tokens")
 
 @dataclass
 class Tally:
-    """What is told of the answers of a round. ``numbers``: means over answers or prompts; ``seconds``: of each phase."""
+    """What is told of the answers of a round.
+
+    ``numbers``: means over answers or prompts; ``seconds``: of each phase.
+    """
 
     numbers: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     """Sum and count."""
@@ -70,9 +73,14 @@ class Tally:
             self.numbers["reward/min"] = min(self.rewards), 1.0
         seconds = {f"seconds/{phase}": (spent, 1.0) for phase, spent in self.seconds.items()}
         numbers = self.numbers | seconds
-        return {name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair)) for name, pair in numbers.items()}
+        return {
+            name: Mean(*(torch.tensor(each, dtype=torch.float64) for each in pair))
+            for name, pair in numbers.items()
+        }
 
-    def exclude(self, groups: Sequence[RolloutGroup], excluded: Mapping[str, int], num_unused: int) -> None:
+    def exclude(
+        self, groups: Sequence[RolloutGroup], excluded: Mapping[str, int], num_unused: int
+    ) -> None:
         """Count the completions of these groups that must not be trained on, by reason, and the
         groups of which nothing is."""
         num_completions = sum(len(group.answers) for group in groups)
@@ -81,7 +89,9 @@ class Tally:
             self.add(f"excluded/{reason}", [1.0] * count + [0.0] * (num_completions - count))
         self.add("excluded/prompts", [1.0] * num_unused + [0.0] * (len(groups) - num_unused))
         self.exclusions.update(excluded)
-        self.exclusions.update(completions=num_completions, prompts=len(groups), prompts_without=num_unused)
+        self.exclusions.update(
+            completions=num_completions, prompts=len(groups), prompts_without=num_unused
+        )
 
     @contextmanager
     def timing(self, phase: str) -> Iterator[None]:
@@ -106,7 +116,9 @@ class Collector:
     def __init__(self, run: Run) -> None:
         self.run = run
         self.method, self.rollout = run.prepared.method, run.recipe.rollout
-        self._coming: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = None
+        self._coming: tuple[list[tuple[int, ...]], int, Future[list[list[Completion]]]] | None = (
+            None
+        )
         self.latest: tuple[str, str, float | None] | None = None
         """A prompt, one of the last answers to it, and its reward, to be shown."""
         if self.method.is_on_policy:
@@ -157,7 +169,11 @@ class Collector:
     def _tempered(self) -> Iterator[None]:
         """Inside the block, policy and reference are at the temperature of sampling."""
         run, heat = self.run, self.rollout.temperature
-        reference = run.reference.engine.tempered(heat) if isinstance(run.reference, FrozenReference) else nullcontext()
+        reference = (
+            run.reference.engine.tempered(heat)
+            if isinstance(run.reference, FrozenReference)
+            else nullcontext()
+        )
         with run.policy.tempered(heat), reference:
             yield
 
@@ -166,11 +182,19 @@ class Collector:
     def answers(
         self, asked: Sequence[Asked], n: int, seed: int, tally: Tally, *, held_out: bool = False
     ) -> list[list[Completion]]:
-        """n answers to each prompt, each with what a reward is given. All processes have all of them."""
-        generator, phase = (self.own, "answering (held out)") if held_out else (self.generator, "sampling")
+        """n answers to each prompt, each with what a reward is given.
+
+        All processes have all of them.
+        """
+        generator, phase = (
+            (self.own, "answering (held out)") if held_out else (self.generator, "sampling")
+        )
         run, ours, done = self.run, self._share(len(asked), generator), 0
         prompts = [asked[k].unit.prompt_ids for k in ours]
-        with tally.timing("rollout"), Progress(run.console, phase, n * len(ours), quiet=run.quiet, brief=True) as bar:
+        with (
+            tally.timing("rollout"),
+            Progress(run.console, phase, n * len(ours), quiet=run.quiet, brief=True) as bar,
+        ):
 
             def advance(ended: int) -> None:
                 nonlocal done
@@ -182,17 +206,30 @@ class Collector:
             with self._patient(), self._with_advice(), self._unless_stopped():
                 found = self._begun(prompts, n) if ours and not held_out else None
                 if found is None:
-                    found = generator.generate(prompts, n, self._how(seed), first=ours.start, progress=advance) if ours else []
+                    found = (
+                        generator.generate(
+                            prompts, n, self._how(seed), first=ours.start, progress=advance
+                        )
+                        if ours
+                        else []
+                    )
                 own = [[_packed(each) for each in answers] for answers in found]
         told = self._of_all(own)
-        every = [answers for part in (told[:1] if run.divided else told) for answers in part]  # there all have the same
+        # there all have the same
+        every = [answers for part in (told[:1] if run.divided else told) for answers in part]
         return [
-            [self._told(each, k, *packed) for k, packed in enumerate(answers)] for each, answers in zip(asked, every, strict=True)
+            [self._told(each, k, *packed) for k, packed in enumerate(answers)]
+            for each, answers in zip(asked, every, strict=True)
         ]
 
     def _how(self, seed: int) -> Sampling:
         rollout = self.rollout
-        return Sampling(temperature=rollout.temperature, max_new_tokens=rollout.max_new_tokens, top_p=rollout.top_p, seed=seed)
+        return Sampling(
+            temperature=rollout.temperature,
+            max_new_tokens=rollout.max_new_tokens,
+            top_p=rollout.top_p,
+            seed=seed,
+        )
 
     def begin(self, asked: Sequence[Asked], n: int, seed: int) -> None:
         """Has these prompts answered while something else is done."""
@@ -211,8 +248,9 @@ class Collector:
         return coming[2].result()
 
     def _share(self, count: int, generator: Sampler) -> range:
-        """The prompts that this process has answered: all of them where weights are split, and processes need each other for
-        every token."""
+        """The prompts that this process has answered: all of them where weights are split, and
+        processes need each other for every token.
+        """
         world = self.run.world
         if self.run.divided:
             return range(count)
@@ -230,7 +268,9 @@ class Collector:
 
     @contextmanager
     def _with_advice(self) -> Iterator[None]:
-        """Inside the block, memory that runs out is an error that says what would help, and so is a model that has gone bad."""
+        """Inside the block, memory that runs out is an error that says what would help, and so is a
+        model that has gone bad.
+        """
         try:
             yield
         except FloatingPointError as error:
@@ -239,7 +279,12 @@ class Collector:
             if not out_of_memory(error):
                 raise
             what, fix = "out of memory while sampling", "lower it, or rollout.max_new_tokens"
-            raise UserError(what, code="out-of-memory", where=f"rollout.at_once: {self.rollout.at_once}", fix=fix) from error
+            raise UserError(
+                what,
+                code="out-of-memory",
+                where=f"rollout.at_once: {self.rollout.at_once}",
+                fix=fix,
+            ) from error
 
     @contextmanager
     def _unless_stopped(self) -> Iterator[None]:
@@ -251,7 +296,10 @@ class Collector:
                 raise
 
     def _of_all(self, own: list[Any] | None) -> list[list[Any]]:
-        """What each process has (None: it was stopped before). Raises Interrupted in all of them when one was stopped."""
+        """What each process has (None: it was stopped before).
+
+        Raises Interrupted in all of them when one was stopped.
+        """
         told: list[list[Any] | None] = gathered(self.run.world, own)
         found = [part for part in told if part is not None]
         if len(found) < len(told):
@@ -264,24 +312,42 @@ class Collector:
         content = asked.prompt.prompt
         tokenizer = self.run.prepared.tokenizer
         return Completion(
-            prompt_id=asked.unit.id, tokens=tuple(tokens), logps=tuple(logps), text=text, stop=stop, version=version,
-            versions=tuple(versions), index=index,
+            prompt_id=asked.unit.id,
+            tokens=tuple(tokens),
+            logps=tuple(logps),
+            text=text,
+            stop=stop,
+            version=version,
+            versions=tuple(versions),
+            index=index,
             prompt=content.messages if isinstance(content, Chat) else as_text(content, tokenizer),
-            rendered=str(tokenizer.decode(list(asked.unit.prompt_ids))), info=asked.prompt.info,
+            rendered=str(tokenizer.decode(list(asked.unit.prompt_ids))),
+            info=asked.prompt.info,
             tools=content.tools if isinstance(content, Chat) else (),
-        )  # fmt: skip
+        )
 
     def scores(self, answers: Sequence[Sequence[Completion]], tally: Tally) -> list[list[Score]]:
-        """What the reward says of them, in the same order. Raises UserError when it fails too often."""
+        """What the reward says of them, in the same order.
+
+        Raises UserError when it fails too often.
+        """
         run = self.run
         flat = [each for own in answers for each in own]
         ours = self._share_of(len(flat))
-        with tally.timing("reward"), Progress(run.console, "judging", len(ours), quiet=run.quiet, brief=True) as bar:
+        with (
+            tally.timing("reward"),
+            Progress(run.console, "judging", len(ours), quiet=run.quiet, brief=True) as bar,
+        ):
             own = self._judge(flat[ours.start : ours.stop], bar)
-        told = self._of_all(None if own is None else [[each.value, dict(each.parts), each.error] for each in own])
+        told = self._of_all(
+            None if own is None else [[each.value, dict(each.parts), each.error] for each in own]
+        )
         every = [Score(value, parts, error) for part in told for value, parts, error in part]
-        # As a server may answer that gives text alone. There is nothing in it to be more or less likely.
-        every = [score if each.tokens else NO_TOKENS for each, score in zip(flat, every, strict=True)]
+        # As a server may answer that gives text alone. There is nothing in it to be more or less
+        # likely.
+        every = [
+            score if each.tokens else NO_TOKENS for each, score in zip(flat, every, strict=True)
+        ]
         self._budget(every, tally)
         found = iter(every)
         return [[next(found) for _ in each] for each in answers]
@@ -297,7 +363,9 @@ class Collector:
 
         try:
             with self._patient(), self._unless_stopped():
-                return score_all(self.reward, answers, progress=advance, stop=lambda: self.run.stop.requested)
+                return score_all(
+                    self.reward, answers, progress=advance, stop=lambda: self.run.stop.requested
+                )
         except Stopped:
             pass
         return None
@@ -318,14 +386,19 @@ class Collector:
                 allowed = "and rollout.on_failure is stop"
             self.run.together = True
             raise UserError(
-                f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: {failed[0]}",
+                f"{len(failed)} of {len(scores)} answers have no score, {allowed}; the first: "
+                f"{failed[0]}",
                 code="reward-failed" if stops else "reward-failures",
                 where="reward",
                 fix="fix the reward, then run the same command again to resume from the last step",
             )
 
     def judged(
-        self, asked: Sequence[Asked], answers: Sequence[Sequence[Completion]], scores: Sequence[Sequence[Score]], tally: Tally
+        self,
+        asked: Sequence[Asked],
+        answers: Sequence[Sequence[Completion]],
+        scores: Sequence[Sequence[Score]],
+        tally: Tally,
     ) -> list[RolloutGroup]:
         """Each prompt with those of its answers that have a score."""
         found: list[RolloutGroup] = []
@@ -339,19 +412,31 @@ class Collector:
             given = {i: judged[i].value or 0.0 for i in kept}
             self._tell(own, [judged[i] for i in kept], list(given.values()), tally)
             if kept:
-                rewards = tuple(value - self._overlong(len(own[i].tokens)) for i, value in given.items())
+                rewards = tuple(
+                    value - self._overlong(len(own[i].tokens)) for i, value in given.items()
+                )
                 found.append(RolloutGroup(each.unit, tuple(own[i] for i in kept), rewards))
         tally.add("rollout/tied", [float(each.tied) for each in found])
         tally.add("rollout/duplicates", duplicates([a.tokens for own in answers for a in own]))
         return found
 
     def _overlong(self, length: int) -> float:
-        """What an answer of so many tokens loses: nothing, or up to 1 within the buffer before the limit. Yu et al. 2025, arXiv
-        2503.14476, Eq. 13."""
+        """What an answer of so many tokens loses: nothing, or up to 1 within the buffer before the
+        limit. Yu et al. 2025, arXiv
+        2503.14476, Eq. 13.
+        """
         buffer = self.rollout.overlong_buffer
-        return max(0.0, (length - (self.rollout.max_new_tokens - buffer)) / buffer) if buffer else 0.0
+        return (
+            max(0.0, (length - (self.rollout.max_new_tokens - buffer)) / buffer) if buffer else 0.0
+        )
 
-    def _tell(self, own: Sequence[Completion], judged: Sequence[Score], rewards: Sequence[float], tally: Tally) -> None:
+    def _tell(
+        self,
+        own: Sequence[Completion],
+        judged: Sequence[Score],
+        rewards: Sequence[float],
+        tally: Tally,
+    ) -> None:
         tally.add("reward/mean", rewards)
         tally.rewards += rewards
         if len(rewards) > 1:
@@ -366,8 +451,10 @@ class Collector:
         tally.add("rollout/failed", [0.0] * len(judged) + [1.0] * (len(own) - len(judged)))
 
     def divergence(self, round: Sequence[RolloutGroup], tally: Tally) -> None:
-        """How far the policy is from the reference, both at the temperature of sampling: KL(policy, reference) of an answer in
-        nats, as the mean over answers of sum_t k3, which has no bias and less noise than k1; that goes into ``tally.apart``."""
+        """How far the policy is from the reference, both at the temperature of sampling: KL(policy,
+        reference) of an answer in nats, as the mean over answers of sum_t k3, which has no bias and
+        less noise than k1; that goes into ``tally.apart``.
+        """
         if self.run.reference is None:
             return
         for each in round:
@@ -377,25 +464,35 @@ class Collector:
                 tally.add("kl", [k3(own, ref).sum().item()])
                 tally.apart.append(k1(own, ref).sum().item())
 
-    def measured(self, round: Sequence[RolloutGroup], names: Sequence[str], tally: Tally) -> list[RolloutGroup]:
-        """The same with columns of these names: `old` (what the policy says now), `ref` (the reference), `value`."""
+    def measured(
+        self, round: Sequence[RolloutGroup], names: Sequence[str], tally: Tally
+    ) -> list[RolloutGroup]:
+        """The same with columns of these names: `old` (what the policy says now), `ref` (the
+        reference), `value`.
+        """
         if not names or not round:
             return list(round)
         units = [each.unit("demonstration", i) for each in round for i in range(len(each.answers))]
         with tally.timing("measuring"):
             found = with_memory(self.run, "training", lambda: self._columns(units, names))
-        if "ref_t" in self._makes.reads and "ref" not in names:  # divergence costs nothing, and none is asked for
+        # divergence costs nothing, and none is asked for
+        if "ref_t" in self._makes.reads and "ref" not in names:
             found = [columns | {"ref": columns["old"]} for columns in found]
         rest = iter(found)
         return [replace(each, columns=tuple(next(rest) for _ in each.answers)) for each in round]
 
     @torch.no_grad()
-    def _columns(self, units: Sequence[TokenizedExample], names: Sequence[str]) -> list[dict[str, tuple[float, ...]]]:
+    def _columns(
+        self, units: Sequence[TokenizedExample], names: Sequence[str]
+    ) -> list[dict[str, tuple[float, ...]]]:
         run, objective = self.run, self.run.objective
         done = 0
         policy = run.policy.eval()
         try:
-            with Progress(run.console, "measuring", len(units), quiet=run.quiet, brief=True) as bar, self._tempered():
+            with (
+                Progress(run.console, "measuring", len(units), quiet=run.quiet, brief=True) as bar,
+                self._tempered(),
+            ):
 
                 def measure(batch: MicroBatch) -> tuple[MicroBatch, list[Tensor]]:
                     return batch, [column[batch.scored] for column in self._of(batch, names)]
@@ -410,7 +507,8 @@ class Collector:
                 )
         finally:
             policy.train()
-        own = [row for batch, columns in parts for row in _by_unit(batch, columns)]  # now a device is waited for
+        # now a device is waited for
+        own = [row for batch, columns in parts for row in _by_unit(batch, columns)]
         every = [row for rows in gathered(run.group, own) for row in rows]
         by_unit = {int(unit): values for unit, values in every}
         return [dict(zip(names, map(tuple, by_unit[i]), strict=True)) for i in range(len(units))]
@@ -430,26 +528,54 @@ class Collector:
     # ------------------------------------------------------------------ held-out prompts
 
     def evaluate(self, corpus: Corpus, most: int | None) -> Evaluation:
-        """One answer to each prompt, judged; nothing is selected. Every evaluation of a run draws the same random numbers."""
+        """One answer to each prompt, judged; nothing is selected.
+
+        Every evaluation of a run draws the same random numbers.
+        """
         run, tally = self.run, Tally()
-        asked = [Asked(unit, example) for unit in corpus.units[:most] if isinstance(example := corpus.examples[unit.id], Prompt)]
+        asked = [
+            Asked(unit, example)
+            for unit in corpus.units[:most]
+            if isinstance(example := corpus.examples[unit.id], Prompt)
+        ]
         answers = self.answers(asked, 1, run.recipe.train.seed, tally, held_out=True)
         scores = self.scores(answers, tally)
-        round = self.measured(self.judged(asked, answers, scores, tally), [n for n in self.reads if n != "value"], tally)
+        round = self.measured(
+            self.judged(asked, answers, scores, tally),
+            [n for n in self.reads if n != "value"],
+            tally,
+        )
         self.divergence(round, tally)
         tally.seconds.clear()
-        found = {name: (mean.total / mean.count).item() for name, mean in tally.means.items() if mean.count}
+        found = {
+            name: (mean.total / mean.count).item()
+            for name, mean in tally.means.items()
+            if mean.count
+        }
         found.pop("rollout/tied", None)
-        rows = [self._row(each, own[0], judged[0]) for each, own, judged in zip(asked, answers, scores, strict=True)]
+        rows = [
+            self._row(each, own[0], judged[0])
+            for each, own, judged in zip(asked, answers, scores, strict=True)
+        ]
         return Evaluation(dict(sorted(found.items())), rows)
 
     def _row(self, asked: Asked, answer: Completion, score: Score) -> dict[str, Any]:
         unit = asked.unit
-        row: dict[str, Any] = {"id": unit.id, "origin": str(unit.origin), **({"source": unit.source} if unit.source else {})}
+        row: dict[str, Any] = {
+            "id": unit.id,
+            "origin": str(unit.origin),
+            **({"source": unit.source} if unit.source else {}),
+        }
         row["tokens"] = len(answer.tokens)
-        row |= {"stop": answer.stop, **({"reward": score.value} if score.value is not None else {"error": score.error})}
+        row |= {
+            "stop": answer.stop,
+            **({"reward": score.value} if score.value is not None else {"error": score.error}),
+        }
         row |= {"parts": dict(score.parts)} if score.parts else {}
-        return row | {"prompt": as_text(asked.prompt.prompt, self.run.prepared.tokenizer), "completion": answer.text}
+        return row | {
+            "prompt": as_text(asked.prompt.prompt, self.run.prepared.tokenizer),
+            "completion": answer.text,
+        }
 
 
 def distinct_ngrams(tokens: Sequence[int], n: int = 4, at_least: int = 8) -> float | None:
@@ -471,8 +597,18 @@ def _by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
     """Each unit of a micro-batch of single answers, and its columns [N], token by token."""
     host = [column.cpu().double() for column in columns]
     owner = batch.read[1]
-    return [[unit, [column[owner == s].tolist() for column in host]] for s, unit in enumerate(batch.unit.tolist())]
+    return [
+        [unit, [column[owner == s].tolist() for column in host]]
+        for s, unit in enumerate(batch.unit.tolist())
+    ]
 
 
 def _packed(answer: Completion) -> list[Any]:
-    return [list(answer.tokens), list(answer.logps), answer.text, answer.stop, answer.version, list(answer.versions)]
+    return [
+        list(answer.tokens),
+        list(answer.logps),
+        answer.text,
+        answer.stop,
+        answer.version,
+        list(answer.versions),
+    ]

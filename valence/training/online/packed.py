@@ -15,21 +15,35 @@ PLAIN = ("id", "kind", "label", "scores", "attributes", "margin", "soft", "weigh
 
 
 def packed(units: Sequence[TokenizedExample]) -> dict[str, Any]:
-    """Units whose prompts are not trained on, and whose answers are: each with all of its tokens, or with none of them."""
+    """Units whose prompts are not trained on, and whose answers are: each with all of its tokens,
+    or with none of them.
+    """
     answers = [answer for unit in units for answer in unit.answers]
     columns: dict[str, list[float]] = {}
     for answer in answers:
         for name, values in answer.columns:
             columns.setdefault(name, []).extend(values)
     return {
-        "rows": [{name: getattr(unit, name) for name in PLAIN} | {"origin": asdict(unit.origin)} for unit in units],
-        "lengths": [[len(unit.prompt_ids), *(len(answer.ids) for answer in unit.answers)] for unit in units],
+        "rows": [
+            {name: getattr(unit, name) for name in PLAIN} | {"origin": asdict(unit.origin)}
+            for unit in units
+        ],
+        "lengths": [
+            [len(unit.prompt_ids), *(len(answer.ids) for answer in unit.answers)] for unit in units
+        ],
         "complete": [answer.complete for answer in answers],
         "masked": [not any(answer.mask) for answer in answers],
         "tokens": torch.tensor(
-            [i for unit in units for i in (*unit.prompt_ids, *(t for a in unit.answers for t in a.ids))]
+            [
+                i
+                for unit in units
+                for i in (*unit.prompt_ids, *(t for a in unit.answers for t in a.ids))
+            ]
         ).long(),
-        "columns": {name: torch.tensor(values, dtype=torch.float64) for name, values in sorted(columns.items())},
+        "columns": {
+            name: torch.tensor(values, dtype=torch.float64)
+            for name, values in sorted(columns.items())
+        },
     }
 
 
@@ -53,8 +67,16 @@ def unpacked(state: Mapping[str, Any]) -> list[TokenizedExample]:
             for n in lengths
         ]
         plain = {name: row[name] for name in PLAIN} | {
-            "scores": tuple(row["scores"]), "attributes": tuple((name, score) for name, score in row["attributes"]),
+            "scores": tuple(row["scores"]),
+            "attributes": tuple((name, score) for name, score in row["attributes"]),
             "origin": Origin(**row["origin"]),
-        }  # fmt: skip
-        found.append(TokenizedExample(**plain, prompt_ids=prompt, prompt_mask=(False,) * len(prompt), answers=tuple(answers)))
+        }
+        found.append(
+            TokenizedExample(
+                **plain,
+                prompt_ids=prompt,
+                prompt_mask=(False,) * len(prompt),
+                answers=tuple(answers),
+            )
+        )
     return found

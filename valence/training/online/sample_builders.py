@@ -1,7 +1,8 @@
-"""What the answers of a round become: demonstrations, pairs, thumbs, or tokens with their advantage.
+"""What the answers of a round become: demonstrations, pairs, thumbs, or tokens with their
+advantage.
 
-A maker takes the prompts of a round with their answers and rewards. Its keyword-only parameters are settings of the methods that
-use it, in the recipe's ``loss`` section.
+A maker takes the prompts of a round with their answers and rewards. Its keyword-only parameters are
+settings of the methods that use it, in the recipe's ``loss`` section.
 """
 
 from __future__ import annotations
@@ -26,9 +27,11 @@ Columns = Mapping[str, tuple[float, ...]]
 
 @dataclass(frozen=True)
 class RolloutGroup:
-    """A prompt with those of its answers that have a reward, in the order in which they were sampled. ``rewards``: as the reward
-    gave them, less what an answer lost by its length. ``columns``: of each answer, what was measured of its tokens: `old`,
-    `ref`, `value`, as far as the method reads them."""
+    """A prompt with those of its answers that have a reward, in the order in which they were
+    sampled. ``rewards``: as the reward gave them, less what an answer lost by its length.
+    ``columns``: of each answer, what was measured of its tokens: `old`, `ref`, `value`, as far as
+    the method reads them.
+    """
 
     prompt: TokenizedExample
     answers: tuple[Completion, ...]
@@ -41,9 +44,13 @@ class RolloutGroup:
         return len(set(self.rewards)) < 2
 
     def unit(
-        self, kind: Literal["demonstration", "judgement", "preference", "scored"], *which: int, columns: Columns | None = None,
-        masked: bool = False, **verdict: Any,
-    ) -> TokenizedExample:  # fmt: skip
+        self,
+        kind: Literal["demonstration", "judgement", "preference", "scored"],
+        *which: int,
+        columns: Columns | None = None,
+        masked: bool = False,
+        **verdict: Any,
+    ) -> TokenizedExample:
         """These of its completions as an example to train on. columns: of each of them. masked:
         whether no token is in the loss mask."""
         answers = [self.answers[i] for i in which]
@@ -54,7 +61,10 @@ class RolloutGroup:
             kind=kind,
             prompt_ids=self.prompt.prompt_ids,
             prompt_mask=self.prompt.prompt_mask,
-            answers=tuple(TokenizedCompletion(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own) for a in answers),
+            answers=tuple(
+                TokenizedCompletion(a.tokens, (not masked,) * len(a.tokens), a.stop == "eos", own)
+                for a in answers
+            ),
             weight=self.prompt.weight,
             source=self.prompt.source,
             **verdict,
@@ -73,7 +83,9 @@ EXCLUSIONS: dict[Exclusion, str] = {
 """In words, for messages."""
 
 
-def exclusion_reasons(group: RolloutGroup, min_reward: float | None, mask_truncated: bool) -> list[Exclusion | None]:
+def exclusion_reasons(
+    group: RolloutGroup, min_reward: float | None, mask_truncated: bool
+) -> list[Exclusion | None]:
     """Why each completion of a group must not be imitated; None where it may be.
 
     A group whose rewards are all equal says nothing about which completion is good: with a 0/1
@@ -125,8 +137,8 @@ def pairs(
 ) -> list[TokenizedExample]:
     """Pairs of answers to one prompt, the one with the larger reward preferred.
 
-    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same tokens, are no pair. Of several best
-    or worst ones it is that which was sampled first.
+    Guo et al. 2024, arXiv 2402.04792 (online DPO). Answers with the same reward, or the same
+    tokens, are no pair. Of several best or worst ones it is that which was sampled first.
 
     pairs: the best against the worst answer of each prompt, or every two.
     pair_margin: smallest difference of rewards, above 0, that makes a pair.
@@ -135,10 +147,18 @@ def pairs(
     for each in round:
         order = sorted(range(len(each.answers)), key=lambda i: -each.rewards[i])
         last = min(order, key=lambda i: (each.rewards[i], i))
-        two = [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]] if pairs == "all" else [(order[0], last)]
+        two = (
+            [(i, j) for k, i in enumerate(order) for j in order[k + 1 :]]
+            if pairs == "all"
+            else [(order[0], last)]
+        )
         for i, j in two:
             apart = each.rewards[i] - each.rewards[j]
-            if apart > 0 and apart >= pair_margin and each.answers[i].tokens != each.answers[j].tokens:
+            if (
+                apart > 0
+                and apart >= pair_margin
+                and each.answers[i].tokens != each.answers[j].tokens
+            ):
                 found.append(each.unit("preference", i, j))
     return found
 
@@ -147,15 +167,21 @@ Threshold = float | Literal["mean", "median", "batch_mean", "batch_median"]
 
 
 def thumbs(
-    round: Sequence[RolloutGroup], *, thumbs_up: Threshold = "mean", thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None
+    round: Sequence[RolloutGroup],
+    *,
+    thumbs_up: Threshold = "mean",
+    thumbs_quantile: Annotated[float, Gt(0), Lt(1)] | None = None,
 ) -> list[TokenizedExample]:
     """Every answer with a thumb up or down, by its reward.
 
-    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). An answer above the bar is up, one below it down; one that
-    is at a bar made of the rewards themselves is left out, while one at a bar given as a number is up.
+    Ethayarajh et al. 2024, arXiv 2402.01306, Sec. 4 (KTO from scores). An answer above the bar is
+    up, one below it down; one that is at a bar made of the rewards themselves is left out, while
+    one at a bar given as a number is up.
 
-    thumbs_up: the bar: a number, or the mean or the median of the rewards of the prompt (batch_: of the whole round).
-    thumbs_quantile: instead: this share of the answers to a prompt, those with the largest rewards, is up, and as many at the
+    thumbs_up: the bar: a number, or the mean or the median of the rewards of the prompt (batch_: of
+        the whole round).
+    thumbs_quantile: instead: this share of the answers to a prompt, those with the largest rewards,
+        is up, and as many at the
         other end down.
     """
     found: list[TokenizedExample] = []
@@ -166,7 +192,9 @@ def thumbs(
     return found
 
 
-def _verdicts(own: Rewards, every: Sequence[float], bar: Threshold, share: float | None) -> Iterator[tuple[int, bool]]:
+def _verdicts(
+    own: Rewards, every: Sequence[float], bar: Threshold, share: float | None
+) -> Iterator[tuple[int, bool]]:
     """Which answers are up (True) or down."""
     if share is not None:
         order = sorted(range(len(own)), key=lambda i: -own[i])
@@ -193,7 +221,9 @@ class SampleBuilder:
     excludes: Callable[..., list[Exclusion | None]] | None = None
 
     def excluded(self, round: Sequence[RolloutGroup], rollout: Any) -> Counter[str]:
-        """How many completions of a round must not be trained on, by reason. rollout: that section."""
+        """How many completions of a round must not be trained on, by reason. rollout: that
+        section.
+        """
         if self.excludes is None:
             return Counter()
         names = (p for p in signature(self.excludes).parameters if p in self.reads)
@@ -204,15 +234,27 @@ class SampleBuilder:
     @property
     def reads(self) -> tuple[str, ...]:
         """Names of its positional parameters."""
-        return tuple(p.name for p in signature(self.fn).parameters.values() if p.kind is not Parameter.KEYWORD_ONLY)
+        return tuple(
+            p.name
+            for p in signature(self.fn).parameters.values()
+            if p.kind is not Parameter.KEYWORD_ONLY
+        )
 
     @property
     def settings(self) -> dict[str, Parameter]:
         """Its keyword-only parameters."""
-        return {p.name: p for p in signature(self.fn, eval_str=True).parameters.values() if p.kind is Parameter.KEYWORD_ONLY}
+        return {
+            p.name: p
+            for p in signature(self.fn, eval_str=True).parameters.values()
+            if p.kind is Parameter.KEYWORD_ONLY
+        }
 
-    def __call__(self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]) -> list[TokenizedExample]:
-        """What a round is trained on. rollout: that section; settings: of the loss, its own among them."""
+    def __call__(
+        self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]
+    ) -> list[TokenizedExample]:
+        """What a round is trained on. rollout: that section; settings: of the loss, its own among
+        them.
+        """
         more = {name: getattr(rollout, name) for name in self.reads[1:]}
         return self.fn(round, **more, **{name: settings[name] for name in self.settings})
 
@@ -222,7 +264,9 @@ class Credited(SampleBuilder):
     ``losses.advantage``. With ``rollout.mask_truncated`` no token of a truncated completion is in
     the loss mask; its reward still counts in the statistics of its group and round."""
 
-    def __call__(self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]) -> list[TokenizedExample]:
+    def __call__(
+        self, round: Sequence[RolloutGroup], rollout: Any, settings: Mapping[str, Any]
+    ) -> list[TokenizedExample]:
         given = {name: value for name, value in _tensors(round).items() if name in self.reads}
         credit = self.fn(**given, **{name: settings[name] for name in self.settings})
         columns: dict[str, Tensor] = credit if isinstance(credit, dict) else {"adv": credit}
@@ -236,24 +280,31 @@ class Credited(SampleBuilder):
                 measured = dict(each.columns[i]) if each.columns else {}
                 masked = rollout.mask_truncated and each.answers[i].stop == "length"
                 columns_of = known | measured | own
-                found.append(each.unit("scored", i, scores=(reward,), columns=columns_of, masked=masked))
+                found.append(
+                    each.unit("scored", i, scores=(reward,), columns=columns_of, masked=masked)
+                )
         return found
 
 
 def _tensors(round: Sequence[RolloutGroup]) -> dict[str, Tensor]:
-    """The inputs of an advantage function, for S completions with N tokens in their order: reward[S],
-    group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured."""
+    """The inputs of an advantage function, for S completions with N tokens in their order:
+    reward[S], group[S], owner[N], and old_t[N], ref_t[N], value_t[N] where they were measured.
+    """
     import torch
 
     lengths = torch.tensor([len(answer.tokens) for each in round for answer in each.answers])
     groups = torch.tensor([g for g, each in enumerate(round) for _ in each.answers])
     found = {
-        "reward": torch.tensor([reward for each in round for reward in each.rewards], dtype=torch.float64),
+        "reward": torch.tensor(
+            [reward for each in round for reward in each.rewards], dtype=torch.float64
+        ),
         "group": groups,
         "owner": torch.arange(len(lengths)).repeat_interleave(lengths),
     }
     for name in ("old", "ref", "value"):
         values = [own.get(name) for each in round for own in each.columns]
         if values and None not in values:
-            found[f"{name}_t"] = torch.tensor([v for own in values for v in own or ()], dtype=torch.float64)
+            found[f"{name}_t"] = torch.tensor(
+                [v for own in values for v in own or ()], dtype=torch.float64
+            )
     return found

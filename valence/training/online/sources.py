@@ -32,19 +32,34 @@ Answers = list[list[Completion]]
 
 
 class Sampler(Protocol):
-    """Answers the prompts of a run. ``served``: by a server, which rank 0 asks; else each process samples some."""
+    """Answers the prompts of a run.
+
+    ``served``: by a server, which rank 0 asks; else each process samples some.
+    """
 
     served: bool
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int,
+        progress: Callable[[int], None],
     ) -> Answers:
-        """n answers to each prompt. first: the place of the first of them in its round; progress: told how many more answers have
-        ended."""
+        """n answers to each prompt. first: the place of the first of them in its round; progress:
+        told how many more answers have ended.
+        """
         ...
 
-    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
-        """The same, while something else is done. One such request at a time: an earlier one is given up."""
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[Answers]:
+        """The same, while something else is done.
+
+        One such request at a time: an earlier one is given up.
+        """
         ...
 
     def close(self) -> None: ...
@@ -60,16 +75,30 @@ class InProcess:
         self.policy, self.run = run.policy, run
         model: Any = run.policy.model
         at_once = run.recipe.rollout.at_once
-        self.generator = HFGenerator(model, encoder.tokenizer, end_ids=encoder.end_ids, batch_size=at_once)
+        self.generator = HFGenerator(
+            model, encoder.tokenizer, end_ids=encoder.end_ids, batch_size=at_once
+        )
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int,
+        progress: Callable[[int], None],
     ) -> Answers:
         self.generator.version = self.run.step
         with self.policy.sampling():
-            return self.policy.within(lambda: self.generator.generate(prompts, n, sampling, first=first, progress=progress))
+            return self.policy.within(
+                lambda: self.generator.generate(
+                    prompts, n, sampling, first=first, progress=progress
+                )
+            )
 
-    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[Answers]:
         raise UserError(
             "this process samples, and cannot train meanwhile",
             code="rollout-ahead-unsupported",
@@ -82,7 +111,9 @@ class InProcess:
 
 
 class OnServer:
-    """Sampling from a server, which is sent the policy's weights when they have changed, if it takes any."""
+    """Sampling from a server, which is sent the policy's weights when they have changed, if it
+    takes any.
+    """
 
     served = True
 
@@ -104,13 +135,21 @@ class OnServer:
         self._unwanted = Event()
 
     def generate(
-        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling, *, first: int, progress: Callable[[int], None]
+        self,
+        prompts: Sequence[tuple[int, ...]],
+        n: int,
+        sampling: Sampling,
+        *,
+        first: int,
+        progress: Callable[[int], None],
     ) -> Answers:
         assert first == 0
         self._sync(sampling)
         return self.generator.generate(prompts, n, sampling, progress=progress)
 
-    def begin(self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling) -> Future[Answers]:
+    def begin(
+        self, prompts: Sequence[tuple[int, ...]], n: int, sampling: Sampling
+    ) -> Future[Answers]:
         self._unwanted.set()
         self._sync(sampling)
         unwanted = self._unwanted = Event()
@@ -122,7 +161,10 @@ class OnServer:
         return self._thread.submit(self.generator.generate, prompts, n, sampling, progress=look)
 
     def close(self) -> None:
-        """Gives back connections, and stops the server if it was started here. What is still being answered is given up."""
+        """Gives back connections, and stops the server if it was started here.
+
+        What is still being answered is given up.
+        """
         self._unwanted.set()
         self._thread.shutdown(wait=False, cancel_futures=True)
         self.generator.close()
@@ -136,28 +178,40 @@ class OnServer:
         run = self.run
         if self.rollout.engine != "vllm" or self.synced == run.step:
             return
-        self.generator.sync(run.step, self._weights, self._adapter if adapted(run.policy.model) else None)
+        self.generator.sync(
+            run.step, self._weights, self._adapter if adapted(run.policy.model) else None
+        )
         self.synced = run.step
         if not self.rollout.check_prompts:
             return
         from valence.rollouts.check import Evidence, check
 
-        longest = sorted({unit.prompt_ids for unit in run.prepared.corpora["train"].units}, key=lambda ids: (-len(ids), ids))
+        longest = sorted(
+            {unit.prompt_ids for unit in run.prepared.corpora["train"].units},
+            key=lambda ids: (-len(ids), ids),
+        )
         config = run.policy.causal.config.get_text_config()
         about = Evidence(
-            dtypes=(run.recipe.model.dtype, ""), tied=bool(getattr(config, "tie_word_embeddings", False)), agreed=self.agreed,
+            dtypes=(run.recipe.model.dtype, ""),
+            tied=bool(getattr(config, "tie_word_embeddings", False)),
+            agreed=self.agreed,
             adapter=adapted(run.policy.model),
-        )  # fmt: skip
-        asked = longest[: self.rollout.check_prompts]  # in short ones a prefix that was kept by mistake does not show
+        )
+        # in short ones a prefix that was kept by mistake does not show
+        asked = longest[: self.rollout.check_prompts]
         check(self.generator, asked, sampling, self._measure, self._mismatch, evidence=about)
         self.agreed = True
 
     @cached_property
     def _mismatch(self) -> float:
-        """Nats per token: an output head that kept its old values was seen to differ by 0.06, and bfloat16 by 0.03."""
+        """Nats per token: an output head that kept its old values was seen to differ by 0.06, and
+        bfloat16 by 0.03.
+        """
         if self.rollout.max_mismatch is not None:
             return self.rollout.max_mismatch
-        wide = self.run.recipe.model.dtype == "float32" and (self.server is not None or self.generator.dtype == "float32")
+        wide = self.run.recipe.model.dtype == "float32" and (
+            self.server is not None or self.generator.dtype == "float32"
+        )
         return 0.005 if wide else 0.1
 
     def _weights(self) -> Named:
@@ -176,7 +230,9 @@ class OnServer:
         policy.eval()
         try:
             with policy.tempered(temperature):
-                for batch in make_micro_batches(units, run.objective.micro_batch_tokens, policy.device):
+                for batch in make_micro_batches(
+                    units, run.objective.micro_batch_tokens, policy.device
+                ):
                     logp = policy(batch).logp[batch.scored].cpu()
                     for s, i in enumerate(batch.unit.tolist()):
                         found[i] = logp[batch.read[1] == s].tolist()
@@ -188,11 +244,20 @@ class OnServer:
 
     def _generator(self) -> Served:
         run, rollout, encoder = self.run, self.rollout, self.run.prepared.encoder
-        how: dict[str, Any] = {"end_ids": encoder.end_ids, "timeout": rollout.timeout, "say": run.warn}
+        how: dict[str, Any] = {
+            "end_ids": encoder.end_ids,
+            "timeout": rollout.timeout,
+            "say": run.warn,
+        }
         if rollout.engine == "openai":
             from valence.rollouts.openai import OpenAIGenerator
 
-            return cast("Served", OpenAIGenerator(rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **how))
+            return cast(
+                "Served",
+                OpenAIGenerator(
+                    rollout.url or "", encoder.tokenizer, prefix=encoder.vocab.prefix, **how
+                ),
+            )
         from valence.rollouts.vllm import VLLMGenerator
 
         name = self._transport_name()
@@ -213,9 +278,12 @@ class OnServer:
         from valence.rollouts import transports
 
         if name in ("disk", "lora"):
-            # Of its own in a folder that several runs may name: each removes what it left there when it was killed.
+            # Of its own in a folder that several runs may name: each removes what it left there
+            # when it was killed.
             own = f"{self._folder.name}-{zlib.crc32(str(self._folder.absolute()).encode()):08x}"
-            folder = Path(self.rollout.folder) / own if self.rollout.folder else self._folder / "weights"
+            folder = (
+                Path(self.rollout.folder) / own if self.rollout.folder else self._folder / "weights"
+            )
             return transports.Lora(folder) if name == "lora" else transports.Disk(folder)
         if name == "gloo":
             return transports.Gloo(self.rollout.timeout)
@@ -230,24 +298,36 @@ class OnServer:
             extra += ["--tokenizer", located(named)]
         dtype = "bfloat16" if recipe.model.dtype == "bfloat16" else "float32"
         server = Server(
-            recipe.model.name, folder=self._folder / "server", python=self.rollout.python, transport=transport,
-            rank=largest_rank(self.run.policy.model), dtype=dtype, length=recipe.data.max_length, timeout=self.rollout.timeout,
+            recipe.model.name,
+            folder=self._folder / "server",
+            python=self.rollout.python,
+            transport=transport,
+            rank=largest_rank(self.run.policy.model),
+            dtype=dtype,
+            length=recipe.data.max_length,
+            timeout=self.rollout.timeout,
             extra=extra,
-        )  # fmt: skip
+        )
         self.run.say_once(f"starting a vLLM server ({server.log})")
         return server.start()
 
     @cached_property
     def _folder(self) -> Path:
-        return self.run.folder.path if self.run.folder else Path(tempfile.mkdtemp(prefix="valence-"))
+        return (
+            self.run.folder.path if self.run.folder else Path(tempfile.mkdtemp(prefix="valence-"))
+        )
 
 
 def _unit(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
     ids = tuple(prompt)
     return TokenizedExample(
-        id="compared", origin=Origin("", 0), kind="demonstration", prompt_ids=ids, prompt_mask=(False,) * len(ids),
+        id="compared",
+        origin=Origin("", 0),
+        kind="demonstration",
+        prompt_ids=ids,
+        prompt_mask=(False,) * len(ids),
         answers=(TokenizedCompletion(tuple(answer), (True,) * len(answer)),),
-    )  # fmt: skip
+    )
 
 
 def sampler_of(run: Run) -> Sampler:
@@ -256,13 +336,18 @@ def sampler_of(run: Run) -> Sampler:
 
 
 def check_rewards(recipe: Recipe) -> None:
-    """Raises UserError for rewards that cannot be found, or called. Models are not loaded for it."""
+    """Raises UserError for rewards that cannot be found, or called.
+
+    Models are not loaded for it.
+    """
     if recipe.reward:
         reward_of(recipe.reward, model=lambda name, settings, where: Unloaded())
 
 
 def models_that_judge(recipe: Recipe) -> list[tuple[str, Mapping[str, Any], str]]:
-    """The reward models among a recipe's rewards: the folder or hub id of each, its settings, and where these are."""
+    """The reward models among a recipe's rewards: the folder or hub id of each, its settings, and
+    where these are.
+    """
     found: list[tuple[str, Mapping[str, Any], str]] = []
 
     def note(*entry: Any) -> Unloaded:
