@@ -167,7 +167,7 @@ def test_the_pages_name_every_format_command_and_status() -> None:
     } == {
         f"valence {name}" for name in re.findall(r"^\| `valence ([\w-]+)", commands, re.MULTILINE)
     }
-    section = commands.split("| exit status |")[1].split("\n\n")[0]
+    section = commands.split("| Exit code |")[1].split("\n\n")[0]
     assert {int(n) for n in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)} == {
         0,
         1,
