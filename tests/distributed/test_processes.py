@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.arch.source import ROOT
 from tests.distributed import jobs, rig
 from tests.errors import check_error, raises_error
 from valence.distributed.posts import Place, Posts
@@ -237,3 +241,32 @@ def test_the_norm_of_a_large_gradient_is_exact_on_a_cpu() -> None:
     expected = weight.grad.double().square().sum().sqrt().item()
     assert Single().norm([weight]).item() == pytest.approx(expected, rel=1e-12)
     assert Single().norm([torch.nn.Parameter(torch.zeros(2))]).item() == 0.0
+
+
+THREADS_AFTER_A_GROUP = """
+import os
+from pathlib import Path
+
+from valence.dist import processes
+
+import torch.distributed as dist
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+import torch.distributed.fsdp  # as transformers does when it is first used
+
+names = lambda: {path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")}
+assert any("gloo" in name for name in names()), names()
+dist.destroy_process_group()
+assert not any("gloo" in name for name in names()), names()
+"""
+
+
+@pytest.mark.slow
+def test_threads_of_a_group_end_with_it() -> None:
+    """Those that outlive the interpreter can abort a process that has done its work."""
+    command = [sys.executable, "-c", THREADS_AFTER_A_GROUP]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stderr
