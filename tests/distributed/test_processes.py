@@ -247,7 +247,7 @@ THREADS_AFTER_A_GROUP = """
 import os
 from pathlib import Path
 
-from valence.dist import processes
+from valence.distributed import processes
 
 import torch.distributed as dist
 

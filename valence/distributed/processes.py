@@ -19,8 +19,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-# Its functions have the process group as a default argument. Imported later, as transformers does, they would keep the group and
-# its threads alive after it was destroyed, and a thread that outlives the interpreter can abort a finished process.
+# Its functions have the process group as a default argument. Imported later, as transformers does,
+# they would keep the group and
+# its threads alive after it was destroyed, and a thread that outlives the interpreter can abort a
+# finished process.
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
