@@ -14,9 +14,10 @@ import torch
 
 from tests.command import command as valence
 from valence import network
+from valence.cli import doctor_checks as doctor
+from valence.cli import doctor_recipe
+from valence.cli.doctor_checks import EXTRAS, Finding, examine, writable
 from valence.models import loading, speed
-from valence.training import doctor, doctor_recipe
-from valence.training.doctor import EXTRAS, Finding, examine, writable
 
 RECIPE = """
 method: kto

@@ -14,8 +14,8 @@ import valence
 from tests.command import command, command_error, place, write_place
 from tests.errors import check_error, raises_error
 from valence.config.load import load_recipe
-from valence.training.folder import RunFolder
-from valence.training.lines import Lines
+from valence.jobs.lines import Lines
+from valence.runs.folder import RunFolder
 from valence.training.methods import method_of
 
 __all__ = ["place"]

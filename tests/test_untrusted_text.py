@@ -123,9 +123,7 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
         status=2,
     )
     run(capsys, "export", folder, f"{NAME}-model")
-    monkeypatch.setattr(
-        "valence.training.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)]
-    )
+    monkeypatch.setattr("valence.jobs.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)])
     assert "[/x]" in run(capsys, "sample", folder, "--prompt", "x")
 
 

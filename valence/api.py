@@ -33,23 +33,23 @@ from valence.errors import UserError
 from valence.models.build import load_tokenizer, stops_of
 from valence.models.digest import model_digest
 from valence.models.policy_model import PolicyModel
+from valence.reports.results import outputs
 from valence.reports.sinks import Sink
 from valence.reports.trackers import check
 from valence.rollouts.hf import evaluating
+from valence.runs.folder import RunFolder, refuse_own_inputs
+from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.build import build_models
 from valence.training.choices import with_dtype
 from valence.training.compare import choices_of, settings_of
 from valence.training.finish import run_to_end
-from valence.training.folder import RunFolder, refuse_own_inputs
 from valence.training.loop import Callback, OptimizerLike, Run, SchedulerLike
 from valence.training.methods import method_of
 from valence.training.plan import crowding, describe, make_plan
 from valence.training.rendering import describe_rendering
-from valence.training.results import outputs
 from valence.training.resume import PreviousRun, begin, look, take_up
 from valence.training.setup import Prepared, class_weight_warning, prepare
-from valence.training.signals import Stop
 from valence.types import Kind
 
 

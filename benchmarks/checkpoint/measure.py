@@ -23,8 +23,8 @@ from transformers import PreTrainedTokenizerBase
 
 from benchmarks.checkpoint.cases import Case, build
 from benchmarks.step.memory import peak_above_idle
-from valence.checkpoint import store
-from valence.checkpoint.keeper import check
+from valence.runs import store
+from valence.runs.keeper import check
 from valence.training.loop import Run
 
 WARM, QUIET = 3, 4

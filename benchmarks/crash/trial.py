@@ -22,8 +22,8 @@ from safetensors.numpy import load_file
 
 from benchmarks.crash.cases import Case, make_model, recipe, write_rows
 from benchmarks.crash.process import EVALUATION, FINISHING, LAUNCHER, PRELOADED, Kill, Notes, train
-from valence.checkpoint.lock import holder
 from valence.reports.metrics import repeatable
+from valence.runs.lock import holder
 
 UNSEEDED = ("/random/python", "/random/numpy")
 """In names of tensors: what draws without a seed."""

@@ -27,7 +27,7 @@ LAYERS = (
     "data",
     "rollouts",
     "rewards",
-    "checkpoint",
+    "runs",
     "reports",
     "terminal",
 )
@@ -47,11 +47,12 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "data": ("types",),
     "rollouts": ("types", "network", "files"),
     "rewards": ("types", "network", "checksums", "files"),
-    "checkpoint": ("types", "distributed.protocol", "distributed.together", "checksums", "files"),
+    "runs": ("types", "distributed", "checksums", "files", "terminal"),
     "reports": ("types", "distributed.protocol", "checksums", "files", "terminal"),
     "training": (*LAYERS, "network"),
+    "jobs": (*LAYERS, "training"),
     "api": (*LAYERS, "training"),
-    "cli": (*LAYERS, "training", "api"),
+    "cli": (*LAYERS, "network", "training", "jobs", "api"),
     "__main__": ("cli",),
     "": ("api", "losses"),  # valence/__init__.py names them, and loads them on first use
 }

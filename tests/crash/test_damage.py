@@ -18,7 +18,7 @@ from benchmarks.crash.trial import differences, newest
 from tests.command import command, command_error
 from tests.crash.rig import CASE, STEPS, Halt, Place, count_steps, frozen, in_step
 from tests.errors import check_error, raises_error
-from valence.checkpoint.keeper import Damaged, Saved, check
+from valence.runs.keeper import Damaged, Saved, check
 from valence.training import restore
 
 CASES = KTO_LORA, WHOLE_MODELS = ("kto, lora", "sft, whole models")

@@ -21,9 +21,9 @@ from safetensors import SafetensorError
 from benchmarks.crash.trial import differences, newest
 from tests.crash.rig import CASE, STEPS, Disk, Halt, Place, in_step, warnings_of
 from tests.errors import check_error
-from valence.checkpoint import keeper, lock, store
-from valence.checkpoint.keeper import check
-from valence.training import folder as folders
+from valence.runs import folder as folders
+from valence.runs import keeper, lock, store
+from valence.runs.keeper import check
 
 KTO = CASE["kto, lora"]
 SHORT = {"train": {"max_steps": 10}, "run": {"keep_best": None}}

@@ -24,7 +24,7 @@ from benchmarks.crash.trial import Laboratory, Trial, differences, newest
 from tests.arch.source import ROOT
 from tests.crash.rig import CASE
 from tests.programs import fork_server
-from valence.checkpoint.lock import holder
+from valence.runs.lock import holder
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 WHOLE, SPLIT = "kto, lora, 2 processes", "dpo, 2 that share it"

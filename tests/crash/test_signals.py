@@ -16,8 +16,8 @@ from benchmarks.crash.trial import differences, newest
 from tests.command import command
 from tests.crash.rig import CASE, STEPS, Place, in_step
 from valence import api
-from valence.checkpoint.store import Snapshot
 from valence.models.cache import CachedReference
+from valence.runs.store import Snapshot
 from valence.training import finish
 from valence.training.loop import Run
 
@@ -182,7 +182,7 @@ def test_a_second_signal_ends_at_once(
 
     with monkeypatch.context() as patch:
         # no key is pressed twice so fast
-        patch.setattr("valence.training.signals.ECHO_OF_A_KEY", 0.0)
+        patch.setattr("valence.runs.signals.ECHO_OF_A_KEY", 0.0)
         in_step(patch, 8, twice)
         assert place.train(KTO, run, **NO_BEST) == 128 + first
     assert not ended

@@ -21,9 +21,9 @@ from tests.arch.source import ROOT
 from tests.distributed.hosts import ADDRESSES, CABLE, Hosts, two_hosts
 from tests.distributed.test_run import same
 from tests.errors import raises_error
-from valence.checkpoint.keeper import check
-from valence.checkpoint.lock import holder
 from valence.distributed.processes import start
+from valence.runs.keeper import check
+from valence.runs.lock import holder
 
 pytestmark = pytest.mark.dist
 DEADLINE, ANSWERS, LEAVES = 8.0, 4.0, 15.0

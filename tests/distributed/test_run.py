@@ -24,8 +24,8 @@ from tests.distributed.rig import run as together
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.reports.metrics import repeatable
+from valence.runs.signals import Interrupted
 from valence.training.loop import Run
-from valence.training.signals import Interrupted
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 CASE = {case.name: case for case in CASES}

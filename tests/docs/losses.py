@@ -10,11 +10,11 @@ from typing import Any
 
 from tests.docs.blocks import ROOT
 from tests.docs.settings import table
+from valence.cli.explain import Doc, facts, loss_name, own_doc, read_doc, switch
 from valence.config.describe import SettingRow, settings_table
 from valence.data.kinds import WORDS
 from valence.losses.advantage import CREDITS
 from valence.losses.modifiers import MODIFIERS
-from valence.training.explain import Doc, facts, loss_name, own_doc, read_doc, switch
 from valence.training.methods import METHODS, ONLINE, Method
 
 PAGE = ROOT / "docs" / "losses.md"

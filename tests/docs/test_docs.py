@@ -22,15 +22,15 @@ from tests.docs import settings
 from tests.docs.blocks import NUMBER, ROOT, Block, blocks, executed, refreshed, same_output
 from tests.golden import test_paired, test_whole_step, whole
 from valence import cli, losses
+from valence.cli.explain import Doc, facts, read_doc
 from valence.config.load import load_recipe
 from valence.data.formats import FORMATS
 from valence.data.load import InMemory, load
 from valence.losses import LOSSES, Loss, preference
 from valence.losses.guide import GUIDE
 from valence.losses.modifiers import MODIFIERS
-from valence.training.explain import Doc, facts, read_doc
+from valence.runs.signals import OUT_OF_TIME, SIGNALS
 from valence.training.methods import METHODS, Method, method_of
-from valence.training.signals import OUT_OF_TIME, SIGNALS
 
 PAGES = sorted(
     p.relative_to(ROOT).as_posix() for p in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))

@@ -28,13 +28,13 @@ from tests.models.test_oracle import PATTERNS, ROUGH, forest_of, gradients, name
 from tests.prefix_trees import conversations
 from tests.tiny import CHATML, tiny_tokenizer
 from tests.tiny_models import ARCHITECTURES, OTHERS, SMALL, tiny
-from valence.checkpoint.export import export
 from valence.models.build import build_policy, load_model
 from valence.models.check import PackingWarning, plain_batch
 from valence.models.compiling import compile_layers
 from valence.models.digest import model_digest
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import usage
+from valence.runs.export import export
 from valence.types import MicroBatch
 
 KINDS = ARCHITECTURES | {

@@ -15,7 +15,7 @@ EXCLUDED = ("cli", "reports", "terminal.py", "models/head_triton.py", "losses/gu
 """What shows texts and charts, or needs a GPU."""
 STRATA = {
     "losses": 50, "batching": 12, "training/step.py": 30, "training/online": 14, "training": 26,
-    "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "checkpoint": 8,
+    "data": 20, "models": 24, "distributed": 10, "config": 10, "rewards": 10, "runs": 8, "jobs": 8,
     "rollouts": 8, "": 4,
 }  # fmt: skip
 """Prefix of a path -> its weight in the sample. A file belongs to the first prefix that fits."""

@@ -18,7 +18,7 @@ from tests.training.scoring import FILES, write
 from tests.training.test_run import finished, folder, recipe
 from valence import cli
 from valence.checksums import add_checksum
-from valence.training import score_rows as module
+from valence.jobs import score_rows as module
 
 __all__ = ["finished", "folder", "settings"]
 

@@ -11,9 +11,9 @@ from typing import Any
 
 from tests.programs import Program
 from tests.training.scoring import write
-from valence.training.reward_rows import score_by_reward
-from valence.training.sample_rows import Counted, Draws, sample_rows
-from valence.training.score_rows import Tally
+from valence.jobs.reward_rows import score_by_reward
+from valence.jobs.sample_rows import Counted, Draws, sample_rows
+from valence.jobs.score_rows import Tally
 
 ROOT = Path(__file__).parents[2]
 REWARDS = """

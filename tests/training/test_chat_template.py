@@ -23,12 +23,12 @@ from tests.training.scoring import read, score, write
 from valence import cli
 from valence.api import build_run
 from valence.config.load import load_recipe
+from valence.jobs.sample_rows import Draws, sample_rows
 from valence.models.build import generation_stops
 from valence.rollouts.protocol import Sampling
 from valence.training.finish import write_model
 from valence.training.methods import method_of
 from valence.training.restore import restore
-from valence.training.sample_rows import Draws, sample_rows
 from valence.training.setup import Prepared, prepare
 
 PAIRS = [

@@ -262,7 +262,7 @@ def test_training_goes_on_with_a_full_disk_until_too_many_saves_failed(
 
     def fill(_: Run, record: Any) -> None:
         if record["step"] == 4:
-            monkeypatch.setattr("valence.checkpoint.store.save_file", full)
+            monkeypatch.setattr("valence.runs.store.save_file", full)
 
     run = build_run(settings, quiet=True, callbacks=[fill])
     with raises_error("checkpoint-not-saved", where=str(tmp_path / "run/checkpoints")) as raised:

@@ -14,7 +14,7 @@ from tests.errors import raises_error
 from tests.training.conftest import SharedRuns
 from tests.training.resuming import Killed, killed, records, settings, train
 from tests.training.test_run import ROWS, folder, written
-from valence.checkpoint import store
+from valence.runs import store
 from valence.training import measure
 from valence.training.loop import Run
 from valence.training.restore import restore

@@ -17,11 +17,11 @@ from tests.training.conftest import SharedRuns
 from tests.training.resuming import settings, train
 from tests.training.scoring import invoke
 from tests.training.test_run import folder
-from valence.checkpoint.store import write_whole, written_aside
 from valence.files import make_folder, open_file
 from valence.models.log_prob_store import LogProbStore
 from valence.rewards.cache import Kept
-from valence.training.folder import FOLDERS
+from valence.runs.folder import FOLDERS
+from valence.runs.store import write_whole, written_aside
 from valence.types import Score
 
 __all__ = ["folder", "settings"]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests.errors import raises_error
-from valence.checkpoint import store
+from valence.runs import store
 from valence.training.optim import adamw, check_optimizer, schedule, warmup_steps
 
 # PyTorch's names for them, and those of bitsandbytes

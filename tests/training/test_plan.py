@@ -20,10 +20,10 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from valence.api import build_run
-from valence.checkpoint import store
 from valence.config.load import load_recipe
 from valence.models import speed
 from valence.reports.console import duration
+from valence.runs import store
 from valence.training import plan
 from valence.training.methods import method_of
 from valence.training.plan import LEAST, MARGIN, MOST, Plan, describe, make_plan

@@ -11,7 +11,7 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from tests.command import command, place
-from valence.checkpoint.export import portable_name
+from valence.runs.export import portable_name
 
 __all__ = ["place"]
 

@@ -25,9 +25,9 @@ from tests.training.resuming import (
     weights,
 )
 from valence.api import build_run
-from valence.training.folder import RunFolder
+from valence.runs.folder import RunFolder
+from valence.runs.signals import OUT_OF_TIME, Interrupted, Stop
 from valence.training.loop import Run
-from valence.training.signals import OUT_OF_TIME, Interrupted, Stop
 
 
 def test_a_killed_run_ends_as_an_undisturbed_one(

@@ -25,9 +25,9 @@ from tests.training.scoring import invoke, read, write
 from valence import cli
 from valence.data.encode import Encoder
 from valence.distributed.protocol import Group
+from valence.jobs import sample_rows as module
 from valence.models.build import load_model
 from valence.rollouts.hf import HFGenerator
-from valence.training import sample_rows as module
 from valence.types import Chat
 
 

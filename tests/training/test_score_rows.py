@@ -18,8 +18,8 @@ from tests.training.scoring import FILES, invoke, read, score, write
 from valence.config.schema import Source
 from valence.data.load import load, stream
 from valence.data.sources import BadRow
+from valence.jobs.score_rows import NOT_FINITE, score_rows
 from valence.models.build import load_model
-from valence.training.score_rows import NOT_FINITE, score_rows
 
 
 def one_by_one(model: Any, kind: Any, row: dict[str, Any]) -> list[Any]:

@@ -25,7 +25,7 @@ from valence import cli
 from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
-from valence.training import score_rows as module
+from valence.jobs import score_rows as module
 from valence.training.judges import LogProbs
 from valence.types import MicroBatch
 

@@ -27,7 +27,7 @@ from tests.tiny import tiny_tokenizer
 from tests.training.rounds import REWARDS, ROOT, judge, killed, prompts, sample
 from tests.training.scoring import invoke, read, write
 from valence import cli
-from valence.training import reward_rows as module
+from valence.jobs import reward_rows as module
 
 RECIPES = {
     "grpo": "data: {train: [{path: scored.jsonl}], convert: scores_to_rankings}",

@@ -15,8 +15,8 @@ import torch
 from tests.errors import raises_error
 from tests.training.test_mix import PAIRS, SHOWN, run_of, written
 from tests.training.walk import walk
-from valence.checkpoint.state import Registry, Through
-from valence.checkpoint.store import Snapshot, load
+from valence.runs.state import Registry, Through
+from valence.runs.store import Snapshot, load
 from valence.training.loop import Run
 
 NOT_STATE = {

@@ -42,8 +42,8 @@ def doctor(
     """
     from pathlib import Path
 
-    from valence.training.doctor import examine
-    from valence.training.doctor_recipe import examine_recipe
+    from valence.cli.doctor_checks import examine
+    from valence.cli.doctor_recipe import examine_recipe
 
     found = list(examine(network=network))
     found += examine_recipe(Path(recipe), overrides or []) if recipe else []

@@ -13,7 +13,7 @@ from valence.cli.common import Overrides, RecipeArg, app, console, table_of_sett
 from valence.terminal import print_message
 
 if TYPE_CHECKING:
-    from valence.training.explain import Doc
+    from valence.cli.explain import Doc
     from valence.training.methods import Method
 
 
@@ -38,7 +38,7 @@ def inspect(
     """Show a row as it is read, the examples made of it, and their tokens with the trained ones
     coloured; or why it is bad.
     """
-    from valence.training.look import look
+    from valence.cli.inspect_rows import look
 
     for part in look(recipe, overrides or [], which=which, number=row, stage=stage):
         console.print(part)
@@ -56,7 +56,7 @@ def losses(
     """List the losses, or explain one; also methods that there are with a reward only, as
     `rejection`.
     """
-    from valence.training.explain import read_doc
+    from valence.cli.explain import read_doc
     from valence.training.methods import METHODS, ONLINE, method_of
     from valence.types import plural
 
@@ -77,7 +77,7 @@ def losses(
 
 def _explain(method: Method) -> None:
     """A method, and what a reward makes of it or of its loss."""
-    from valence.training.explain import (
+    from valence.cli.explain import (
         added,
         facts,
         loss_name,

@@ -112,7 +112,7 @@ def evaluate(
         table.add_row(name, f"{value:.6g}")
     console.print(table)
     if out and group.rank == 0:
-        from valence.training.folder import finite
+        from valence.runs.folder import finite
 
         report = {
             "step": run.step,
@@ -195,7 +195,7 @@ def sample(
     ours = allow_remote_code(trust_remote_code, overrides)
     asked = {"data": data or [], "questions": prompt or [], "overrides": ours, "at": _at(step)}
     with processes(nproc) as group, stoppable():
-        from valence.training.sample_rows import Draws, answers, sample_rows
+        from valence.jobs.sample_rows import Draws, answers, sample_rows
 
         draws = Draws(number, temperature, top_p, max_new_tokens, at_once, seed)
         if out:

@@ -37,11 +37,11 @@ def report(
     differ, curves, rows on which they disagree. Runs that are not finished are told of with what
     they have.
     """
-    from valence.checkpoint.lock import holder
     from valence.reports.compared import find_runs, read_compared
     from valence.reports.comparison import comparison_page, refuse_others, write_out
     from valence.reports.comparison_markdown import comparison_markdown, run_markdown
     from valence.reports.rundata import read_run
+    from valence.runs.lock import holder
 
     found = find_runs(runs, holder)
     several = len(found) > 1

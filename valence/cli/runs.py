@@ -90,7 +90,7 @@ def _check_recipe(recipe: Path, overrides: list[str], as_json: bool) -> None:
 def _train(recipe: Path, overrides: list[str], as_json: bool, **how: Any) -> None:
     with stoppable(NOTHING_BEGUN):
         from valence.api import train_in_folder
-        from valence.training.results import outputs
+        from valence.reports.results import outputs
 
     with streaming(as_json, how["group"].rank) as stream:
         sinks = [stream] if stream else []
@@ -170,8 +170,8 @@ def runs(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object a run.")] = False,
 ) -> None:
     """List the runs in a folder: state, step, time left, last numbers."""
-    from valence.checkpoint.lock import holder
     from valence.reports import runs as listed
+    from valence.runs.lock import holder
 
     found = listed.list_runs(folder, holder)
     if not as_json:
@@ -334,13 +334,13 @@ def score(
     }
     with processes(nproc) as group, stoppable():
         if data and out and not verify and _by_reward(target, reward, every, of_models):
-            from valence.training.reward_rows import score_by_reward
+            from valence.jobs.reward_rows import score_by_reward
 
             score_by_reward(
                 data, out, rewards=reward or (), target=target, overrides=every, **how, group=group
             )
         elif target and data and out and not verify:
-            from valence.training.score_rows import score_rows
+            from valence.jobs.score_rows import score_rows
 
             score_rows(
                 target,

@@ -178,7 +178,7 @@ def reward_service(
     loaded, pools = list[str](), list[WorkerPool]()
 
     def model(name: str, settings: Mapping[str, Any], where: str) -> Backend:
-        from valence.training.reward_queries import query_model
+        from valence.jobs.reward_queries import query_model
 
         loaded.append(name)
         return query_model(name, settings, where)

@@ -31,7 +31,7 @@ class Stream:
         self._write({"event": "started", "run": _text(folder), "resumed": taken_up})
 
     def log(self, record: Mapping[str, float | int | str]) -> None:
-        from valence.training.folder import finite  # imports torch, as whoever logs has
+        from valence.runs.folder import finite  # imports torch, as whoever logs has
 
         self._write(finite(record))
 

@@ -21,7 +21,7 @@ from valence.checksums import KEY, checksum
 from valence.distributed.protocol import Group
 from valence.errors import UserError
 from valence.models.policy_model import PolicyModel
-from valence.training.folder import versions
+from valence.runs.folder import versions
 from valence.training.setup import Corpus, Prepared
 from valence.types import TokenizedExample
 

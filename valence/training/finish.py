@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.checkpoint.export import export
-from valence.checkpoint.store import Snapshot
 from valence.checksums import add_checksum, verify
 from valence.data.sampler import canonical_order
 from valence.data.targets import ONE
@@ -30,10 +28,12 @@ from valence.models.cache import CachedReference
 from valence.models.scores import Scorer, with_padding
 from valence.reports.card import CardFacts, last_record, license_of, model_card
 from valence.rollouts.protocol import Sampling
+from valence.runs.export import export
+from valence.runs.folder import RunFolder, as_json, now, versions
+from valence.runs.store import Snapshot
 from valence.terminal import output_errors, print_message
 from valence.training import measure
 from valence.training.evaluate import as_text
-from valence.training.folder import RunFolder, as_json, now, versions
 from valence.training.loop import Interrupted, Run
 from valence.training.online.rounds import describe_exclusions
 from valence.training.rendering import in_short

@@ -22,23 +22,23 @@ from valence.models.reference import Reference, SyncedReference
 from valence.reports.console import number
 from valence.reports.live import Dashboard
 from valence.reports.online_signs import OnlineWatch
+from valence.reports.results import FILES, read_history
 from valence.reports.sinks import FanOut, JsonlSink, Sink
 from valence.reports.trackers import trackers
 from valence.rollouts import Sampling
+from valence.runs.folder import RunFolder
+from valence.runs.signals import Interrupted, Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training import measure
 from valence.training.evaluate import Evaluation
-from valence.training.folder import RunFolder
 from valence.training.memory import peak, with_memory
 from valence.training.methods import Method, settings_of_step
 from valence.training.online.rounds import NothingToLearnError, Rounds
 from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
-from valence.training.results import FILES, read_history
 from valence.training.saving import HEAVY, Saver, registry_of
 from valence.training.setup import Part, Prepared
-from valence.training.signals import Interrupted, Stop
 from valence.training.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
 from valence.training.track import (
     AnomalyDetector,

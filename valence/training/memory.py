@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valence.checkpoint.state import RandomState
 from valence.errors import UserError
 from valence.models.gradients import clear
 from valence.models.memory import out_of_memory
+from valence.runs.state import RandomState
 from valence.training.track import Phase
 
 if TYPE_CHECKING:

@@ -11,8 +11,6 @@ from typing import Any, Literal
 
 from rich.console import Console
 
-from valence.checkpoint import store
-from valence.checkpoint.keeper import Checkpoints, Damaged, Saved, check
 from valence.config.load import LoadedRecipe, load_recipe
 from valence.config.parse import COMMAND_LINE
 from valence.config.schema import Recipe
@@ -23,8 +21,10 @@ from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.reports.runs import config_of
 from valence.rewards.build import is_function, is_server
+from valence.runs import store
+from valence.runs.folder import read_object
+from valence.runs.keeper import Checkpoints, Damaged, Saved, check
 from valence.training.build import build_models
-from valence.training.folder import read_object
 from valence.training.loop import Run
 from valence.training.methods import Method, method_in, method_of
 from valence.training.online.sources import InProcess

@@ -11,8 +11,6 @@ from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR
 
-from valence.checkpoint import store
-from valence.checkpoint.keeper import Checkpoints, Saved
 from valence.checksums import add_checksum, add_checksum_line
 from valence.data.audit_text import audited
 from valence.data.lengths import distributions
@@ -20,6 +18,9 @@ from valence.distributed import shards
 from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.reports.console import visible
+from valence.runs import store
+from valence.runs.folder import RunFolder, now, versions
+from valence.runs.keeper import Checkpoints, Saved
 from valence.training.choices import with_recorded
 from valence.training.compare import (
     OF_THE_ORDER,
@@ -31,7 +32,6 @@ from valence.training.compare import (
     rows_of,
     settings_of,
 )
-from valence.training.folder import RunFolder, now, versions
 from valence.training.loop import Run
 from valence.training.rendering import in_short
 from valence.training.saving import HEAVY, load_weights

@@ -10,9 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from valence.checkpoint import store
-from valence.checkpoint.keeper import Checkpoints
-from valence.checkpoint.state import RandomState, Registry, State, Through
 from valence.distributed import shards
 from valence.distributed.together import gathered
 from valence.errors import UserError
@@ -21,7 +18,10 @@ from valence.models.cache import CachedReference
 from valence.models.reference import AdapterDisabledReference, SyncedReference
 from valence.reports.metrics import Meter
 from valence.reports.sinks import JsonlSink
-from valence.training.folder import RunFolder
+from valence.runs import store
+from valence.runs.folder import RunFolder
+from valence.runs.keeper import Checkpoints
+from valence.runs.state import RandomState, Registry, State, Through
 from valence.training.track import MetricsWindow
 
 if TYPE_CHECKING:

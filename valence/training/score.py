@@ -21,14 +21,14 @@ from valence.distributed.together import gathered
 from valence.errors import UserError
 from valence.models.cache import CachedReference
 from valence.reports.console import Progress
+from valence.runs.folder import RunFolder, now
+from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
 from valence.training.build import build_models
-from valence.training.folder import RunFolder, now
 from valence.training.loop import Run
 from valence.training.measure import trained_units
 from valence.training.methods import method_in, method_of
 from valence.training.setup import prepare
-from valence.training.signals import Stop
 from valence.training.step import Objective
 from valence.types import MicroBatch, TokenizedExample
 

@@ -11,9 +11,9 @@ import yaml
 
 from tests.training.online.rig import PROMPTS, VOWELS, logged, make, recipe_without_eval
 from tests.training.resuming import train
+from valence.jobs.reward_rows import score_by_reward
+from valence.jobs.sample_rows import Draws, sample_rows
 from valence.training.online.rounds import seed_of
-from valence.training.reward_rows import score_by_reward
-from valence.training.sample_rows import Draws, sample_rows
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "grpo": ("grpo", {"convert": "scores_to_rankings"}, {}),

@@ -25,13 +25,13 @@ from valence.rewards.build import digests
 from valence.rewards.combine import Combined
 from valence.rewards.run import Stopped, close, score_all
 from valence.rollouts.protocol import Sampling
+from valence.runs.signals import Interrupted
 from valence.training.evaluate import Evaluation, as_text
 from valence.training.measure import went_bad
 from valence.training.memory import with_memory
 from valence.training.methods import read_of_tokens
 from valence.training.online.sample_builders import EXCLUSIONS, RolloutGroup, SampleBuilder
 from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
-from valence.training.signals import Interrupted
 from valence.types import Chat, Completion, Mean, MicroBatch, Prompt, Score, TokenizedExample
 
 if TYPE_CHECKING:

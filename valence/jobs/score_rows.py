@@ -29,12 +29,12 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered, same
 from valence.errors import UserError
+from valence.jobs.lines import ANEW, Lines, as_line
 from valence.reports.console import Progress
+from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message, warn_on_stderr
 from valence.training.judges import Judge, Numbers, load_judge
-from valence.training.lines import ANEW, Lines, as_line
 from valence.training.setup import prepare
-from valence.training.signals import Stop
 from valence.training.target import is_run, with_files
 from valence.types import Example, Preference, Prompt, content_id
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from valence.cli.doctor_checks import EXTRAS, Finding, writable
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.errors import UserError, install_command
@@ -18,7 +19,6 @@ from valence.models import speed
 from valence.models.loading import is_cached, must_exist
 from valence.network import DEADLINE, within
 from valence.reports.trackers import check
-from valence.training.doctor import EXTRAS, Finding, writable
 from valence.training.methods import method_of
 
 OF_RULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vaderSentiment"}

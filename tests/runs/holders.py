@@ -15,14 +15,14 @@ from typing import Any
 import pytest
 
 from tests.arch.source import ROOT
-from valence.checkpoint import lock
-from valence.checkpoint.lock import NAME
+from valence.runs import lock
+from valence.runs.lock import NAME
 
 QUICK = {"beat": 0.05, "watch": 0.4, "patience": 0.2}
 TAKE = """
 import sys
 from pathlib import Path
-from valence.checkpoint.lock import Lock
+from valence.runs.lock import Lock
 from valence.errors import UserError
 lock = Lock(Path(sys.argv[1]), beat=0.05, watch=0.4, patience=0.2)
 print("ready", flush=True)

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.holders import QUICK, TAKE, named, nothing_is_left, started, wait_until
+from tests.runs.holders import QUICK, TAKE, named, nothing_is_left, started, wait_until
 from tests.errors import raises_error
-from valence.checkpoint import lock
-from valence.checkpoint.lock import NAME, Lock, holder
+from valence.runs import lock
+from valence.runs.lock import NAME, Lock, holder
 
 __all__ = ["nothing_is_left", "started"]
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from valence.checkpoint.store import (
+from valence.runs.store import (
     PLAIN,
     Snapshot,
     Write,

@@ -27,17 +27,17 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered
 from valence.errors import UserError
+from valence.jobs.lines import ANEW, Lines, as_line, check_line
+from valence.jobs.score_rows import Tally, facts_of_tokens, refuse_inputs, say
 from valence.reports.console import Progress
 from valence.rewards.build import identities, reward_of
 from valence.rewards.run import close, score_all
+from valence.runs.signals import Stop
 from valence.terminal import Terminal
 from valence.training.evaluate import as_text
-from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.methods import method_of
 from valence.training.reward_models import reward_model
-from valence.training.score_rows import Tally, facts_of_tokens, refuse_inputs, say
 from valence.training.setup import Prepared, prepare
-from valence.training.signals import Stop
 from valence.training.target import load_target, with_files
 from valence.types import Chat, Completion, Demonstration, Ids, Judgement, Reward, Score, content_id
 

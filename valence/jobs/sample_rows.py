@@ -23,18 +23,18 @@ from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import gathered, same
 from valence.errors import UserError
+from valence.jobs.lines import ANEW, Lines, as_line, check_line
+from valence.jobs.score_rows import refuse_inputs
 from valence.models.build import position_limit
 from valence.models.digest import model_digest
 from valence.reports.console import Progress, number
 from valence.rollouts.protocol import Sampling
+from valence.runs.signals import Stop
 from valence.terminal import Terminal, print_message
 from valence.training.evaluate import as_text
-from valence.training.lines import ANEW, Lines, as_line, check_line
 from valence.training.loop import Run
 from valence.training.online.sources import InProcess
 from valence.training.restore import At
-from valence.training.score_rows import refuse_inputs
-from valence.training.signals import Stop
 from valence.training.target import load_target, open_run, with_files
 from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, content_id
 

@@ -13,8 +13,8 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from valence.checkpoint.lock import NAME, Lock
-from valence.checkpoint.store import write_whole
+from valence.runs.lock import NAME, Lock
+from valence.runs.store import write_whole
 from valence.checksums import add_checksum, verify
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single

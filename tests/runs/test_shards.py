@@ -19,9 +19,9 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.rig import run
 from tests.errors import raises_error
-from valence.checkpoint import store
-from valence.checkpoint.keeper import Checkpoints, check
-from valence.checkpoint.store import Stored
+from valence.runs import store
+from valence.runs.keeper import Checkpoints, check
+from valence.runs.store import Stored
 from valence.distributed import shards
 from valence.distributed.protocol import Group
 from valence.errors import UserError
@@ -385,7 +385,7 @@ def exports(
     And what is wrong after loading a checkpoint.
     """
     from tests.tiny import tiny_tokenizer
-    from valence.checkpoint import export as exporting
+    from valence.runs import export as exporting
 
     tokenizer, said = tiny_tokenizer(), []
     for name, case in CASES.items():
@@ -413,7 +413,7 @@ def exports(
 def exported(tmp_path_factory: pytest.TempPathFactory, saved: Any) -> tuple[Path, Path, list[Any]]:
     """The cases exported by two processes, and by one; what the former said."""
     from tests.tiny import tiny_tokenizer
-    from valence.checkpoint.export import export
+    from valence.runs.export import export
 
     ours, theirs = tmp_path_factory.mktemp("two"), tmp_path_factory.mktemp("one")
     ended = run(exports, 2, str(ours), *after(saved), deadline=60.0)
@@ -504,9 +504,9 @@ def test_an_adapter_on_tied_weights_is_not_merged_into_one_of_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tests.tiny import tiny_tokenizer
-    from valence.checkpoint.export import export
+    from valence.runs.export import export
 
-    monkeypatch.setattr("valence.checkpoint.export.is_sharded", lambda tensor: True)
+    monkeypatch.setattr("valence.runs.export.is_sharded", lambda tensor: True)
     model = Case("llama-tied", lora={"target_modules": ["lm_head"]}).model()
     with raises_error("adapter-tied-weights", where="run.export", fix="parallel.shard"):
         export(model, tiny_tokenizer(), tmp_path / "model", what="auto", card="")

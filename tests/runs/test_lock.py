@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.holders import (
+from tests.runs.holders import (
     QUICK,
     TAKE,
     named,
@@ -24,7 +24,7 @@ from tests.checkpoint.holders import (
     wait_until,
 )
 from tests.errors import raises_error
-from valence.checkpoint.lock import NAME, Lock, holder
+from valence.runs.lock import NAME, Lock, holder
 from valence.errors import UserError
 
 __all__ = ["nothing_is_left", "started"]
@@ -72,7 +72,7 @@ def test_of_those_that_start_in_the_same_moment_one_gets_it(tmp_path: Path, star
     loop = """
 import sys
 from pathlib import Path
-from valence.checkpoint.lock import Lock
+from valence.runs.lock import Lock
 from valence.errors import UserError
 print("ready", flush=True)
 for line in sys.stdin:

@@ -1,1 +1,0 @@
-"""Saved state, and models written for others to load."""

@@ -1,0 +1,1 @@
+"""The folder of a run: its lock, log, checkpoints, signals, and exported models."""
