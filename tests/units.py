@@ -1,4 +1,4 @@
-"""Encoded units made by hand: no tokenizer, no files."""
+"""Tokenized examples made by hand: no tokenizer, no files."""
 
 from __future__ import annotations
 

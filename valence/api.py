@@ -479,7 +479,7 @@ def logprobs(
                 for s, (unit, side) in enumerate(
                     zip(batch.unit.tolist(), batch.side.tolist(), strict=True)
                 ):
-                    ours = batch.mask & (batch.seq == s)
+                    ours = batch.loss_mask & (batch.sequence_ids == s)
                     found[unit, side] = LogProbs(
                         batch.ids[s], tuple(batch.tokens[ours].tolist()), tuple(logp[ours].tolist())
                     )

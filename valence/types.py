@@ -1,5 +1,5 @@
-"""The values that travel between the parts: rows become Examples, Examples become Encoded, Encoded
-become a Batch.
+"""The values that travel between the parts: a row becomes an Example, then a TokenizedExample, and
+several of these become a MicroBatch.
 
 Letters used for axes everywhere: T tokens, S sequences, P pairs, V vocabulary.
 All of these are frozen: a data step returns new objects and never edits what it was given.
@@ -272,53 +272,45 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """One micro-batch: S sequences in T tokens, laid out so that what several of them begin with is
-    there once, plus what the losses read about them.
+    """One micro-batch: S sequences in T rows, and the columns that losses read.
 
-    tokens[T]   token ids
-    pos[T]      position of each token inside its own sequence
-    source[T]   row of the token before it in its sequence, which predicts it; -1 for the first
-    seq[T]      which sequence reads the log-probability of a token (of one that none reads: a
-                sequence that it is in)
-    mask[T]     True where a loss reads the log-probability of this token
-    scored[N]   the rows where mask is True, ascending
-    host[T]     token ids, on the CPU
-    read[2, N]  the same and the sequence that reads each, on the CPU, where no device has to be
-                waited for
-    segments    (first row, last row + 1, parent segment or -1) of each piece of the forest, parents
-                first (plain integers)
-    leaf[S]     the segment that a sequence ends with: its tokens are those of the segments from the
-                root to there
-    trains[S]   False for a sequence that is only measured: no gradient flows from it (plain
-                booleans)
-    unit[S]     which unit (index within the step) a sequence belongs to
-    side[S]     0 for the only or the chosen answer, 1 for the rejected one
-    label[S]    True desirable, False undesirable; None when the data has no labels
-    weight[S]   the row's weight
-    margin[S]   the pair's margin (the same on both sides)
-    soft[S]     probability that the pair's chosen side is the better one (NaN where the row does
-                not say)
-    target[S, A] scores that the data gives an answer (NaN: none), one for each attribute; None when
-    the data has none
-    group[S]    index of the statistic group a sequence belongs to (0 when there is one for the
-                step)
-    groups      how many such groups the step has
-    ids[S]      content id of each sequence's row, for messages and tables
-    given[N]    by name: what is known beforehand of the tokens that are read (the columns of
-                ``TokenizedCompletion``), in the order of scored
+    A prefix that several sequences share is stored once. A loss reads N of the rows.
+
+    tokens[T]            token ids
+    position_ids[T]      position in the sequence
+    previous[T]          row of the token before, which predicts this one (-1: none)
+    sequence_ids[T]      the sequence that reads a row, else one that the row is part of
+    loss_mask[T]         whether a loss reads the log-probability of the row
+    scored[N]            rows where loss_mask is True, ascending
+    cpu_tokens[T]        tokens on the CPU, where reading them does not wait for a device
+    cpu_scored[2, N]     scored, and the sequence that reads each row, on the CPU
+    segments             (first row, last row + 1, parent or -1) of the prefix tree, parents first
+    leaves[S]            the segment that each sequence ends with
+    requires_grad[S]     False for sequences without gradient
+    unit[S]              index of the example in the step
+    side[S]              0 for the only or the chosen completion, 1 for the rejected one
+    label[S]             True desirable, False undesirable; None if the data has no labels
+    weight[S]            weight of the example
+    margin[S]            margin of the pair, the same on both sides
+    soft[S]              probability that the chosen side is the better one (NaN: not given)
+    target[S, A]         scores of the data (NaN: none) for each attribute; None if it has none
+    group[S]             index of the statistic of the step that a sequence belongs to
+    num_groups           number of such statistics
+    ids[S]               content id of the example
+    token_columns[N]     by name: columns of ``TokenizedCompletion``, in the order of scored
     """
 
     tokens: Tensor
-    pos: Tensor
-    source: Tensor
-    seq: Tensor
-    mask: Tensor
+    position_ids: Tensor
+    previous: Tensor
+    sequence_ids: Tensor
+    loss_mask: Tensor
     scored: Tensor
-    host: Tensor
-    read: Tensor
+    cpu_tokens: Tensor
+    cpu_scored: Tensor
     segments: tuple[tuple[int, int, int], ...]
-    leaf: tuple[int, ...]
-    trains: tuple[bool, ...]
+    leaves: tuple[int, ...]
+    requires_grad: tuple[bool, ...]
     unit: Tensor
     side: Tensor
     label: Tensor | None
@@ -327,59 +319,58 @@ class MicroBatch:
     soft: Tensor
     target: Tensor | None
     group: Tensor
-    groups: int
+    num_groups: int
     ids: tuple[str, ...]
-    given: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
+    token_columns: Mapping[str, Tensor] = field(default_factory=dict[str, "Tensor"])
 
     @property
     def sequences(self) -> int:
-        return len(self.leaf)
+        return len(self.leaves)
 
     def path(self, segment: int) -> list[int]:
         """The segments from the root to this one."""
-        found: list[int] = []
+        path: list[int] = []
         while segment >= 0:
-            found.append(segment)
+            path.append(segment)
             segment = self.segments[segment][2]
-        return found[::-1]
+        return path[::-1]
 
     def rows(self, sequence: int) -> Tensor:
-        """Rows of a sequence's tokens, in its order."""
-        spans = [self.segments[k][:2] for k in self.path(self.leaf[sequence])]
+        """Rows of a sequence, in order."""
+        spans = [self.segments[k][:2] for k in self.path(self.leaves[sequence])]
         return self.tokens.new_tensor([row for start, end in spans for row in range(start, end)])
 
-    def part(self, *, trains: bool) -> MicroBatch:
-        """The same tokens, of whose sequences only those that train (or only those that are
-        measured) are read.
-        """
-        kept = [s for s, it in enumerate(self.trains) if it is trains]
+    def part(self, *, requires_grad: bool) -> MicroBatch:
+        """The same rows, of which losses read only the sequences with (or without) gradient."""
+        kept = [s for s, has_grad in enumerate(self.requires_grad) if has_grad is requires_grad]
         if len(kept) == self.sequences:
             return self
-        device = self.seq.device
-        number = self.read.new_full((self.sequences,), -1)
-        index = sent(number.new_tensor(kept), device)
-        number[kept] = number.new_tensor(range(len(kept)))
-        owner = number[self.read[1]]
-        read = self.read[:, owner >= 0]
-        read[1] = owner[owner >= 0]
-        seq = sent(number, device)[self.seq]
-        known = sent((owner >= 0).nonzero().squeeze(1), device)
+        device = self.sequence_ids.device
+        new_ids = self.cpu_scored.new_full((self.sequences,), -1)
+        new_ids[kept] = new_ids.new_tensor(range(len(kept)))
+        index = sent(new_ids.new_tensor(kept), device)
+        readers = new_ids[self.cpu_scored[1]]
+        is_read = readers >= 0
+        cpu_scored = self.cpu_scored[:, is_read]
+        cpu_scored[1] = readers[is_read]
+        places = sent(is_read.nonzero().squeeze(1), device)
+        sequence_ids = sent(new_ids, device)[self.sequence_ids]
         columns = {
             name: getattr(self, name)[index]
             for name in ("unit", "side", "weight", "margin", "soft", "group")
         }
         return replace(
             self,
-            seq=seq.clamp(min=0),
-            mask=self.mask & (seq >= 0),
-            scored=sent(read[0], device),
-            read=read,
-            leaf=tuple(self.leaf[s] for s in kept),
-            trains=(trains,) * len(kept),
+            sequence_ids=sequence_ids.clamp(min=0),
+            loss_mask=self.loss_mask & (sequence_ids >= 0),
+            scored=sent(cpu_scored[0], device),
+            cpu_scored=cpu_scored,
+            leaves=tuple(self.leaves[s] for s in kept),
+            requires_grad=(requires_grad,) * len(kept),
             label=None if self.label is None else self.label[index],
             target=None if self.target is None else self.target[index],
             ids=tuple(self.ids[s] for s in kept),
-            given={name: values[known] for name, values in self.given.items()},
+            token_columns={name: values[places] for name, values in self.token_columns.items()},
             **columns,
         )
 

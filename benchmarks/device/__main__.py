@@ -73,7 +73,7 @@ class Known:
         return Digests(self.name, self.name)
 
     def __call__(self, batch: MicroBatch) -> Tensor:
-        return torch.where(batch.mask, -math.log(self.vocabulary), 0.0)
+        return torch.where(batch.loss_mask, -math.log(self.vocabulary), 0.0)
 
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:

@@ -98,7 +98,7 @@ class Way:
         """What each of this process's micro-batches of a step runs, counted on the rows."""
         units = rows(tokens)
         return [
-            Work(float(len(b.tokens)), float(b.mask.sum()), float((b.pos + 1).sum()))
+            Work(float(len(b.tokens)), float(b.loss_mask.sum()), float((b.position_ids + 1).sum()))
             for b in self.objective.divide(units).local
         ]
 

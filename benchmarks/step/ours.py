@@ -118,7 +118,7 @@ class Ours:
         """The reference's log-probabilities of each answer's tokens."""
         assert self.reference is not None
         batch = make_micro_batch([unit], device=self.policy.device)
-        values, owner = self.reference(batch)[batch.mask], batch.seq[batch.mask]
+        values, owner = self.reference(batch)[batch.loss_mask], batch.sequence_ids[batch.loss_mask]
         found = [values[owner == side].tolist() for side in range(len(unit.answers))]
         if [len(each) for each in found] != [len(answer.ids) for answer in unit.answers]:
             raise RuntimeError(f"{unit.id}: the reference has no value for some tokens")

@@ -40,7 +40,7 @@ def test_turns_trained_on_inside_a_prompt_are_read_once_in_each_sequence_that_tr
         unit("b", "demonstration", (5, 6, 7), (8, 10)),
     )
     batch = make_micro_batch([replace(first, prompt_mask=(False, True, False)), second])
-    read = sorted((s, int(batch.tokens[row])) for row, s in batch.read.T.tolist())
+    read = sorted((s, int(batch.tokens[row])) for row, s in batch.cpu_scored.T.tolist())
     assert read == [(0, 6), (0, 8), (0, 9), (1, 8), (1, 10)]
 
 
@@ -171,14 +171,14 @@ def test_the_columns_of_a_pair() -> None:
     pair = unit("pair", "preference", (3, 4), (5, 6, 7), (8,), weight=0.5, margin=0.25)
     batch = StepPacker([pair] * 10).micro_batch([9])
     assert batch.tokens.tolist() == [3, 4, 5, 6, 7, 3, 4, 8]
-    assert batch.pos.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert batch.source.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6]
-    assert batch.seq.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert batch.mask.tolist() == [False, False, True, True, True, False, False, True]
+    assert batch.position_ids.tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert batch.previous.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6]
+    assert batch.sequence_ids.tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
+    assert batch.loss_mask.tolist() == [False, False, True, True, True, False, False, True]
     assert batch.scored.tolist() == [2, 3, 4, 7]
-    assert batch.read.tolist() == [[2, 3, 4, 7], [0, 0, 0, 1]]
+    assert batch.cpu_scored.tolist() == [[2, 3, 4, 7], [0, 0, 0, 1]]
     assert batch.segments == ((0, 5, -1), (5, 8, -1))
-    assert (batch.leaf, batch.trains) == ((0, 1), (True, True))
+    assert (batch.leaves, batch.requires_grad) == ((0, 1), (True, True))
     assert (batch.unit.tolist(), batch.side.tolist()) == ([9, 9], [0, 1])
     assert (batch.weight.tolist(), batch.margin.tolist()) == ([0.5, 0.5], [0.25, 0.25])
     assert batch.label is None
@@ -190,9 +190,9 @@ def test_a_long_prompt_of_a_pair_is_there_once() -> None:
     batch = make_micro_batch([pair])
     assert batch.tokens.tolist() == [3] * 16 + [5, 6, 8]
     assert batch.segments == ((0, 16, -1), (16, 18, 0), (18, 19, 0))
-    assert batch.leaf == (2, 1)
-    assert batch.source[16:].tolist() == [15, 16, 15]
-    assert batch.seq[16:].tolist() == [1, 1, 0]
+    assert batch.leaves == (2, 1)
+    assert batch.previous[16:].tolist() == [15, 16, 15]
+    assert batch.sequence_ids[16:].tolist() == [1, 1, 0]
     assert batch.rows(0).tolist() == [*range(16), 18]
     assert batch.rows(1).tolist() == list(range(18))
     assert batch.path(2) == [0, 2]
@@ -220,10 +220,10 @@ def test_columns_agree_with_the_units(kind: str, share: bool) -> None:
         given_answer = of.answers[int(batch.side[s])]
         own = batch.rows(s)
         assert tuple(batch.tokens[own].tolist()) == of.prompt_ids + given_answer.ids
-        assert batch.pos[own].tolist() == list(range(len(own)))
-        read = own[(batch.seq[own] == s) & batch.mask[own]]
+        assert batch.position_ids[own].tolist() == list(range(len(own)))
+        read = own[(batch.sequence_ids[own] == s) & batch.loss_mask[own]]
         assert torch.equal(read, own[len(of.prompt_ids) :])
-    assert torch.equal(batch.scored, batch.mask.nonzero().squeeze(1))
+    assert torch.equal(batch.scored, batch.loss_mask.nonzero().squeeze(1))
     assert batch.tokens.dtype == torch.long
 
 
@@ -246,7 +246,7 @@ def joint() -> tuple[MicroBatch, list[TokenizedExample], list[TokenizedExample]]
 def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_groups() -> None:
     batch, trains, measured = joint()
     assert len(batch.tokens) == 2 * (20 + 3 + 3)
-    assert batch.trains == (True, True, False, False)
+    assert batch.requires_grad == (True, True, False, False)
     assert batch.unit.tolist() == batch.group.tolist() == [0, 1, 0, 1]
     assert batch.ids == ("own0", "own1", "other0", "other1")
     for s, of in enumerate([*trains, *measured]):
@@ -256,30 +256,32 @@ def test_measured_units_come_behind_those_that_train_and_have_their_numbers_and_
 @pytest.mark.parametrize("trains", [True, False])
 def test_a_part_reads_its_own_sequences_of_the_same_tokens(trains: bool) -> None:
     batch, units_that_train, measured = joint()
-    found = batch.part(trains=trains)
+    found = batch.part(requires_grad=trains)
     of = units_that_train if trains else measured
     assert found.tokens is batch.tokens
     assert found.segments is batch.segments
     assert found.ids == tuple(u.id for u in of)
-    assert found.trains == (trains, trains)
+    assert found.requires_grad == (trains, trains)
     assert found.unit.tolist() == found.group.tolist() == [0, 1]
     assert found.weight.tolist() == [1.0, 2.0]
     assert found.label is not None
     assert found.label.tolist() == [True, False]
-    assert torch.equal(found.scored, found.mask.nonzero().squeeze(1))
-    assert torch.equal(found.read, torch.stack([found.scored, found.seq[found.scored]]))
-    assert found.groups == batch.groups == 2
-    assert int(found.seq.min()) >= 0
-    assert int(found.seq.max()) < 2
+    assert torch.equal(found.scored, found.loss_mask.nonzero().squeeze(1))
+    assert torch.equal(
+        found.cpu_scored, torch.stack([found.scored, found.sequence_ids[found.scored]])
+    )
+    assert found.num_groups == batch.num_groups == 2
+    assert int(found.sequence_ids.min()) >= 0
+    assert int(found.sequence_ids.max()) < 2
     for s, one in enumerate(of):
         own = found.rows(s)
         assert tuple(found.tokens[own].tolist()) == one.prompt_ids + one.answers[0].ids
-        read = torch.nonzero(found.mask & (found.seq == s)).squeeze(1)
+        read = torch.nonzero(found.loss_mask & (found.sequence_ids == s)).squeeze(1)
         assert torch.equal(read, own[20:])
 
 
 def test_a_part_that_is_all_is_the_batch() -> None:
     batch = make_micro_batch(units("judgement", 4))
-    assert batch.part(trains=True) is batch
-    own = joint()[0].part(trains=False)
-    assert own.part(trains=False) is own
+    assert batch.part(requires_grad=True) is batch
+    own = joint()[0].part(requires_grad=False)
+    assert own.part(requires_grad=False) is own

@@ -278,8 +278,8 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
         replace(row, margin=0.0, soft=None) for row in units(METHODS[name].kind) if row.weight > 0
     ]
     (batch,) = made.divide(rows).local
-    n = torch.bincount(batch.read[1])[batch.seq].double()
-    logp = (-batch.mask.double() / n).requires_grad_()
+    n = torch.bincount(batch.cpu_scored[1])[batch.sequence_ids].double()
+    logp = (-batch.loss_mask.double() / n).requires_grad_()
     ref = logp.detach() if made.method.needs_reference else None
     count, shared = of_the_step(made, batch)
     if made.method.needs_kl_pairs:
@@ -287,7 +287,7 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
     plain, view = loss.read(batch, PolicyOutput(logp), ref, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
-    assert (logp.grad[~batch.mask] == 0).all()
+    assert (logp.grad[~batch.loss_mask] == 0).all()
     good = batch.side == 0 if batch.label is None else batch.label
     sides = {"chosen": good, "rejected": ~good}
     if loss.credit is not None:
@@ -295,7 +295,7 @@ def test_prompts_get_no_gradient_and_answers_the_declared_direction(name: str) -
         credit = loss.credit(batch.target[:, 0].double(), batch.unit, shared["moments"])
         sides = {"chosen": credit > 0, "rejected": credit < 0}
     for side, direction in loss.direction.items():
-        tokens = batch.mask & sides[side][batch.seq]
+        tokens = batch.loss_mask & sides[side][batch.sequence_ids]
         assert tokens.any()
         found = -logp.grad[tokens]
         if loss.couples and batch.label is not None:  # some of the larger class are left out
@@ -311,13 +311,17 @@ def test_a_given_advantage_has_its_direction(name: str) -> None:
     made = objective(name, models_of(name)[0], None)
     loss = made.method.loss
     (batch,) = made.divide([row for row in sampled(known=("adv",)) if row.weight > 0]).local
-    logp = (-batch.mask.double()).requires_grad_()
+    logp = (-batch.loss_mask.double()).requires_grad_()
     count, shared = of_the_step(made, batch)
     plain, view = loss.read(batch, PolicyOutput(logp), None, made.settings, shared)
     loss.total(plain, view, made.settings, count).backward()
     assert logp.grad is not None
-    assert (logp.grad[~batch.mask] == 0).all()
-    adv = view["adv"][batch.seq[batch.scored]] if loss.view == "answer" else batch.given["adv"]
+    assert (logp.grad[~batch.loss_mask] == 0).all()
+    adv = (
+        view["adv"][batch.sequence_ids[batch.scored]]
+        if loss.view == "answer"
+        else batch.token_columns["adv"]
+    )
     assert (torch.sign(-logp.grad[batch.scored]) == torch.sign(adv)).all()
 
 

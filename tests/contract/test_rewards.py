@@ -237,7 +237,7 @@ def test_token_modifiers_are_in_the_reward(name: str, settings: dict[str, Any]) 
     assert float(accuracy.total / accuracy.count) == won(rewards[0] - rewards[1]).mean().item()  # type: ignore[union-attr]
     chosen_only = torch.autograd.grad(rewards[0].sum(), logp, retain_graph=True)[0]
     values = losses_of(loss, view, given)
-    owner = batch.seq
+    owner = batch.sequence_ids
     of_loss, of_reward = (
         torch.autograd.grad(v.sum(), logp, retain_graph=True)[0]
         for v in (values, rewards[0] + rewards[1])

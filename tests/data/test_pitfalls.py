@@ -77,9 +77,11 @@ def test_end_of_sequence_in_the_context_is_seen(tmp_path: Path) -> None:
     assert unit.prompt_ids.count(end) == 3
     batch = make_micro_batch([unit])
     assert tuple(batch.tokens.tolist()) == unit.prompt_ids + unit.answers[0].ids
-    assert batch.mask.tolist() == [False] * len(unit.prompt_ids) + [True] * len(unit.answers[0].ids)
+    assert batch.loss_mask.tolist() == [False] * len(unit.prompt_ids) + [True] * len(
+        unit.answers[0].ids
+    )
     assert batch.tokens[-1] == end
-    assert batch.mask[-1]
+    assert batch.loss_mask[-1]
 
 
 @pytest.mark.parametrize("long_rows", ["drop", "cut_completion", "cut_prompt"])

@@ -162,8 +162,8 @@ def test_stored_log_probabilities_reach_the_micro_batch_token_by_token(tmp_path:
     assert found.units[0].answers[0].columns == (("old", (0.0, -0.125, -0.25)),)
     assert found.notes == {}
     batch = make_micro_batch(found.units)
-    ids, owner = batch.tokens[batch.scored].tolist(), batch.seq[batch.scored].tolist()
-    told = sorted(zip(owner, ids, batch.given["old"].tolist(), strict=True))
+    ids, owner = batch.tokens[batch.scored].tolist(), batch.sequence_ids[batch.scored].tolist()
+    told = sorted(zip(owner, ids, batch.token_columns["old"].tolist(), strict=True))
     assert told == [
         (0, 5, 0.0),
         (0, 6, -0.125),

@@ -137,7 +137,7 @@ def steps(case: Case, data: Group, group: Group) -> dict[str, Tensor]:
         slopes = torch.randn(
             2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
         )
-        slopes[:, batch.seq % data.size != data.rank] = 0
+        slopes[:, batch.sequence_ids % data.size != data.rank] = 0
         out = engine(batch, ("entropy", "sum_sq"))
         assert out.entropy is not None
         assert out.sum_sq is not None

@@ -141,7 +141,7 @@ class Round:
         """Numbers of each sequence's letters [S, n], in the order in which the micro-batch reads
         them [N].
         """
-        return values[self.batch.read[1], places(self.batch)]
+        return values[self.batch.cpu_scored[1], places(self.batch)]
 
 
 def loss_of(
@@ -161,7 +161,9 @@ def loss_of(
     likely = policy.shares[round.arms].view(-1, size).prod(1) if likely is None else likely
     weight = likely.repeat_interleave(size) * len(round.groups)
     batch = replace(
-        round.batch, weight=weight, given={key: round.read(values) for key, values in given.items()}
+        round.batch,
+        weight=weight,
+        token_columns={key: round.read(values) for key, values in given.items()},
     )
     out = PolicyOutput(round.rows(policy.logp), value=round.rows(policy.value))
     ref = round.rows(Policy.start(round.letters).logp.detach())

@@ -39,7 +39,7 @@ class Counted:
 
     def __call__(self, batch: MicroBatch) -> Tensor:
         self.asked += 1
-        return self.inner(batch) + self.plus * batch.mask
+        return self.inner(batch) + self.plus * batch.loss_mask
 
 
 def batch_of(rows: Sequence[TokenizedExample]) -> MicroBatch:
@@ -201,10 +201,10 @@ def test_a_micro_batch_partly_known_is_computed_whole_and_the_known_part_stays(
     batch = batch_of(rows)
     found = mixed(batch)
     assert (mixed.hits, mixed.misses, moved.asked) == (2, 2, 1)
-    known = batch.seq < 2
+    known = batch.sequence_ids < 2
     torch.testing.assert_close(found[known], first, rtol=0, atol=0)
     torch.testing.assert_close(
-        found[~known], (reference(batch) + batch.mask)[~known], rtol=0, atol=0
+        found[~known], (reference(batch) + batch.loss_mask)[~known], rtol=0, atol=0
     )
     assert torch.equal(CachedReference(moved, tmp_path)(batch), found)
 

@@ -56,7 +56,7 @@ def one_by_one(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     with engine.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
-            read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+            read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
             if len(read):
                 found = found.index_put(
                     (rows[read],), oracle(engine.model, batch.tokens[rows])[read - 1]
@@ -75,16 +75,16 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
         len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )
     wanted = one_by_one(engine, batch)
-    trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
+    trains = torch.tensor(batch.requires_grad)[batch.sequence_ids] & batch.loss_mask
     with engine.stock():
         theirs = gradients(engine.model, (wanted * slopes)[trains].sum()) if trains.any() else {}
-    measured = batch.part(trains=False) if not all(batch.trains) else None
+    measured = batch.part(requires_grad=False) if not all(batch.requires_grad) else None
     try:
         for along in (0, 10_000):
             engine.along = along
             out = engine(batch).logp
             torch.testing.assert_close(out.double(), wanted, rtol=tolerance, atol=tolerance * 10)
-            assert out.requires_grad == any(batch.trains)
+            assert out.requires_grad == any(batch.requires_grad)
             ours = gradients(engine.model, (out * slopes).sum()) if trains.any() else {}
             assert ours.keys() == theirs.keys()
             for key in ours:
@@ -107,7 +107,7 @@ def compare(engine: PolicyModel, batch: MicroBatch, *, rough: bool = False) -> N
 def forest_of(units: list[TokenizedExample], trains: Sequence[bool] = ()) -> MicroBatch:
     with sharing(4):
         batch = make_micro_batch(units)
-    return replace(batch, trains=tuple(trains)) if trains else batch
+    return replace(batch, requires_grad=tuple(trains)) if trains else batch
 
 
 def policy(name: str, how: str = "full") -> PolicyModel:
@@ -188,7 +188,7 @@ def test_any_tree_of_prompts_and_completions(
     batch = replace(
         batch,
         tokens=3 + stride * batch.tokens,
-        trains=tuple(bool(trains >> s & 1) for s in range(len(strands))),
+        requires_grad=tuple(bool(trains >> s & 1) for s in range(len(strands))),
     )
     compare(kept_policy(name), batch, rough=name in ROUGH)
 
@@ -237,12 +237,12 @@ def test_entropy_is_that_of_the_distribution(packed: bool, along: int) -> None:
     batch = forest_of(conversations(), PATTERNS[1])
     found = engine(batch, ["entropy"]).entropy
     assert found is not None
-    assert (found[~batch.mask] == 0).all()
+    assert (found[~batch.loss_mask] == 0).all()
     for s in range(batch.sequences):
         rows = batch.rows(s)
         with engine.stock():
             p = torch.softmax(engine.causal(input_ids=batch.tokens[rows][None]).logits[0], -1)
-        read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+        read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
         wanted = torch.distributions.Categorical(p[read - 1]).entropy()
         torch.testing.assert_close(found[rows[read]], wanted, rtol=1e-10, atol=1e-10)
 

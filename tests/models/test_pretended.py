@@ -37,7 +37,7 @@ def built(
     engine.along = 0
     units = conversations()
     with sharing(4):
-        return engine, replace(make_micro_batch(units, device=device), trains=trains)
+        return engine, replace(make_micro_batch(units, device=device), requires_grad=trains)
 
 
 def measured(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor]:

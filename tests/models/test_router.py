@@ -158,7 +158,7 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
         [unit("other", "judgement", PROMPT, (81, 82, 83, 84), label=True)] * 2,
     )
     batch: MicroBatch = make_micro_batch(ours, kl_pairs=measured)
-    assert not all(batch.trains)
+    assert not all(batch.requires_grad)
     found, alone = (engine(each, WANT).router_aux_loss for each in (batch, make_micro_batch(ours)))
     assert found is not None
     assert alone is not None

@@ -30,7 +30,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> tuple[Tensor, Tensor, Ten
     with engine.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
-            read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+            read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
             logits = engine.model(input_ids=batch.tokens[rows][None], use_cache=False).logits[
                 0, read - 1
             ]
@@ -75,7 +75,7 @@ def test_values_and_gradients_are_those_of_tempered_logits(
     ):
         torch.testing.assert_close(one, other, **near)
     assert (out.logp - plain).abs().max() > 0.01
-    trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
+    trains = torch.tensor(batch.requires_grad)[batch.sequence_ids] & batch.loss_mask
     slopes = torch.randn(
         2, len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
     )

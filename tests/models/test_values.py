@@ -59,7 +59,7 @@ def by_hand(engine: PolicyModel, batch: MicroBatch) -> Tensor:
     with reads.stock():
         for s in range(batch.sequences):
             rows = batch.rows(s)
-            read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+            read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
             hidden = decoder(
                 input_ids=batch.tokens[rows][None], output_hidden_states=True
             ).hidden_states[-1][0]
@@ -94,7 +94,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
     engine = valued(trunk, name, how)
     engine.lay_out(packed=packed)
     batch = forest_of(conversations(), PATTERNS[1])
-    trains = torch.tensor(batch.trains)[batch.seq] & batch.mask
+    trains = torch.tensor(batch.requires_grad)[batch.sequence_ids] & batch.loss_mask
     wanted = by_hand(engine, batch)
     slopes = torch.randn(
         len(batch.tokens), generator=torch.Generator().manual_seed(3), dtype=torch.float64
@@ -115,7 +115,7 @@ def test_values_and_gradients_are_those_of_one_sequence_at_a_time(
         out = engine(batch, ("value",))
         assert out.value is not None
         assert torch.equal(out.logp, engine(batch).logp)
-        assert (out.value[~batch.mask] == 0).all()
+        assert (out.value[~batch.loss_mask] == 0).all()
         torch.testing.assert_close(
             out.value, wanted, rtol=1e-5 if rough else 1e-11, atol=1e-5 if rough else 1e-11
         )

@@ -45,7 +45,7 @@ def test_entropy_is_that_of_the_whole_vocabulary_for_every_split(name: str) -> N
     entropies: list[float] = []
     for s in range(batch.sequences):
         rows = batch.rows(s)
-        read = torch.nonzero(batch.mask[rows] & (batch.seq[rows] == s)).squeeze(1)
+        read = torch.nonzero(batch.loss_mask[rows] & (batch.sequence_ids[rows] == s)).squeeze(1)
         with policy.stock(), torch.no_grad():
             p = policy.causal(input_ids=batch.tokens[rows][None]).logits[0].double().softmax(-1)
         entropies += (-(p * p.log()).sum(-1))[read - 1].tolist()

@@ -242,7 +242,7 @@ def test_a_row_counts_as_one_however_long_it_is() -> None:
     )
     made.method.loss(view, made.settings).sum().backward()
     assert logp.grad is not None
-    assert len(set(logp.grad[batch.mask].tolist())) == 1
+    assert len(set(logp.grad[batch.loss_mask].tolist())) == 1
 
 
 def _made(name: str = "kto") -> Objective:

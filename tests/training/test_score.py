@@ -291,7 +291,9 @@ def test_values_that_drifted_are_refused(place: Path, monkeypatch: pytest.Monkey
     score("dpo.yaml", ["reference.cache=kept"], quiet=True)
     compute = FrozenReference.__call__
     monkeypatch.setattr(
-        FrozenReference, "__call__", lambda self, batch: compute(self, batch) + 0.1 * batch.mask
+        FrozenReference,
+        "__call__",
+        lambda self, batch: compute(self, batch) + 0.1 * batch.loss_mask,
     )
     with raises_error("reference-cache-stale", where="reference.cache: kept"):
         score("dpo.yaml", ["reference.cache=kept"], quiet=True, verify=4)

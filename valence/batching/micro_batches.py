@@ -236,16 +236,16 @@ def _to_device(
 
     return MicroBatch(
         tokens=tensor(tree.tokens),
-        pos=tensor(tree.position_ids),
-        source=tensor(tree.previous),
-        seq=tensor(tree.sequence_ids),
-        mask=tensor(tree.loss_mask),
+        position_ids=tensor(tree.position_ids),
+        previous=tensor(tree.previous),
+        sequence_ids=tensor(tree.sequence_ids),
+        loss_mask=tensor(tree.loss_mask),
         scored=tensor(scored[0]),
-        host=torch.as_tensor(tree.tokens),
-        read=torch.as_tensor(scored),
+        cpu_tokens=torch.as_tensor(tree.tokens),
+        cpu_scored=torch.as_tensor(scored),
         segments=tree.segments,
-        leaf=tree.leaves,
-        trains=tuple(row.requires_grad for row in rows),
+        leaves=tree.leaves,
+        requires_grad=tuple(row.requires_grad for row in rows),
         unit=column([row.number for row in rows], torch.long),
         side=column([row.side for row in rows], torch.long),
         label=None if None in labels else column(labels, torch.bool),
@@ -257,9 +257,11 @@ def _to_device(
         ),
         target=_targets(rows, device),
         group=column([groups[row.number] if groups else 0 for row in rows], torch.long),
-        groups=max(groups) + 1 if groups else 1,
+        num_groups=max(groups) + 1 if groups else 1,
         ids=tuple(row.example.id for row in rows),
-        given={name: column(values, float_type) for name, values in _token_columns(rows, tree)},
+        token_columns={
+            name: column(values, float_type) for name, values in _token_columns(rows, tree)
+        },
     )
 
 

@@ -510,7 +510,7 @@ class Encoder:
 
 
 def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:
-    """The completions, and what an Encoded says of them: its kind and what is known about their
+    """The completions, and what a TokenizedExample says of them: its kind and what is known about their
     worth.
     """
     match example:

@@ -186,7 +186,7 @@ class Loss:
             advantage = self.credit(
                 batch.target[:, 0].to(out.logp.dtype), batch.unit, shared["moments"]
             )
-            columns["adv_t"] = advantage[batch.seq[batch.scored]]
+            columns["adv_t"] = advantage[batch.sequence_ids[batch.scored]]
         lay = VIEWS[view or self.view]
         plain = lay(batch, columns) | dict(shared or {})
         changed = columns

@@ -27,7 +27,7 @@ Counter = Callable[[MicroBatch], Tensor]
 
 
 def _tokens(batch: MicroBatch) -> Tensor:
-    return batch.mask.sum()
+    return batch.loss_mask.sum()
 
 
 def _sequences(batch: MicroBatch) -> Tensor:
@@ -39,7 +39,7 @@ def _pairs(batch: MicroBatch) -> Tensor:
 
 
 def _chosen_tokens(batch: MicroBatch) -> Tensor:
-    return (batch.side[batch.seq[batch.scored]] == 0).sum()
+    return (batch.side[batch.sequence_ids[batch.scored]] == 0).sum()
 
 
 def _up(batch: MicroBatch) -> Tensor:

@@ -75,7 +75,7 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
     chosen, rejected = sides(batch)
     shorter = torch.minimum(n[chosen], n[rejected])
     limit = n.index_put((torch.cat([chosen, rejected]),), torch.cat([shorter, shorter]))
-    beyond = places(batch) >= limit[batch.seq[batch.scored]]
+    beyond = places(batch) >= limit[batch.sequence_ids[batch.scored]]
     weight = torch.ones_like(beyond, dtype=n.dtype).masked_fill(beyond, ld_alpha)
     return {
         **tokens,
@@ -85,12 +85,12 @@ def ld_alpha(tokens: Tokens, batch: MicroBatch, *, ld_alpha: Share = 1.0) -> Nam
 
 def places(batch: MicroBatch) -> Tensor:
     """How many tokens of its own sequence are read before each token: [N]."""
-    owner = batch.read[1]
+    owner = batch.cpu_scored[1]
     order = owner.argsort(stable=True)  # the rows of a sequence ascend
     counts = owner.bincount(minlength=batch.sequences)
     place = torch.empty_like(owner)
     place[order] = torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner[order]]
-    return place.to(batch.seq.device)
+    return place.to(batch.sequence_ids.device)
 
 
 def smoothing(view: Named, *, label_smoothing: Annotated[float, Ge(0), Lt(0.5)] = 0.0) -> Named:

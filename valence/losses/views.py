@@ -29,7 +29,9 @@ def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> N
     policy has answered just now: old_t is what it says, without a gradient.
     """
     rows = batch.scored
-    columns = {f"{name}_t": values.to(out.logp.dtype) for name, values in batch.given.items()}
+    columns = {
+        f"{name}_t": values.to(out.logp.dtype) for name, values in batch.token_columns.items()
+    }
     columns["logp_t"] = out.logp[rows]
     if ref is not None:
         columns["ref_t"] = ref[rows]
@@ -45,7 +47,7 @@ def token_columns(batch: MicroBatch, out: PolicyOutput, ref: Tensor | None) -> N
 
 def seq_sum(values: Tensor, batch: MicroBatch) -> Tensor:
     """Sums a token column [N] over each sequence: [S]."""
-    return summed(values, batch.seq[batch.scored], batch.sequences)
+    return summed(values, batch.sequence_ids[batch.scored], batch.sequences)
 
 
 def lengths(batch: MicroBatch, like: Tensor) -> Tensor:
@@ -58,7 +60,7 @@ def token_view(batch: MicroBatch, columns: Mapping[str, Tensor]) -> Named:
     stored answers the reference stands in), adv_t (advantage), n_t (tokens of its sequence),
     weight_t (of its row), and what else is known: [N] each.
     """
-    seq, logp = batch.seq[batch.scored], columns["logp_t"]
+    seq, logp = batch.sequence_ids[batch.scored], columns["logp_t"]
     named = {name: values for name, values in columns.items() if name.endswith("_t")}
     if "ref_t" in named and "old_t" not in named:
         named["old_t"] = named["ref_t"]

@@ -205,12 +205,12 @@ class CachedReference:
 
 def measured(batch: MicroBatch) -> tuple[list[bytes], list[NDArray[np.int64]]]:
     """Of each sequence: its key, and the rows whose log-probabilities are its own."""
-    tokens, (read, owner) = batch.host.numpy(), batch.read.numpy()
+    tokens, (read, owner) = batch.cpu_tokens.numpy(), batch.cpu_scored.numpy()
     seq = np.full(len(tokens), -1)
     seq[read] = owner
     keys: list[bytes] = []
     rows: list[NDArray[np.int64]] = []
-    for s, leaf in enumerate(batch.leaf):
+    for s, leaf in enumerate(batch.leaves):
         path = np.concatenate([np.arange(*batch.segments[k][:2]) for k in batch.path(leaf)])
         own = seq[path] == s
         keys.append(key_of(tokens[path], own))

@@ -117,7 +117,7 @@ def _why_not_packed(engine: PolicyModel, batch: MicroBatch) -> CannotPackError |
     try:
         packed, slopes = _influences(engine, batch)
         engine.along = 0  # the second answer is now read over the first pass's keys and values
-        behind = said(engine, replace(batch, trains=(True, False))).detach()
+        behind = said(engine, replace(batch, requires_grad=(True, False))).detach()
     except torch.OutOfMemoryError:
         raise
     except CannotPackError as error:
@@ -209,16 +209,16 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
     each, numbers = sent(torch.zeros_like(lengths), device), sent(torch.zeros(len(spans)), device)
     return MicroBatch(
         tokens=tokens,
-        host=tokens.cpu(),
-        pos=sent(pos, device),
-        source=sent(source, device),
-        seq=sent(seq, device),
-        mask=sent(mask, device),
+        cpu_tokens=tokens.cpu(),
+        position_ids=sent(pos, device),
+        previous=sent(source, device),
+        sequence_ids=sent(seq, device),
+        loss_mask=sent(mask, device),
         scored=sent(rows[mask], device),
-        read=torch.stack([rows[mask], seq[mask]]),
+        cpu_scored=torch.stack([rows[mask], seq[mask]]),
         segments=(*((0, len(t), -1) for t in trunk), *((a, b, len(trunk) - 1) for a, b in spans)),
-        leaf=tuple(range(len(trunk), len(trunk) + len(spans))),
-        trains=(True,) * len(spans),
+        leaves=tuple(range(len(trunk), len(trunk) + len(spans))),
+        requires_grad=(True,) * len(spans),
         unit=each,
         side=each,
         label=None,
@@ -227,6 +227,6 @@ def plain_batch(sequences: list[Tensor], prompt: Tensor | None = None) -> MicroB
         soft=numbers + torch.nan,
         target=None,
         group=each,
-        groups=1,
+        num_groups=1,
         ids=("",) * len(spans),
     )

@@ -156,12 +156,11 @@ class PolicyModel(nn.Module):
         return action()
 
     def forward(self, batch: MicroBatch, want: Collection[str] = ()) -> PolicyOutput:
-        """Log-probability of every token that ``batch.mask`` marks, given what stands before it in
-        its own sequence.
+        """Log-probability of each token that a loss reads, given the tokens before it.
 
-        Only those of sequences that train have a gradient. want: what else to tell, of entropy,
-        sum_sq, value and router_aux_loss (see TokenOut; sum_sq has no gradient). Raises ValueError
-        for values of an engine without a critic.
+        Only sequences with requires_grad have a gradient. want: further outputs, of entropy,
+        sum_sq (without gradient), value and router_aux_loss: see PolicyOutput. Raises ValueError
+        for values of a model without a critic.
         """
         if "value" in want and self.critic is None:
             raise ValueError("there is no critic: call valence.models.values.add_values first")
@@ -208,12 +207,12 @@ class PolicyModel(nn.Module):
             theirs = (
                 hidden if critic is None or critic.trunk is None else critic.trunk.states(batch)
             )
-            for trains in sorted(set(batch.trains), reverse=True):
-                ours = batch.part(trains=trains).scored
+            for trains in sorted(set(batch.requires_grad), reverse=True):
+                ours = batch.part(requires_grad=trains).scored
                 with torch.set_grad_enabled(trains and torch.is_grad_enabled()):
-                    before = hidden[batch.source[ours]]
+                    before = hidden[batch.previous[ours]]
                     squares = head.sum_sq(before) if "sum_sq" in want else None
-                    value = None if critic is None else critic(theirs[batch.source[ours]])
+                    value = None if critic is None else critic(theirs[batch.previous[ours]])
                     found.append(
                         (ours, *head(before, batch.tokens[ours], "entropy" in want), squares, value)
                     )
@@ -245,24 +244,33 @@ class PolicyModel(nn.Module):
         of those that train; a few of them go along with the others, which is cheaper than a second
         pass.
         """
-        grad = torch.is_grad_enabled() and any(batch.trains)
+        grad = torch.is_grad_enabled() and any(batch.requires_grad)
         counted = None if balance is None else (balance, token_weights(batch))
         with torch.set_grad_enabled(grad):
-            if not grad or all(batch.trains):
-                return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
+            if not grad or all(batch.requires_grad):
+                return self._decoded(
+                    batch.tokens, batch.position_ids, table(batch.segments), counted
+                )
             fill = partial(filled, device=self.device.type)
             parts = split(
-                batch.segments, [batch.path(leaf) for leaf in batch.leaf], batch.trains, fill
+                batch.segments,
+                [batch.path(leaf) for leaf in batch.leaves],
+                batch.requires_grad,
+                fill,
             )
             if len(parts.rest) <= self.along:
-                return self._decoded(batch.tokens, batch.pos, table(batch.segments), counted)
+                return self._decoded(
+                    batch.tokens, batch.position_ids, table(batch.segments), counted
+                )
             rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
             memory = Memory(fill(len(rows)))
             with remembering(memory, reading=False):
                 ours = None if counted is None else (counted[0], counted[1][rows])
-                first = self._decoded(batch.tokens[rows], batch.pos[rows], parts.first, ours)
+                first = self._decoded(
+                    batch.tokens[rows], batch.position_ids[rows], parts.first, ours
+                )
             with torch.no_grad(), remembering(memory, reading=True):
-                second = self._decoded(batch.tokens[rest], batch.pos[rest], parts.second)
+                second = self._decoded(batch.tokens[rest], batch.position_ids[rest], parts.second)
             return torch.cat([first, second])[torch.cat([rows, rest]).argsort()]
 
     def _decoded(
@@ -320,10 +328,10 @@ class PolicyModel(nn.Module):
         critic = self.critic if "value" in want else None
         decoder = getattr(self.causal, self.causal.base_model_prefix)
         for s, path in self._alone(batch):
-            read = torch.nonzero(batch.mask[path] & (batch.seq[path] == s)).squeeze(1)
+            read = torch.nonzero(batch.loss_mask[path] & (batch.sequence_ids[path] == s)).squeeze(1)
             tokens = batch.tokens[path]
-            with torch.set_grad_enabled(batch.trains[s] and torch.is_grad_enabled()):
-                counted = balance if batch.trains[s] else None
+            with torch.set_grad_enabled(batch.requires_grad[s] and torch.is_grad_enabled()):
+                counted = balance if batch.requires_grad[s] else None
                 with said_by(decoder) as said:
                     logits = self._outputs(tokens, read - 1, **_router_outputs(counted))
                 if counted is not None:

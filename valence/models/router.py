@@ -97,7 +97,7 @@ def check_router(engine: Any) -> None:
 def sequence_counts(batch: MicroBatch) -> list[int]:
     """Return for each segment in how many sequences that train it is."""
     counts = [0] * len(batch.segments)
-    for leaf, trains in zip(batch.leaf, batch.trains, strict=True):
+    for leaf, trains in zip(batch.leaves, batch.requires_grad, strict=True):
         for segment in batch.path(leaf) if trains else ():
             counts[segment] += 1
     return counts
@@ -105,7 +105,7 @@ def sequence_counts(batch: MicroBatch) -> list[int]:
 
 def token_weights(batch: MicroBatch) -> Tensor:
     """Return in how many sequences that train each token is: [T], float32."""
-    weights = torch.zeros(len(batch.host))
+    weights = torch.zeros(len(batch.cpu_tokens))
     for (start, end, _), count in zip(batch.segments, sequence_counts(batch), strict=True):
         weights[start:end] = count
     return sent(weights, batch.tokens.device)

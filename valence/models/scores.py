@@ -63,17 +63,17 @@ class Scorer(PolicyModel):
         """
         balance = self._router_balance(want)
         if self.packs:
-            ends = torch.tensor([batch.segments[leaf][1] - 1 for leaf in batch.leaf])
+            ends = torch.tensor([batch.segments[leaf][1] - 1 for leaf in batch.leaves])
             score = self._head(self.states(batch, balance)[sent(ends, self.device)])
         else:
             states = (
-                self.states_alone(batch.tokens[path], balance if batch.trains[s] else None)
+                self.states_alone(batch.tokens[path], balance if batch.requires_grad[s] else None)
                 for s, path in self._alone(batch)
             )
             found = [self._head(hidden)[-1:] for hidden in states]
             score = torch.cat(found[: batch.sequences]) + nothing(found[batch.sequences :])
-        if not all(batch.trains):
-            trains = sent(torch.tensor(batch.trains), score.device)
+        if not all(batch.requires_grad):
+            trains = sent(torch.tensor(batch.requires_grad), score.device)
             score = torch.where(trains[:, None], score, score.detach())
         loss = None if balance is None else balance.loss()
         return PolicyOutput(score.new_zeros(len(batch.tokens)), score=score, router_aux_loss=loss)

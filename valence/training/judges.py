@@ -137,13 +137,15 @@ def _by_attribute(names: Sequence[str], values: Sequence[float]) -> float | dict
 
 def _counts(batch: MicroBatch) -> Tensor:
     """Tokens of each sequence that are measured: [S]."""
-    return torch.bincount(batch.read[1], minlength=batch.sequences)
+    return torch.bincount(batch.cpu_scored[1], minlength=batch.sequences)
 
 
 def _sums(batch: MicroBatch, logp: Tensor) -> Tensor:
     """logp[T] summed over each sequence: [S]."""
     values = logp[batch.scored].cpu().double()
-    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(0, batch.read[1], values)
+    return torch.zeros(batch.sequences, dtype=torch.float64).index_add_(
+        0, batch.cpu_scored[1], values
+    )
 
 
 def load_judge(

@@ -170,7 +170,7 @@ class Objective:
         result = StepResult(torch.zeros(()), packer.num_unique_tokens)
 
         # Count over the whole step: averages divide by these.
-        trained = [batch.part(trains=True) for batch in batches.local]
+        trained = [batch.part(requires_grad=True) for batch in batches.local]
         names = self.method.loss.averages(self.settings)
         count = divisors(names, self.group.sum(counts(names, trained)))
         shared = self._shared_statistics(trained, result)
@@ -291,7 +291,7 @@ class Objective:
         """Sums and counts of log-ratios of the KL pairs, by reference point: [2, groups]."""
         assert self.method.loss.statistic is not None
         _, sums = self.method.loss.read(batch, out, ref, self.settings, view="seq")
-        return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.groups)
+        return self.method.loss.statistic(sums["logp"], sums["ref"], batch.group, batch.num_groups)
 
     def _reference_points(self, sums: Tensor, result: StepResult) -> dict[str, Tensor]:
         """Return z0 [groups] (nats), and record it with its unclamped value."""
@@ -429,10 +429,10 @@ class _Step:
         ref = objective.reference_logps(batch)
         with torch.set_grad_enabled(self.backward):
             out = objective.policy(batch, (*self._outputs, *self._router_outputs))
-            if not all(batch.trains):  # KL pairs are part of this micro-batch
-                sums = objective._kl_sums(batch.part(trains=False), out, ref)
+            if not all(batch.requires_grad):  # KL pairs are part of this micro-batch
+                sums = objective._kl_sums(batch.part(requires_grad=False), out, ref)
                 self.shared |= objective._reference_points(sums, self.result)
-                batch = batch.part(trains=True)
+                batch = batch.part(requires_grad=True)
             plain, view = loss.read(batch, out, ref, objective.settings, self._statistics(batch))
             part = loss.total(plain, view, objective.settings, self.count)
             self._backward(self._with_router_loss(self.weight * part, batch, out))

@@ -596,7 +596,7 @@ def duplicates(completions: Sequence[tuple[int, ...]]) -> list[float]:
 def _by_unit(batch: MicroBatch, columns: Sequence[Tensor]) -> list[Any]:
     """Each unit of a micro-batch of single answers, and its columns [N], token by token."""
     host = [column.cpu().double() for column in columns]
-    owner = batch.read[1]
+    owner = batch.cpu_scored[1]
     return [
         [unit, [column[owner == s].tolist() for column in host]]
         for s, unit in enumerate(batch.unit.tolist())

@@ -235,7 +235,7 @@ class OnServer:
                 ):
                     logp = policy(batch).logp[batch.scored].cpu()
                     for s, i in enumerate(batch.unit.tolist()):
-                        found[i] = logp[batch.read[1] == s].tolist()
+                        found[i] = logp[batch.cpu_scored[1] == s].tolist()
         finally:
             policy.train()
         return [found[i] for i in range(len(units))]
