@@ -510,8 +510,8 @@ class Encoder:
 
 
 def _parts(example: Example) -> tuple[tuple[Content, ...], dict[str, Any]]:
-    """The completions, and what a TokenizedExample says of them: its kind and what is known about their
-    worth.
+    """The completions, and what a TokenizedExample says of them: its kind and what is known about
+    their worth.
     """
     match example:
         case Judgement():
