@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -17,6 +19,8 @@ from tests.errors import check_error
 from tests.programs import Program
 from tests.tiny import tiny_tokenizer
 from valence.cli.common import NOTHING_BEGUN
+from valence.reports.results import outputs
+from valence.reports.verdict import held_out_verdict
 from valence.training import plan
 from valence.training.methods import METHODS, ONLINE
 from valence.types import plural
@@ -30,7 +34,8 @@ def test_train_then_evaluate_sample_and_export(
     monkeypatch.setattr(plan, "usable_cores", lambda: 0)  # which training warns of
     assert valence("train", "recipe.yaml", "train.epochs=2") == 0
     shown = capsys.readouterr().out
-    for expected in ("--nproc 0", "data.train", "4/4"):
+    assert "reference cache" not in shown  # its facts are in run.json
+    for expected in ("--nproc 0", "data.train", "4/4", "run.samples.prompts"):
         assert expected in shown
     for file in ("model", "metrics.jsonl", "report.html"):
         assert f"runs/first/{file}" in shown
@@ -99,6 +104,7 @@ def test_a_run_is_used_without_the_data_it_was_trained_on(
         "run.samples.max_new_tokens=3",
     )
     assert valence("train", "recipe.yaml", *settings, "--quiet") == 0
+    assert not any("run.samples.prompts" in line for line in outputs(place / "runs/first"))
     (place / "rows.jsonl").rename(place / "heldé😀.jsonl")
     assert valence("sample", "runs/first", "--prompt", "hello", "--max-new-tokens", "2") == 0
     assert valence("export", "runs/first", "whole") == 0
@@ -110,6 +116,123 @@ def test_a_run_is_used_without_the_data_it_was_trained_on(
     assert "heldé😀.jsonl" in capsys.readouterr().out
     error = command_error("evaluate", "runs/first", "data.eval=[]", "eval.max_examples=null")
     check_error(error, "rows-missing", where="runs/first", fix="--data")
+
+
+KEYS = "{prompt: question, completion: answer, label: thumb}"
+
+
+def test_files_of_a_command_are_read_with_the_keys_of_the_recipe(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    table = "question,answer,thumb\n" + "".join(
+        f"question {i},answer {i},{i % 2}\n" for i in range(6)
+    )
+    (place / "table.csv").write_text(table)
+    (place / "recipe.yaml").write_text(
+        f"method: kto\nmodel: ./model\ndata: {{train: {{path: table.csv, keys: {KEYS}}}}}\nrun: "
+        f"{{dir: runs/first}}\n"
+    )
+    assert valence("train", "recipe.yaml", "--quiet") == 0
+    (place / "table.csv").rename(place / "held_out.csv")
+    found: list[object] = []
+    for data in ("held_out.csv", f"{{path: held_out.csv, keys: {KEYS}}}"):
+        capsys.readouterr()
+        assert valence("evaluate", "runs/first", "--data", data, "--out", "found.json") == 0
+        found.append(json.loads((place / "found.json").read_text()))
+        report = json.loads((place / "found.json").read_text())
+        sentence = held_out_verdict(None, report).sentence
+        assert sentence in capsys.readouterr().out
+        assert len(report["rows"]) == 6
+    assert found[0] == found[1]
+    assert (
+        valence(
+            "evaluate",
+            "recipe.yaml",
+            "data.train=[]",
+            "--data",
+            f"{{path: held_out.csv, keys: {KEYS}}}",
+        )
+        == 0
+    )
+    assert (
+        valence("score", "runs/first", "--data", "held_out.csv", "--out", "scored.jsonl", "--quiet")
+        == 0
+    )
+    scored = [json.loads(line) for line in (place / "scored.jsonl").read_text().splitlines()]
+    assert [len(row["valence"]["answers"]) for row in scored] == [1] * 6
+    words = (
+        "score",
+        "runs/first",
+        "--reward",
+        "length",
+        "--data",
+        "held_out.csv",
+        "--out",
+        "judged.jsonl",
+    )
+    assert valence(*words, "--quiet") == 0
+    assert all(
+        json.loads(line)["score"] > 0 for line in (place / "judged.jsonl").read_text().splitlines()
+    )
+    words = (
+        "sample",
+        "runs/first",
+        "--data",
+        "held_out.csv",
+        "--out",
+        "said.jsonl",
+        "--max-new-tokens",
+        "2",
+    )
+    assert valence(*words, "--quiet") == 0
+    said = [json.loads(line)["prompt"] for line in (place / "said.jsonl").read_text().splitlines()]
+    assert said == [f"question {i}" for i in range(6)]
+    (place / "held_out.csv").write_text("q,answer,thumb\n" + table.partition("\n")[2])
+    error = command_error("evaluate", "runs/first", "--data", "held_out.csv")
+    check_error(error, "format-unknown-columns", where="held_out.csv")
+
+
+def test_mistakes_in_keys_are_listed_for_all_files_with_their_lines(place: Path) -> None:
+    for name in ("rows.csv", "more.csv"):
+        (place / name).write_text("question,answer,thumb\nwhy,because,up\nhow,so,down\n")
+    (place / "recipe.yaml").write_text(
+        "method: kto\nmodel: ./model\ndata:\n"
+        "  train: {path: rows.csv, keys: {prompt: qestion, completion: answer, label: thumb}}\n"
+        "  eval:\n    - path: more.csv\n      keys: {prompt: question, completion: answer, "
+        "label: thum}\n"
+    )
+    error = command_error("check", "recipe.yaml")
+    check_error(error, "settings-invalid", where="recipe.yaml")
+    first, second = error.problems
+    check_error(
+        first, "keys-missing-column", where="recipe.yaml:4 (data.train.0.keys)", fix="'question'?"
+    )
+    check_error(
+        second, "keys-missing-column", where="recipe.yaml:7 (data.eval.0.keys)", fix="'thumb'?"
+    )
+    alone = command_error("check", "recipe.yaml", "data.eval=[]")
+    check_error(alone, "keys-missing-column", fix="'question'?")
+    assert alone.where == "recipe.yaml:4 (data.train.0.keys)"
+
+
+def test_check_says_what_is_in_the_data_first(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert valence("check", "recipe.yaml") == 0
+    shown = capsys.readouterr().out
+    places = [
+        shown.index(each)
+        for each in ("data.train ", "data.eval ", "train.learning_rate", "steps:", "time:")
+    ]
+    assert places == sorted(places)
+    assert f"10 {plural('judgement')}" in shown
+    with (place / "rows.jsonl").open("a") as rows:
+        rows.write(json.dumps({"prompt": "a", "completion": "b", "label": None}) + "\n")
+    check_error(command_error("check", "recipe.yaml"), "row-rating-missing", where="rows.jsonl:11")
+    assert capsys.readouterr().out == ""
+    assert valence("check", "recipe.yaml", "data.on_bad_row=skip") == 0
+    shown = capsys.readouterr().out
+    assert shown.index("rows.jsonl:11") < shown.index("rows.jsonl  judgement")
 
 
 def test_check_says_everything_short_of_training(
@@ -458,3 +581,23 @@ def test_an_interrupt_before_anything_is_begun_is_told(
     assert valence("train", "recipe.yaml") == 130
     assert NOTHING_BEGUN in capsys.readouterr().out
     assert not (place / "runs").exists()
+
+
+@pytest.mark.parametrize(("options", "shown"), [([], 0), (["default"], 3)])
+def test_deprecations_of_libraries_are_shown_only_on_request(
+    options: list[str], shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    categories = (DeprecationWarning, PendingDeprecationWarning, FutureWarning)
+
+    def list_runs(*_: object) -> list[object]:
+        for category in (*categories, UserWarning):
+            warnings.warn("something", category, stacklevel=1)
+        return []
+
+    monkeypatch.setattr("valence.reports.runs.list_runs", list_runs)
+    monkeypatch.setattr(sys, "warnoptions", options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert valence("runs") == 0
+    assert len([each for each in caught if each.category in categories]) == shown
+    assert len([each for each in caught if each.category is UserWarning]) == 1

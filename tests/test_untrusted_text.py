@@ -17,6 +17,7 @@ from rich.text import Text
 from tests.command import command, place
 from valence import terminal
 from valence.errors import UserError
+from valence.types import Completion
 
 __all__ = ["place"]
 
@@ -123,7 +124,10 @@ def test_no_command_prints_what_rows_names_and_columns_hold(
         status=2,
     )
     run(capsys, "export", folder, f"{NAME}-model")
-    monkeypatch.setattr("valence.jobs.sample_rows.answers", lambda *_, **__: [(HOSTILE, HOSTILE)])
+    hostile_answer = Completion("x", (1,), (0.0,), HOSTILE, "eos")
+    monkeypatch.setattr(
+        "valence.jobs.sample_rows.answers", lambda *_, **__: [(HOSTILE, hostile_answer)]
+    )
     assert "[/x]" in run(capsys, "sample", folder, "--prompt", "x")
 
 

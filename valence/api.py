@@ -394,14 +394,15 @@ def _announced(
 
 
 def show_audit(prepared: Prepared, console: Console) -> None:
-    """How rows become text, and what is in the data, on screen."""
-    for line in describe_rendering(prepared.encoder, prepared.recipe.data):
-        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    """What is in the data, and how rows become text, on screen."""
     for name, corpus in prepared.corpora.items():
         console.rule(name if name.startswith("mix") else f"data.{name}", align="left")
         print_message(console, render(corpus.audit, training=name == "train"))
     if warning := class_weight_warning(prepared):
         print_message(console, warning, "yellow")
+    console.rule("how rows become text", align="left")
+    for line in describe_rendering(prepared.encoder, prepared.recipe.data):
+        print_message(console, line)
 
 
 def _warn_of_data(prepared: Prepared, console: Console) -> None:

@@ -29,9 +29,14 @@ Kind = Literal["judgement", "preference", "demonstration", "ranking", "prompt", 
 """
 
 
+def noun(kind: str) -> str:
+    """What messages call a row of a kind."""
+    return {"scored": "scored answer", "judgement": "rated answer"}.get(kind, kind)
+
+
 def plural(kind: str) -> str:
-    """What several rows of a kind are called."""
-    return "scored answers" if kind == "scored" else f"{kind}s"
+    """What messages call several rows of a kind."""
+    return f"{noun(kind)}s"
 
 
 @dataclass(frozen=True, slots=True)

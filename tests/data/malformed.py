@@ -317,7 +317,7 @@ CASES = [
         "an empty label",
         "a.csv",
         CSV + "p,a,\n",
-        error("row-column-missing", "label"),
+        error("row-rating-missing", "label", "delete"),
         line=3,
         row=True,
     ),
@@ -333,7 +333,12 @@ CASES = [
     bad_row(
         "no label",
         {"prompt": "p", "completion": "a", "label": None},
-        error("row-column-missing", "label", "judgement", "demonstration"),
+        error("row-rating-missing", "label", "delete"),
+    ),
+    bad_row(
+        "a label of blanks",
+        judged(label="  "),
+        error("row-rating-missing", "label", "delete"),
     ),
     bad_row(
         "another format",

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.data.rows import shown_findings
 from tests.tiny import CHATML, NO_END, tiny_tokenizer
 from valence.data.audit import Audit, Finding, Spread, WeightAdvice, advised_weights, audit, overlap
-from valence.data.audit_text import REMARKS, WARNINGS, render
+from valence.data.audit_text import REMARKS, WARNINGS, render, warnings_of
 from valence.data.encode import Encoder
 from valence.data.load import File, Loaded
 from valence.data.sources import BadRow
@@ -395,3 +395,5 @@ def test_rows_that_are_in_the_training_data_too() -> None:
     result = replace(result, findings={**result.findings, **found})
     assert json.loads(json.dumps(result.to_dict()))["findings"]["prompts_in_train"]["count"] == 2
     assert {"rows_in_train", "prompts_in_train"} <= shown_findings(result)
+    (warning,) = [line for line in warnings_of(result) if "data.train: held.jsonl:2, :3" in line]
+    assert warning.startswith("2 ")

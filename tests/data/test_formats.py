@@ -741,6 +741,12 @@ UP = [
     "UPVOTE",
     "up_vote",
     "thumb_up",
+    ":+1:",
+    ":thumbsup:",
+    ":Thumbs_Up:",
+    ":+1::skin-tone-3:",
+    "👍🏽",
+    "👍\ufe0f",
 ]
 DOWN = [
     False,
@@ -770,6 +776,11 @@ DOWN = [
     "downvote",
     "Down-Vote",
     "thumbdown",
+    ":-1:",
+    ":thumbsdown:",
+    ":thumbs-down:",
+    ":-1::skin-tone-2:",
+    "👎🏿",
 ]
 
 
@@ -805,6 +816,12 @@ def test_labels_that_mean_down(down: object):
         "un like",
         "٣",
         "1_0",
+        ":1:",
+        "::",
+        ":up:",
+        ":+1",
+        "🏽",
+        ":heart:",
     ],
 )
 def test_everything_else_is_no_label(wrong: object):
@@ -820,7 +837,9 @@ def test_a_label_is_one_of_the_words_or_an_error(value: object):
         result = values.label(value, "label")
     except UserError:
         return
-    word = str(value).strip().casefold()
+    word = str(value + 0.0 if isinstance(value, float) else value).strip().casefold()  # -0.0 is 0
+    word = re.sub(":skin-tone-[2-6]:$|[\U0001f3fb-\U0001f3ff\ufe0f]$", "", word)
+    word = word[1:-1] if word[:1] == word[-1:] == ":" else word
     assert re.sub(r"(?<=[a-z])[\s_-]+(?=[a-z])", "", word) in (values.UP if result else values.DOWN)
 
 

@@ -13,7 +13,7 @@ from tests.data.rows import JUDGED, Source, load_rows, write
 from tests.errors import raises_error
 from valence.data.convert import CONVERSIONS, Unused
 from valence.data.kinds import METHOD_FOR
-from valence.data.load import InMemory, Loaded, load
+from valence.data.load import InMemory, Loaded, fitting_mapping, load
 from valence.training.methods import method_of
 from valence.types import Demonstration, Judgement, Kind, Origin, Preference, Prompt, Ranking
 
@@ -49,6 +49,38 @@ def pairs(loaded: Loaded) -> list[tuple]:
 
 
 # Files
+
+
+OTHERS = [
+    Source("a", keys={"prompt": "asked", "completion": "said"}),
+    Source(
+        "b", keys={"prompt": "question", "completion": "answer", "label": "thumb", "weight": "w"}
+    ),
+    Source("c", format="openrlhf"),
+]
+
+
+@pytest.mark.parametrize(("row", "format", "expected"), [
+    ({"question": "q", "answer": "a", "thumb": "up"}, None,
+     (None, {"prompt": "question", "completion": "answer", "label": "thumb"})),
+    ({"asked": "q", "said": "a"}, None, (None, {"prompt": "asked", "completion": "said"})),
+    ({"question": "q"}, None, (None, {"prompt": "question"})),
+    ({"input": "q", "output": "a", "label": True}, None, ("openrlhf", {})),
+    ({"question": "q", "answer": "a", "thumb": 1}, "judgement",
+     ("judgement", {"prompt": "question", "completion": "answer", "label": "thumb"})),
+    ({"question": "q", "answer": "a"}, "judgement", None),
+    ({"prompt": "q", "completion": "a", "label": True}, None, None),
+    ({"answer": "a"}, None, None),
+])  # fmt: skip
+def test_the_mapping_of_another_file_is_taken_where_it_fits(
+    row: dict, format: str | None, expected: tuple | None, tmp_path: Path
+):
+    file = Source(write(tmp_path / "rows.jsonl", row), format=format)
+    assert fitting_mapping(file, OTHERS) == expected
+
+
+def test_a_file_that_cannot_be_read_has_no_mapping(tmp_path: Path):
+    assert fitting_mapping(Source(str(tmp_path / "absent.jsonl")), OTHERS) is None
 
 
 def test_two_files_that_share_a_prompt_are_both_kept(tmp_path: Path):
@@ -125,7 +157,49 @@ def test_keys_of_a_column_that_no_row_has_are_refused(tmp_path: Path):
         assert repr(*keys.values()) in raised.error.what
 
 
+@pytest.mark.parametrize(
+    ("keys", "code", "columns", "near"),
+    [
+        (
+            {"prompt": "qestion", "completion": "Answer"},
+            "keys-missing-column",
+            "'qestion' or 'Answer'",
+            "'question' and 'answer'",
+        ),
+        (
+            {"prompt": "question", "completion": "answer", "label": "thum"},
+            "keys-missing-column",
+            "'thum'",
+            "'thumb'",
+        ),
+        ({"promt": "question"}, "keys-unknown-column", "'promt'", "'prompt'"),
+        ({"question": "prompt"}, "keys-unknown-column", "'question'", "{prompt: question}"),
+    ],
+)
+def test_the_nearest_column_is_suggested(
+    keys: dict, code: str, columns: str, near: str, tmp_path: Path
+):
+    row = {"question": "q", "answer": "a", "thumb": True}
+    with raises_error(code, where="rows.jsonl", fix=f"{near}?") as raised:
+        load_rows(tmp_path, "judgement", row, keys=keys)
+    assert columns in raised.error.what
+
+
 # Bad rows
+
+
+@pytest.mark.parametrize("empty", [None, "", " "])
+def test_a_row_without_a_rating_is_no_row_of_another_format(empty: str | None, tmp_path: Path):
+    """Also where most of the first rows have none."""
+    rows = [{"q": "a", "a": "b", "thumb": empty}] * 3 + [{"q": "a", "a": "c", "thumb": ":+1:"}]
+    keys = {"prompt": "q", "completion": "a", "label": "thumb"}
+    with raises_error("row-rating-missing", where="rows.jsonl:1", fix="on_bad_row: skip") as raised:
+        load_rows(tmp_path, "judgement", *rows, keys=keys)
+    assert "thumb" in raised.error.what
+    assert "demonstration" not in raised.error.what
+    loaded = load_rows(tmp_path, "judgement", *rows, keys=keys, on_bad_row="skip")
+    assert judgements(loaded) == [("c", True)]
+    assert len(loaded.bad) == 3
 
 
 def test_bad_rows_stop_the_reading_at_the_first(tmp_path: Path):

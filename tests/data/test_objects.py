@@ -65,7 +65,7 @@ def test_a_frame_of_numpy_values(tmp_path: Path) -> None:
         (True, 0.5, 1.0),
         (False, None, 1.0),
     ]
-    assert [(bad.origin.line, bad.code) for bad in loaded.bad] == [(3, "row-column-missing")]
+    assert [(bad.origin.line, bad.code) for bad in loaded.bad] == [(3, "row-rating-missing")]
     assert "label" in loaded.bad[0].reason
     assert loaded.ignored_columns == {"at": 1}
 

@@ -108,7 +108,7 @@ def test_one_rating_alone_is_not_guessed(rating: Any, tmp_path: Path) -> None:
         ("judgement", (1, "meh", -1), 2, "row-label-invalid", "'meh'"),
         ("judgement", ("good", "bad", 4), 3, "row-label-invalid", "4"),
         ("scored", (1, 5, "meh"), 3, "row-number-invalid", "'meh'"),
-        ("judgement", (1, -1, None), 3, "row-column-missing", "rating"),
+        ("judgement", (1, -1, None), 3, "row-rating-missing", "rating"),
     ],
 )
 def test_what_is_neither_is_a_bad_row(

@@ -123,7 +123,7 @@ def test_a_text_is_a_prompt_with_all_its_other_columns(tmp_path: Path) -> None:
             ["temperature", "sampled", "'hot'"],
         ),
         ({"completion_ids": []}, "row-tokens-invalid", ["completion_ids", "[]"]),
-        ({"score": None, "error": None}, "row-column-missing", ["score"]),
+        ({"score": None, "error": None}, "row-rating-missing", ["score"]),
     ],
 )
 def test_what_is_no_record_of_sampling_is_a_bad_row(

@@ -13,6 +13,7 @@ from tests.errors import raises_error
 from tests.reports.hostile import HOSTILE, Page, charts
 from tests.reports.synthetic import write_run
 from valence.reports import rundata
+from valence.reports.comparison_markdown import run_markdown
 from valence.reports.curves import POINTS
 from valence.reports.html import flatten, plotly_js
 from valence.reports.page import HEADLINES, write_page
@@ -40,7 +41,7 @@ def test_the_page_of_a_finished_run_has_everything(run_dir):
     assert "judged by203" in page.text
     assert re.search(r"metricstep 0step 100change\s*loss0.50.44-0.06", page.text)
     # Of which the log has no number under that name.
-    assert HEADLINES["rewards/auc"] not in page.text
+    assert f"{HEADLINES['rewards/auc']}, held out" not in page.text
     assert page.section("Rewards").startswith("<p>")
     assert "step 0 " in page.section("Rewards").split("</p>")[0]  # where all rewards are 0
     assert "A short answer." in page.text
@@ -136,6 +137,16 @@ def test_an_auc_says_of_how_many_thumbs_it_is(run_dir):
     assert (
         f"{labels.count(True)} up, {labels.count(False)} down; " in Page(write_page(run_dir)).text
     )
+
+
+def test_a_run_without_answers_says_how_to_get_some(tmp_path):
+    run = write_run(tmp_path / "run", "thumbs")
+    setting = "run.samples.prompts"
+    assert setting not in Page(write_page(run)).text.split("Answers")[0]
+    assert setting not in run_markdown(read_run(run))
+    (run / "samples.json").unlink()
+    assert setting in Page(write_page(run)).text.split("Warnings")[0]
+    assert setting in run_markdown(read_run(run)).splitlines()[2]
 
 
 def test_one_evaluation_is_shown_alone_and_the_test_rows_apart(run_dir):

@@ -82,7 +82,7 @@ CHAT = Chat(
 EXAMPLES: list[tuple[Example, list[str]]] = [
     (
         Judgement(prompt="Why?", completion="Because.", label=False, origin=AT),
-        ["judgement", "Why?", "Because.", "label=False"],
+        ["rated answer", "Why?", "Because.", "label=False"],
     ),
     (
         Preference(prompt=CHAT, chosen="yes", rejected=Ids((7, 8)), margin=2.0, origin=AT),
@@ -165,7 +165,7 @@ def test_tokens_show_blanks_line_ends_special_tokens_and_ids():
 def test_counts_of_tokens_and_of_trained_tokens():
     unit = encoded(answer("hello world", trained=1))
     text = shown(show_encoded(unit, TOKENIZER))
-    assert re.search(rf"judgement\D+{unit.tokens}\b", text)
+    assert re.search(rf"rated answer\D+{unit.tokens}\b", text)
     assert re.search(rf"prompt: {len(unit.prompt_ids)}\b\D+\b0\b", text)
     assert re.search(rf"answer: {len(unit.answers[0].ids)}\b\D+\b1\b", text)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +24,10 @@ def verdict_of(last: Rows | None, first: Rows | None = None) -> Verdict:
     """
     after = None if last is None else {"rows": list(last)}
     return held_out_verdict(after if first is None else {"rows": list(first)}, after)
+
+
+def numbers(text: str) -> list[str]:
+    return re.findall(r"\d+(?:\.\d+)?", text)
 
 
 def thumbs(ups: Sequence[float], downs: Sequence[float]) -> Rows:
@@ -64,6 +69,46 @@ def test_thumbs_are_compared_with_the_first_evaluation() -> None:
     good = thumbs([1.0] * 30 + [-1.0] * 3, [-1.0] * 30 + [1.0] * 3)
     assert verdict_of(good).state == "improved"
     assert verdict_of(good, good).state == "unclear"
+
+
+def test_the_sentence_says_the_numbers_out_of_100() -> None:
+    good = thumbs([1.0] * 30 + [-1.0] * 10, [-1.0] * 40)
+    found = verdict_of(good)
+    assert (found.value, found.low, found.high) == (0.875, *auc_interval(0.875, 40, 40))
+    assert numbers(found.sentence) == ["88", "100", "95", "77", "93", "50", "0.88", "80"]
+    measured = verdict_of(good, thumbs([1.0] * 20 + [-1.0] * 20, [-1.0] * 40))
+    assert measured.baseline == 0.75
+    assert numbers(measured.sentence)[-1] == "75"
+    assert verdict_of(pairs([1.0] * 80 + [-1.0] * 20)).sentence.count("80") == 1
+
+
+def test_a_start_at_the_reference_is_told_from_a_measured_start() -> None:
+    """Where all rewards are 0, half of the comparisons are right whatever the data."""
+    good, even = thumbs([1.0] * 5, [-1.0] * 5), thumbs([1.0, -1.0] * 2, [1.0, -1.0] * 2)
+    by_definition, by_chance = (
+        verdict_of(good, thumbs([0.0] * 5, [0.0] * 5)),
+        verdict_of(good, even),
+    )
+    assert by_definition.baseline == by_chance.baseline == 0.5
+    assert "reference" in by_definition.sentence
+    assert "reference" not in by_chance.sentence
+    assert "reference" in verdict_of(thumbs([0.0] * 5, [0.0] * 5)).sentence
+    zero_head = [{**row, "reward": None, "scores": [0.0]} for row in even]
+    assert "reference" not in verdict_of(good, zero_head).sentence
+
+
+def test_the_advice_names_answers_only_where_there_are_some() -> None:
+    rows = thumbs([1.0] * 5, [-1.0] * 5)
+    setting = "run.samples.prompts"
+    assert setting in verdict_of(rows).advice
+    last = {"rows": rows}
+    assert setting not in held_out_verdict(last, last, has_answers=True).advice
+    own = verdict_of(completions([1.0, 2.0]), completions([0.0, 0.0]))
+    assert own.state == "improved"
+    assert setting not in own.advice  # its held-out rows are answers
+    is_reward_model = [{**row, "scores": [row["reward"]], "reward": None} for row in rows]
+    assert verdict_of(is_reward_model).state == "improved"
+    assert setting not in verdict_of(is_reward_model).advice  # a reward model gives no answers
 
 
 def test_pairs() -> None:

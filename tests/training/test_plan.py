@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import io
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +26,7 @@ from valence.config.load import load_recipe
 from valence.models import speed
 from valence.reports.console import duration
 from valence.runs import store
-from valence.training import plan
+from valence.training import measure, plan
 from valence.training.methods import method_of
 from valence.training.plan import LEAST, MARGIN, MOST, Plan, describe, make_plan
 from valence.training.restore import restore
@@ -54,10 +56,11 @@ def recipe(tmp_path: Path) -> dict[str, Any]:
     }
 
 
-def planned(recipe: dict[str, Any], *overrides: str) -> Plan:
+def planned(recipe: dict[str, Any], *overrides: str, given: Mapping[str, Any] = GIVEN) -> Plan:
+    in_memory = [name for name, rows in given.items() if rows]
     return make_plan(
         prepare(
-            load_recipe(recipe, overrides, method_of=method_of, in_memory=["train"]), given=GIVEN
+            load_recipe(recipe, overrides, method_of=method_of, in_memory=in_memory), given=given
         )
     )
 
@@ -212,9 +215,19 @@ def test_what_a_run_takes_is_printed_before_it(
     assert list(lines) == ["steps", "tokens", "weights", "memory", "time"]
     assert re.findall(r"\d+", lines["steps"]) == ["6", "3", "12"]  # in all and per epoch, rows
     assert f"{MOST['cpu']:,} " in lines["tokens"]
-    assert f"{found.shape.parameters:,}" in lines["weights"]
+    assert re.findall(r"[\d,]*\d", lines["weights"]) == [f"{found.shape.parameters:,}"]
+    adapted = planned(recipe, "model.lora={rank: 2}")
+    (weights,) = [line for line in describe(adapted) if line.startswith("weights")]
+    assert re.findall(r"[\d,]*\d", weights) == [
+        f"{adapted.shape.parameters:,}",
+        f"{adapted.shape.trained:,}",
+    ]
+    assert "KL pairs" not in lines["tokens"]
+    assert [line for line in describe(found, in_detail=True) if "KL pairs" in line]
     assert f"{found.memory.total(found.largest) / 1e9:.2f} GB" in lines["memory"]
-    assert duration(found.total_seconds) in lines["time"]
+    assert found.evaluation_seconds > 0  # of training rows, in the end
+    assert duration(found.total_seconds + found.evaluation_seconds) in lines["time"]
+    assert duration(found.evaluation_seconds) in lines["time"]
     *same, more = describe(replace(found, free=1))
     assert len(same) == len(lines)
     assert "0.00 GB" in more  # are free
@@ -245,6 +258,64 @@ def test_later_epochs_take_less_where_the_reference_is_kept(
     assert kept.seconds(again=True) < kept.seconds()
     assert computed.total_seconds == 9 * computed.seconds()
     assert kept.total_seconds == 3 * kept.seconds() + 6 * kept.seconds(again=True)
+
+
+HELD_OUT = {
+    "train": ROWS,
+    "eval": [{**row, "prompt": f"held out {row['prompt']}"} for row in ROWS[:6]],
+}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        ("eval.every=2",),
+        ("eval.every=0.34",),
+        ("eval.every=4", "eval.at_start=false"),
+        ("train.max_steps=5",),
+    ],
+)
+def test_evaluations_are_counted_as_the_run_makes_them(
+    overrides: tuple[str, ...], recipe: dict[str, Any]
+) -> None:
+    found = planned(recipe, "train.epochs=3", *overrides, given=HELD_OUT)
+    total = found.prepared.total_steps
+    run: Any = SimpleNamespace(
+        prepared=found.prepared, recipe=found.prepared.recipe, total_steps=total, ended_early=""
+    )
+    assert found.evaluations == sum(measure.due(run, step) for step in range(total + 1)) > 0
+    assert planned(recipe).evaluations == 0
+
+
+def test_evaluation_is_part_of_the_time(
+    recipe: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed, "matmul_rate", lambda *_: 1e9)
+
+    def seconds(*overrides: str) -> float:
+        return planned(
+            recipe, "eval.train_examples=0", *overrides, given=HELD_OUT
+        ).evaluation_seconds
+
+    once, off = seconds("eval.at_start=false"), "reference.cache=off"
+    # the second time the reference's numbers are known
+    assert seconds() == pytest.approx(1.5 * once)
+    assert seconds(off) == pytest.approx(2 * once)
+    assert seconds("eval.at_start=false", "eval.max_examples=3") < 0.7 * once
+    # without mismatched rows
+    assert seconds("method=apo_zero_unpaired", "eval.at_start=false") < once
+    assert planned(recipe, "eval.train_examples=0").evaluation_seconds == 0
+    assert (
+        planned(recipe, "eval.train_examples=12").evaluation_seconds
+        > planned(recipe, "eval.train_examples=4").evaluation_seconds
+    )
+    monkeypatch.setattr(plan, "ROWS_LOOKED_AT", 3)
+    assert seconds("eval.at_start=false") == pytest.approx(once, rel=0.3)
+
+
+def test_the_evaluation_of_own_answers_is_not_predicted(recipe: dict[str, Any]) -> None:
+    assert own(recipe).evaluation_seconds == 0
 
 
 @pytest.mark.parametrize(("override", "code", "where"), [

@@ -28,7 +28,8 @@ from valence.distributed.protocol import Group
 from valence.jobs import sample_rows as module
 from valence.models.build import load_model
 from valence.rollouts.hf import HFGenerator
-from valence.types import Chat
+from valence.rollouts.protocol import Sampling
+from valence.types import Chat, Completion
 
 
 @pytest.fixture
@@ -318,3 +319,42 @@ def test_a_recipe_with_a_reward_says_what_to_sample(place: Path) -> None:
         module.sample_rows("recipe.yaml", Path("answers.jsonl"), module.Draws(), quiet=True).earlier
         == 14
     )
+
+
+REWARDED = (
+    "method: rejection\nmodel: {name: ./model}\ndata: {train: [{path: prompts.jsonl}]}\n"
+    "reward: rewards:short\nrollout: {num_rollouts: 2, max_new_tokens: 3}\n"
+)
+
+
+@pytest.mark.parametrize(("words", "temperature", "longest"), [
+    (["model"], 0.7, 256),
+    (["model", "--temperature", "0"], 0.0, 256),
+    (["model", "rollout.max_new_tokens=40"], 0.7, 40),
+    (["recipe.yaml"], 1.0, 3),
+    (["model", "--out", "answers.jsonl"], 1.0, 512),
+])  # fmt: skip
+def test_answers_to_read_are_sampled_colder_and_shorter_than_rows(
+    words: list[str],
+    temperature: float,
+    longest: int,
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("recipe.yaml").write_text(REWARDED)
+    used: list[Sampling] = []
+
+    def generate(self: Any, asked: Any, n: int, how: Sampling, **_: Any) -> list[list[Completion]]:
+        used.append(how)
+        tokens = (5,) * how.max_new_tokens
+        cut = Completion("x", tokens, (0.0,) * len(tokens), "an answer", "length", 0)
+        return [[cut] * n for _ in asked]
+
+    monkeypatch.setattr(HFGenerator, "generate", generate)
+    assert command("sample", *words, "--prompt", "hello") == 0
+    assert [(how.temperature, how.max_new_tokens, how.seed) for how in used] == [
+        (temperature, longest, 0)
+    ]
+    shown = capsys.readouterr().out
+    assert ("an answer" in shown) == ("--max-new-tokens" in shown) == ("--out" not in words)

@@ -6,6 +6,7 @@ import errno
 import os
 import sys
 import time
+import warnings
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -38,8 +39,17 @@ def main() -> None:
     128 + n stopped by signal n, 1 a defect.
     """
     sys.excepthook = print_traceback
+    _hide_deprecations()
     with safe_streams():
         _main()
+
+
+def _hide_deprecations() -> None:
+    """Hide warnings about deprecated code, unless PYTHONWARNINGS or -W asks for warnings: they are
+    for those who write programs, not for those who run them."""
+    if not sys.warnoptions:
+        for category in (DeprecationWarning, PendingDeprecationWarning, FutureWarning):
+            warnings.simplefilter("ignore", category)
 
 
 def _main() -> None:

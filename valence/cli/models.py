@@ -34,13 +34,19 @@ if TYPE_CHECKING:
 Longest = Annotated[
     int | None,
     typer.Option(
-        "--max-new-tokens", min=1, help="Longest answer, in tokens. Default: the recipe's, or 128."
+        "--max-new-tokens",
+        min=1,
+        help="Longest answer, in tokens. Default: the recipe's rollout.max_new_tokens, or 256 "
+        "(512 with --out).",
     ),
 ]
 Temperature = Annotated[
     float | None,
     typer.Option(
-        "--temperature", min=0.0, help="0 takes the most likely token. Default: the recipe's, or 1."
+        "--temperature",
+        min=0.0,
+        help="0 takes the most likely token. Default: the recipe's rollout.temperature, or 0.7 "
+        "(1 with --out).",
     ),
 ]
 TopP = Annotated[
@@ -76,7 +82,9 @@ def evaluate(
         list[str] | None,
         typer.Option(
             "--data",
-            help="A file of rows, all of which are measured; may be given several times. "
+            help="A file of rows, all of which are measured, or a section as in a recipe "
+            "('{path: FILE, keys: {...}}'); may be "
+            "given several times. Columns are named as in the recipe's data where they fit. "
             "Default: the recipe's data.eval.",
         ),
     ] = None,
@@ -96,8 +104,12 @@ def evaluate(
     nproc: Nproc = None,
 ) -> None:
     """Measure a run, or the policy a recipe starts from, on held-out rows."""
-    ours = [*_held_out(data), *allow_remote_code(trust_remote_code, overrides)]
+    ours = allow_remote_code(trust_remote_code, overrides)
     with processes(nproc) as group:
+        from valence.reports.verdict import held_out_verdict
+        from valence.training.target import overrides_to_measure
+
+        ours = [*overrides_to_measure(target, data or [], ours), *ours]
         run = _run_of(target, ours, step=step, group=group, rewards=True, trust_reward=trust_reward)
         if "eval" not in run.prepared.corpora:
             raise UserError(
@@ -107,6 +119,9 @@ def evaluate(
                 fix="give --data, or data.eval in the recipe",
             )
         found = run.evaluate()
+    verdict = held_out_verdict(None, {"rows": found.rows})
+    if verdict.state != "unmeasured":
+        print_message(console, verdict.sentence)
     table = Table("metric", "value", box=None, pad_edge=False)
     for name, value in found.metrics.items():
         table.add_row(name, f"{value:.6g}")
@@ -202,9 +217,15 @@ def sample(
             files = {"fresh": fresh, "append": append, "quiet": quiet, "command": command_line()}
             sample_rows(target, out, draws, **asked, **files, console=console, group=group)
         else:
-            for text, said in answers(target, draws, **asked, console=console, group=group):
+            for text, answer in answers(target, draws, **asked, console=console, group=group):
                 print_message(console, f"> {text}", "bold")
-                print_message(console, f"{said}\n")
+                print_message(console, answer.text)
+                if answer.stop == "length":
+                    cut = (
+                        f"(cut off after {len(answer.tokens)} tokens; --max-new-tokens allows more)"
+                    )
+                    print_message(console, cut, "dim")
+                print_message(console, "")
 
 
 @app.command()
@@ -294,14 +315,6 @@ def _at(step: str | None) -> Any:
             fix="name a step of the run's checkpoints",
         )
     return int(step)
-
-
-def _held_out(files: list[str] | None) -> list[str]:
-    """Overrides that measure all rows of these files."""
-    if not files:
-        return []
-    listed = json.dumps([{"path": path} for path in files], ensure_ascii=False)
-    return [f"data.eval={listed}", "data.limit=null", "eval.max_examples=null"]
 
 
 def _check_can_be_made(folder: Path) -> None:

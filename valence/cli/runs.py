@@ -6,7 +6,7 @@ import json
 import os
 from contextlib import chdir
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -34,6 +34,9 @@ from valence.cli.common import (
 from valence.cli.stream import failing, must_be_open, streaming
 from valence.errors import UserError
 from valence.terminal import json_line, print_message, write_line
+
+if TYPE_CHECKING:
+    from valence.config.load import LoadedRecipe
 
 RewardOption = Annotated[
     list[str] | None,
@@ -188,11 +191,15 @@ def check(
         int, typer.Option("--nproc", min=1, help="Predict for so many processes; none are started.")
     ] = 1,
     every: Annotated[
-        bool, typer.Option("--all", help="Also list the settings that have their defaults.")
+        bool,
+        typer.Option(
+            "--all",
+            help="Also list the settings that have their defaults, and details of the steps.",
+        ),
     ] = False,
 ) -> None:
-    """Say what training would do, and do nothing: the settings and where each came from, the data,
-    steps, predicted memory and time.
+    """Say what training would do, and do nothing: the data, the settings and where each came
+    from, steps, predicted memory and time.
     """
     from valence.config.load import load_recipe
     from valence.training.methods import method_of
@@ -201,13 +208,36 @@ def check(
 
     from valence.api import check_sinks, show_audit
     from valence.distributed.single import Planned
-    from valence.reports.console import exact
     from valence.training.choices import with_dtype
     from valence.training.plan import crowding, describe, make_plan
-    from valence.training.rendering import in_short
     from valence.training.setup import prepare
 
     source = with_dtype(source)
+    check_sinks(source)
+    prepared = prepare(source)
+    if (Path(source.recipe.run.dir) / "run.json").is_file():
+        said = (
+            f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "
+            f"reports what has changed"
+        )
+        print_message(console, said, "yellow")
+    show_audit(prepared, console)
+    console.rule("settings", align="left")
+    _show_settings(source, every)
+    console.rule("plan", align="left")
+    if crowded := crowding(nproc):
+        print_message(console, crowded, "yellow")
+    for line in describe(make_plan(prepared, group=Planned(nproc)), in_detail=every):
+        print_message(console, line)
+
+
+def _show_settings(source: LoadedRecipe, every: bool) -> None:
+    """A table of the settings that are not at their defaults, or of all, with where each value
+    is from.
+    """
+    from valence.reports.console import exact
+    from valence.training.rendering import in_short
+
     table = table_of_settings("value", "from")
     shown = {
         name: setting
@@ -221,22 +251,7 @@ def check(
         table.add_row(name, value, setting.origin, style=style)
     console.print(table)
     if left := len(source.settings) - len(shown):
-        print_message(
-            console, f"{left} more settings have their defaults (--all lists them)", "dim"
-        )
-    check_sinks(source)
-    prepared = prepare(source)
-    if (Path(source.recipe.run.dir) / "run.json").is_file():
-        said = (
-            f"{source.recipe.run.dir} already contains a run: `valence train` resumes it, or "
-            f"reports what has changed"
-        )
-        print_message(console, said, "yellow")
-    show_audit(prepared, console)
-    if crowded := crowding(nproc):
-        print_message(console, crowded, "yellow")
-    for line in describe(make_plan(prepared, group=Planned(nproc))):
-        print_message(console, line)
+        print_message(console, f"({left} at their defaults: --all)", "dim")
 
 
 @app.command()
@@ -255,7 +270,10 @@ def score(
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", help="Score the answers of this file of rows; may be given several times."
+            "--data",
+            help="Score the answers of this file of rows, or of a section as in a recipe; may be "
+            "given several times. "
+            "Columns are named as in the recipe's data where they fit.",
         ),
     ] = None,
     out: Annotated[

@@ -93,7 +93,7 @@ class LoadedRecipe:
                 if isinstance(s.value, str) and repr(s.value) in error.what
             ]
             named += [n for n in re.findall(r"\w+(?:\.\w+)+", error.where or "") if n in set_here]
-            if not named:
+            if not named or (error.where or "").startswith(set_here[named[0]].origin):
                 raise
             where = error.where if named[0] in (error.where or "") else named[0]
             raise UserError(

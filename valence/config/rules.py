@@ -152,7 +152,8 @@ class Case:
     @property
     def words(self) -> dict[str, str | None]:
         """What a rule's ``why`` may name."""
-        kinds = "scored answers" if self.method.kind == "scored" else f"{self.method.kind}s"
+        words = {"scored": "scored answers", "judgement": "rated answers"}
+        kinds = words.get(self.method.kind, f"{self.method.kind}s")
         return {"method": self.method.name, "kinds": kinds, "convert": self.recipe.data.convert}
 
     @property
@@ -346,7 +347,7 @@ NO_EFFECT = (
     Rule(
         "data.stratify",
         lambda c: c.method.kind not in ("judgement", "scored"),
-        "{method} reads {kinds}, and only judgements are thumbs up or down",
+        "{method} reads {kinds}, and only rated answers are thumbs up or down",
         "choose a method like kto",
     ),
     Rule(

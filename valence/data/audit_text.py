@@ -31,6 +31,11 @@ WARNINGS = {
         "Remove them from one of the two files: they cannot show what the model learned beyond "
         "its training rows.",
     ),
+    "prompts_in_train": (
+        "rows have a prompt that is also in data.train: {rows}",
+        "Put all rows of a prompt into the same file: held-out rows need prompts that the model "
+        "was not trained on.",
+    ),
     "double_bos": (
         "prompts start with two BOS tokens: {rows}",
         "Remove the BOS text from the prompts.",
@@ -82,10 +87,6 @@ WARNINGS = {
 """What may spoil a result, and what to do about it, by the name of the finding."""
 
 REMARKS = {
-    "prompts_in_train": (
-        "other rows share their prompt with a row of data.train: {rows}",
-        "Hold out rows with other prompts to measure what carries over.",
-    ),
     "text_has_no_turns": (
         "prompts are text, without earlier answers for data.train_on: assistant: {rows}",
         "Give prompts as chat turns, or remove data.train_on.",
@@ -158,10 +159,10 @@ def render(audit: Audit, *, training: bool = True) -> str:
     training: these are the rows to train on, for which class weights are advised.
     """
     blocks = [
+        _listed("Not used", _unused(audit)),
         list(_files(audit)),
         list(_lengths(audit)),
         list(_balance(audit, training)),
-        _listed("Not used", _unused(audit)),
         _listed("Warnings", _found(audit, WARNINGS)),
         _listed("Remarks", [*_found(audit, REMARKS), *_ignored(audit)]),
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
 
@@ -16,6 +17,8 @@ CONTENT = frozenset(name for f in FORMATS.values() for name in f.required) - {"t
 """Columns that tell what a row is. Any row may have a `text` besides."""
 NESTED = frozenset(name for name in COLUMNS if "." in name)
 """Columns of formats that are inside another one."""
+USUAL = ("prompt", "completion", "label", "score", "chosen", "rejected", "messages")
+"""Columns that a message names where any format may be meant."""
 COLUMNS_SHOWN = 20
 """Columns that a message lists."""
 
@@ -25,15 +28,24 @@ def detect(rows: Sequence[Mapping[str, Any]], keys: Mapping[str, str] | None = N
 
     Raises UserError when none or several fit.
     """
-    for ours in keys or ():
+    for ours, theirs in (keys or {}).items():
         if ours not in COLUMNS:
+            is_reversed = theirs in COLUMNS and any(ours in row for row in rows)
+            hint = did_you_mean(
+                [f"{{{theirs}: {ours}}}"] if is_reversed else nearest(ours, sorted(COLUMNS))
+            )
             raise UserError(
                 f"keys: no format has a column {ours!r}",
                 code="keys-unknown-column",
-                fix=f"write keys as {{the format's name: the file's name}}, with "
-                f"{', '.join(sorted(COLUMNS))}",
+                fix=f"{hint}write keys as {{Valence's name: the file's name}}, with names such "
+                f"as {', '.join(USUAL)}",
             )
-    shapes = [_shape(row, keys or {}) for row in rows]
+    filled = {
+        ours: theirs
+        for ours, theirs in (keys or {}).items()
+        if any(row.get(theirs) is not None for row in rows)
+    }
+    shapes = [_shape(row, keys or {}, filled) for row in rows]
     votes: Counter[tuple[str, ...]] = Counter(
         found for found in (candidates(*shape) for shape in shapes) if found
     )
@@ -73,6 +85,17 @@ def _unknown(found: Sequence[str], names: frozenset[str]) -> UserError:
     )
 
 
+def nearest(name: str, names: Sequence[str]) -> list[str]:
+    """The one of these names that is spelled most like another, quoted; empty if none is alike."""
+    by_lower = {each.lower(): each for each in names}
+    return [repr(by_lower[each]) for each in get_close_matches(name.lower(), by_lower, n=1)]
+
+
+def did_you_mean(names: Sequence[str]) -> str:
+    """The beginning of a fix; empty without names."""
+    return f"did you mean {' and '.join(names)}? " if names else ""
+
+
 def listed(names: Iterable[str]) -> str:
     """The names, cut to a readable number, with a count of the rest."""
     every = list(names)
@@ -81,13 +104,17 @@ def listed(names: Iterable[str]) -> str:
 
 
 def _shape(
-    row: Mapping[str, Any], keys: Mapping[str, str]
+    row: Mapping[str, Any], keys: Mapping[str, str], filled: Mapping[str, str]
 ) -> tuple[frozenset[str], Dialect | None]:
     """The columns that a row has, by the format's names, and how its chat turns are written (None:
     it has none).
+
+    filled: those of ``keys`` whose column other rows fill, so that the row has it though its own is
+    empty.
     """
     taken = {part for theirs in keys.values() for part in (theirs, theirs.partition(".")[0])}
     names = {ours for ours, theirs in keys.items() if lookup(row, theirs) is not None}
+    names |= {ours for ours, theirs in filled.items() if theirs in row}
     names |= {
         n
         for n, v in row.items()
@@ -107,7 +134,7 @@ def _shape(
 
 def candidates_of(row: Mapping[str, Any], keys: Mapping[str, str]) -> tuple[str, ...]:
     """The formats that a row fits."""
-    return candidates(*_shape(row, keys))
+    return candidates(*_shape(row, keys, {}))
 
 
 def is_another_format(name: str, value: Mapping[str, Any], keys: Mapping[str, str]) -> str | None:

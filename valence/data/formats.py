@@ -415,10 +415,16 @@ class Format:
         return frozenset(self.need.split())
 
     @property
+    def needed_parts(self) -> tuple[str, ...]:
+        return tuple(self.parts.get(column, column) for column in self.need.split())
+
+    @property
     def columns(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.need.split(), *self.may.split(), "weight", "info")))
 
 
+RATINGS = ("label", "score")
+"""Parts that a person fills in, who may have left some out."""
 IDS = {
     "prompt_ids": "prompt",
     "completion_ids": "completion",
@@ -538,6 +544,12 @@ def columns_read(name: str, keys: Mapping[str, str]) -> dict[str, str]:
     return {f.parts.get(column, column): keys.get(column, column) for column in f.columns}
 
 
+def _is_missing(row: Columns, part: str) -> bool:
+    """Whether a row does not have a part; a rating of blanks alone is none."""
+    value = row.get(part)
+    return value is None or (part in RATINGS and isinstance(value, str) and not value.strip())
+
+
 def read_example(
     name: str, value: Mapping[str, Any], origin: Origin, keys: Mapping[str, str] | None = None
 ) -> Example:
@@ -547,13 +559,16 @@ def read_example(
     """
     f, columns = FORMATS[name], columns_read(name, keys or {})
     row = Columns(value, columns, f.dialect, origin)
-    missing = [
-        columns[part]
-        for part in (f.parts.get(c, c) for c in f.need.split())
-        if row.get(part) is None
-    ]
+    missing = [columns[part] for part in f.needed_parts if _is_missing(row, part)]
     if has_failed(value, columns):
         missing = [column for column in missing if column != columns.get("score")]
+    ratings = {columns[part] for part in RATINGS if part in f.needed_parts}
+    if missing and ratings.issuperset(missing):
+        raise UserError(
+            f"the row has no rating: {' and '.join(missing)} is empty",
+            code="row-rating-missing",
+            fix="rate the answer or delete the row",
+        )
     if missing:
         raise UserError(
             f"the row has no {' and no '.join(missing)}, which the format {name} needs",

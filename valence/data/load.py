@@ -11,7 +11,7 @@ from typing import Literal, Protocol, TypeVar
 
 from valence.data import values
 from valence.data.convert import Unused
-from valence.data.detect import detect, is_another_format, listed
+from valence.data.detect import COLUMNS, detect, did_you_mean, is_another_format, listed, nearest
 from valence.data.formats import FORMATS, columns_read, lookup, read_example
 from valence.data.kinds import conversion_to, of_kind
 from valence.data.objects import Rows, paths_from, rows_from
@@ -239,9 +239,10 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
         read_rows(source.path, split=source.split, subset=source.subset, limit=source.limit), "skip"
     )
     layout = _layout(source, [row.value for row in head if isinstance(row, Row)])
-    absent = set(source.keys.values())
+    absent, seen = set(source.keys.values()), set[str]()
     for row in chain(head, rest):
         if isinstance(row, Row) and layout.format:
+            seen |= row.value.keys()
             absent = {
                 path for path in absent if path not in row.value and lookup(row.value, path) is None
             }
@@ -249,12 +250,43 @@ def stream(source: Source) -> Iterator[tuple[Row | BadRow, Example | BadRow]]:
         elif isinstance(row, BadRow):
             yield row, row
     if absent and source.limit is None:
-        raise UserError(
-            f"keys: no row has a column {min(absent)!r}",
-            code="keys-missing-column",
-            where=source.path,
-            fix="name a column that the file has",
-        )
+        raise _no_such_columns(source.path, sorted(absent), seen)
+
+
+def fitting_mapping(
+    file: Source, others: Iterable[Source]
+) -> tuple[str | None, dict[str, str]] | None:
+    """The format and the keys of the first of other files' sections that fit the columns of this
+    file.
+
+    Keys of columns that the file does not have are left out. None when none fit, or when the file
+    cannot be read.
+    """
+    try:
+        rows = read_rows(file.path, split=file.split, subset=file.subset, limit=DETECT_ROWS)
+        head = [row.value for row in rows if isinstance(row, Row)]
+    except UserError:
+        return None
+    for other in others:
+        keys = {ours: theirs for ours, theirs in other.keys.items() if _has_column(head, theirs)}
+        name = file.format or other.format
+        if (keys or other.format) and _fits(head, name, keys):
+            return name, keys
+    return None
+
+
+def _fits(head: Sequence[Mapping[str, object]], name: str | None, keys: Mapping[str, str]) -> bool:
+    """Whether rows have all columns that a format needs; without a name, those of any format."""
+    try:
+        name = name or detect(head, keys)
+        columns_read(name, keys)
+    except UserError:
+        return False
+    return all(_has_column(head, keys.get(column, column)) for column in FORMATS[name].required)
+
+
+def _has_column(head: Sequence[Mapping[str, object]], path: str) -> bool:
+    return any(lookup(value, path) is not None for value in head)
 
 
 def _rows(
@@ -314,7 +346,7 @@ def _read(
         elif not isinstance(row, Row):
             examples.append(row)
     if absent and examples and limit is None:
-        raise _no_such_column(path, absent[0], seen)
+        raise _no_such_columns(path, absent, seen)
     zeros.check()
     # a Prompt's info has its other columns
     carried = layout.format is not None and FORMATS[layout.format].gives == "prompt"
@@ -427,23 +459,29 @@ def _layout(source: Source, head: Sequence[Mapping[str, object]]) -> _Layout:
         name = source.format or detect(head, keys)
         columns_read(name, keys)
     except UserError as error:
-        for theirs in source.keys.values():
-            if all(theirs not in value and lookup(value, theirs) is None for value in head):
-                raise _no_such_column(
-                    source.path, theirs, (name for value in head for name in value)
-                ) from error
+        absent = [
+            theirs
+            for theirs in source.keys.values()
+            if all(theirs not in value and lookup(value, theirs) is None for value in head)
+        ]
+        if absent and COLUMNS.issuperset(source.keys):
+            raise _no_such_columns(
+                source.path, absent, (name for value in head for name in value)
+            ) from error
         raise UserError(
             error.what, code=error.code, where=error.where or source.path, fix=error.fix
         ) from error
     return _Layout(name, keys, source.weight, named, rating)
 
 
-def _no_such_column(path: str, column: str, found: Iterable[str]) -> UserError:
+def _no_such_columns(path: str, absent: Sequence[str], columns: Iterable[str]) -> UserError:
+    known = sorted(set(columns))
+    hint = did_you_mean([near for column in absent for near in nearest(column, known)])
     return UserError(
-        f"keys: no row has a column {column!r}",
+        f"keys: no row has a column {' or '.join(map(repr, absent))}",
         code="keys-missing-column",
         where=path,
-        fix=f"name one of its columns: {listed(sorted(set(found)))}",
+        fix=f"{hint}the file has the columns {listed(known)}",
     )
 
 
@@ -453,7 +491,11 @@ def _example(row: Row, layout: _Layout) -> Example | BadRow:
     try:
         example = read_example(layout.format, row.value, row.origin, layout.keys)
     except UserError as error:
-        hint = f" (the row looks like the format {other})" if other else ""
+        hint = (
+            f" (the row looks like the format {other})"
+            if other and error.code != "row-rating-missing"
+            else ""
+        )
         return BadRow(
             row.origin,
             error.what + hint,

@@ -59,12 +59,17 @@ DOWN = frozenset(
 )
 TWO_WORDS = re.compile(r"(thumbs?)[\s_-]*(up|down)|(up|down)[\s_-]*(vote)")
 """Labels that tools write as one word or two, with or without a separator, after lower-casing."""
+SHORT_CODE = re.compile(r":(\+1|-1|thumbs?[_-]?(?:up|down)):")
+"""Emoji as chat programs export them, such as ``:+1:``."""
+SKIN_TONE = re.compile("(:skin-tone-[2-6]:|[\U0001f3fb-\U0001f3ff]|\ufe0f)$")
+"""What may follow a thumb."""
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII | re.IGNORECASE)
 LABEL_FIX = (
     "write true or false, 1 or 0 (or -1), yes or no, up or down, chosen or rejected, good or "
     "bad, positive or negative, "
-    "like or dislike, thumbs_up or thumbs_down, upvote or downvote; put a graded judgement into "
-    "a column called score"
+    "like or dislike, thumbs_up or thumbs_down, :+1: or :-1:, upvote or downvote; put a graded "
+    "judgement into a column "
+    "called score"
 )
 CHAT_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|from|content|value)["']\s*:""")
 TEXT_PARTS = ("text", "input_text", "output_text")
@@ -118,7 +123,9 @@ def thumb(value: object) -> bool | None:
     if isinstance(value, int | float):
         word = str(int(value)) if value in (-1, 0, 1) else ""
     else:
-        word = value.strip().casefold() if isinstance(value, str) else ""
+        word = SKIN_TONE.sub("", value.strip().casefold()) if isinstance(value, str) else ""
+        code = SHORT_CODE.fullmatch(word)
+        word = code[1] if code else word
         parts = TWO_WORDS.fullmatch(word)
         word = "".join(part or "" for part in parts.groups()) if parts else word
     return True if word in UP else False if word in DOWN else None

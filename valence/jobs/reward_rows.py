@@ -80,8 +80,9 @@ def score_by_reward(
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
         specs = specs_of(rewards, target, overrides)
-        sources = with_files(BARE | {"reward": "length"}, data, ()).recipe.data.eval
-        sources = [s.model_copy(update={"format": s.format or format}) for s in sources]
+        own = load_target(target, overrides).recipe.data if target is not None else None
+        bare = BARE | {"reward": "length"}
+        sources = with_files(bare, data, (), own=own, format=format).recipe.data.eval
         refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         if lines:

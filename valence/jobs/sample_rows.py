@@ -16,7 +16,10 @@ import torch
 from rich.console import Console
 
 from valence import __version__
+from valence.config.load import LoadedRecipe
 from valence.config.schema import Rollout, Source
+from valence.data.detect import COLUMNS
+from valence.data.formats import FORMATS
 from valence.data.load import load
 from valence.data.sources import Row, read_rows
 from valence.distributed.protocol import Group
@@ -41,6 +44,12 @@ from valence.types import Chat, Completion, Content, Ids, Origin, Prompt, conten
 SAME = ("model", "vocabulary", "template")
 """Facts that answers share which are appended to others."""
 ADDED = f"add to it with --append; {ANEW}"
+READING = {"temperature": 0.7, "max_new_tokens": 256}
+"""How answers to read are sampled, unless the recipe or the command says otherwise.
+
+Rows to train on are sampled at temperature 1, the model's own distribution, at which small models
+ramble.
+"""
 HEAD_ROWS = 20
 """Rows that the column of the prompts is looked for in."""
 
@@ -49,7 +58,8 @@ HEAD_ROWS = 20
 class Draws:
     """How many answers to each prompt, and how they are drawn.
 
-    None: as the recipe's ``rollout`` section says; where it has no reward, one answer.
+    None: as the recipe's ``rollout`` section says; where it has no reward, one answer, and to read
+    (``for_reading``) as in ``READING``.
     """
 
     n: int | None = None
@@ -59,6 +69,17 @@ class Draws:
     at_once: int | None = None
     """Answers that are sampled at once: all that is lost when the program is killed."""
     seed: int = 0
+
+    def for_reading(self, source: LoadedRecipe) -> Draws:
+        """The same with the values of ``READING`` where neither these nor the recipe set any."""
+        if source.recipe.reward:
+            return self
+        unset = {
+            name: value
+            for name, value in READING.items()
+            if getattr(self, name) is None and source.settings[f"rollout.{name}"].is_default
+        }
+        return replace(self, **unset)
 
     def filled(self, rollout: Rollout, online: bool) -> tuple[int, int, Sampling]:
         """Answers to each prompt, answers at once, and how they are drawn.
@@ -119,7 +140,8 @@ def sample_rows(
     """
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
-        sources, recipe = _sources(target, data, overrides, asks=not questions)
+        sources, source = _sources(target, data, overrides, asks=not questions)
+        recipe = source.recipe
         refuse_inputs(out, sources)
         prompts = _prompts(questions, sources)
         n, at_once, how = draws.filled(recipe.rollout, bool(recipe.reward))
@@ -179,16 +201,16 @@ def answers(
     at: At = None,
     console: Console | None = None,
     group: Group | None = None,
-) -> list[tuple[str, str]]:
-    """Each prompt with an answer, as text to read. The request is as for ``sample_rows``."""
+) -> list[tuple[str, Completion]]:
+    """Each prompt, as text, with an answer to read. The request is as for ``sample_rows``."""
     group = group or Single()
-    sources, recipe = _sources(target, data, overrides, asks=not questions)
+    sources, source = _sources(target, data, overrides, asks=not questions)
     asked = [prompt.prompt for prompt in _prompts(questions, sources)]
-    n, _, how = draws.filled(recipe.rollout, bool(recipe.reward))
+    n, _, how = draws.for_reading(source).filled(source.recipe.rollout, bool(source.recipe.reward))
     run = open_run(target, overrides, group=group, at=at, console=console)
     texts = [as_text(content, run.prepared.tokenizer) for content in asked]
     return [
-        (text, each.text)
+        (text, each)
         for text, own in zip(texts, run.sample(asked, how, n), strict=True)
         for each in own
     ]
@@ -199,12 +221,13 @@ def answers(
 
 def _sources(
     target: str, data: Sequence[str], overrides: Sequence[str], *, asks: bool
-) -> tuple[list[Source], Any]:
+) -> tuple[list[Source], LoadedRecipe]:
     """Files of prompts, and the recipe."""
     if data or not asks:
-        recipe = with_files(target, data, overrides).recipe
-        return list(recipe.data.eval), recipe
-    recipe = load_target(target, overrides).recipe
+        source = with_files(target, data, overrides)
+        return list(source.recipe.data.eval), source
+    source = load_target(target, overrides)
+    recipe = source.recipe
     if not recipe.reward or not recipe.data.train:
         raise UserError(
             "there is nothing to answer",
@@ -212,7 +235,7 @@ def _sources(
             where="sample",
             fix="give --prompt or --data",
         )
-    return list(recipe.data.train), recipe
+    return list(recipe.data.train), source
 
 
 def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt]:
@@ -222,9 +245,7 @@ def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt
         Prompt(prompt=text, origin=Origin("--prompt", number))
         for number, text in enumerate(questions, 1)
     ]
-    named = [
-        source.model_copy(update={"format": source.format or _format(source)}) for source in sources
-    ]
+    named = [_as_prompts(source) for source in sources]
     found = load(named, "prompt").examples if named else ()
     prompts = asked + [example for example in found if isinstance(example, Prompt)]
     for prompt in prompts:
@@ -232,8 +253,15 @@ def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt
     return prompts
 
 
+def _as_prompts(source: Source) -> Source:
+    """The section of a file for its prompts alone, whatever else its rows have."""
+    name = source.format or _format(source)
+    others = COLUMNS.difference(FORMATS[name].columns) if name in FORMATS else frozenset[str]()
+    keys = {ours: theirs for ours, theirs in source.keys.items() if ours not in others}
+    return source.model_copy(update={"format": name, "keys": keys})
+
+
 def _format(source: Source) -> str:
-    """Prompts are read whatever else a row has."""
     rows = read_rows(source.path, split=source.split, subset=source.subset)
     head = [row.value for row in islice(rows, HEAD_ROWS) if isinstance(row, Row)]
     has_prompt = "prompt" in source.keys or any(row.get("prompt") is not None for row in head)

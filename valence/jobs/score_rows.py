@@ -105,10 +105,8 @@ def score_rows(
     """
     group, console = group or Single(), console or Terminal()
     with Stop(console).listening():
-        source = with_files(target, data, overrides)
-        sources = [
-            s.model_copy(update={"format": s.format or format}) for s in source.recipe.data.eval
-        ]
+        source = with_files(target, data, overrides, format=format)
+        sources = source.recipe.data.eval
         refuse_inputs(out, sources)
         lines = Lines(out, WINDOW, fresh=fresh) if group.rank == 0 else None
         total, seen = _read_through(sources, column)

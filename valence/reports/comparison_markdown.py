@@ -21,7 +21,7 @@ from valence.reports.html import flatten
 from valence.reports.rundata import RunData
 from valence.reports.signs import other_warnings, signs
 from valence.reports.stats import finite
-from valence.reports.verdict import held_out_verdict
+from valence.reports.verdict import run_verdict
 
 
 def comparison_markdown(runs: Sequence[Compared]) -> str:
@@ -75,7 +75,7 @@ def run_markdown(run: RunData) -> str:
 
 def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data."""
-    found = held_out_verdict(run.first, run.last)
+    found = run_verdict(run)
     return f"**{markdown(found.headline)}.** {markdown(f'{found.sentence} {found.advice}')}"
 
 

@@ -35,7 +35,8 @@ from valence.reports.rows import is_own, verdict
 from valence.reports.rundata import Json, RunData, read_run
 from valence.reports.signs import other_warnings, signs
 from valence.reports.stats import finite
-from valence.reports.verdict import held_out_verdict
+from valence.reports.verdict import run_verdict
+from valence.types import plural
 
 ROWS = 50
 """Most rows of one table of the audit."""
@@ -109,7 +110,7 @@ def render(run: RunData) -> str:
 
 def _verdict(run: RunData) -> str:
     """Whether the model is better on held-out data, before everything else."""
-    found = held_out_verdict(run.first, run.last)
+    found = run_verdict(run)
     far = f"So far (step {_step(run)}): " if _is_running(run) else ""
     headline = f"{far}{found.headline}"
     return (
@@ -464,7 +465,7 @@ def _audit(audit: Json, charts: dict[str, Json], plotly: bool) -> str:
 def _summary(found: Json) -> str:
     """How many units of what, and how long."""
     said = (
-        [f"{esc(found['units'])} {esc(str(found.get('kind') or 'row'))}s"]
+        [f"{esc(found['units'])} {esc(plural(str(found.get('kind') or 'row')))}"]
         if "units" in found
         else []
     )

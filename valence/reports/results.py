@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from valence.reports.rundata import read_run
-from valence.reports.verdict import held_out_verdict
+from valence.reports.verdict import run_verdict
 
 FILES = {"model": "model", "log": "metrics.jsonl", "report": "report.html"}
 """What a run writes for its user, by the word for it."""
@@ -17,9 +17,12 @@ def outputs(folder: Path) -> list[str]:
     """What held-out rows say about a finished run, then one line for each file or folder that it
     has for its user.
     """
-    run = read_run(folder)
-    verdict = held_out_verdict(run.first, run.last)
-    lines = [f"{verdict.headline}. {verdict.sentence}"] if verdict.state != "unmeasured" else []
+    verdict = run_verdict(read_run(folder))
+    lines = (
+        [f"{verdict.headline}. {verdict.sentence}", verdict.advice]
+        if verdict.state != "unmeasured"
+        else []
+    )
     return [
         *lines,
         *(

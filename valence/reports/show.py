@@ -15,7 +15,16 @@ from rich.table import Table
 from rich.text import Text
 
 from valence.terminal import escape_control
-from valence.types import Chat, Content, Example, Ids, Origin, TokenizedCompletion, TokenizedExample
+from valence.types import (
+    Chat,
+    Content,
+    Example,
+    Ids,
+    Origin,
+    TokenizedCompletion,
+    TokenizedExample,
+    noun,
+)
 
 PROMPT, TRAINED, CONTEXT, SPECIAL = "dim", "green", "yellow", "reverse"
 _LONGEST_CHARACTER = 4  # tokens: one for each byte of UTF-8
@@ -60,7 +69,7 @@ def show_example(example: Example) -> RenderableType:
         elif name != "origin":
             facts[name] = value
     kind = type(example).__name__.lower()
-    return Group(_heading(kind, example.origin), table, _facts({**facts, "id": example.id}))
+    return Group(_heading(noun(kind), example.origin), table, _facts({**facts, "id": example.id}))
 
 
 def show_encoded(encoded: TokenizedExample, tokenizer: Tokenizer) -> RenderableType:
@@ -68,7 +77,7 @@ def show_encoded(encoded: TokenizedExample, tokenizer: Tokenizer) -> RenderableT
     legend.
     """
     parts: list[RenderableType] = [
-        _heading(f"{encoded.kind}, {encoded.tokens} tokens", encoded.origin),
+        _heading(f"{noun(encoded.kind)}, {encoded.tokens} tokens", encoded.origin),
         _legend(),
     ]
     prompt = TokenizedCompletion(ids=encoded.prompt_ids, mask=encoded.prompt_mask)

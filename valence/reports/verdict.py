@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from valence.reports.console import number
+from valence.reports.figures import still
 from valence.reports.rows import is_own, is_pair, margin, per_token, value, verdict
+from valence.reports.rundata import RunData
 from valence.reports.stats import (
     Z95,
     auc,
@@ -60,11 +62,19 @@ class Verdict:
         }[self.state]
 
 
-def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
+def run_verdict(run: RunData) -> Verdict:
+    """The verdict on a run, with advice for what its folder holds."""
+    return held_out_verdict(run.first, run.last, has_answers=bool(run.samples))
+
+
+def held_out_verdict(
+    first: Json | None, last: Json | None, *, has_answers: bool = False
+) -> Verdict:
     """Compare a run's last evaluation with its first one, or with chance where the run started
     there.
 
     Evaluations have ``rows``. first is last if there was only one; both are None if there was none.
+    has_answers: the run has answers to held-out prompts, which the advice can point to.
     """
     if last is None:
         return Verdict(
@@ -74,15 +84,32 @@ def held_out_verdict(first: Json | None, last: Json | None) -> Verdict:
             "under data.eval.",
         )
     after, before = last["rows"], first["rows"] if first is not None and first is not last else None
-    for of_kind in (_of_completions, _of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
-        found = of_kind(after, before)
-        if found is not None:
-            return found
+    if verdict := _of_completions(after, before):
+        return verdict
+    for of_kind in (_of_thumbs, _of_pairs, _of_scores, _of_demonstrations):
+        if verdict := of_kind(after, before):
+            return replace(verdict, advice=f"{verdict.advice} {_next_step(after, has_answers)}")
     return Verdict(
         "unmeasured",
         f"The {number(len(after))} held-out rows are too few, or of a kind without a measure.",
         "Hold out at least 50 rows.",
     )
+
+
+def _next_step(rows: Sequence[Json], has_answers: bool) -> str:
+    """What to read besides the number."""
+    if _is_of_reward_model(rows):
+        return "Read the rows of the report that the model ranks most differently."
+    if has_answers:
+        return "Read the answers in the report."
+    return (
+        "To read answers as well, set run.samples.prompts in the recipe, or ask both models: "
+        "`valence sample RUN`, and `valence sample RECIPE` for the model before training."
+    )
+
+
+def _is_of_reward_model(rows: Sequence[Json]) -> bool:
+    return any(name.startswith("scores") for row in rows for name in row)
 
 
 def _state(low: float, high: float, baseline: float) -> State:
@@ -93,7 +120,7 @@ def _interval(low: float, high: float) -> str:
     return f"95 % interval {low:.2f} to {high:.2f}"
 
 
-READ = "Read the answers below: ranking held-out rows well is not the same as answering well."
+RANKING = "Ranking held-out rows well is not the same as answering well."
 
 
 def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
@@ -113,8 +140,8 @@ def _of_completions(last: Sequence[Json], first: Sequence[Json] | None) -> Verdi
         f"The mean reward on {number(len(pairs))} held-out prompts went from {before:.3g} to "
         f"{after:.3g} "
         f"(change {_signed(after - before)}, 95 % interval {_signed(low)} to {_signed(high)}).",
-        "Read the answers below: a policy that exploits the reward looks the same as one that "
-        "has learned the task.",
+        "Read the answers in the report: a policy that exploits the reward looks the same as one "
+        "that has learned the task.",
         after - before, low, high, 0.0, len(pairs),
     )  # fmt: skip
 
@@ -130,10 +157,10 @@ def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
     before = auc(*earlier) if earlier else 0.5
     return Verdict(
         _state(low, high, before),
-        f"On {number(len(ups) + len(downs))} held-out rows the model ranks a thumbs up above a "
-        f"thumbs down with probability "
-        f"{now:.2f} ({_interval(low, high)}). {_before(before)}",
-        READ, now, low, high, before, len(ups) + len(downs),
+        f"In {_of_100(now)} of 100 comparisons the model ranks a liked answer above a disliked one "
+        f"(95 % interval {_of_100(low)} to {_of_100(high)}; 50 is chance; AUC {now:.2f} on "
+        f"{number(len(ups) + len(downs))} held-out rows).{_before(first, last, _of_100(before))}",
+        RANKING, now, low, high, before, len(ups) + len(downs),
     )  # fmt: skip
 
 
@@ -148,12 +175,23 @@ def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
     return (ups, downs) if min(len(ups), len(downs)) >= FEWEST else None
 
 
-def _before(baseline: float) -> str:
-    return (
-        "Before training: 0.5, chance."
-        if baseline == 0.5
-        else f"Before training: {baseline:.2f}; 0.5 is chance."
-    )
+def _of_100(share: float) -> str:
+    return f"{100 * share:.0f}"
+
+
+def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: str) -> str:
+    """A sentence about the value before training; empty where the run has not measured it."""
+    if first is None:
+        if _equals_reference(last):
+            return " Every reward is 0: the model equals its reference."
+        return ""
+    if _equals_reference(first):
+        return f" Before training it is {baseline} by definition: the model equals its reference."
+    return f" Before training: {baseline}."
+
+
+def _equals_reference(rows: Sequence[Json]) -> bool:
+    return still({"rows": rows}) and not _is_of_reward_model(rows)
 
 
 def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | None:
@@ -168,10 +206,10 @@ def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | N
     )
     return Verdict(
         _state(low, high, before),
-        f"The model prefers the chosen answer in {hits / count:.0%} of {number(count)} held-out "
-        f"pairs ({low:.0%} to {high:.0%} "
-        f"with 95 % confidence). {_before(before)}",
-        READ, hits / count, low, high, before, count,
+        f"The model ranks the chosen answer above the rejected one in {_of_100(hits / count)} % of "
+        f"{number(count)} held-out pairs (95 % interval {_of_100(low)} to {_of_100(high)}; 50 is "
+        f"chance).{_before(first, last, f'{_of_100(before)} %')}",
+        RANKING, hits / count, low, high, before, count,
     )  # fmt: skip
 
 
@@ -201,7 +239,7 @@ def _of_scores(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
         f"On {number(len(found))} held-out rows the model's reward and the scores of the data "
         f"have a rank correlation of "
         f"{rank:.2f} ({_interval(low, high)}). 0 is chance.",
-        READ, rank, low, high, 0.0, len(found),
+        RANKING, rank, low, high, 0.0, len(found),
     )  # fmt: skip
 
 
@@ -220,8 +258,7 @@ def _of_demonstrations(last: Sequence[Json], first: Sequence[Json] | None) -> Ve
         f"The log-probability per token of {number(len(pairs))} held-out answers changed by "
         f"{_signed(change)} nats "
         f"(95 % interval {_signed(low)} to {_signed(high)}).",
-        "Read the answers below: likelier held-out answers do not show that new answers are "
-        "better.",
+        "Likelier held-out answers do not show that new answers are better.",
         change, low, high, 0.0, len(pairs),
     )  # fmt: skip
 

@@ -178,7 +178,6 @@ def _report_cache(run: Run) -> None:
         cached.hits, cached.misses = map(
             sum, zip(*gathered(run.group, [cached.hits, cached.misses]), strict=True)
         )
-        run.say_once(cached.summary)
         run.folder.state(
             reference_cache={
                 "folder": str(cached.folder),

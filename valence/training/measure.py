@@ -15,7 +15,7 @@ from valence.terminal import print_message
 from valence.training.evaluate import Evaluation
 from valence.training.evaluate import evaluate as evaluate_rows
 from valence.training.memory import with_memory
-from valence.training.setup import Corpus, rows_to_measure
+from valence.training.setup import Corpus, Prepared, rows_to_measure
 from valence.types import Completion, Content, MicroBatch, TokenizedExample
 
 if TYPE_CHECKING:
@@ -138,9 +138,17 @@ def due(run: Run, step: int | None = None) -> bool:
         return False
     if step == 0:
         return run.recipe.eval.at_start
-    every = run.recipe.eval.every
-    steps = round(every) if every >= 1 else max(1, round(every * run.prepared.steps_per_epoch))
-    return step % steps == 0 or step == run.total_steps or bool(run.ended_early)
+    return (
+        step % evaluation_interval(run.prepared) == 0
+        or step == run.total_steps
+        or bool(run.ended_early)
+    )
+
+
+def evaluation_interval(prepared: Prepared) -> int:
+    """Optimizer steps from one evaluation to the next."""
+    every = prepared.recipe.eval.every
+    return round(every) if every >= 1 else max(1, round(every * prepared.steps_per_epoch))
 
 
 def evaluate_and_keep(run: Run) -> dict[str, float]:

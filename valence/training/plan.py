@@ -27,6 +27,7 @@ from valence.models.shape import Shape, shape_of
 from valence.models.speed import Work
 from valence.reports.console import duration
 from valence.training.build import best_device, check_vocabulary, layers_of, pays_to_compile
+from valence.training.measure import evaluation_interval
 from valence.training.methods import Method, read_of_tokens
 from valence.training.setup import Prepared
 from valence.training.sharding import (
@@ -43,6 +44,7 @@ from valence.types import TokenizedExample, plural
 
 MOST = {"cpu": 4096, "mps": 8192, "cuda": 32768}  # beyond them, a step is not faster
 LOOKED_AT = 4  # steps whose work is counted
+ROWS_LOOKED_AT = 512  # rows of an evaluation whose work is counted
 
 
 @dataclass(frozen=True)
@@ -114,13 +116,20 @@ class Plan:
         ]
 
     def _work_of(self, method: Method, sampler: Sampler, number: int) -> tuple[Method, Work, Work]:
-        units = [sampler.units[i] for i in sampler.step(number)[0]]
-        trained, both = _work(units), list(units)
+        return method, *self._work_of_units(
+            method, [sampler.units[i] for i in sampler.step(number)[0]]
+        )
+
+    def _work_of_units(
+        self, method: Method, units: Sequence[TokenizedExample]
+    ) -> tuple[Work, Work]:
+        """Of the units themselves, and of the mismatched sequences that go with them."""
+        own, both = _work(units), list(units)
         if method.needs_kl_pairs:
             both += make_kl_pairs_in_groups(
                 units, len(units), "next", max_length=self.prepared.recipe.data.max_length
             )
-        return method, trained, _work(both) - trained
+        return own, _work(both) - own
 
     def seconds(self, *, again: bool = False) -> float:
         """About how long a step takes, by its operations and the rate at which this machine
@@ -128,12 +137,7 @@ class Plan:
         reference said of the answers.
         """
         recipe = self.prepared.recipe
-        known = (
-            again
-            and recipe.reference.cache != "off"
-            and recipe.reference.sync_every is None
-            and not recipe.reward
-        )
+        known = again and self._keeps_reference
         operations = [
             speed.step(
                 self.shape,
@@ -146,11 +150,69 @@ class Plan:
             for step in self.work
             for method, trained, measured in step
         ]
-        dtype = DTYPES[recipe.model.dtype]
-        rate = speed.EFFICIENCY[dtype] * speed.matmul_rate(
+        return sum(operations) / len(self.work) / self._rate / self.processes
+
+    @property
+    def _rate(self) -> float:
+        """Operations per second of a process."""
+        dtype = DTYPES[self.prepared.recipe.model.dtype]
+        return speed.EFFICIENCY[dtype] * speed.matmul_rate(
             self.device, dtype, self.shape.hidden, self.shape.inner
         )
-        return sum(operations) / len(self.work) / rate / self.processes
+
+    @property
+    def _keeps_reference(self) -> bool:
+        """Whether the reference's log-probabilities of a row are computed once in the run."""
+        recipe = self.prepared.recipe
+        return (
+            recipe.reference.cache != "off"
+            and recipe.reference.sync_every is None
+            and not recipe.reward
+        )
+
+    @property
+    def evaluations(self) -> int:
+        """How often data.eval is measured."""
+        prepared, recipe = self.prepared, self.prepared.recipe.eval
+        if "eval" not in prepared.corpora:
+            return 0
+        every, steps = evaluation_interval(prepared), prepared.total_steps
+        return -(-steps // every) + recipe.at_start
+
+    @property
+    def evaluation_seconds(self) -> float:
+        """About how long it takes to measure held-out rows, test rows, and training rows
+        afterwards.
+
+        0 where the model's own answers are measured: they would have to be sampled first.
+        """
+        prepared, recipe = self.prepared, self.prepared.recipe
+        if prepared.method.online:
+            return 0.0
+        operations = 0.0
+        if times := self.evaluations:
+            held_out = prepared.corpora["eval"].units[: recipe.eval.max_examples]
+            operations += self._operations_of_measuring(held_out)
+            operations += (times - 1) * self._operations_of_measuring(
+                held_out, is_known=self._keeps_reference
+            )
+        if "test" in prepared.corpora:
+            operations += self._operations_of_measuring(prepared.corpora["test"].units)
+        if most := recipe.eval.train_examples:
+            operations += self._operations_of_measuring(prepared.corpora["train"].units[:most])
+        return operations / self._rate / self.processes
+
+    def _operations_of_measuring(
+        self, units: Sequence[TokenizedExample], *, is_known: bool = False
+    ) -> float:
+        """Of measuring rows once. is_known: the reference's log-probabilities of them are
+        stored.
+        """
+        looked_at, method = units[:ROWS_LOOKED_AT], self.prepared.method
+        own, mismatched = self._work_of_units(method, looked_at)
+        passes = 2 if method.asks_reference and not is_known else 1
+        each = speed.forward(self.shape, own) + speed.forward(self.shape, mismatched)
+        return passes * each * len(units) / len(looked_at)
 
     def _operations_of_answers(self, trained: Work) -> float:
         """What own answers add to a step: each is measured once in its round, and a value model
@@ -248,16 +310,20 @@ def crowding(processes: int) -> str:
     )
 
 
-def describe(plan: Plan) -> list[str]:
+def describe(plan: Plan, *, in_detail: bool = False) -> list[str]:
     """Lines to print: optimizer steps, tokens per epoch, trained weights, and what memory and time
     they are predicted to take.
+
+    in_detail: also name what is computed without gradient.
     """
     prepared, shape, memory = plan.prepared, plan.shape, plan.memory
     method, asked = prepared.method, prepared.recipe.train.micro_batch_tokens
     units = prepared.planned.units
     longest = max(map(_rows, units))
-    mismatched = ", and as many in KL pairs without gradient" if method.needs_kl_pairs else ""
-    trained = "all trained" if shape.full else f"{shape.trained:,} of them trained"
+    mismatched = (
+        ", and as many in KL pairs without gradient" if in_detail and method.needs_kl_pairs else ""
+    )
+    trained = ", all trained" if shape.full else f" frozen + {shape.trained:,} trained"
     narrow = f", {shape.quantized:,} in 4 bits" if shape.quantized else ""
     total, each = memory.total(plan.largest), " each" if plan.processes > 1 else ""
     parts = {
@@ -280,7 +346,7 @@ def describe(plan: Plan) -> list[str]:
         f"{plural(method.kind)})",
         f"tokens: {sum(unit.tokens for unit in units):,} per epoch{mismatched}; micro-batches of "
         f"{plan.micro_batch_tokens:,}" + (" (auto)" if asked == "auto" else ""),
-        f"weights: {shape.parameters:,}, {trained}{narrow}",
+        f"weights: {shape.parameters:,}{trained}{narrow}",
         *_shared(plan),
         f"memory: about {_gigabytes(total)}{each} "
         f"({', '.join(f'{name} {_gigabytes(size)}' for name, size in parts.items())})",
@@ -320,10 +386,14 @@ def describe(plan: Plan) -> list[str]:
 def _times(plan: Plan) -> list[str]:
     """What to say of the time that a run takes."""
     prepared, rollout = plan.prepared, plan.prepared.recipe.rollout
-    without = "sampling, scoring and evaluation" if prepared.method.online else "evaluation"
+    steps, measuring = plan.total_seconds, plan.evaluation_seconds
+    count = prepared.total_steps
+    parts = f"{count} step{'s' * (count != 1)} of about {duration(plan.seconds())} at first"
+    parts += f", {duration(measuring)} for evaluation" if measuring else ""
+    more = "sampling, scoring, evaluation, " if prepared.method.online else ""
     said = [
-        f"time: about {duration(plan.seconds())} per step at first, "
-        f"{duration(plan.total_seconds)} in total, without {without}"
+        f"time: about {duration(steps + measuring)} ({parts}), without {more}loading the model "
+        f"and writing files"
     ]
     if (each := plan.round_seconds) is not None:
         rounds = -(-prepared.total_steps // rollout.steps_per_round)

@@ -13,7 +13,8 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from valence.batching.kl_pairs import make_kl_pairs
-from valence.config.load import LoadedRecipe, Setting
+from valence.config.load import LISTS, LoadedRecipe, Setting
+from valence.config.messages import all_of
 from valence.config.schema import Data, Recipe
 from valence.data.audit import Audit, audit, overlap
 from valence.data.encode import EncodedSet, Encoder
@@ -31,6 +32,9 @@ from valence.training.methods import Method, method_in, method_of, reads_referen
 from valence.training.online.sources import check_rewards
 from valence.training.optim import check_optimizer, up
 from valence.types import Chat, Example, TokenizedCompletion, TokenizedExample
+
+KEYS_CODES = ("keys-missing-column", "keys-unknown-column")
+"""Mistakes in the ``keys`` of a file, which are often the same for all files of a recipe."""
 
 
 @dataclass(frozen=True)
@@ -277,14 +281,24 @@ def prepare(
             )
             source = source.with_automatic("data.as_chat", encoder.as_chat, why)
         corpora: dict[str, Corpus] = {}
-        for name in ("train", "eval", "test"):
+        wrong_keys: list[UserError] = []
+        for name in LISTS:
             rows = (given or {}).get(name)
             if rows is not None or getattr(data, name):
-                corpora[name] = read_corpus(
-                    rows if rows is not None else getattr(data, name), method, data, encoder
-                )
+                try:
+                    corpora[name] = read_corpus(
+                        rows if rows is not None else getattr(data, name), method, data, encoder
+                    )
+                except UserError as error:
+                    if error.code not in KEYS_CODES and not wrong_keys:
+                        raise
+                    wrong_keys += (
+                        [_placed_at_keys(error, name, source)] if error.code in KEYS_CODES else []
+                    )
             if name in corpora and name != "train" and "train" in corpora:
                 corpora[name] = _compared(corpora[name], corpora["train"])
+        if wrong_keys:
+            raise all_of(wrong_keys, source.settings["method"].origin.split(":")[0])
         for i, part in enumerate(recipe.mix if "train" in corpora else ()):
             own = data.model_copy(update={"convert": part.convert, "threshold": part.threshold})
             corpora[_mix(i)] = read_corpus(
@@ -304,6 +318,18 @@ def prepare(
         prepared = Prepared(source.recipe, source, method, encoder, corpora, rewards)
         _check(prepared)
         return prepared
+
+
+def _placed_at_keys(error: UserError, name: str, source: LoadedRecipe) -> UserError:
+    """A mistake in the ``keys`` of a file, with the place where the recipe sets them."""
+    for index, file in enumerate(getattr(source.recipe.data, name)):
+        keys = f"data.{name}.{index}.keys"
+        if file.path == error.where and keys in source.settings:
+            where = f"{source.settings[keys].origin} ({keys})"
+            return UserError(
+                f"{error.where}: {error.what}", code=error.code, where=where, fix=error.fix
+            )
+    return error
 
 
 def _stop_ids(recipe: Recipe, policy: Any) -> tuple[int, ...]:

@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
+from valence.config.schema import Data, Source
+from valence.data.load import fitting_mapping
 from valence.distributed.protocol import Group
 from valence.errors import UserError
 from valence.reports.runs import config_of
@@ -81,10 +84,18 @@ def load_target(target: str, overrides: Sequence[str]) -> LoadedRecipe:
 
 
 def with_files(
-    target: str | dict[str, Any], data: Sequence[str], overrides: Sequence[str]
+    target: str | dict[str, Any],
+    data: Sequence[str],
+    overrides: Sequence[str],
+    *,
+    own: Data | None = None,
+    format: str | None = None,
 ) -> LoadedRecipe:
     """The recipe of a target (or the one given) with these files, which may be sections as in a
     recipe, as its data.eval.
+
+    A file without keys and format of its own has those of the target's own data (or of ``own``)
+    that fit its columns. format: of files that name none.
     """
     listed = ", ".join(
         d if d.lstrip().startswith("{") else json.dumps({"path": d}, ensure_ascii=False)
@@ -92,8 +103,37 @@ def with_files(
     )
     ours = ["data.train=[]", "data.test=[]", f"data.eval=[{listed}]", "reference.cache=off"]
     if isinstance(target, str):
-        return with_dtype(load_target(target, [*overrides, *ours]))
-    return with_dtype(load_recipe(target, [*overrides, *ours], method_of=method_of, training=False))
+        own = own or load_target(target, overrides).recipe.data
+        source = with_dtype(load_target(target, [*overrides, *ours]))
+    else:
+        source = with_dtype(
+            load_recipe(target, [*overrides, *ours], method_of=method_of, training=False)
+        )
+    files = [_as_own_data(file, own, format) for file in source.recipe.data.eval]
+    data_section = source.recipe.data.model_copy(update={"eval": files})
+    return replace(source, recipe=source.recipe.model_copy(update={"data": data_section}))
+
+
+def _as_own_data(file: Source, own: Data | None, format: str | None) -> Source:
+    """A file with the keys and the format of a recipe's own data that fit it."""
+    named = file.model_copy(update={"format": file.format or format})
+    if own is None or file.keys or file.format:
+        return named
+    mapping = fitting_mapping(named, [*own.eval, *own.test, *own.train])
+    return (
+        named
+        if mapping is None
+        else named.model_copy(update=dict(zip(("format", "keys"), mapping, strict=True)))
+    )
+
+
+def overrides_to_measure(target: Path, data: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Overrides with which a run or a recipe measures all rows of these files."""
+    if not data:
+        return []
+    files = with_files(str(target), data, overrides).recipe.data.eval
+    listed = json.dumps([file.model_dump(mode="json") for file in files], ensure_ascii=False)
+    return [f"data.eval={listed}", "data.limit=null", "eval.max_examples=null"]
 
 
 def open_run(
