@@ -95,3 +95,15 @@ def test_the_check_of_texts_finds_what_it_looks_for() -> None:
     ]
     allowed = ["https://host/home/x", "a/wo" + "rk/b", "the folder tmp_path / 'x'", "methods"]
     assert [line for line in (*forbidden, *allowed) if _forbidden(line)] == forbidden
+
+
+def test_no_file_of_the_package_is_ignored_by_git() -> None:
+    """A wheel leaves out what .gitignore names, also files that are tracked."""
+    paths = "\n".join(shown(path) for path in FILES)
+    command = ["git", "check-ignore", "--no-index", "--stdin"]
+    found = subprocess.run(
+        command, cwd=ROOT, input=paths, capture_output=True, text=True, check=False
+    )
+    if found.returncode == 128:
+        pytest.skip("not a git checkout")
+    assert found.stdout == ""
