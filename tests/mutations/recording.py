@@ -30,8 +30,9 @@ ENVIRONMENT = {
 }  # fmt: skip
 OPTIONS = ("-q", "-p", "no:randomly", "-p", "no:cacheprovider", "--tb=line", "--hypothesis-seed=0")
 NOT_COPIED = shutil.ignore_patterns(
-    ".git", ".venv", ".peers", ".hypothesis", "__pycache__", ".pytest_cache", "site", "runs"
+    ".git", ".venv", ".peers", ".hypothesis", "__pycache__", ".pytest_cache"
 )
+NOT_COPIED_FROM_ROOT = {"site", "runs"}
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,11 @@ def cost(test: RecordedTest) -> float:
 
 
 def copy_tree(to: Path, root: Path = ROOT) -> None:
-    shutil.copytree(root, to, ignore=NOT_COPIED)
+    def ignored(folder: str, names: list[str]) -> set[str]:
+        at_root = NOT_COPIED_FROM_ROOT if Path(folder) == root else set[str]()
+        return NOT_COPIED(folder, names) | at_root
+
+    shutil.copytree(root, to, ignore=ignored)
 
 
 def scratch_folder() -> Path:

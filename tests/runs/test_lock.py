@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.errors import raises_error
 from tests.runs.holders import (
     QUICK,
     TAKE,
@@ -23,9 +24,8 @@ from tests.runs.holders import (
     started,
     wait_until,
 )
-from tests.errors import raises_error
-from valence.runs.lock import NAME, Lock, holder
 from valence.errors import UserError
+from valence.runs.lock import NAME, Lock, holder
 
 __all__ = ["nothing_is_left", "started"]
 

@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.runs.holders import QUICK, TAKE, named, nothing_is_left, started, wait_until
 from tests.errors import raises_error
+from tests.runs.holders import QUICK, TAKE, named, nothing_is_left, started, wait_until
 from valence.runs import lock
 from valence.runs.lock import NAME, Lock, holder
 

@@ -19,12 +19,12 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.rig import run
 from tests.errors import raises_error
-from valence.runs import store
-from valence.runs.keeper import Checkpoints, check
-from valence.runs.store import Stored
 from valence.distributed import shards
 from valence.distributed.protocol import Group
 from valence.errors import UserError
+from valence.runs import store
+from valence.runs.keeper import Checkpoints, check
+from valence.runs.store import Stored
 
 pytestmark = pytest.mark.dist
 slow = pytest.mark.slow

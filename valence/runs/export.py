@@ -14,9 +14,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from valence.runs.store import agreed, apart, is_sharded, place_aside, written_aside
 from valence.distributed.protocol import Group
 from valence.errors import UserError
+from valence.runs.store import agreed, apart, is_sharded, place_aside, written_aside
 
 LARGEST = 5 * 10**9
 """Bytes of a file of weights."""

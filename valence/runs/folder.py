@@ -13,14 +13,14 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
-from valence.runs.lock import NAME, Lock
-from valence.runs.store import write_whole
 from valence.checksums import add_checksum, verify
 from valence.distributed.protocol import Group
 from valence.distributed.single import Single
 from valence.distributed.together import by_first
 from valence.errors import UserError
 from valence.files import check_path, refuse_links
+from valence.runs.lock import NAME, Lock
+from valence.runs.store import write_whole
 
 FOLDERS = (
     "eval",

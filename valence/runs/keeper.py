@@ -19,6 +19,10 @@ from typing import Any
 
 from torch import Tensor
 
+from valence.distributed.protocol import Group
+from valence.distributed.together import gathered
+from valence.errors import UserError
+from valence.files import refuse_links
 from valence.runs.store import (
     PLAIN,
     Snapshot,
@@ -28,10 +32,6 @@ from valence.runs.store import (
     synced,
     written_aside,
 )
-from valence.distributed.protocol import Group
-from valence.distributed.together import gathered
-from valence.errors import UserError
-from valence.files import refuse_links
 
 FORMAT = 2
 MANIFEST = "manifest.json"
