@@ -15,7 +15,7 @@ import pytest
 from tests.arch.source import ROOT
 from tests.command import command as valence
 from tests.command import place
-from valence.cli.stream import Stream
+from valence.cli.stream import EventStream
 
 __all__ = ["place"]
 
@@ -71,15 +71,15 @@ def test_json_ends_with_a_mistake_or_a_stop(
     assert line["code"] == "setting-unknown"
     assert "train.sed" in line["error"]
     assert "train.sed" in shown.err
-    log = Stream.log
+    log = EventStream.log
 
-    def stopped(stream: Stream, record: dict[str, float]) -> None:
+    def stopped(stream: EventStream, record: dict[str, float]) -> None:
         log(stream, record)
         if record["step"] == 3:
             signal.raise_signal(signal.SIGINT)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Stream, "log", stopped)
+        patched.setattr(EventStream, "log", stopped)
         assert valence("train", "recipe.yaml", "train.epochs=3", "--json") == 130
     *records, last = map(json.loads, capsys.readouterr().out.splitlines())
     assert (last["status"], last["exit_status"], last["run"], last["model"]) == (

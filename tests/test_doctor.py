@@ -16,7 +16,7 @@ from tests.command import command as valence
 from valence import network
 from valence.cli import doctor_checks as doctor
 from valence.cli import doctor_recipe
-from valence.cli.doctor_checks import EXTRAS, Finding, examine, writable
+from valence.cli.doctor_checks import EXTRAS, Check, examine, writable
 from valence.models import loading, speed
 
 RECIPE = """
@@ -36,7 +36,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def of_recipe(*overrides: str) -> dict[str, Finding]:
+def of_recipe(*overrides: str) -> dict[str, Check]:
     return {
         each.name: each for each in doctor_recipe.examine_recipe(Path("recipe.yaml"), overrides)
     }
@@ -137,7 +137,7 @@ def test_variables_that_do_harm_are_told(
     assert value in found.said
 
 
-def hub() -> Finding:
+def hub() -> Check:
     (found,) = (each for each in examine(network=True) if each.name == "hub")
     return found
 
@@ -205,7 +205,7 @@ def test_access_to_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(loading, "hub_problem", lambda: "")
 
-    def found() -> doctor.Finding:
+    def found() -> doctor.Check:
         return of_recipe("model.name=nobody/nothing")["model.name"]
 
     monkeypatch.setattr(huggingface_hub, "auth_check", lambda _: None)

@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.scale_model.model import Job, Layout, Machine, dealt, sharded
-from valence.config.schema import Lora
+from valence.config.schema import LoraSettings
 from valence.models.checkpointing import Checkpointing
 from valence.models.head import AREA, KEEP_CUDA
 from valence.models.memory import Split, predict
@@ -90,7 +90,7 @@ def shape(model: str, lora: bool = False) -> Shape:
     )
     with torch.device("meta"):
         found = LlamaForCausalLM(config)
-    return shape_of(found, lora=Lora(rank=16) if lora else None)
+    return shape_of(found, lora=LoraSettings(rank=16) if lora else None)
 
 
 def lengths(rows: int = ROWS) -> list[int]:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown
+from tests.arch.source import FILES, PACKAGE, ROOT, imports, is_in, name_of, shown, tree
 
 LAYERS = (
     "checksums",
@@ -328,3 +330,14 @@ def test_the_package_is_where_the_tests_look() -> None:
 
     assert valence.__file__ is not None
     assert Path(valence.__file__).parent == PACKAGE
+
+
+def test_public_classes_have_names_of_their_own() -> None:
+    names = [
+        node.name
+        for path in FILES
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    ]
+    assert len(names) > 100
+    assert [name for name, count in Counter(names).items() if count > 1] == []

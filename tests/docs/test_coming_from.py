@@ -19,7 +19,7 @@ from tests.arch.source import tree
 from tests.docs.blocks import ROOT
 from tests.docs.settings import is_setting
 from valence.config.describe import settings_table
-from valence.config.schema import Recipe, Source
+from valence.config.schema import Recipe, SourceSettings
 from valence.data.formats import FORMATS
 from valence.data.load import load
 from valence.reports import online_signs, signs
@@ -247,4 +247,4 @@ def test_rows_are_read_as_the_guides_say(
 ) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps(row) + "\n")
-    assert len(load([Source(path=str(path), **how)], kind).examples) == 1
+    assert len(load([SourceSettings(path=str(path), **how)], kind).examples) == 1

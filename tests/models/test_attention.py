@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from tests.prefix_trees import Segments, dense_attention, forests, path, seen
 from valence.models import attention, flex, layout, native
-from valence.models.attention import Memory, attend, remembering
+from valence.models.attention import KeyValueMemory, attend, remembering
 from valence.models.flex import BLOCK, Visible
 from valence.models.layout import segments_of, split, table
 from valence.models.policy_model import filled
@@ -156,7 +156,7 @@ def test_a_second_pass_over_what_the_first_one_kept(
         if more
         else parts.first
     )
-    memory = Memory(fill(count))
+    memory = KeyValueMemory(fill(count))
     found: list[Tensor] = []
     for rows, forest, reading in (
         (torch.cat([parts.rows, torch.zeros(more, dtype=torch.long)]), filled_up, False),

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tests.errors import raises_error
 from tests.models.test_oracle import oracle, sequences
 from tests.tiny_models import tiny
-from valence.models.attention import Memory
+from valence.models.attention import KeyValueMemory
 from valence.models.build import build_policy
 from valence.models.check import CUT, PROMPT, PackingWarning, plain_batch
 from valence.models.policy_model import PolicyModel
@@ -113,14 +113,14 @@ def test_the_check_works_where_gradients_are_off() -> None:
 
 
 def test_a_second_pass_that_reads_something_else_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = Memory.__call__
+    kept = KeyValueMemory.__call__
 
-    def shuffled(self: Memory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def shuffled(self: KeyValueMemory, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         if self.reading:
             self.layers[self.read] = self.layers[self.read][0].flip(2), self.layers[self.read][1]
         return kept(self, key, value)
 
-    monkeypatch.setattr(Memory, "__call__", shuffled)
+    monkeypatch.setattr(KeyValueMemory, "__call__", shuffled)
     with pytest.warns(PackingWarning) as warned:
         PolicyModel(tiny(dtype=torch.float32)).check_layout()
     assert codes(warned) == ["layouts-differ"]

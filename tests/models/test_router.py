@@ -14,7 +14,7 @@ from tests.errors import raises_error
 from tests.tiny_models import tiny
 from tests.units import objective, unit
 from valence.batching.micro_batches import make_micro_batch
-from valence.config.schema import Lora
+from valence.config.schema import LoraSettings
 from valence.models.build import build_policy, build_reference
 from valence.models.check import plain_batch
 from valence.models.checkpointing import Checkpointing
@@ -166,9 +166,11 @@ def test_sequences_without_gradient_do_not_count(packed: bool, along: int) -> No
     assert num_trained_tokens(batch) == sum(row.tokens for row in ours)
 
 
-@pytest.mark.parametrize("lora", [None, Lora(rank=4)], ids=["all weights", "lora"])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)], ids=["all weights", "lora"])
 @pytest.mark.parametrize("name", ["cpo", "simpo"])
-def test_a_step_adds_the_weighted_loss_and_its_gradient(name: str, lora: Lora | None) -> None:
+def test_a_step_adds_the_weighted_loss_and_its_gradient(
+    name: str, lora: LoraSettings | None
+) -> None:
     engine = policy(lora=lora)
     loss, _, gradient, _ = step(engine, 0.0, ROWS, name=name)
     with_router, metrics, its_gradient, micro_batches = step(engine, WEIGHT, ROWS, name=name)

@@ -12,7 +12,7 @@ import pytest
 from tests.errors import raises_error
 from tests.rewards.kit import Entry, answers, scores
 from valence.rewards import reward_of
-from valence.rewards.combine import Combined, Part
+from valence.rewards.combine import Combined, RewardPart
 from valence.types import Completion, Score
 
 
@@ -36,7 +36,9 @@ def fixed(name: str, *values: float | None) -> Fixed:
 
 
 def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
-    both = Combined((Part(fixed("a", 1.0, -2.0), 0.5), Part(fixed("b", 3.0, 4.0), -2.0)))
+    both = Combined(
+        (RewardPart(fixed("a", 1.0, -2.0), 0.5), RewardPart(fixed("b", 3.0, 4.0), -2.0))
+    )
     found = scores(both, answers(2))
     assert [score.value for score in found] == [0.5 - 6.0, -1.0 - 8.0]
     assert [dict(score.parts) for score in found] == [{"a": 1.0, "b": 3.0}, {"a": -2.0, "b": 4.0}]
@@ -45,7 +47,7 @@ def test_the_sum_is_weighted_and_its_parts_are_kept() -> None:
 
 def test_a_clip_acts_before_the_weight_and_shows_in_the_parts() -> None:
     found = scores(
-        Combined((Part(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3)
+        Combined((RewardPart(fixed("a", 9.0, -9.0, 0.25), 2.0, clip=(-1.0, 0.5)),)), answers(3)
     )
     assert [score.value for score in found] == [1.0, -2.0, 0.5]
     assert [score.parts["a"] for score in found] == [0.5, -1.0, 0.25]
@@ -55,22 +57,24 @@ def test_below_a_gate_only_the_gate_counts() -> None:
     """Two gates: where both are shut, both count, and nothing else."""
     made = Combined(
         (
-            Part(fixed("form", 1.0, 0.0, 1.0, 0.0), 0.5, gate=1.0),
-            Part(fixed("safe", 0.5, 0.5, -3.0, -3.0), 2.0, gate=0.0),
-            Part(fixed("good", 8.0, 8.0, 8.0, 8.0)),
+            RewardPart(fixed("form", 1.0, 0.0, 1.0, 0.0), 0.5, gate=1.0),
+            RewardPart(fixed("safe", 0.5, 0.5, -3.0, -3.0), 2.0, gate=0.0),
+            RewardPart(fixed("good", 8.0, 8.0, 8.0, 8.0)),
         )
     )
     found = scores(made, answers(4))
     assert [score.value for score in found] == [0.5 + 1.0 + 8.0, 0.0, -6.0, -6.0]
     assert [score.parts["good"] for score in found] == [8.0] * 4
     at_the_gate = Combined(
-        (Part(fixed("a", 1.0), gate=1.0, clip=(0.0, 1.0)), Part(fixed("b", 5.0)))
+        (RewardPart(fixed("a", 1.0), gate=1.0, clip=(0.0, 1.0)), RewardPart(fixed("b", 5.0)))
     )
     assert scores(at_the_gate, answers(1))[0].value == 6.0
 
 
 def test_one_that_failed_fails_the_whole_and_is_named() -> None:
-    made = Combined((Part(fixed("a", 1.0, None, None)), Part(fixed("b", 2.0, 3.0, None), 0.0)))
+    made = Combined(
+        (RewardPart(fixed("a", 1.0, None, None)), RewardPart(fixed("b", 2.0, 3.0, None), 0.0))
+    )
     found = scores(made, answers(3))
     assert [score.value for score in found] == [1.0, None, None]
     assert [score.error for score in found] == ["", "a: broken", "a: broken; b: broken"]
@@ -80,7 +84,10 @@ def test_one_that_failed_fails_the_whole_and_is_named() -> None:
 @pytest.mark.parametrize("weights", [(1e308, 1e308), (1e308, -1e308)])
 def test_a_sum_that_is_not_finite_is_an_error(weights: tuple[float, float]) -> None:
     made = Combined(
-        tuple(Part(fixed(name, 10.0), weight) for name, weight in zip("ab", weights, strict=True))
+        tuple(
+            RewardPart(fixed(name, 10.0), weight)
+            for name, weight in zip("ab", weights, strict=True)
+        )
     )
     score = scores(made, answers(1))[0]
     assert score.value is None
@@ -93,7 +100,9 @@ def test_it_is_the_formula_for_any_numbers() -> None:
         numbers = [[draw.gauss(0, 2) for _ in range(5)] for _ in range(3)]
         weights, gate = [draw.gauss(0, 1) for _ in range(3)], draw.gauss(0, 1)
         parts = tuple(
-            Part(fixed(f"r{k}", *numbers[k]), weights[k], (-1.5, 1.5), gate if k == 1 else None)
+            RewardPart(
+                fixed(f"r{k}", *numbers[k]), weights[k], (-1.5, 1.5), gate if k == 1 else None
+            )
             for k in range(3)
         )
         for i, score in enumerate(scores(Combined(parts), answers(5))):
@@ -109,7 +118,7 @@ def test_it_is_the_formula_for_any_numbers() -> None:
 
 def test_a_reward_that_gives_too_few_scores_is_a_defect() -> None:
     with pytest.raises(ValueError, match=r"\ba\b.*\b1\b.*\b2\b"):
-        scores(Combined((Part(fixed("a", 1.0)),)), answers(2))
+        scores(Combined((RewardPart(fixed("a", 1.0)),)), answers(2))
 
 
 @pytest.mark.parametrize(("entries", "code", "where", "fix"), [

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.rollouts.vllm_server import Fake, generator, serving
-from valence.rollouts.transports import Disk
+from valence.rollouts.transports import DiskTransfer
 from valence.rollouts.vllm import VLLMGenerator
 
 
@@ -35,6 +35,6 @@ def notes() -> list[str]:
 
 @pytest.fixture
 def sampler(fake: Fake, tmp_path: Path, notes: list[str]) -> Iterator[VLLMGenerator]:
-    made = generator(fake.url, Disk(tmp_path / "weights"), say=notes.append)
+    made = generator(fake.url, DiskTransfer(tmp_path / "weights"), say=notes.append)
     yield made
     made.close()

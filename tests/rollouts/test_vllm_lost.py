@@ -14,7 +14,7 @@ from tests.errors import raises_error
 from tests.rollouts.vllm_server import FREE, PROMPTS, Drop, Fake, generator, serving, weights
 from valence.rollouts.asking import TRIES
 from valence.rollouts.protocol import Sampling
-from valence.rollouts.transports import Disk
+from valence.rollouts.transports import DiskTransfer
 from valence.rollouts.vllm import ROUTE, VLLMGenerator
 
 
@@ -82,7 +82,7 @@ def test_a_dead_server_is_started_again(tmp_path: Path) -> None:
         revived.append(again := serving_at(fake, url))
         again.__enter__()
 
-    sampler = generator(url, Disk(tmp_path), revive=revive)
+    sampler = generator(url, DiskTransfer(tmp_path), revive=revive)
     try:
         assert len(sampler.generate([(5,)], 1, Sampling())[0]) == 1
         assert len(revived) == 1
@@ -99,7 +99,7 @@ def serving_at(fake: Fake, url: str) -> Any:
 def test_a_server_that_stays_away(tmp_path: Path) -> None:
     with serving(Fake()) as gone:
         url = gone.url
-    sampler = generator(url, Disk(tmp_path), timeout=0.3)
+    sampler = generator(url, DiskTransfer(tmp_path), timeout=0.3)
     with raises_error("rollout-server-lost", where=url, fix="rollout.timeout") as raised:
         sampler.generate(PROMPTS, 1, Sampling())
     assert "0.3 s" in raised.error.what
@@ -111,7 +111,7 @@ def test_a_server_that_takes_connections_and_never_answers(
     monkeypatch.setattr("valence.rollouts.wire.PATIENCE", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         url = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        sampler = generator(url, Disk(tmp_path), timeout=0.4)
+        sampler = generator(url, DiskTransfer(tmp_path), timeout=0.4)
         for ask in (
             lambda: sampler.generate(PROMPTS, 1, Sampling()),
             lambda: sampler.sync(1, weights),
@@ -123,7 +123,7 @@ def test_a_server_that_takes_connections_and_never_answers(
 
 
 def test_a_server_that_is_only_slow(fake: Fake, tmp_path: Path) -> None:
-    sampler = generator(fake.url, Disk(tmp_path), timeout=0.4)
+    sampler = generator(fake.url, DiskTransfer(tmp_path), timeout=0.4)
     fake.on[ROUTE] = fake.hang
     with raises_error("rollout-server-slow", where=fake.url, fix="rollout.timeout"):
         sampler.generate(PROMPTS, 1, Sampling())

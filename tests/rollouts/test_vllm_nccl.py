@@ -17,7 +17,7 @@ import torch
 
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import HERE, UPDATE, WEIGHTS, Fake, generator, needs_vllm
-from valence.rollouts.transports import Nccl
+from valence.rollouts.transports import NcclTransfer
 
 DEADLINE = 5.0
 
@@ -95,7 +95,7 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
     got: dict[str, torch.Tensor] = {}
     fake.on["/init_weight_transfer_engine"] = group.enter
     fake.on["/update_weights"] = lambda body: got.update(group.receive(body["update_info"]))
-    sampler = generator(fake.url, Nccl(DEADLINE, torch.device("cpu")))
+    sampler = generator(fake.url, NcclTransfer(DEADLINE, torch.device("cpu")))
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, live.items)
     assert all(
@@ -123,7 +123,7 @@ def test_every_tensor_arrives_as_it_is_and_nobody_waits_for_ever(fake: Fake, gro
 
 def test_a_server_that_never_joins_has_a_deadline(fake: Fake, group: Group) -> None:
     fake.on["/init_weight_transfer_engine"] = fake.hang
-    sampler = generator(fake.url, Nccl(0.5, torch.device("cpu")))
+    sampler = generator(fake.url, NcclTransfer(0.5, torch.device("cpu")))
     with raises_error("rollout-server-slow", where="/init_weight_transfer_engine") as raised:
         sampler.sync(1, WEIGHTS.items)
     assert "0.5 s" in raised.error.what

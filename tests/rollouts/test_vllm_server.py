@@ -34,7 +34,7 @@ from valence.rollouts.check import Evidence, check, difference
 from valence.rollouts.openai import OpenAIGenerator
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.servers import ANYWHERE, Server
-from valence.rollouts.transports import Disk, Gloo, Lora, Transport
+from valence.rollouts.transports import DiskTransfer, GlooTransfer, LoraTransfer, WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 from valence.types import Completion
 
@@ -65,7 +65,7 @@ class Side:
 
     model: Any
     server: Server
-    transport: Transport
+    transport: WeightTransfer
     save: Callable[[Path], None] | None = None
     notes: list[str] = field(default_factory=list)
     version: int = 0
@@ -216,10 +216,10 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Side]]
             models["lora"], LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
         ).eval()  # type: ignore[arg-type]
         yield {
-            "disk": Side(models["disk"], servers["disk"], Disk(root / "weights")),
-            "gloo": Side(models["gloo"], servers["gloo"], Gloo(60)),
+            "disk": Side(models["disk"], servers["disk"], DiskTransfer(root / "weights")),
+            "gloo": Side(models["gloo"], servers["gloo"], GlooTransfer(60)),
             "lora": Side(
-                adapted, servers["lora"], Lora(root / "adapters"), adapted.save_pretrained
+                adapted, servers["lora"], LoraTransfer(root / "adapters"), adapted.save_pretrained
             ),
         }
     finally:
@@ -404,11 +404,13 @@ def test_what_the_server_refuses(sides: dict[str, Side], tmp_path: Path) -> None
     with raises_error("rollout-server-refused", fix="rollout.max_new_tokens") as raised:
         side.generator.generate([(5,) * 600], 1, FREE)
     assert "512" in raised.error.what
-    lora = VLLMGenerator(side.server.url, Lora(tmp_path), TOKENIZER, end_ids=[END], timeout=30)
+    lora = VLLMGenerator(
+        side.server.url, LoraTransfer(tmp_path), TOKENIZER, end_ids=[END], timeout=30
+    )
     with raises_error("rollout-weights-refused", fix="--enable-lora"):
         lora.sync(1, lambda: [], lambda folder: None)
     url = sides["lora"].server.url
-    gloo = VLLMGenerator(url, Gloo(20), TOKENIZER, end_ids=[END], timeout=20)
+    gloo = VLLMGenerator(url, GlooTransfer(20), TOKENIZER, end_ids=[END], timeout=20)
     with raises_error("rollout-weights-refused", where=url, fix="--weight-transfer-config"):
         gloo.sync(1, lambda: [])
 

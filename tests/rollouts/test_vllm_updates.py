@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from tests.errors import raises_error
 from tests.rollouts.vllm_server import PROMPTS, UPDATE, WEIGHTS, Drop, Fake, generator, weights
 from valence.rollouts.protocol import Sampling
-from valence.rollouts.transports import FAILED, Disk, Gloo, Lora
+from valence.rollouts.transports import FAILED, DiskTransfer, GlooTransfer, LoraTransfer
 from valence.rollouts.vllm import VLLMGenerator
 from valence.rollouts.vllm_plugin import join, layout
 
@@ -182,12 +182,12 @@ def test_a_folder_per_version(sampler: VLLMGenerator, fake: Fake, tmp_path: Path
 def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "valence-1-0-v1").mkdir()
     (tmp_path / "mine").mkdir()
-    Disk(tmp_path)
+    DiskTransfer(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
 def test_adapters_have_a_folder_and_a_name_per_version(fake: Fake, tmp_path: Path) -> None:
-    sampler = generator(fake.url, Lora(tmp_path))
+    sampler = generator(fake.url, LoraTransfer(tmp_path))
 
     def write(folder: Path) -> None:
         (folder / "adapter_config.json").write_text("{}", encoding="utf-8")
@@ -206,7 +206,7 @@ def test_adapters_have_a_folder_and_a_name_per_version(fake: Fake, tmp_path: Pat
 
 
 def test_an_adapter_that_is_lost_between_looking_and_asking(fake: Fake, tmp_path: Path) -> None:
-    sampler = generator(fake.url, Lora(tmp_path))
+    sampler = generator(fake.url, LoraTransfer(tmp_path))
     sampler.sync(1, lambda: [], lambda folder: None)
     lost: list[int] = []
 
@@ -222,7 +222,7 @@ def test_an_adapter_that_is_lost_between_looking_and_asking(fake: Fake, tmp_path
 
 def test_the_adapter_transport_needs_an_adapter(fake: Fake, tmp_path: Path) -> None:
     with raises_error("rollout-transport-needs-adapter", where="rollout.transport"):
-        generator(fake.url, Lora(tmp_path)).sync(1, weights)
+        generator(fake.url, LoraTransfer(tmp_path)).sync(1, weights)
 
 
 def test_gloo_carries_every_byte(fake: Fake) -> None:
@@ -247,7 +247,7 @@ def test_gloo_carries_every_byte(fake: Fake) -> None:
         assert info["last"]
 
     fake.on |= {"/init_weight_transfer_engine": enter, "/update_weights": receive}
-    sampler = generator(fake.url, Gloo(5.0))
+    sampler = generator(fake.url, GlooTransfer(5.0))
     live = {name: value.clone() for name, value in WEIGHTS.items()}
     sampler.sync(1, lambda: live.items())
     assert all(
@@ -269,7 +269,7 @@ def test_gloo_carries_every_byte(fake: Fake) -> None:
 def test_gloo_does_not_wait_for_a_server_that_refused(fake: Fake) -> None:
     refusal = (500, {"error": {"message": "no such transport"}})
     fake.on["/init_weight_transfer_engine"] = lambda body: refusal
-    sampler = generator(fake.url, Gloo(3600.0), timeout=3600.0)
+    sampler = generator(fake.url, GlooTransfer(3600.0), timeout=3600.0)
     with raises_error("rollout-weights-refused", where=fake.url) as raised:
         sampler.sync(1, weights)
     assert "no such transport" in raised.error.what

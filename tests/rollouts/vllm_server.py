@@ -20,7 +20,7 @@ import torch
 from tests.arch.source import ROOT
 from valence.rollouts.protocol import Sampling
 from valence.rollouts.servers import PYTHON
-from valence.rollouts.transports import Transport
+from valence.rollouts.transports import WeightTransfer
 from valence.rollouts.vllm import VLLMGenerator
 
 HERE = Path(os.environ.get(PYTHON, ROOT / ".peers" / "vllm" / "bin" / "python"))
@@ -249,7 +249,7 @@ class Words:
 
 
 def generator(
-    url: str, transport: Transport, *, timeout: float = 5.0, **settings: Any
+    url: str, transport: WeightTransfer, *, timeout: float = 5.0, **settings: Any
 ) -> VLLMGenerator:
     return VLLMGenerator(url, transport, Words(), end_ids=[END], timeout=timeout, **settings)  # type: ignore[arg-type]
 

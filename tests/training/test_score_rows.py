@@ -15,7 +15,7 @@ from tests.command import command
 from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.training.scoring import FILES, invoke, read, score, write
-from valence.config.schema import Source
+from valence.config.schema import SourceSettings
 from valence.data.load import load, stream
 from valence.data.sources import BadRow
 from valence.jobs.score_rows import NOT_FINITE, score_rows
@@ -60,7 +60,7 @@ def test_a_model_has_no_reward_against_itself(place: Path) -> None:
 def test_what_is_written_is_data_again(place: Path) -> None:
     score("preference.jsonl", out="once.jsonl")
     before, after = (
-        load([Source(path=path)], "preference").examples
+        load([SourceSettings(path=path)], "preference").examples
         for path in ("preference.jsonl", "once.jsonl")
     )
     assert [example.id for example in after] == [example.id for example in before]
@@ -125,7 +125,7 @@ def test_rows_that_cannot_be_scored_say_why_in_their_place(
         ["origin", "error", "fix"], ["origin", "id", "error", "fix"],
     ]  # fmt: skip
     assert [error["origin"] for error in errors] == [f"rows.jsonl:{n}" for n in (1, 3, 5)]
-    pairs = stream(Source(path="rows.jsonl"))
+    pairs = stream(SourceSettings(path="rows.jsonl"))
     bad_rows = [example for _, example in pairs if isinstance(example, BadRow)]
     for error, bad_row in zip(errors[:2], bad_rows, strict=True):
         assert (error["error"], error["fix"]) == (bad_row.reason, bad_row.fix)
@@ -154,7 +154,8 @@ def test_numbers_that_are_not_finite_are_an_error_of_the_row(place: Path) -> Non
     assert all(line["valence"]["fix"] == NOT_FINITE and line["valence"]["id"] for line in read())
     assert "answers" not in read()[0]["valence"]
     again, first = (
-        load([Source(path=path)], "scored").examples for path in ("out.jsonl", "scored.jsonl")
+        load([SourceSettings(path=path)], "scored").examples
+        for path in ("out.jsonl", "scored.jsonl")
     )
     assert [example.id for example in again] == [example.id for example in first]
 

@@ -26,7 +26,7 @@ from valence.checksums import add_checksum
 from valence.data.load import stream
 from valence.errors import UserError
 from valence.jobs import score_rows as module
-from valence.training.judges import LogProbs
+from valence.training.judges import LogProbJudge
 from valence.types import MicroBatch
 
 # Stopping and going on
@@ -49,13 +49,13 @@ def test_nothing_is_computed_twice(place: Path, monkeypatch: pytest.MonkeyPatch)
     score()
     Path("out.jsonl").write_bytes(b"".join(expected.splitlines(keepends=True)[:13]))
     scored: list[int] = []
-    inner = LogProbs.__call__
+    inner = LogProbJudge.__call__
 
-    def watched(self: LogProbs, batch: MicroBatch) -> Any:
+    def watched(self: LogProbJudge, batch: MicroBatch) -> Any:
         scored.append(batch.sequences)
         return inner(self, batch)
 
-    monkeypatch.setattr(LogProbs, "__call__", watched)
+    monkeypatch.setattr(LogProbJudge, "__call__", watched)
     score()
     assert sum(scored) == 3 + 3 + 1 + 1 + 1  # of the rows from the 13th on: 12 are whole windows
     scored.clear()
@@ -153,7 +153,7 @@ def test_what_does_not_fit_the_memory_can_be_gone_on_with(
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(LogProbs, "__call__", fail)
+    monkeypatch.setattr(LogProbJudge, "__call__", fail)
     with raises_error("out-of-memory", where="judgement.jsonl:1", fix="--tokens"):
         score()
     monkeypatch.undo()

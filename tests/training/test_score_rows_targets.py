@@ -18,7 +18,7 @@ from tests.errors import raises_error
 from tests.tiny import tiny_tokenizer
 from tests.tiny_models import tiny
 from tests.training.scoring import FILES, read, score
-from valence.config.schema import Lora
+from valence.config.schema import LoraSettings
 from valence.models.adapters import with_adapter
 from valence.models.build import load_model
 
@@ -145,7 +145,7 @@ def test_a_reward_model_is_scored_as_a_run_and_as_what_it_wrote(place: Path) -> 
 
 def test_an_adapter_of_a_reward_model_is_refused(place: Path) -> None:
     scores = load_model("model", dtype=torch.float32, attributes=("good",))
-    with_adapter(scores, Lora(rank=2), None).save_pretrained("adapter")  # type: ignore[operator]
+    with_adapter(scores, LoraSettings(rank=2), None).save_pretrained("adapter")  # type: ignore[operator]
     with raises_error("adapter-kind", where="model.adapter", fix="merged model"):
         score("scored.jsonl", target="adapter")
 

@@ -64,7 +64,7 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One line. missing: something optional is not there.
 
     ``needed``: nothing works, or a recipe does not, until it is mended.
@@ -81,7 +81,7 @@ class Finding:
         return asdict(self)
 
 
-def examine(*, network: bool = False) -> Iterator[Finding]:
+def examine(*, network: bool = False) -> Iterator[Check]:
     """Everything that is not about one recipe, in the order of the table."""
     yield from _machine()
     yield from _libraries()
@@ -89,23 +89,23 @@ def examine(*, network: bool = False) -> Iterator[Finding]:
     yield from _tools()
     yield from _folders()
     yield from _environment(os.environ)
-    yield _hub() if network else Finding("network", "hub", "ok", "not asked; --network asks it")
+    yield _hub() if network else Check("network", "hub", "ok", "not asked; --network asks it")
 
 
-def _machine() -> Iterator[Finding]:
+def _machine() -> Iterator[Check]:
     cores, usable = (
         os.cpu_count() or 1,
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
     )
-    yield Finding("machine", "python", "ok", f"{platform.python_version()}, {sys.executable}")
-    yield Finding(
+    yield Check("machine", "python", "ok", f"{platform.python_version()}, {sys.executable}")
+    yield Check(
         "machine", "system", "ok", f"{platform.system()} {platform.release()}, {platform.machine()}"
     )
     fewer = f", of which this process may use {usable}" if usable not in (None, cores) else ""
-    yield Finding("machine", "cores", "ok", f"{cores}{fewer}")
+    yield Check("machine", "cores", "ok", f"{cores}{fewer}")
     memory, disk = free_memory(torch.device("cpu")), shutil.disk_usage(".").free
     if memory is not None:
-        few = Finding(
+        few = Check(
             "machine",
             "memory free",
             "problem",
@@ -113,9 +113,9 @@ def _machine() -> Iterator[Finding]:
             "end other programs: a model needs more",
         )
         yield (
-            few if memory < GB else Finding("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
+            few if memory < GB else Check("machine", "memory free", "ok", f"{memory / GB:.1f} GB")
         )
-    few = Finding(
+    few = Check(
         "machine",
         "disk free",
         "problem",
@@ -125,21 +125,21 @@ def _machine() -> Iterator[Finding]:
     yield (
         few
         if disk < GB
-        else Finding("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
+        else Check("machine", "disk free", "ok", f"{disk / GB:.1f} GB in this folder")
     )
 
 
-def _libraries() -> Iterator[Finding]:
+def _libraries() -> Iterator[Check]:
     # a clone on PYTHONPATH has no metadata
-    yield Finding("libraries", "valence", "ok", __version__)
+    yield Check("libraries", "valence", "ok", __version__)
     for name in ("torch", "transformers", "peft", "plotly"):
         try:
             # The version that PyTorch itself gives also says which CUDA it was built for.
-            yield Finding(
+            yield Check(
                 "libraries", name, "ok", torch.__version__ if name == "torch" else version(name)
             )
         except PackageNotFoundError:
-            yield Finding(
+            yield Check(
                 "libraries", name, "problem", "not installed", f"pip install {name}", needed=True
             )
     lacking = {
@@ -147,14 +147,14 @@ def _libraries() -> Iterator[Finding]:
         for extra, (modules, _) in EXTRAS.items()
     }
     if there := [extra for extra, modules in lacking.items() if not modules]:
-        yield Finding("libraries", "extras", "ok", ", ".join(there))
+        yield Check("libraries", "extras", "ok", ", ".join(there))
     for extra, modules in lacking.items():
         if modules:
             said = f"{', '.join(modules)} not installed: for {EXTRAS[extra][1]}"
-            yield Finding("libraries", extra, "missing", said, install_command(extra))
+            yield Check("libraries", extra, "missing", said, install_command(extra))
 
 
-def _devices() -> Iterator[Finding]:
+def _devices() -> Iterator[Check]:
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             facts = torch.cuda.get_device_properties(index)
@@ -165,13 +165,13 @@ def _devices() -> Iterator[Finding]:
             said = (
                 f"{facts.name}, {free / GB:.1f} of {facts.total_memory / GB:.1f} GB free, {narrow}"
             )
-            yield Finding("devices", f"cuda:{index}", "ok", said)
+            yield Check("devices", f"cuda:{index}", "ok", said)
     elif shutil.which("nvidia-smi"):
         what = (
             f"there is a driver, but this torch "
             f"{'cannot use it' if torch.version.cuda else 'is for CPUs'}"
         )
-        yield Finding(
+        yield Check(
             "devices",
             "cuda",
             "problem",
@@ -179,32 +179,32 @@ def _devices() -> Iterator[Finding]:
             "install the torch that fits the driver, as pytorch.org tells",
         )
     else:
-        yield Finding(
+        yield Check(
             "devices",
             "cuda",
             "missing",
             "no NVIDIA GPU: training runs on the CPU, which is for small models",
         )
     if torch.backends.mps.is_available():
-        yield Finding("devices", "mps", "ok", "Apple's GPU")
+        yield Check("devices", "mps", "ok", "Apple's GPU")
     cpu = f"{torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads"
     slow = speed.slow(torch.device("cpu"), torch.bfloat16)
     if slow:
-        yield Finding("devices", "cpu", "ok", f"{cpu}; {slow}")
+        yield Check("devices", "cpu", "ok", f"{cpu}; {slow}")
     else:
-        yield Finding("devices", "cpu", "ok", f"{cpu}, bfloat16 in hardware")
+        yield Check("devices", "cpu", "ok", f"{cpu}, bfloat16 in hardware")
 
 
-def _tools() -> Iterator[Finding]:
+def _tools() -> Iterator[Check]:
     compiler = shutil.which("g++")
     if compiler:
-        yield Finding("tools", "C++ compiler", "ok", compiler)
+        yield Check("tools", "C++ compiler", "ok", compiler)
     else:
         purpose = (
             "no g++: layers are not compiled (train.compile), nor the kernels for CPUs "
             "with bfloat16"
         )
-        yield Finding(
+        yield Check(
             "tools",
             "C++ compiler",
             "missing",
@@ -213,13 +213,13 @@ def _tools() -> Iterator[Finding]:
         )
     for name, there in backends().items():
         if there:
-            yield Finding("tools", name, "ok", "for several processes (--nproc)")
+            yield Check("tools", name, "ok", "for several processes (--nproc)")
         elif name == "gloo" or torch.cuda.is_available():
             fix = "install a torch that has it"
-            yield Finding("tools", name, "missing", "several processes (--nproc) need it", fix)
+            yield Check("tools", name, "missing", "several processes (--nproc) need it", fix)
 
 
-def _folders() -> Iterator[Finding]:
+def _folders() -> Iterator[Check]:
     from huggingface_hub import constants
 
     places = {
@@ -233,7 +233,7 @@ def _folders() -> Iterator[Finding]:
         yield writable("folders", name, folder, fix, needed=name == "temporary")
 
 
-def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = False) -> Finding:
+def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = False) -> Check:
     """Writes a file there and removes it; where the folder does not exist, in the nearest one above
     it that does.
     """
@@ -244,7 +244,7 @@ def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = Fa
         with tempfile.NamedTemporaryFile(dir=there, prefix=".valence-doctor-") as file:
             file.write(b"x")
     except OSError as error:
-        return Finding(
+        return Check(
             about,
             name,
             "problem",
@@ -252,7 +252,7 @@ def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = Fa
             fix,
             needed=needed,
         )
-    return Finding(
+    return Check(
         about,
         name,
         "ok",
@@ -260,13 +260,13 @@ def writable(about: str, name: str, folder: Path, fix: str, *, needed: bool = Fa
     )
 
 
-def _environment(variables: Mapping[str, str]) -> Iterator[Finding]:
+def _environment(variables: Mapping[str, str]) -> Iterator[Check]:
     for name in VARIABLES:
         value = variables.get(name)
         if value is None:
             continue
         what, fix = _odd(name, value)
-        yield Finding(
+        yield Check(
             "environment",
             name,
             "problem" if what else "ok",
@@ -275,7 +275,7 @@ def _environment(variables: Mapping[str, str]) -> Iterator[Finding]:
         )
     cores = os.cpu_count() or 1
     if "OMP_NUM_THREADS" not in variables and torch.get_num_threads() == 1 < cores:
-        yield Finding(
+        yield Check(
             "environment",
             "OMP_NUM_THREADS",
             "problem",
@@ -296,7 +296,7 @@ def _odd(name: str, value: str) -> tuple[str, str]:
     return "", ""
 
 
-def _hub() -> Finding:
+def _hub() -> Check:
     """Whether the hub that models come from answers."""
     from huggingface_hub import constants
 
@@ -305,7 +305,7 @@ def _hub() -> Finding:
         "set HTTPS_PROXY"
     )
     if constants.HF_HUB_OFFLINE:
-        return Finding(
+        return Check(
             "network",
             "hub",
             "missing",
@@ -314,5 +314,5 @@ def _hub() -> Finding:
         )
     said = ask_hub()
     if not said:
-        return Finding("network", "hub", "ok", f"{constants.ENDPOINT} answers")
-    return Finding("network", "hub", "problem", f"{constants.ENDPOINT}: {said}", fix)
+        return Check("network", "hub", "ok", f"{constants.ENDPOINT} answers")
+    return Check("network", "hub", "problem", f"{constants.ENDPOINT}: {said}", fix)

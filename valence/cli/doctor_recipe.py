@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from valence.cli.doctor_checks import EXTRAS, Finding, writable
+from valence.cli.doctor_checks import EXTRAS, Check, writable
 from valence.config.load import load_recipe
 from valence.config.schema import Recipe
 from valence.errors import UserError, install_command
@@ -25,20 +25,20 @@ OF_RULES = {"maths": "math_verify", "json_schema": "jsonschema", "vader": "vader
 """What a rule imports."""
 
 
-def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
+def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Check]:
     """One line for each thing that the recipe needs beyond what every run does."""
     try:
         recipe = load_recipe(path, overrides, method_of=method_of).recipe
     except UserError as error:
-        yield Finding("recipe", "settings", "problem", _where(error), error.fix or "", needed=True)
+        yield Check("recipe", "settings", "problem", _where(error), error.fix or "", needed=True)
         return
-    yield Finding("recipe", "settings", "ok", f"{path}: {recipe.method}")
+    yield Check("recipe", "settings", "ok", f"{path}: {recipe.method}")
     yield from (_model(setting, name) for setting, name in _models(recipe).items())
     yield from _libraries(recipe)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = speed.automatic_dtype()[0] if recipe.model.dtype == "auto" else recipe.model.dtype
     what, _, fix = speed.slow(device, getattr(torch, dtype)).partition(": ")
-    yield Finding(
+    yield Check(
         "recipe",
         "model.dtype",
         "problem" if what else "ok",
@@ -54,11 +54,11 @@ def examine_recipe(path: Path, overrides: Sequence[str]) -> Iterator[Finding]:
     )
     if recipe.train.compile == "on" and device.type == "cpu" and not shutil.which("g++"):
         fix = "install g++, or set train.compile: auto"
-        yield Finding("recipe", "train.compile", "problem", "there is no g++", fix, needed=True)
+        yield Check("recipe", "train.compile", "problem", "there is no g++", fix, needed=True)
     for reward in recipe.reward:
         if reward.token_env and not os.environ.get(reward.token_env):
             what = f"the environment has no variable {reward.token_env}"
-            yield Finding(
+            yield Check(
                 "recipe",
                 "reward.token_env",
                 "problem",
@@ -83,24 +83,24 @@ def _models(recipe: Recipe) -> dict[str, str]:
     return {setting: name for setting, name in named.items() if name}
 
 
-def _model(setting: str, name: str) -> Finding:
+def _model(setting: str, name: str) -> Check:
     """Whether a model, adapter or tokenizer is there, or can be downloaded."""
     from huggingface_hub import constants
 
     try:
         must_exist(name, setting)
     except UserError as error:
-        return Finding("recipe", setting, "problem", error.what, error.fix or "", needed=True)
+        return Check("recipe", setting, "problem", error.what, error.fix or "", needed=True)
     if Path(name).is_dir():
-        return Finding("recipe", setting, "ok", f"the folder {name}")
+        return Check("recipe", setting, "ok", f"the folder {name}")
     if is_cached(name, setting):
-        return Finding("recipe", setting, "ok", f"{name}, downloaded before")
+        return Check("recipe", setting, "ok", f"{name}, downloaded before")
     if problem := within(DEADLINE, partial(_refused, name)):
         fix = (
             f"check the name; of a gated model ask for access at {constants.ENDPOINT}/{name} "
             f"and run `hf auth login`"
         )
-        return Finding(
+        return Check(
             "recipe",
             setting,
             "problem",
@@ -108,7 +108,7 @@ def _model(setting: str, name: str) -> Finding:
             fix,
             needed=True,
         )
-    return Finding("recipe", setting, "ok", f"{name}, which will be downloaded")
+    return Check("recipe", setting, "ok", f"{name}, which will be downloaded")
 
 
 def _refused(name: str) -> str:
@@ -125,7 +125,7 @@ def _refused(name: str) -> str:
     return ""
 
 
-def _libraries(recipe: Recipe) -> Iterator[Finding]:
+def _libraries(recipe: Recipe) -> Iterator[Check]:
     """Libraries that only some settings need, and that are not installed."""
     wanted = {
         f"reward: {each.reward}": OF_RULES[each.reward]
@@ -139,17 +139,17 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
         extra = next(extra for extra, (modules, _) in EXTRAS.items() if module in modules)
         if find_spec(module) is None:
             fix = install_command(extra)
-            yield Finding(
+            yield Check(
                 "recipe", setting, "problem", f"{module} is not installed", fix, needed=True
             )
         else:
-            yield Finding("recipe", setting, "ok", f"{module} is installed")
+            yield Check("recipe", setting, "ok", f"{module} is installed")
     for sink in recipe.run.sinks:
         try:
             said = check(sink.model_dump())
-            yield Finding("recipe", f"run.sinks: {sink.kind}", "ok", said or "installed")
+            yield Check("recipe", f"run.sinks: {sink.kind}", "ok", said or "installed")
         except UserError as error:
-            yield Finding(
+            yield Check(
                 "recipe",
                 f"run.sinks: {sink.kind}",
                 "problem",
@@ -167,6 +167,6 @@ def _libraries(recipe: Recipe) -> Iterator[Finding]:
         fix = (
             "name the Python of an environment that has it in rollout.python or VALENCE_VLLM_PYTHON"
         )
-        yield Finding(
+        yield Check(
             "recipe", "rollout.start", "problem", "vllm is not installed here", fix, needed=True
         )

@@ -11,7 +11,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
-from valence.config.schema import Source
+from valence.config.schema import SourceSettings
 from valence.data.encode import Encoder
 from valence.data.load import load, read_sources
 from valence.data.sources import Row
@@ -41,7 +41,7 @@ def look(
     """
     source = load_recipe(recipe, overrides, method_of=method_of, training=False)
     data = source.recipe.data
-    files: list[Source] = getattr(data, which)
+    files: list[SourceSettings] = getattr(data, which)
     if not files:
         raise UserError(
             "the recipe names no files",
@@ -69,7 +69,9 @@ def look(
         yield from _tokens(encoder, examples)
 
 
-def _examples(source: LoadedRecipe, files: Sequence[Source], origin: Origin) -> list[Example]:
+def _examples(
+    source: LoadedRecipe, files: Sequence[SourceSettings], origin: Origin
+) -> list[Example]:
     """What became of the row. Raises UserError with the reason when that is nothing."""
     data = source.recipe.data
     # A bad row elsewhere should not keep anybody from looking at this one.

@@ -16,7 +16,7 @@ from valence.terminal import escape_control, write_line
 
 if TYPE_CHECKING:
     from valence.rewards.build import Spec
-    from valence.rewards.calls import Backend
+    from valence.rewards.calls import CallBackend
     from valence.rewards.server import Service
     from valence.rewards.serving import Limits
 
@@ -177,13 +177,13 @@ def reward_service(
         )
     loaded, pools = list[str](), list[WorkerPool]()
 
-    def model(name: str, settings: Mapping[str, Any], where: str) -> Backend:
+    def model(name: str, settings: Mapping[str, Any], where: str) -> CallBackend:
         from valence.jobs.reward_queries import query_model
 
         loaded.append(name)
         return query_model(name, settings, where)
 
-    def function(spec: Spec, where: str) -> Backend:
+    def function(spec: Spec, where: str) -> CallBackend:
         pool = WorkerPool(
             spec.reward,
             spec.settings,

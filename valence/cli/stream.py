@@ -16,7 +16,7 @@ from valence.errors import UserError
 from valence.terminal import ResilientStream, json_line, write_line
 
 
-class Stream:
+class EventStream:
     """A sink of a run that writes each record as metrics.jsonl has it: strict JSON, numbers that
     are not finite as strings. Before the records it says which run it is, behind them how it ended.
     """
@@ -87,12 +87,12 @@ def failing(wanted: bool) -> Iterator[None]:
         yield
     except UserError as error:
         if wanted:
-            Stream(sys.stdout).ended("failed", MISTAKE, error=str(error), code=error.code)
+            EventStream(sys.stdout).ended("failed", MISTAKE, error=str(error), code=error.code)
         raise
 
 
 @contextmanager
-def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
+def streaming(wanted: bool, rank: int = 0) -> Iterator[EventStream | None]:
     """The stream, if one is wanted and this is rank 0. Inside the block everything else that is
     printed goes to standard error, also by other ranks, libraries in C and processes that a reward
     starts. An error that ends the block ends the stream as well."""
@@ -106,7 +106,7 @@ def streaming(wanted: bool, rank: int = 0) -> Iterator[Stream | None]:
         return
     console.plain = sys.stdout.isatty()  # else lines would be written into what is drawn there
     with _stdout_to_stderr() as file:
-        stream = Stream(file)
+        stream = EventStream(file)
         try:
             yield stream
         except UserError as error:

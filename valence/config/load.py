@@ -21,7 +21,7 @@ from valence.config.describe import Key, at, dotted, schema_of
 from valence.config.files import is_hub_id, locate_data, read_chat_template, read_recipe_text
 from valence.config.parse import COMMAND_LINE, Given, from_mapping, from_yaml, override, to_yaml
 from valence.config.rules import CONTRADICTIONS, NO_EFFECT, SINKS_READ, Case, MethodFacts
-from valence.config.schema import Recipe, Reward, Section, Source
+from valence.config.schema import Recipe, RewardSettings, Section, SourceSettings
 from valence.errors import UserError
 from valence.files import check_path, expand_path
 
@@ -202,7 +202,7 @@ def _with_learning_rate(loaded: LoadedRecipe, case: Case) -> LoadedRecipe:
     )
 
 
-def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
+def load_reward(reward: str, overrides: Sequence[str] = ()) -> RewardSettings:
     """What a command names to judge answers, changed by ``key=value`` words.
 
     Raises UserError naming every problem.
@@ -210,7 +210,7 @@ def load_reward(reward: str, overrides: Sequence[str] = ()) -> Reward:
     given, problems = from_mapping({"reward": reward}, COMMAND_LINE), list[UserError]()
     for assignment in overrides:
         given = override(given, assignment)
-    found = _validate(Reward, given, (), problems)
+    found = _validate(RewardSettings, given, (), problems)
     if found is None:
         raise messages.all_of(problems, COMMAND_LINE)
     return found
@@ -427,17 +427,17 @@ def _paths_expanded(recipe: Recipe, given: Given, problems: list[UserError]) -> 
 
 
 def _files_found(
-    sources: Sequence[Source],
+    sources: Sequence[SourceSettings],
     path: Key,
     given: Given,
     folder: Path | None,
     problems: list[UserError],
-) -> list[Source]:
+) -> list[SourceSettings]:
     """A list of files, with their paths as they were found; missing files are added to
     ``problems``.
     """
 
-    def found(source: Source, path: Key) -> Source:
+    def found(source: SourceSettings, path: Key) -> SourceSettings:
         check_path(source.path, given.where((*path, "path")))
         try:
             return source.model_copy(update={"path": locate_data(source.path, folder)})
@@ -483,7 +483,7 @@ def _without_effect(
 def _splits_of_files(case: Case, given: Given) -> Iterator[UserError]:
     """Splits that are named for files, which have none."""
     for name in LISTS:
-        for index, source in enumerate[Source](getattr(case.recipe.data, name)):
+        for index, source in enumerate[SourceSettings](getattr(case.recipe.data, name)):
             if source.split is not None and not is_hub_id(source.path):
                 yield messages.no_effect(
                     given,

@@ -91,7 +91,7 @@ class Section(BaseModel):
     )
 
 
-class Lora(Section):
+class LoraSettings(Section):
     rank: Annotated[int, Field(gt=0, le=65536)] = 16
     """Rank of the update."""
     alpha: PositiveFloat | None = None
@@ -115,7 +115,7 @@ class Model(Section):
     multiplies it (CUDA devices of capability 8.0 or more, CPUs with AVX512-BF16), else float32; a
     resumed run keeps its type. The environment variable VALENCE_DTYPE replaces what auto chooses.
     """
-    lora: Lora | None = None
+    lora: LoraSettings | None = None
     """Train a low-rank adapter instead of all weights."""
     adapter: Text | None = None
     """Folder of an adapter to continue training."""
@@ -137,7 +137,7 @@ class Model(Section):
     """Run Python code that comes with the model."""
 
 
-class Reference(Section):
+class ReferenceSettings(Section):
     model: Text | None = None
     """A folder or hub id. Default: the policy as it starts."""
     cache: Text = "auto"
@@ -155,7 +155,7 @@ class Reference(Section):
     """
 
 
-class Source(Section):
+class SourceSettings(Section):
     path: Text
     """A .jsonl, .json, .csv, .tsv or .parquet file (also .gz), or a hub data set id."""
     split: Text | None = None
@@ -190,11 +190,11 @@ Convert = Literal[
 
 
 class Data(Section):
-    train: list[Source] = Field(default_factory=list[Source])
+    train: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to train on."""
-    eval: list[Source] = Field(default_factory=list[Source])
+    eval: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to evaluate on during training."""
-    test: list[Source] = Field(default_factory=list[Source])
+    test: list[SourceSettings] = Field(default_factory=list[SourceSettings])
     """Files to evaluate on once, after training."""
     max_length: Annotated[int, Field(ge=8)] = 1024
     """Longest prompt with its completion, in tokens."""
@@ -244,7 +244,7 @@ class Data(Section):
     """Give every step the same share of thumbs up and down as the whole data set."""
 
 
-class Reward(Section):
+class RewardSettings(Section):
     """What judges the answers of a policy. Several are added up, each times its weight."""
 
     reward: Text
@@ -406,7 +406,7 @@ class Mix(Section):
 
     method: Text
     """Name of a method."""
-    train: list[Source]
+    train: list[SourceSettings]
     """Files to train on."""
     weight: PositiveFloat = 1.0
     """Multiplies its loss, which is averaged over its own rows."""
@@ -550,7 +550,7 @@ class EarlyStop(Best):
     """By how much it has to be better to count."""
 
 
-class Sink(Section):
+class SinkSettings(Section):
     kind: Literal["tensorboard", "wandb", "trackio", "mlflow"]
     """The tracker. Each needs the extra of its name: `pip install "valence-align[wandb]"`."""
     project: Text | None = None
@@ -582,7 +582,7 @@ class Sink(Section):
 class RunSection(Section):
     dir: Text = "runs/latest"
     """Folder of the run."""
-    sinks: list[Sink] = Field(default_factory=list[Sink])
+    sinks: list[SinkSettings] = Field(default_factory=list[SinkSettings])
     """Trackers that also get the log: their names, such as `[tensorboard, wandb]`, or sections with
     settings.
     """
@@ -634,7 +634,7 @@ class Recipe(Section):
     """The model to train, called the policy: a section, or its name alone, such as `model:
     owner/model`.
     """
-    reference: Reference = Reference()
+    reference: ReferenceSettings = ReferenceSettings()
     """What the policy is compared with."""
     data: Data = Data()
     """Rows to learn from and to measure on."""
@@ -646,7 +646,7 @@ class Recipe(Section):
     """The optimizer and its steps."""
     eval: Eval = Eval()
     """Evaluation during training."""
-    reward: list[Reward] = Field(default_factory=list[Reward])
+    reward: list[RewardSettings] = Field(default_factory=list[RewardSettings])
     """What judges the policy's own answers to the prompts of the data, where it is to learn from
     them: one, or a list.
     """

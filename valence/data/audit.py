@@ -69,7 +69,7 @@ class SourceCount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Unused:
+class UnusedSummary:
     """Rows that became no unit for one kind of reason; ``reason`` and ``fix`` are those of the
     first of them.
     """
@@ -163,7 +163,7 @@ class Audit:
     units: int
     classes: Mapping[str, int]
     files: tuple[SourceCount, ...]
-    unused: tuple[Unused, ...]
+    unused: tuple[UnusedSummary, ...]
     prompt_length: Spread | None
     answer_length: Spread | None
     mean_answer: Mapping[str, float]
@@ -293,7 +293,7 @@ def _files(files: Sequence[File], encoded: EncodedSet) -> tuple[SourceCount, ...
     )
 
 
-def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused, ...]:
+def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[UnusedSummary, ...]:
     """Most frequent first.
 
     Rows refused while loading go by their reason, the others by their kind.
@@ -302,7 +302,7 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
     for row in (*bad, *unusable):
         groups[row.kind if isinstance(row, Unusable) else row.reason].append(row)
     found = [
-        Unused(
+        UnusedSummary(
             kind=kind if isinstance(rows[0], Unusable) else "bad_row",
             reason=rows[0].reason,
             fix=rows[0].fix,
@@ -314,13 +314,15 @@ def _unused(bad: Sequence[BadRow], unusable: Sequence[Unusable]) -> tuple[Unused
     return tuple(sorted(found, key=lambda u: -u.count))
 
 
-def _not_converted(loaded: Loaded) -> tuple[Unused, ...]:
+def _not_converted(loaded: Loaded) -> tuple[UnusedSummary, ...]:
     """Rows that a conversion made nothing of, by their reason."""
     groups: dict[str, list[str]] = defaultdict(list)
     for origin, why in loaded.unused:
         groups[why].append(str(origin))
     found = (
-        Unused(kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows))
+        UnusedSummary(
+            kind="not_converted", reason=why, fix=None, count=len(rows), rows=_first(rows)
+        )
         for why, rows in groups.items()
     )
     return tuple(sorted(found, key=lambda u: -u.count))

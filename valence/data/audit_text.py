@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from valence.data.audit import Audit, Finding, Spread, Truncation, Unused
+from valence.data.audit import Audit, Finding, Spread, Truncation, UnusedSummary
 
 REASONS_SHOWN = 8
 """Reasons for not using rows that the screen has room for."""
@@ -263,7 +263,7 @@ def _unused(audit: Audit) -> list[tuple[int, str]]:
     )
 
 
-def _why(unused: Unused, audit: Audit) -> str:
+def _why(unused: UnusedSummary, audit: Audit) -> str:
     """The kind of reason, the rows, and what was said about the first of them."""
     first = "the first: " if unused.count > 1 else ""
     rows = _rows(unused.count, unused.rows, audit)

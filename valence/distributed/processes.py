@@ -292,10 +292,10 @@ class Processes:
     def _all(self) -> Any:
         return self._members or dist.group.WORLD
 
-    def _part(self, name: str, rows: Sequence[Sequence[int]]) -> Part:
+    def _part(self, name: str, rows: Sequence[Sequence[int]]) -> Subgroup:
         """Makes a group of each row of ranks, and gives this process's."""
         wait = timedelta(seconds=self.deadline)
-        own: Part | None = None
+        own: Subgroup | None = None
         with self._at(f"split {name}"):
             for ranks in rows:  # all processes make all groups, in the same order
                 if self.device.type == "cuda":
@@ -306,7 +306,7 @@ class Processes:
                 else:
                     groups = (dist.new_group(ranks, timeout=wait),) * 2
                 if self.rank in ranks:
-                    own = Part(self, name, ranks, *groups)
+                    own = Subgroup(self, name, ranks, *groups)
         assert own is not None
         return own
 
@@ -440,7 +440,7 @@ class Processes:
                 _own(p.grad).copy_(total.view_as(_own(p.grad)))
 
 
-class Part(Processes):
+class Subgroup(Processes):
     """Some processes of a group as a group of their own, which lasts as long as that.
 
     Errors name the ranks of the whole.

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.functional import embedding, linear
 
-from valence.distributed.processes import Part
+from valence.distributed.processes import Subgroup
 from valence.distributed.protocol import Group
 from valence.errors import UserError
 
@@ -37,7 +37,7 @@ def tensor_parallel(model: nn.Module, group: Group) -> None:
     """
     if group.size == 1:
         return
-    assert isinstance(group, Part)
+    assert isinstance(group, Subgroup)
     inner: Any = model
     causal: Any = inner.get_base_model() if hasattr(inner, "get_base_model") else inner
     plan = _plan(causal, group.size)
@@ -182,7 +182,7 @@ def _spread(x: Tensor, group: Group) -> Tensor:
 # ---------------------------------------------------------------- layers
 
 
-class Columns(nn.Linear):
+class ShardedColumns(nn.Linear):
     """Has some rows of the weight: from what all processes have to these columns of the product."""
 
     group: Group
@@ -191,7 +191,7 @@ class Columns(nn.Linear):
         return linear(_spread(input, self.group), _local(self.weight), _local(self.bias))
 
 
-class WholeColumns(Columns):
+class WholeColumns(ShardedColumns):
     """All columns of the product."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -240,7 +240,7 @@ class Lookup(nn.Embedding):
 
 
 STYLES: dict[str, tuple[type[nn.Linear], int]] = {
-    "colwise": (Columns, 0),
+    "colwise": (ShardedColumns, 0),
     "colwise_gather_output": (WholeColumns, 0),
     "colwise_rep": (WholeColumns, 0),
     "rowwise": (Rows, 1),
@@ -252,7 +252,7 @@ that is cut.
 """
 
 
-def _share(module: Any, name: str, style: str, group: Part) -> None:
+def _share(module: Any, name: str, style: str, group: Subgroup) -> None:
     if style == SMALL:
         module.group = group
         module.register_forward_pre_hook(_spread_weights)
@@ -275,11 +275,11 @@ def _share(module: Any, name: str, style: str, group: Part) -> None:
         return
     if module.lora_magnitude_vector:
         raise _mistake(f"the adapter on {name} has magnitudes of its own (DoRA)")
-    for each in (module.lora_B if kind is Columns else module.lora_A).values():
+    for each in (module.lora_B if kind is ShardedColumns else module.lora_A).values():
         convert_layer(each, kind, axis, group)
 
 
-def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Part) -> None:
+def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Subgroup) -> None:
     """Turn a linear or embedding layer into a tensor-parallel one that holds this process's part of
     its weight.
 
@@ -295,7 +295,7 @@ def convert_layer(module: Any, kind: type[nn.Module], axis: int, group: Part) ->
         module.bias = _cut(module.bias, 0, group)
 
 
-def _cut(weight: nn.Parameter, axis: int, group: Part) -> nn.Parameter:
+def _cut(weight: nn.Parameter, axis: int, group: Subgroup) -> nn.Parameter:
     own = _own(weight.detach(), axis, group).clone(memory_format=torch.contiguous_format)
     made = DTensor.from_local(
         own,
@@ -312,7 +312,7 @@ def _local(weight: Any) -> Any:
     return weight.to_local() if isinstance(weight, DTensor) else weight
 
 
-def _share_vocabulary(causal: Any, group: Part) -> None:
+def _share_vocabulary(causal: Any, group: Subgroup) -> None:
     """The embedding and the head, which may have their weight in common.
 
     One that has an adapter stays whole.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from valence.data.encode import Encoder, Unusable
-from valence.rewards.calls import Backend
+from valence.rewards.calls import CallBackend
 from valence.training.reward_models import HERE, ModelScores, reward_model
 from valence.types import Completion, Demonstration, Ids, TokenizedExample
 
@@ -22,7 +22,7 @@ def as_it_is(encoder: Encoder, completion: Completion) -> TokenizedExample | Unu
     return encoder.encode(Demonstration(prompt=Ids(ids[:1]), completion=Ids(ids[1:]), origin=HERE))
 
 
-def query_model(target: str, settings: Mapping[str, Any], where: str) -> Backend:
+def query_model(target: str, settings: Mapping[str, Any], where: str) -> CallBackend:
     """A reward model that reads ``Completion.text`` as the whole of what it judges.
 
     Raises UserError as ``reward_model``.

@@ -17,8 +17,8 @@ from rich.console import Console
 
 from valence import __version__
 from valence.config.load import LISTS, load_recipe
-from valence.config.schema import Reward as Spec
-from valence.config.schema import Source
+from valence.config.schema import RewardSettings as Spec
+from valence.config.schema import SourceSettings
 from valence.data.encode import Encoder
 from valence.data.formats import columns_read
 from valence.data.load import stream
@@ -39,7 +39,16 @@ from valence.training.methods import method_of
 from valence.training.reward_models import reward_model
 from valence.training.setup import Prepared, prepare
 from valence.training.target import load_target, with_files
-from valence.types import Chat, Completion, Demonstration, Ids, Judgement, Reward, Score, content_id
+from valence.types import (
+    Chat,
+    Completion,
+    Demonstration,
+    Ids,
+    Judgement,
+    Reward,
+    Score,
+    content_id,
+)
 
 WINDOW = 128
 """Answers that are judged and written together: what is lost at most when the program is killed."""
@@ -146,7 +155,7 @@ def specs_of(rewards: Sequence[str], target: str | None, overrides: Sequence[str
     return found
 
 
-def _facts(sources: Sequence[Source], specs: Sequence[Spec]) -> dict[str, Any]:
+def _facts(sources: Sequence[SourceSettings], specs: Sequence[Spec]) -> dict[str, Any]:
     """What the scores depend on."""
     return {
         "data": [s.model_dump(mode="json", exclude_defaults=True) for s in sources],
@@ -154,7 +163,7 @@ def _facts(sources: Sequence[Source], specs: Sequence[Spec]) -> dict[str, Any]:
     }
 
 
-def _read_through(sources: Sequence[Source]) -> tuple[int, str]:
+def _read_through(sources: Sequence[SourceSettings]) -> tuple[int, str]:
     """How many rows there are, and the first that has no tokens of its own ("": none).
 
     Raises UserError for a row that cannot be judged.
@@ -220,7 +229,7 @@ def _prepared(target: str | None, overrides: Sequence[str], where: str) -> Prepa
 class _Reader:
     """Rows with the completion that a reward is given, or why there is none."""
 
-    sources: Sequence[Source]
+    sources: Sequence[SourceSettings]
     encoder: Encoder | None
 
     def __iter__(self) -> Iterator[Told]:

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from valence import __version__
 from valence.config.load import LoadedRecipe
-from valence.config.schema import Rollout, Source
+from valence.config.schema import Rollout, SourceSettings
 from valence.data.detect import COLUMNS
 from valence.data.formats import FORMATS
 from valence.data.load import load
@@ -221,7 +221,7 @@ def answers(
 
 def _sources(
     target: str, data: Sequence[str], overrides: Sequence[str], *, asks: bool
-) -> tuple[list[Source], LoadedRecipe]:
+) -> tuple[list[SourceSettings], LoadedRecipe]:
     """Files of prompts, and the recipe."""
     if data or not asks:
         source = with_files(target, data, overrides)
@@ -238,7 +238,7 @@ def _sources(
     return list(recipe.data.train), source
 
 
-def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt]:
+def _prompts(questions: Sequence[str], sources: Sequence[SourceSettings]) -> list[Prompt]:
     """In their order: those given as text, then those of the files."""
     # the run says whether they become user messages
     asked = [
@@ -253,7 +253,7 @@ def _prompts(questions: Sequence[str], sources: Sequence[Source]) -> list[Prompt
     return prompts
 
 
-def _as_prompts(source: Source) -> Source:
+def _as_prompts(source: SourceSettings) -> SourceSettings:
     """The section of a file for its prompts alone, whatever else its rows have."""
     name = source.format or _format(source)
     others = COLUMNS.difference(FORMATS[name].columns) if name in FORMATS else frozenset[str]()
@@ -261,7 +261,7 @@ def _as_prompts(source: Source) -> Source:
     return source.model_copy(update={"format": name, "keys": keys})
 
 
-def _format(source: Source) -> str:
+def _format(source: SourceSettings) -> str:
     rows = read_rows(source.path, split=source.split, subset=source.subset)
     head = [row.value for row in islice(rows, HEAD_ROWS) if isinstance(row, Row)]
     has_prompt = "prompt" in source.keys or any(row.get("prompt") is not None for row in head)
@@ -269,7 +269,7 @@ def _format(source: Source) -> str:
     return "text_prompt" if has_text and not has_prompt else "prompt"
 
 
-def _named(sources: Sequence[Source], questions: Sequence[str]) -> list[Any]:
+def _named(sources: Sequence[SourceSettings], questions: Sequence[str]) -> list[Any]:
     return [
         *questions,
         *(source.model_dump(mode="json", exclude_defaults=True) for source in sources),

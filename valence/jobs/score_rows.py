@@ -20,7 +20,7 @@ from rich.console import Console
 from valence import __version__
 from valence.batching.micro_batches import StepPacker
 from valence.config.load import LISTS, LoadedRecipe
-from valence.config.schema import Recipe, Source
+from valence.config.schema import Recipe, SourceSettings
 from valence.data.detect import COLUMNS
 from valence.data.encode import Encoder
 from valence.data.load import stream
@@ -141,7 +141,7 @@ def score_rows(
 # Before a model is loaded
 
 
-def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
+def refuse_inputs(out: Path, sources: Sequence[SourceSettings]) -> None:
     if any(os.path.exists(s.path) and Path(s.path).resolve() == out.resolve() for s in sources):
         raise UserError(
             "this file is read and cannot be written as well",
@@ -151,7 +151,7 @@ def refuse_inputs(out: Path, sources: Sequence[Source]) -> None:
         )
 
 
-def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
+def _read_through(sources: Sequence[SourceSettings], column: str) -> tuple[int, str]:
     """How many rows there are, and a digest of them.
 
     Raises UserError for what is wrong with a whole file, and when the new column is no new one.
@@ -187,7 +187,7 @@ def _read_through(sources: Sequence[Source], column: str) -> tuple[int, str]:
 
 
 def _facts(
-    sources: Sequence[Source], source: LoadedRecipe, encoder: Encoder, column: str
+    sources: Sequence[SourceSettings], source: LoadedRecipe, encoder: Encoder, column: str
 ) -> dict[str, Any]:
     """What the numbers depend on besides the models."""
     given = [s.model_dump(mode="json", exclude_defaults=True) for s in sources]

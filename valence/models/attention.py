@@ -119,7 +119,7 @@ def _check_request(
 
 
 @dataclass
-class Memory:
+class KeyValueMemory:
     """Keys and values of the first ``rows`` tokens of one pass in every layer, in the order of the
     layers, for a second pass behind them.
     """
@@ -144,11 +144,11 @@ class Memory:
         return torch.cat([first_key, key], 2), torch.cat([first_value, value], 2)
 
 
-_MEMORY: ContextVar[Memory | None] = ContextVar("memory", default=None)
+_MEMORY: ContextVar[KeyValueMemory | None] = ContextVar("memory", default=None)
 
 
 @contextmanager
-def remembering(memory: Memory, *, reading: bool) -> Iterator[None]:
+def remembering(memory: KeyValueMemory, *, reading: bool) -> Iterator[None]:
     """Layers that run inside the block keep their keys and values, or read those kept.
 
     Outside it, such as in a checkpointed layer that runs again in the backward pass, nothing is

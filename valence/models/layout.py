@@ -58,7 +58,7 @@ def table(segments: Sequence[tuple[int, int, int]]) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class GradientSplit:
     """A forest in two passes: rows[T1] of what has a gradient, and rest[T2] that only reads its
     keys and values.
 
@@ -77,7 +77,7 @@ def split(
     paths: Sequence[Sequence[int]],
     trains: Sequence[bool],
     fill: Callable[[int], int] = int,
-) -> Split:
+) -> GradientSplit:
     """paths[S]: the segments of each sequence; trains[S]: which of them have a gradient. fill: how
     many rows the first pass has in place of so many.
     """
@@ -103,7 +103,7 @@ def split(
     add(others)
     rows = [[r for k in which for r in range(*segments[k][:2])] for which in (ours, others)]
     second = torch.tensor([(*span, i >= asked) for i, span in enumerate(spans)])
-    return Split(torch.tensor(rows[0]), torch.tensor(rows[1]), first, second)
+    return GradientSplit(torch.tensor(rows[0]), torch.tensor(rows[1]), first, second)
 
 
 def segments_of(layout: Tensor) -> Table:
@@ -134,7 +134,7 @@ def hidden(block: Block, window: int) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class RowRun:
     """own: rows among the queries; keys: rows among the keys of the path to the last of them, of
     which ``above`` come before the first.
     """
@@ -147,13 +147,13 @@ class Run:
         return len(self.keys) - len(self.own)
 
 
-def runs(segments: Table) -> list[Run]:
+def runs(segments: Table) -> list[RowRun]:
     """Every segment of queries is in one run; a run starts where a segment does not follow its
     parent.
     """
     first = min(start for start, _, _, queries in segments if queries)
     paths: list[list[int]] = []  # rows to the end of each segment
-    found: list[Run] = []
+    found: list[RowRun] = []
     at: dict[int, int] = {}  # segment -> its run, for the last segment of each run
     for k, (start, end, parent, queries) in enumerate(segments):
         rows = range(start, end)
@@ -163,31 +163,31 @@ def runs(segments: Table) -> list[Run]:
         own = [row - first for row in rows]
         at[k] = at.pop(parent) if parent in at and segments[parent][1] == start else len(found)
         if at[k] == len(found):
-            found.append(Run(own, paths[k]))
+            found.append(RowRun(own, paths[k]))
         else:
-            found[at[k]] = Run(found[at[k]].own + own, paths[k])
+            found[at[k]] = RowRun(found[at[k]].own + own, paths[k])
     return found
 
 
-def _pieces(run: Run) -> list[Run]:
+def _pieces(run: RowRun) -> list[RowRun]:
     """A long run in pieces, each over the keys up to its own last query."""
-    found: list[Run] = []
+    found: list[RowRun] = []
     start = 0
     while start < len(run.own):
         keys = run.above + start + 1
         stop = min(
             len(run.own), start + min(MOST, max(FEWEST, AREA // (keys + min(MOST, AREA // keys))))
         )
-        found.append(Run(run.own[start:stop], run.keys[: run.above + stop]))
+        found.append(RowRun(run.own[start:stop], run.keys[: run.above + stop]))
         start = stop
     return found
 
 
-def _buckets(runs: Sequence[Run]) -> list[list[Run]]:
+def _buckets(runs: Sequence[RowRun]) -> list[list[RowRun]]:
     """Runs together as long as padding them to one size costs less than the calls of one more
     block.
     """
-    found: list[tuple[int, int, list[Run]]] = []  # queries, keys, runs
+    found: list[tuple[int, int, list[RowRun]]] = []  # queries, keys, runs
     for run in sorted(runs, key=lambda run: (-len(run.keys), -len(run.own))):
         n, length = len(run.own), len(run.keys)
         best, least = None, n * length + CALL
@@ -208,7 +208,7 @@ def _up(length: int) -> int:
     return -(-length // STRIDE) * STRIDE
 
 
-def _block(runs: Sequence[Run], device: torch.device) -> Block:
+def _block(runs: Sequence[RowRun], device: torch.device) -> Block:
     n, length = _up(max(len(run.own) for run in runs)), max(len(run.keys) for run in runs)
     start = runs[0].keys[0]
     successive = len(runs) == 1 and runs[0].keys == list(range(start, start + length))

@@ -47,7 +47,7 @@ OPEN_FILES = 64
 
 
 @dataclass(slots=True, eq=False)
-class Part:
+class StoreFile:
     """The two files of one process: their path without the ending, what the head says, how many
     rows of the index were read.
     """
@@ -65,7 +65,7 @@ class Part:
         return np.dtype(self.head["dtype"])
 
 
-Place = tuple[Part, int, int, int]
+Place = tuple[StoreFile, int, int, int]
 """Where an entry is: its part, the position of its first number there, how many they are, their
 checksum.
 """
@@ -92,10 +92,10 @@ class LogProbStore:
         self.damaged = 0
         self._places: dict[bytes, Place] = {}
         self._parts: dict[
-            str, Part | None
+            str, StoreFile | None
         ] = {}  # by the name of the index; None: its head is damaged
-        self._readers: dict[Part, BinaryIO] = {}
-        self._own: tuple[Part, BinaryIO, BinaryIO] | None = None
+        self._readers: dict[StoreFile, BinaryIO] = {}
+        self._own: tuple[StoreFile, BinaryIO, BinaryIO] | None = None
         self._written = 0  # numbers in the own file
         self._unwritten: dict[bytes, Array] = {}
         self._lock = threading.Lock()
@@ -172,7 +172,7 @@ class LogProbStore:
         for key, start, count, checksum in zip(keys, *columns, strict=True):
             self._places.setdefault(key, (part, start, count, checksum))
 
-    def _opened(self, path: Path, head: bytes) -> Part | None:
+    def _opened(self, path: Path, head: bytes) -> StoreFile | None:
         """A part that is seen for the first time; None when its head is damaged."""
         found = _head(head)
         if found is None:
@@ -188,7 +188,7 @@ class LogProbStore:
                     fix="move it, and the .values file of the same name, to where they came "
                     "from, or delete both",
                 )
-        return Part(path.with_suffix(""), found)
+        return StoreFile(path.with_suffix(""), found)
 
     def get(self, key: bytes) -> Array | None:
         """The numbers of an entry; None when there is none, or it is damaged."""
@@ -208,7 +208,7 @@ class LogProbStore:
             return None
         return np.frombuffer(raw, part.dtype)
 
-    def _reader(self, part: Part) -> BinaryIO:
+    def _reader(self, part: StoreFile) -> BinaryIO:
         if part not in self._readers:
             if len(self._readers) == OPEN_FILES:
                 self._readers.pop(next(iter(self._readers))).close()
@@ -281,10 +281,10 @@ class LogProbStore:
         self._written, part.rows = start, part.rows + len(places)
         self._places |= places
 
-    def _begin(self, dtype: np.dtype[Any]) -> tuple[Part, BinaryIO, BinaryIO]:
+    def _begin(self, dtype: np.dtype[Any]) -> tuple[StoreFile, BinaryIO, BinaryIO]:
         """Files of this process alone, later in the order of names than those that are there."""
         name = f"{time.time_ns():020}-{os.getpid()}-{secrets.token_hex(4)}"
-        part = Part(self.folder / name, {**self.about, "dtype": dtype.str})
+        part = StoreFile(self.folder / name, {**self.about, "dtype": dtype.str})
         head = json.dumps(part.head).encode().ljust(HEAD - CHECK.size)
         path = part.path.with_suffix(".index")
         index, values = path.open("xb", buffering=0), part.values.open("xb", buffering=0)

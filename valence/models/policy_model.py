@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from valence.models.adapters import adapted, inputs_as_they_come
-from valence.models.attention import NAME, Memory, remembering
+from valence.models.attention import NAME, KeyValueMemory, remembering
 from valence.models.check import check, rotary_by_length
 from valence.models.flex import BLOCK, visible
 from valence.models.gradients import write_embedding_gradients
@@ -263,7 +263,7 @@ class PolicyModel(nn.Module):
                     batch.tokens, batch.position_ids, table(batch.segments), counted
                 )
             rows, rest = sent(parts.rows, self.device), sent(parts.rest, self.device)
-            memory = Memory(fill(len(rows)))
+            memory = KeyValueMemory(fill(len(rows)))
             with remembering(memory, reading=False):
                 ours = None if counted is None else (counted[0], counted[1][rows])
                 first = self._decoded(

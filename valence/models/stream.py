@@ -37,7 +37,7 @@ class CannotStreamError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class WeightLocation:
     """Where a weight lies: a file, its name there, and the type that it is loaded in."""
 
     file: Path
@@ -53,7 +53,7 @@ class Stream:
     memory of one number.
     """
 
-    places: Mapping[str, Place]
+    places: Mapping[str, WeightLocation]
 
     def forget(self, model: nn.Module) -> None:
         """Moves the stand-ins to the meta device, from where they can be copied and split. model:
@@ -202,11 +202,11 @@ def _opened(path: Path) -> Any:
     return safe_open(path, framework="pt")
 
 
-def _places(model: Any, files: Sequence[Path]) -> dict[str, Place]:
+def _places(model: Any, files: Sequence[Path]) -> dict[str, WeightLocation]:
     """Where each weight and buffer lies; of those that are tied, the same place under each name."""
     known = model.state_dict(keep_vars=True)
     changes = get_model_conversion_mapping(model)
-    found: dict[str, Place] = {}
+    found: dict[str, WeightLocation] = {}
     for path in files:
         with _opened(path) as file:
             for key in file.keys():  # noqa: SIM118 (it is no mapping)
@@ -217,7 +217,7 @@ def _places(model: Any, files: Sequence[Path]) -> dict[str, Place]:
                     raise CannotStreamError(
                         f"{key} is not as the model has it", code="weight-shape"
                     )
-                found[name] = Place(path, key, known[name].dtype)
+                found[name] = WeightLocation(path, key, known[name].dtype)
     for names in _tied(known):
         stored = [name for name in names if name in found]
         if len(stored) > 1:
@@ -255,7 +255,7 @@ def _tied(known: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 def _replace(
-    model: nn.Module, names: Mapping[str, Place], made: Callable[[str, Tensor], Tensor]
+    model: nn.Module, names: Mapping[str, WeightLocation], made: Callable[[str, Tensor], Tensor]
 ) -> None:
     """Puts others in the place of these weights, for those that are tied one."""
     done: dict[Tensor, nn.Parameter] = {}

@@ -15,7 +15,7 @@ from valence.reports.comparison_tables import (
     MARK,
     RANKED,
     Disagreement,
-    Part,
+    TablePart,
     disagreements,
     gaps,
     percent,
@@ -84,7 +84,7 @@ def _warnings(said: Sequence[str]) -> str:
     return "".join(f'<div class="sign"><p>{esc(each)}</p></div>' for each in said)
 
 
-def _part(part: Part) -> str:
+def _part(part: TablePart) -> str:
     notes = "".join(f"<p>{esc(note)}</p>" for note in part.notes)
     return notes + table(part.header, part.rows, numeric=part.numeric)
 

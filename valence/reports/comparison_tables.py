@@ -64,7 +64,7 @@ mixed in methods count too.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Part:
+class TablePart:
     """A section with a table. notes: sentences. numeric: all columns but the first hold numbers."""
 
     title: str
@@ -92,7 +92,7 @@ def what(runs: Sequence[Compared]) -> str:
     return f"Runs: {', '.join(run.label for run in runs)}."
 
 
-def tables(runs: Sequence[Compared]) -> list[Part]:
+def tables(runs: Sequence[Compared]) -> list[TablePart]:
     """All but the rows."""
     return [summary(runs), settings(runs), *numbers(runs)]
 
@@ -124,7 +124,7 @@ def gaps(runs: Sequence[Compared]) -> list[str]:
     return said
 
 
-def summary(runs: Sequence[Compared]) -> Part:
+def summary(runs: Sequence[Compared]) -> TablePart:
     """What each run is and came to, a line each."""
     held_out = [name for name in HEADLINES if any(name in run.last for run in runs)]
     same = same_rows(runs)
@@ -142,7 +142,7 @@ def summary(runs: Sequence[Compared]) -> Part:
     )
     rows = [[*_facts(run), *(columns[name][i] for name in held_out)] for i, run in enumerate(runs)]
     notes = (*_legend(rows, "column"), *_incomparable(runs, held_out))
-    return Part(title="Summary", notes=notes, header=header, rows=rows)
+    return TablePart(title="Summary", notes=notes, header=header, rows=rows)
 
 
 def _legend(rows: Sequence[Sequence[str]], of: str) -> list[str]:
@@ -173,7 +173,7 @@ def _facts(run: Compared) -> list[str]:
     ]
 
 
-def settings(runs: Sequence[Compared]) -> Part:
+def settings(runs: Sequence[Compared]) -> TablePart:
     """The settings that differ, a line each."""
     found = differing(runs)
     rows = [[name, *(cut(value) for value in values)] for name, values in found.items()]
@@ -182,15 +182,15 @@ def settings(runs: Sequence[Compared]) -> Part:
     if not rows:
         rows = [["none", *("" for _ in runs)]]
         note = "All settings that are known are the same."
-    return Part(
+    return TablePart(
         title="Settings that differ", notes=(note,), header=header, rows=rows, numeric=False
     )
 
 
-def numbers(runs: Sequence[Compared]) -> list[Part]:
+def numbers(runs: Sequence[Compared]) -> list[TablePart]:
     """All numbers of the last evaluations, and of the test rows, a line each."""
     header = ("metric", *(run.label for run in runs))
-    made: list[Part] = []
+    made: list[TablePart] = []
     tested = same_test_rows(runs)
     apart = (
         []
@@ -216,7 +216,9 @@ def numbers(runs: Sequence[Compared]) -> list[Part]:
         ]
         if rows:
             made.append(
-                Part(title=title, notes=(*notes, *_legend(rows, "line")), header=header, rows=rows)
+                TablePart(
+                    title=title, notes=(*notes, *_legend(rows, "line")), header=header, rows=rows
+                )
             )
     return made
 

@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 from valence.errors import UserError
 from valence.rewards.cache import MOST, Cached, Kept, digest
-from valence.rewards.calls import TIME_OUTS, Backend, Calls
-from valence.rewards.combine import Combined, Part
+from valence.rewards.calls import TIME_OUTS, CallBackend, Calls
+from valence.rewards.combine import Combined, RewardPart
 from valence.rewards.functions import Function, function_of
 from valence.rewards.http import Servers, addresses
 from valence.rewards.rules import RULES, Rules, rule_of
@@ -68,11 +68,11 @@ def is_server(target: str) -> bool:
     return target.startswith(("http://", "https://"))
 
 
-ModelReward = Callable[[str, Mapping[str, Any], str], Backend]
+ModelReward = Callable[[str, Mapping[str, Any], str], CallBackend]
 """Loads a reward model: its folder or hub id, the entry's settings, and where they are for
 messages.
 """
-FunctionBackend = Callable[[Spec, str], Backend]
+FunctionBackend = Callable[[Spec, str], CallBackend]
 """Loads a function that its backend may call several times at once: the entry, and where its
 function is for messages.
 """
@@ -94,12 +94,12 @@ def reward_of(
     written. Raises UserError for what cannot be found or called, before anything is scored.
     """
     names = _names(specs)
-    parts = list[Part]()
+    parts = list[RewardPart]()
     for i, spec in enumerate(specs):
         calls = _calls(spec, names[i], f"reward.{i}", model, function)
         identity = calls.backend.identity if calls.deterministic and keep else None
         reward = calls if identity is None else Cached(calls, Kept(cache, identity, keep))
-        parts.append(Part(reward, spec.weight, spec.clip, spec.gate))
+        parts.append(RewardPart(reward, spec.weight, spec.clip, spec.gate))
     return Combined(tuple(parts))
 
 
@@ -191,7 +191,7 @@ def _calls(
 
 def _backend(
     spec: Spec, where: str, model: ModelReward | None, function: FunctionBackend | None
-) -> tuple[Backend, bool, bool]:
+) -> tuple[CallBackend, bool, bool]:
     """What is called; whether it is deterministic by nature; whether several calls may be under
     way.
     """

@@ -53,7 +53,7 @@ class FailedCall(Score):
     late: bool = False
 
 
-class Backend(Protocol):
+class CallBackend(Protocol):
     """What is called.
 
     ``identity``: everything that its scores depend on besides the completions, as JSON; None:
@@ -85,7 +85,7 @@ class Calls:
     """
 
     name: str
-    backend: Backend
+    backend: CallBackend
     deterministic: bool
     batch_size: int = BATCH
     concurrency: int = 8

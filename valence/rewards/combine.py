@@ -11,7 +11,7 @@ from valence.types import Completion, Reward, Score
 
 
 @dataclass(frozen=True)
-class Part:
+class RewardPart:
     """One reward in the sum.
 
     ``clip``: smallest and largest number that it gives; ``gate``: what it must give for the others
@@ -41,7 +41,7 @@ class Combined:
     (``name/part``) their own parts.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[RewardPart, ...]
 
     @property
     def name(self) -> str:
@@ -69,7 +69,7 @@ class Combined:
     def _sum(self, scores: Sequence[Score]) -> Score:
         numbers: dict[str, float] = {}
         errors: list[str] = []
-        given: list[tuple[Part, float]] = []
+        given: list[tuple[RewardPart, float]] = []
         for part, score in zip(self.parts, scores, strict=True):
             name = part.reward.name
             numbers |= {f"{name}/{below}": value for below, value in score.parts.items()}

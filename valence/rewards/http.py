@@ -41,7 +41,7 @@ LISTS = ("rewards", "scores")
 
 
 @dataclass
-class Server:
+class ServerState:
     """One address.
 
     ``rests_until``: when (of the client's clock) it may be asked like the others again.
@@ -82,7 +82,7 @@ class Servers:
     )
 
     def __post_init__(self) -> None:
-        self.servers = [Server(url) for url in self.urls]
+        self.servers = [ServerState(url) for url in self.urls]
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -145,7 +145,7 @@ class Servers:
 
     async def _from_any(self, body: bytes, number: int) -> list[Score]:
         """Of the first server that answers. Raises Failed when none does."""
-        failures: list[tuple[Server, RewardError]] = []
+        failures: list[tuple[ServerState, RewardError]] = []
         while server := self._next([server for server, _ in failures]):
             server.under_way += 1
             try:
@@ -167,7 +167,7 @@ class Servers:
         late = any(error.late for _, error in failures)
         raise RewardError(said, passes=bool(waits), after=min(waits, default=0.0), late=late)
 
-    def _next(self, tried: Sequence[Server]) -> Server | None:
+    def _next(self, tried: Sequence[ServerState]) -> ServerState | None:
         """Those that rest come last, the one whose rest ends first before the others."""
         now = self.clock()
         left = [server for server in self.servers if not any(server is each for each in tried)]
@@ -177,7 +177,7 @@ class Servers:
             default=None,
         )
 
-    async def _from(self, server: Server, body: bytes, number: int) -> list[Score]:
+    async def _from(self, server: ServerState, body: bytes, number: int) -> list[Score]:
         import httpx
 
         try:

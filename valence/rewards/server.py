@@ -82,7 +82,7 @@ class Query(BaseModel):
     )
 
 
-class Rewards(BaseModel):
+class RewardsResponse(BaseModel):
     """One finite number for each query, in order."""
 
     rewards: list[float]
@@ -188,7 +188,7 @@ class Service:
                 WWW_Authenticate="Bearer",
             )
 
-    async def rewards(self, request: "Request") -> Rewards:
+    async def rewards(self, request: "Request") -> RewardsResponse:
         """Raises Refusal."""
         until = asyncio.get_running_loop().time() + self.limits.timeout
         wait = self.rate.wait(request.client.host if request.client else "")
@@ -319,7 +319,7 @@ class Service:
             raise Refusal(422, problem, {})
         return found
 
-    def outcome(self, scores: Sequence[Score]) -> Rewards:
+    def outcome(self, scores: Sequence[Score]) -> RewardsResponse:
         """Raises Refusal unless all have a number."""
         failed = [
             Failed(index=k, error=plain(s.error)) for k, s in enumerate(scores) if s.value is None
@@ -340,7 +340,7 @@ class Service:
             for name in (scores[0].parts if scores else ())
             if all(name in s.parts for s in scores)
         ]
-        return Rewards(
+        return RewardsResponse(
             rewards=numbers,
             scores=numbers,
             extra_logs={plain(name): [s.parts[name] for s in scores] for name in names},
@@ -468,7 +468,10 @@ def _add_routes(app: "FastAPI", service: Service, version: str) -> None:
     }
     late: dict[int | str, dict[str, Any]] = {503: {"description": "it does not, and why"}}
     app.post(
-        "/get_reward", response_model=Rewards, responses=told, openapi_extra={"requestBody": body}
+        "/get_reward",
+        response_model=RewardsResponse,
+        responses=told,
+        openapi_extra={"requestBody": body},
     )(get_reward)
     app.get("/health", summary="The process answers.")(health)
     app.get("/ready", summary="It scores in time.", responses=late)(ready)

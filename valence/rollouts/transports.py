@@ -45,7 +45,7 @@ LAST_RESORT = 5.0
 Adapter = Callable[[Path], None]
 
 
-class Transport(Protocol):
+class WeightTransfer(Protocol):
     """Keeps the newest weights until the next ones come, so that a server that lost them can be
     given them again.
     """
@@ -71,7 +71,7 @@ class Transport(Protocol):
         ...
 
 
-class Whole:
+class WholeWeightTransfer:
     """All weights of a model: what disk, gloo and nccl have in common."""
 
     backend: str
@@ -158,7 +158,7 @@ def release(wire: Wire) -> None:
             wire.tell(path, body, seconds=LAST_RESORT)
 
 
-class Disk(Whole):
+class DiskTransfer(WholeWeightTransfer):
     """A folder of safetensors files per version, on a disk that trainer and server both see."""
 
     backend = "disk"
@@ -194,7 +194,7 @@ class Disk(Whole):
             shutil.rmtree(self.current, ignore_errors=True)
 
 
-class Copied(Whole):
+class CopiedWeightTransfer(WholeWeightTransfer):
     """Weights that travel from memory to memory.
 
     A copy is kept in this host's memory until the next version.
@@ -259,7 +259,7 @@ DTYPES = {"gloo": "dtypes", "nccl": "dtype_names"}
 """What the server's side calls the list of dtypes."""
 
 
-class Gloo(Copied):
+class GlooTransfer(CopiedWeightTransfer):
     """A broadcast between hosts' memories."""
 
     backend = "gloo"
@@ -292,7 +292,7 @@ class Gloo(Copied):
         self.group.broadcast(row, root=0).wait()
 
 
-class Nccl(Copied):
+class NcclTransfer(CopiedWeightTransfer):
     """A broadcast between CUDA devices, to vLLM's own transport of that name.
 
     ``device``: of this process.
@@ -341,7 +341,7 @@ class Nccl(Copied):
             torch.cuda.synchronize(self.device)
 
 
-class Lora:
+class LoraTransfer:
     """An adapter's folder per version, on a disk that trainer and server both see.
 
     The newest two stay: answers that began before an update end with the adapter they began with.

@@ -20,7 +20,7 @@ import httpx
 from valence.errors import UserError
 from valence.rollouts.asking import Asking, seed_of, unsaid
 from valence.rollouts.protocol import Named, Pair, Sampling, unheard
-from valence.rollouts.transports import PREFIX, Transport
+from valence.rollouts.transports import PREFIX, WeightTransfer
 from valence.rollouts.wire import Lost, Wire
 from valence.types import Completion, Ids, content_id
 
@@ -50,7 +50,7 @@ class VLLMGenerator:
     def __init__(
         self,
         url: str,
-        transport: Transport,
+        transport: WeightTransfer,
         tokenizer: PreTrainedTokenizerBase,
         *,
         end_ids: Collection[int],

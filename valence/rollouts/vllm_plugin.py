@@ -172,13 +172,13 @@ def engines() -> dict[str, type]:
     DiskInit, DiskUpdate, GlooInit, GlooUpdate = messages()
     Reload: Any = reloading()
 
-    class Disk(Reload):
+    class DiskReceiver(Reload):
         init_info_cls, update_info_cls = DiskInit, DiskUpdate
 
         def receive(self, update_info: Any) -> None:
             self.load(read(Path(update_info.folder)), last=True)
 
-    class Gloo(Reload):
+    class GlooReceiver(Reload):
         init_info_cls, update_info_cls = GlooInit, GlooUpdate
         group: Any = None
 
@@ -215,7 +215,7 @@ def engines() -> dict[str, type]:
         def shutdown(self) -> None:
             self.group = None
 
-    return {"disk": Disk, "gloo": Gloo}
+    return {"disk": DiskReceiver, "gloo": GlooReceiver}
 
 
 def read(folder: Path) -> Iterator[tuple[str, Any]]:

@@ -56,7 +56,7 @@ class Judge(Protocol):
 
 
 @dataclass(frozen=True)
-class LogProbs:
+class LogProbJudge:
     """Sums over an answer's tokens, in nats: ``logp`` under the model, ``ref`` under the reference;
     ``mean_logp`` per token; ``logratio``: their difference; ``reward``: what ``implicit`` makes of
     them under these settings of a loss.
@@ -94,7 +94,7 @@ class LogProbs:
 
 
 @dataclass(frozen=True)
-class Rewards:
+class RewardJudge:
     """A reward model's ``score``, and ``normalised`` by the mean and standard deviation that are
     saved with it; of several attributes, by their names.
     """
@@ -202,11 +202,11 @@ def load_judge(
         )
     policy.eval()
     if isinstance(policy, Scorer):
-        return Rewards(policy)
+        return RewardJudge(policy)
     if own is not None:
-        return LogProbs(policy, reference, own, recipe.loss)
+        return LogProbJudge(policy, reference, own, recipe.loss)
     settings = {"beta": recipe.loss.get("beta", BETA) if beta is None else beta}
-    return LogProbs(policy, reference, None if reference is None else log_ratio, settings)
+    return LogProbJudge(policy, reference, None if reference is None else log_ratio, settings)
 
 
 def _policy(spec: Model, is_reward_model: bool) -> PolicyModel:

@@ -38,7 +38,7 @@ from valence.training.optim import adamw, schedule, warmup_steps
 from valence.training.pages import Pages
 from valence.training.plan import make_plan
 from valence.training.saving import HEAVY, Saver, registry_of
-from valence.training.setup import Part, Prepared
+from valence.training.setup import AuxiliaryPart, Prepared
 from valence.training.step import AuxiliaryLoss, Objective, StepResult, optimizer_step
 from valence.training.track import (
     AnomalyDetector,
@@ -434,7 +434,7 @@ class Run:
             or measure.due(self, step)
         )
 
-    def _auxiliary_loss(self, part: Part, objective: Objective) -> AuxiliaryLoss:
+    def _auxiliary_loss(self, part: AuxiliaryPart, objective: Objective) -> AuxiliaryLoss:
         """The loss of a method of `mix` in this step."""
         indices, following = part.sampler.step(self.step - self.counters.firsts.get(part.rows, 0))
         units = part.sampler.units

@@ -19,10 +19,10 @@ from valence.errors import UserError
 from valence.models.build import DTYPES
 from valence.models.shape import skeleton
 from valence.rewards.build import KINDS
-from valence.rewards.calls import Backend
+from valence.rewards.calls import CallBackend
 from valence.rewards.rules import code_of, said
 from valence.rewards.threads import Raised, in_thread
-from valence.training.judges import Numbers, Rewards, load_judge
+from valence.training.judges import Numbers, RewardJudge, load_judge
 from valence.training.online.sources import models_that_judge
 from valence.training.setup import prepare
 from valence.training.sharding import at_rest
@@ -90,7 +90,7 @@ class ModelScores:
     """
 
     target: str
-    judge: Rewards
+    judge: RewardJudge
     encoder: Encoder
     settings: Settings
     read: Callable[[Encoder, Completion], TokenizedExample | Unusable] = as_row
@@ -167,7 +167,7 @@ def as_example(completion: Completion) -> Demonstration:
     return Demonstration(prompt=prompt, completion=answer, origin=HERE)
 
 
-def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backend:
+def reward_model(target: str, settings: Mapping[str, Any], where: str) -> CallBackend:
     """A reward model's folder or hub id, or the folder of a run that trained one.
 
     Raises UserError when it is none, or a setting does not fit it.
@@ -178,7 +178,7 @@ def reward_model(target: str, settings: Mapping[str, Any], where: str) -> Backen
         encoder = prepare(source, rewards=False).encoder
         run = Path(target) if is_run(target) else None
         judge = load_judge(source, encoder.tokenizer, beta=None, run=run, overrides=ours)
-    if not isinstance(judge, Rewards):
+    if not isinstance(judge, RewardJudge):
         what = "this model answers; it gives no scores"
         fix = "name a reward model (a run of bradley_terry, pointwise or ordinal writes one)"
         raise UserError(
@@ -251,7 +251,7 @@ def _recipe(target: str, given: Settings) -> tuple[LoadedRecipe, list[str]]:
     return load_target(target, ours), ours
 
 
-def _check(judge: Rewards, settings: Settings, where: str) -> None:
+def _check(judge: RewardJudge, settings: Settings, where: str) -> None:
     """Raises UserError for settings that the model has nothing for."""
     config: Any = judge.engine.causal.config
     names: list[str] = list(config.id2label.values())

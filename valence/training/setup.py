@@ -58,7 +58,7 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Part:
+class AuxiliaryPart:
     """What `mix` adds to every step: a method, and examples of its own.
 
     ``name``: of its numbers in the log; ``rows``: of its corpus.
@@ -119,11 +119,11 @@ class Prepared:
         )
 
     @cached_property
-    def mixed(self) -> tuple[Part, ...]:
+    def mixed(self) -> tuple[AuxiliaryPart, ...]:
         """What `mix` adds to a step."""
         train, names = self.recipe.train, [part.method for part in self.recipe.mix]
         return tuple(
-            Part(
+            AuxiliaryPart(
                 part.method if names.count(part.method) == 1 else f"{part.method}{i}",
                 _mix(i),
                 method_of(part.method),

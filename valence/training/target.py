@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from valence.config.load import LISTS, LoadedRecipe, load_recipe
-from valence.config.schema import Data, Source
+from valence.config.schema import Data, SourceSettings
 from valence.data.load import fitting_mapping
 from valence.distributed.protocol import Group
 from valence.errors import UserError
@@ -114,7 +114,7 @@ def with_files(
     return replace(source, recipe=source.recipe.model_copy(update={"data": data_section}))
 
 
-def _as_own_data(file: Source, own: Data | None, format: str | None) -> Source:
+def _as_own_data(file: SourceSettings, own: Data | None, format: str | None) -> SourceSettings:
     """A file with the keys and the format of a recipe's own data that fit it."""
     named = file.model_copy(update={"format": file.format or format})
     if own is None or file.keys or file.format:

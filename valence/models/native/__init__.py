@@ -97,7 +97,7 @@ def _built() -> Path:
 
 
 class Runs:
-    """Queries and path of each run (``layout.Run``), as the kernel reads them."""
+    """Queries and path of each run (``layout.RowRun``), as the kernel reads them."""
 
     def __init__(self, own: Sequence[Sequence[int]], keys: Sequence[Sequence[int]]) -> None:
         self.columns = [torch.tensor(column) for rows in (own, keys) for column in _flat(rows)]

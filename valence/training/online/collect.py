@@ -31,7 +31,7 @@ from valence.training.measure import went_bad
 from valence.training.memory import with_memory
 from valence.training.methods import read_of_tokens
 from valence.training.online.sample_builders import EXCLUSIONS, RolloutGroup, SampleBuilder
-from valence.training.online.sources import InProcess, Sampler, reward_in, sampler_of
+from valence.training.online.sources import InProcess, RolloutEngine, reward_in, sampler_of
 from valence.types import Chat, Completion, Mean, MicroBatch, Prompt, Score, TokenizedExample
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ NO_TOKENS = Score(None, error="the answer has no tokens")
 
 
 @dataclass
-class Tally:
+class RoundTally:
     """What is told of the answers of a round.
 
     ``numbers``: means over answers or prompts; ``seconds``: of each phase.
@@ -135,12 +135,12 @@ class Collector:
         return digests(self.reward)
 
     @cached_property
-    def generator(self) -> Sampler:
+    def generator(self) -> RolloutEngine:
         """What samples."""
         return sampler_of(self.run)
 
     @cached_property
-    def own(self) -> Sampler:
+    def own(self) -> RolloutEngine:
         """What samples the policy itself, also where answers to learn from are another model's."""
         return InProcess(self.run) if self.rollout.engine == "openai" else self.generator
 
@@ -180,7 +180,13 @@ class Collector:
     # ------------------------------------------------------------------ the phases
 
     def answers(
-        self, asked: Sequence[Asked], n: int, seed: int, tally: Tally, *, held_out: bool = False
+        self,
+        asked: Sequence[Asked],
+        n: int,
+        seed: int,
+        tally: RoundTally,
+        *,
+        held_out: bool = False,
     ) -> list[list[Completion]]:
         """n answers to each prompt, each with what a reward is given.
 
@@ -247,7 +253,7 @@ class Collector:
             self._look_out()
         return coming[2].result()
 
-    def _share(self, count: int, generator: Sampler) -> range:
+    def _share(self, count: int, generator: RolloutEngine) -> range:
         """The prompts that this process has answered: all of them where weights are split, and
         processes need each other for every token.
         """
@@ -326,7 +332,9 @@ class Collector:
             tools=content.tools if isinstance(content, Chat) else (),
         )
 
-    def scores(self, answers: Sequence[Sequence[Completion]], tally: Tally) -> list[list[Score]]:
+    def scores(
+        self, answers: Sequence[Sequence[Completion]], tally: RoundTally
+    ) -> list[list[Score]]:
         """What the reward says of them, in the same order.
 
         Raises UserError when it fails too often.
@@ -375,7 +383,7 @@ class Collector:
         world = self.run.world
         return range(count * world.rank // world.size, count * (world.rank + 1) // world.size)
 
-    def _budget(self, scores: Sequence[Score], tally: Tally) -> None:
+    def _budget(self, scores: Sequence[Score], tally: RoundTally) -> None:
         failed = [score.error for score in scores if score.value is None]
         tally.failures += failed
         stops = self.rollout.on_failure == "stop"
@@ -398,7 +406,7 @@ class Collector:
         asked: Sequence[Asked],
         answers: Sequence[Sequence[Completion]],
         scores: Sequence[Sequence[Score]],
-        tally: Tally,
+        tally: RoundTally,
     ) -> list[RolloutGroup]:
         """Each prompt with those of its answers that have a score."""
         found: list[RolloutGroup] = []
@@ -435,7 +443,7 @@ class Collector:
         own: Sequence[Completion],
         judged: Sequence[Score],
         rewards: Sequence[float],
-        tally: Tally,
+        tally: RoundTally,
     ) -> None:
         tally.add("reward/mean", rewards)
         tally.rewards += rewards
@@ -450,7 +458,7 @@ class Collector:
         tally.add("rollout/truncated", [float(each.stop == "length") for each in own])
         tally.add("rollout/failed", [0.0] * len(judged) + [1.0] * (len(own) - len(judged)))
 
-    def divergence(self, round: Sequence[RolloutGroup], tally: Tally) -> None:
+    def divergence(self, round: Sequence[RolloutGroup], tally: RoundTally) -> None:
         """How far the policy is from the reference, both at the temperature of sampling: KL(policy,
         reference) of an answer in nats, as the mean over answers of sum_t k3, which has no bias and
         less noise than k1; that goes into ``tally.apart``.
@@ -465,7 +473,7 @@ class Collector:
                 tally.apart.append(k1(own, ref).sum().item())
 
     def measured(
-        self, round: Sequence[RolloutGroup], names: Sequence[str], tally: Tally
+        self, round: Sequence[RolloutGroup], names: Sequence[str], tally: RoundTally
     ) -> list[RolloutGroup]:
         """The same with columns of these names: `old` (what the policy says now), `ref` (the
         reference), `value`.
@@ -532,7 +540,7 @@ class Collector:
 
         Every evaluation of a run draws the same random numbers.
         """
-        run, tally = self.run, Tally()
+        run, tally = self.run, RoundTally()
         asked = [
             Asked(unit, example)
             for unit in corpus.units[:most]

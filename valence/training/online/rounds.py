@@ -14,7 +14,7 @@ from valence.batching.kl_pairs import make_kl_pairs
 from valence.data.sampler import canonical_order
 from valence.errors import UserError
 from valence.losses.advantage import adapted
-from valence.training.online.collect import Asked, Collector, Tally
+from valence.training.online.collect import Asked, Collector, RoundTally
 from valence.training.online.packed import packed, unpacked
 from valence.training.online.sample_builders import EXCLUSIONS, Exclusion, RolloutGroup
 from valence.types import Prompt, TokenizedExample
@@ -66,7 +66,7 @@ class Rounds:
         self.judges: dict[str, str] = {}
         """Of each reward that has judged, what it was."""
         self.exclusions: Counter[str] = Counter()
-        """Of all rounds; see ``Tally``."""
+        """Of all rounds; see ``RoundTally``."""
 
     # ------------------------------------------------------------------ what a step trains on
 
@@ -88,7 +88,7 @@ class Rounds:
         a row had nothing to train on; UserError when rewards failed."""
         if self.steps:
             return
-        tally, begun = Tally(), self.consumed
+        tally, begun = RoundTally(), self.consumed
         try:
             self._hold(self._sampled(tally))
             begun = self.consumed
@@ -126,7 +126,7 @@ class Rounds:
         """
         self.units, self._packed = units, packed(units)
 
-    def _sampled(self, tally: Tally) -> list[TokenizedExample]:
+    def _sampled(self, tally: RoundTally) -> list[TokenizedExample]:
         """What a round is trained on.
 
         Prompts that teach nothing have others in their place, where the method wants that or where
@@ -161,7 +161,7 @@ class Rounds:
             what, code="nothing-to-learn", where=f"step {run.step}", fix=why[1]
         )
 
-    def _count_excluded(self, groups: Sequence[RolloutGroup], tally: Tally) -> None:
+    def _count_excluded(self, groups: Sequence[RolloutGroup], tally: RoundTally) -> None:
         """Count what the method must not train on, where it excludes completions one by one."""
         method, rollout = self.run.prepared.method, self.run.recipe.rollout
         assert method.makes is not None
@@ -180,7 +180,9 @@ class Rounds:
         steered = {} if self.kl_beta is None else {"kl_beta": self.kl_beta}
         return {**self.run.recipe.loss, **steered}
 
-    def _answered(self, asked: Sequence[Asked], attempt: int, tally: Tally) -> list[RolloutGroup]:
+    def _answered(
+        self, asked: Sequence[Asked], attempt: int, tally: RoundTally
+    ) -> list[RolloutGroup]:
         seed = seed_of(self.run.recipe.train.seed, "rollout", self.done, attempt)
         collector = self.collector
         rollout = self.run.recipe.rollout
@@ -202,7 +204,7 @@ class Rounds:
         )
         self.consumed = begun
 
-    def _measured(self, round: Sequence[RolloutGroup], tally: Tally) -> list[RolloutGroup]:
+    def _measured(self, round: Sequence[RolloutGroup], tally: RoundTally) -> list[RolloutGroup]:
         """With what the method reads of the tokens, and what the log tells of them: of another
         model's answers nothing.
         """
@@ -263,7 +265,7 @@ class Rounds:
                 )
         return found
 
-    def _tell(self, tally: Tally) -> None:
+    def _tell(self, tally: RoundTally) -> None:
         run = self.run
         if run.group.rank == 0:
             means = tally.means

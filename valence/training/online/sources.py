@@ -25,13 +25,13 @@ from valence.types import Completion, Origin, Score, TokenizedCompletion, Tokeni
 
 if TYPE_CHECKING:
     from valence.rollouts.servers import Server
-    from valence.rollouts.transports import Transport
+    from valence.rollouts.transports import WeightTransfer
     from valence.training.loop import Run
 
 Answers = list[list[Completion]]
 
 
-class Sampler(Protocol):
+class RolloutEngine(Protocol):
     """Answers the prompts of a run.
 
     ``served``: by a server, which rank 0 asks; else each process samples some.
@@ -274,7 +274,7 @@ class OnServer:
             return "lora"
         return "nccl" if self.run.policy.device.type == "cuda" else "disk"
 
-    def _transport(self, name: str) -> Transport:
+    def _transport(self, name: str) -> WeightTransfer:
         from valence.rollouts import transports
 
         if name in ("disk", "lora"):
@@ -284,10 +284,14 @@ class OnServer:
             folder = (
                 Path(self.rollout.folder) / own if self.rollout.folder else self._folder / "weights"
             )
-            return transports.Lora(folder) if name == "lora" else transports.Disk(folder)
+            return (
+                transports.LoraTransfer(folder)
+                if name == "lora"
+                else transports.DiskTransfer(folder)
+            )
         if name == "gloo":
-            return transports.Gloo(self.rollout.timeout)
-        return transports.Nccl(self.rollout.timeout, self.run.policy.device)
+            return transports.GlooTransfer(self.rollout.timeout)
+        return transports.NcclTransfer(self.rollout.timeout, self.run.policy.device)
 
     def _start(self, transport: str) -> Server:
         from valence.rollouts.servers import Server, located
@@ -330,7 +334,7 @@ def _unit(prompt: Sequence[int], answer: Sequence[int]) -> TokenizedExample:
     )
 
 
-def sampler_of(run: Run) -> Sampler:
+def sampler_of(run: Run) -> RolloutEngine:
     """What the recipe's ``rollout.engine`` names."""
     return InProcess(run) if run.recipe.rollout.engine == "hf" else OnServer(run)
 
