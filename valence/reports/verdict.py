@@ -157,9 +157,9 @@ def _of_thumbs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | 
     before = auc(*earlier) if earlier else 0.5
     return Verdict(
         _state(low, high, before),
-        f"In {_of_100(now)} of 100 comparisons the model ranks a liked answer above a disliked one "
-        f"(95 % interval {_of_100(low)} to {_of_100(high)}; 50 is chance; AUC {now:.2f} on "
-        f"{number(len(ups) + len(downs))} held-out rows).{_before(first, last, _of_100(before))}",
+        f"The model ranks a liked answer above a disliked one {_percent(now)} % of the time "
+        f"(95 % interval {_percent(low)} to {_percent(high)} %; chance is 50 %; AUC {now:.2f} on "
+        f"{number(len(ups) + len(downs))} held-out rows).{_before(first, last, before)}",
         RANKING, now, low, high, before, len(ups) + len(downs),
     )  # fmt: skip
 
@@ -175,19 +175,22 @@ def _thumbs(rows: Sequence[Json]) -> tuple[list[float], list[float]] | None:
     return (ups, downs) if min(len(ups), len(downs)) >= FEWEST else None
 
 
-def _of_100(share: float) -> str:
+def _percent(share: float) -> str:
     return f"{100 * share:.0f}"
 
 
-def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: str) -> str:
+def _before(first: Sequence[Json] | None, last: Sequence[Json], baseline: float) -> str:
     """A sentence about the value before training; empty where the run has not measured it."""
     if first is None:
         if _equals_reference(last):
             return " Every reward is 0: the model equals its reference."
         return ""
     if _equals_reference(first):
-        return f" Before training it is {baseline} by definition: the model equals its reference."
-    return f" Before training: {baseline}."
+        return (
+            f" Before training it is {_percent(baseline)} % by definition: the model equals its "
+            "reference."
+        )
+    return f" Before training: {_percent(baseline)} %."
 
 
 def _equals_reference(rows: Sequence[Json]) -> bool:
@@ -206,9 +209,9 @@ def _of_pairs(last: Sequence[Json], first: Sequence[Json] | None) -> Verdict | N
     )
     return Verdict(
         _state(low, high, before),
-        f"The model ranks the chosen answer above the rejected one in {_of_100(hits / count)} % of "
-        f"{number(count)} held-out pairs (95 % interval {_of_100(low)} to {_of_100(high)}; 50 is "
-        f"chance).{_before(first, last, f'{_of_100(before)} %')}",
+        f"The model ranks the chosen answer above the rejected one in {_percent(hits / count)} % "
+        f"of {number(count)} held-out pairs (95 % interval {_percent(low)} to {_percent(high)} %; "
+        f"chance is 50 %).{_before(first, last, before)}",
         RANKING, hits / count, low, high, before, count,
     )  # fmt: skip
 
