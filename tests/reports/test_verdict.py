@@ -71,11 +71,11 @@ def test_thumbs_are_compared_with_the_first_evaluation() -> None:
     assert verdict_of(good, good).state == "unclear"
 
 
-def test_the_sentence_says_the_numbers_out_of_100() -> None:
+def test_the_sentence_has_the_numbers_in_percent() -> None:
     good = thumbs([1.0] * 30 + [-1.0] * 10, [-1.0] * 40)
     found = verdict_of(good)
     assert (found.value, found.low, found.high) == (0.875, *auc_interval(0.875, 40, 40))
-    assert numbers(found.sentence) == ["88", "100", "95", "77", "93", "50", "0.88", "80"]
+    assert numbers(found.sentence) == ["88", "95", "77", "93", "50", "0.88", "80"]
     measured = verdict_of(good, thumbs([1.0] * 20 + [-1.0] * 20, [-1.0] * 40))
     assert measured.baseline == 0.75
     assert numbers(measured.sentence)[-1] == "75"
