@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import json
+import pkgutil
 import re
 import subprocess
 from functools import cache
@@ -337,3 +338,17 @@ def test_every_dependency_has_its_reason() -> None:
         for name in re.findall(r"`([^`]+)`", line)
     }
     assert names == reasons
+
+
+API = sorted(
+    {
+        name
+        for page in (ROOT / "docs" / "api").glob("*.md")
+        for name in re.findall(r"(?m)^::: (\S+)", page.read_text())
+    }
+)
+
+
+@pytest.mark.parametrize("name", API)
+def test_objects_of_the_python_reference_exist(name: str) -> None:
+    assert pkgutil.resolve_name(name)
