@@ -275,6 +275,15 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
     return values.pin_memory().to(device, non_blocking=True)
 
 
+def path_to(segments: Sequence[tuple[int, int, int]], segment: int) -> list[int]:
+    """Indices of the segments from the root of a prefix tree to this one."""
+    path: list[int] = []
+    while segment >= 0:
+        path.append(segment)
+        segment = segments[segment][2]
+    return path[::-1]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
     """One micro-batch: S sequences in T rows, and the columns that losses read.
@@ -334,11 +343,7 @@ class MicroBatch:
 
     def path(self, segment: int) -> list[int]:
         """The segments from the root to this one."""
-        path: list[int] = []
-        while segment >= 0:
-            path.append(segment)
-            segment = self.segments[segment][2]
-        return path[::-1]
+        return path_to(self.segments, segment)
 
     def rows(self, sequence: int) -> Tensor:
         """Rows of a sequence, in order."""

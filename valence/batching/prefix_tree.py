@@ -14,6 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from valence.types import path_to
+
 MIN_SHARED_TOKENS = 16
 """A shorter common prefix costs more in attention calls than it saves."""
 
@@ -126,15 +128,6 @@ class PrefixTree:
             segments=tuple(segments),
             leaves=tuple(new_index[path[-1]] for path in paths),
         )
-
-
-def path_to(segments: Sequence[tuple[int, int, int]], segment: int) -> list[int]:
-    """Segments from the root to this one."""
-    path: list[int] = []
-    while segment >= 0:
-        path.append(segment)
-        segment = segments[segment][2]
-    return path[::-1]
 
 
 def build_prefix_tree(sequences: Sequence[TokenSequence]) -> PrefixTree:
